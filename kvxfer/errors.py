@@ -1,0 +1,434 @@
+"""Every error that kvxfer raises, in one tree with stable codes.
+
+    KvxferError
+    +-- UsageError                 the caller's mistake; nothing was sent and nothing is lost
+    |   +-- ConfigError            a setting is unknown, malformed or out of range
+    |   +-- GeometryError          a cache was described wrongly, or cannot be expressed
+    |   +-- BlocksError            a block list is out of range, repeated, empty or too short
+    |   +-- TokensError            a token range is empty, outside the offer, or unusable for state
+    |   +-- EventError             `after=` is missing or was never recorded
+    |   +-- RequestError           a request id is in use, was just used, or is not offered here
+    |   +-- TicketError            a ticket or an engine card is malformed or does not belong here
+    |   +-- ClosedError            the worker is not open, or draining
+    |   +-- MissingExtraError      an optional package is not installed
+    |   +-- ArenaError             the arena can never serve this, or not before the deadline
+    +-- PeerError                  the other side, or the way to it
+    |   +-- UnreachableError       no connection, or no handshake in time
+    |   +-- MismatchError          the two engines cannot exchange this cache; names each field
+    |   +-- RefusedError           the peer refused one request and said why
+    |   +-- PeerLostError          the peer died, or was silent too long
+    |   +-- ProtocolError          the peer sent what the protocol forbids
+    +-- TransferError              a transfer that had begun did not succeed
+    |   +-- TransferTimeoutError   the caller's deadline passed
+    |   +-- TransferFailedError    a copy or a write failed on one of the two sides
+    |   +-- MemoryInDoubtError     a silent peer may still touch memory; kvxfer keeps it in custody
+    +-- FabricError                the transport below (NIXL) refused or failed
+
+A local mistake (`UsageError`) and a remote one (`PeerError`) are different types on purpose. `TransferTimeoutError` and
+`UnreachableError` are also `TimeoutError` and `ConnectionError`, so generic handlers work.
+
+Codes are part of the wire (`proto/registry.toml`): they are appended to, never renumbered.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import IntEnum, unique
+from typing import ClassVar, Final
+
+__all__ = [
+    "ArenaError",
+    "BlocksError",
+    "ClosedError",
+    "Code",
+    "ConfigError",
+    "EventError",
+    "FabricError",
+    "GeometryError",
+    "KvxferError",
+    "MemoryInDoubt",
+    "MemoryInDoubtError",
+    "MismatchError",
+    "MissingExtraError",
+    "PeerError",
+    "PeerLostError",
+    "ProtocolError",
+    "RefusedError",
+    "RequestError",
+    "TicketError",
+    "TokensError",
+    "TransferError",
+    "TransferFailedError",
+    "TransferTimeoutError",
+    "UnreachableError",
+    "UsageError",
+]
+
+
+@unique
+class Code(IntEnum):
+    """Stable error codes: what travels in `Refuse`, `KvAgentResult` and `Goodbye`, and what logs and metrics count.
+
+    A code that this version does not know decodes as `UNKNOWN`, so that a newer peer's refusal is still a refusal.
+    """
+
+    UNKNOWN = 0
+    # the caller's mistakes
+    USAGE = 1
+    CONFIG = 2
+    GEOMETRY = 3
+    BLOCKS = 4
+    TOKENS = 5
+    EVENT = 6
+    REQUEST = 7
+    TICKET = 8
+    CLOSED = 9
+    MISSING_EXTRA = 10
+    ARENA = 11
+    # the peer
+    PEER = 20
+    UNREACHABLE = 21
+    MISMATCH = 22
+    REFUSED = 23
+    PEER_LOST = 24
+    PROTOCOL = 25
+    # a transfer
+    TRANSFER = 30
+    TIMEOUT = 31
+    FAILED = 32
+    IN_DOUBT = 33
+    FABRIC = 40
+    # reasons that a peer gives in `Refuse`
+    TICKET_UNKNOWN = 50
+    TICKET_FORGED = 51
+    TICKET_EXPIRED = 52
+    TICKET_RELEASED = 53
+    EPOCH_CHANGED = 54
+    OFFER_WITHDRAWN = 55
+    OFFER_FAILED = 56
+    NEVER_OFFERED = 57
+    TOKENS_OUTSIDE_OFFER = 58
+    BLOCKS_TOO_FEW = 59
+    WANTS_NOT_HELD = 60
+    NO_COMMON_ROUTE = 61
+    CHUNK_TOO_LARGE = 62
+    TOO_MANY = 63
+    DRAINING = 64
+    SUPERSEDED = 65
+    NOT_TRUSTED = 66
+    PLAN_DIFFERS = 67
+    CANCELLED = 68
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Code | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+class KvxferError(Exception):
+    """Base of every error that kvxfer raises.
+
+    Attributes:
+        code: Stable number of this kind of error, as on the wire and in metrics.
+    """
+
+    code: ClassVar[Code] = Code.UNKNOWN
+
+
+class UsageError(KvxferError):
+    """The caller asked for something impossible. Nothing was sent, and no memory changed hands.
+
+    Cause: an argument that contradicts the documentation.
+    Remedy: the message names the argument, its value and the bound; mend the call.
+    """
+
+    code: ClassVar[Code] = Code.USAGE
+
+
+class ConfigError(UsageError, ValueError):
+    """A setting is unknown, malformed or out of range.
+
+    Cause: a misspelt name (also in a `KVXFER_*` variable or the file), or a value outside its bounds.
+    Remedy: the message gives the nearest known name or the bound; `kvxfer config` prints what is in effect and why.
+    """
+
+    code: ClassVar[Code] = Code.CONFIG
+
+
+class GeometryError(UsageError, ValueError):
+    """A cache was described wrongly, or in a way that cannot be expressed as strided arrays.
+
+    Cause: an axis string that does not fit the tensor, coordinates given twice, a device that is neither cpu nor cuda.
+    Remedy: the message names the tensor (group, part, layers) and both the expected and the given value.
+    """
+
+    code: ClassVar[Code] = Code.GEOMETRY
+
+
+class BlocksError(UsageError, ValueError):
+    """A block list cannot be used.
+
+    Cause: an id that is negative or beyond the pool, an id named twice at the receiver, an empty or too short list, or
+        blocks that are in custody after `MemoryInDoubt`.
+    Remedy: the message names the group, the position in the list and the id.
+    """
+
+    code: ClassVar[Code] = Code.BLOCKS
+
+
+class TokensError(UsageError, ValueError):
+    """A token range cannot be used.
+
+    Cause: it is empty, it lies outside what is offered, or it ends before the last token although the request has state
+        (which belongs to the last token only).
+    Remedy: ask for a range inside the offer; with state groups, up to its end.
+    """
+
+    code: ClassVar[Code] = Code.TOKENS
+
+
+class EventError(UsageError):
+    """`after=` is missing for CUDA memory, or names an event that was never recorded.
+
+    Cause: without it, kvxfer would read blocks before prefill wrote them, or write blocks that still are in use.
+    Remedy: pass a recorded `torch.cuda.Event`, a stream, or `kvxfer.READY` when the work is known to be complete.
+    """
+
+    code: ClassVar[Code] = Code.EVENT
+
+
+class RequestError(UsageError):
+    """A request id cannot be used this way now.
+
+    Cause: the id (with this attempt) is live, ended less than ten minutes ago, or the offer is already finished.
+    Remedy: use an id once; raise `attempt` to offer the same request again.
+    """
+
+    code: ClassVar[Code] = Code.REQUEST
+
+
+class TicketError(UsageError, ValueError):
+    """A ticket or an engine card is malformed, or does not belong to this engine.
+
+    Cause: it was cut, edited, or made for another engine; the worker has not joined an engine yet.
+    Remedy: carry tickets unchanged; on engines of several ranks call `worker.join(card, key=...)` first.
+    """
+
+    code: ClassVar[Code] = Code.TICKET
+
+
+class ClosedError(UsageError):
+    """The worker is not open: not entered yet, draining, or closed.
+
+    Cause: a call outside `async with Worker(...)`, or after a drain had begun.
+    Remedy: send new requests to another worker.
+    """
+
+    code: ClassVar[Code] = Code.CLOSED
+
+
+class MissingExtraError(UsageError, ImportError):
+    """An optional package is needed and not installed.
+
+    Cause: the feature belongs to an extra.
+    Remedy: run the command that the message gives.
+    """
+
+    code: ClassVar[Code] = Code.MISSING_EXTRA
+
+
+class ArenaError(UsageError):
+    """The staging arena cannot serve a reservation.
+
+    Cause: one chunk is larger than the whole share, the wait passed its deadline, or too much is quarantined.
+    Remedy: raise `arena_bytes`, lower `chunk_bytes`, or look for the silent peer that `describe()` names.
+    """
+
+    code: ClassVar[Code] = Code.ARENA
+
+
+class PeerError(KvxferError):
+    """Something about the other side, or the way to it.
+
+    Attributes:
+        peer: The peer as logs name it (engine, rank, endpoint), or an empty string before it is known.
+    """
+
+    code: ClassVar[Code] = Code.PEER
+
+    def __init__(self, message: str, *, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer: Final = peer
+
+
+class UnreachableError(PeerError, ConnectionError):
+    """No connection to the peer, or no handshake in time.
+
+    Cause: nobody listens at the ticket's endpoint, `allow_peers` excludes it, or the handshake took too long.
+    Remedy: check that the prefill worker runs and that its endpoint can be reached from here.
+    """
+
+    code: ClassVar[Code] = Code.UNREACHABLE
+
+
+class MismatchError(PeerError):
+    """The two engines cannot exchange this cache.
+
+    Cause: another model, dtype, shape or protocol version on the other side.
+    Remedy: `fields` names each one with both values; `compat="geometry"` forgives names, never shapes.
+
+    Attributes:
+        fields: Name of each differing field, with (this side's value, the peer's value).
+    """
+
+    code: ClassVar[Code] = Code.MISMATCH
+
+    def __init__(self, message: str, *, peer: str = "", fields: Mapping[str, tuple[str, str]] | None = None) -> None:
+        super().__init__(message, peer=peer)
+        self.fields: Final = dict(fields or {})
+
+
+class RefusedError(PeerError):
+    """The peer refused one request; the session and every other transfer go on.
+
+    Cause: `reason` says it: the ticket is unknown, forged or expired, the range is outside the offer, ...
+    Remedy: depends on `reason`; a refused request may be prefilled again.
+
+    Attributes:
+        reason: The peer's code.
+    """
+
+    code: ClassVar[Code] = Code.REFUSED
+
+    def __init__(self, message: str, *, peer: str = "", reason: Code = Code.UNKNOWN) -> None:
+        super().__init__(message, peer=peer)
+        self.reason: Final = reason
+
+
+class PeerLostError(PeerError, ConnectionError):
+    """The peer died, closed the session, or was silent for `peer_timeout`.
+
+    Cause: a crashed or restarted process, a cut network, a host that stands still.
+    Remedy: fetch again with the same ticket, or prefill again elsewhere.
+    """
+
+    code: ClassVar[Code] = Code.PEER_LOST
+
+
+class ProtocolError(PeerError):
+    """The peer sent what the protocol forbids; its session was closed.
+
+    Cause: a foreign program at that endpoint, a damaged stream, or a defect.
+    Remedy: check the endpoint and both versions; `kvxfer inspect` reads the frame that the message quotes.
+    """
+
+    code: ClassVar[Code] = Code.PROTOCOL
+
+
+class TransferError(KvxferError):
+    """A transfer that had begun did not succeed. The blocks in `blocks` hold no usable data.
+
+    Attributes:
+        peer: The peer whose part failed.
+        transfer: The transfer's id, as in the logs of both sides.
+        blocks: Destination blocks by group that must not be read: some of their bytes may be new, some old.
+        memory_safe: True when no peer can write those blocks any more.
+    """
+
+    code: ClassVar[Code] = Code.TRANSFER
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: str = "",
+        transfer: str = "",
+        blocks: Mapping[str, Sequence[int]] | None = None,
+        memory_safe: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.peer: Final = peer
+        self.transfer: Final = transfer
+        self.blocks: Final = {group: tuple(ids) for group, ids in (blocks or {}).items()}
+        self.memory_safe: Final = memory_safe
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """The caller's `timeout` passed before every byte had landed.
+
+    Cause: a slow or wedged link, a prefill that is later than expected, or a full arena.
+    Remedy: fetch again with the same ticket; the stats in the log say which step took the time.
+    """
+
+    code: ClassVar[Code] = Code.TIMEOUT
+
+
+class TransferFailedError(TransferError):
+    """A copy or a write failed on one of the two sides.
+
+    Cause: a transport error, a lease that ran out, a failing device, or a plan on which the two sides differ.
+    Remedy: the message names the step; fetch again with the same ticket.
+
+    Attributes:
+        reason: The code of the step that failed.
+    """
+
+    code: ClassVar[Code] = Code.FAILED
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: Code = Code.FAILED,
+        peer: str = "",
+        transfer: str = "",
+        blocks: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, transfer=transfer, blocks=blocks)
+        self.reason: Final = reason
+
+
+class MemoryInDoubtError(TransferError):
+    """A silent peer may still touch the blocks in `blocks`; they stay in kvxfer's custody.
+
+    Cause: the peer stopped answering while a write (or, for `released()`, a read) of these blocks was posted.
+    Remedy: do not reuse the blocks before `await error.settled()` returns; kvxfer refuses them until then.
+    """
+
+    code: ClassVar[Code] = Code.IN_DOUBT
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        settled: Callable[[], Awaitable[None]],
+        peer: str = "",
+        transfer: str = "",
+        blocks: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, transfer=transfer, blocks=blocks, memory_safe=False)
+        self._settled = settled
+
+    async def settled(self) -> None:
+        """Return once there is evidence that no peer can touch the blocks any more; they are the caller's again."""
+        await self._settled()
+
+
+MemoryInDoubt = MemoryInDoubtError
+"""The name under which the documentation speaks of it."""
+
+
+class FabricError(KvxferError):
+    """The transport below (NIXL) refused or failed.
+
+    Cause: a backend that is missing, memory that cannot be registered, a disconnected or stuck link.
+    Remedy: the message carries the transport's own words and the settings in effect.
+
+    Attributes:
+        disconnected: True when the transport itself reports that the peer is gone.
+        in_doubt: True when some of the failed post's bytes may still land.
+    """
+
+    code: ClassVar[Code] = Code.FABRIC
+
+    def __init__(self, message: str, *, disconnected: bool = False, in_doubt: bool = False) -> None:
+        super().__init__(message)
+        self.disconnected: Final = disconnected
+        self.in_doubt: Final = in_doubt

@@ -1,0 +1,146 @@
+"""The one door through which time, randomness and threads enter.
+
+Everything above is written against `Runtime`; production uses `ThreadRuntime`, tests and simulations the deterministic
+one of `kvxfer.testing`, in which time is virtual and every hand-over happens in an order drawn from a seed.
+
+A `Service` is work that must not run on the event loop (posting to a fabric, launching copies). It is a function
+`step() -> float | None`: it does what is ready and says in how many seconds it wants to run again (0.0: at once, None:
+only when woken). The runtime decides where it runs: in a thread of its own, or as a callback of the simulated loop.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["HandOver", "Runtime", "Service", "ThreadRuntime"]
+
+Step = Callable[[], float | None]
+
+
+class Service(Protocol):
+    """A running `step` function."""
+
+    def wake(self) -> None:
+        """Run `step` soon. Safe from any thread; wake-ups before the next step are merged."""
+        ...
+
+    def stop(self, timeout: float) -> bool:
+        """Stop after the current step and wait for it at most `timeout` seconds. False if it did not end in time."""
+        ...
+
+
+class HandOver(Protocol):
+    """Runs callables on the event loop, from any thread, in order, one wake-up of the loop per batch."""
+
+    def __call__(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop soon. Safe from any thread; silently dropped once the loop is closed."""
+        ...
+
+
+class Runtime(Protocol):
+    """Clock, randomness, services and the way back to the loop."""
+
+    def now(self) -> float:
+        """Monotonic seconds. Comparable within this process only."""
+        ...
+
+    def token(self, nbytes: int) -> bytes:
+        """Unpredictable bytes."""
+        ...
+
+    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
+        """Start a service; `setup` runs first where `step` runs (a thread's CUDA context, its affinity)."""
+        ...
+
+    def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
+        """A way back to `loop`."""
+        ...
+
+
+class _Batch:
+    """Hands callbacks to a loop with one `call_soon_threadsafe` per batch."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._scheduled = False
+
+    def __call__(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._pending.append(callback)
+            if self._scheduled:
+                return
+            self._scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._run)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            self._pending.clear()
+
+    def _run(self) -> None:
+        with self._lock:
+            batch, self._pending = self._pending, deque()
+            self._scheduled = False
+        for callback in batch:
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
+                self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
+
+
+class _ThreadService:
+    """A service in a daemon thread."""
+
+    def __init__(self, name: str, step: Step, setup: Callable[[], None] | None) -> None:
+        self._step = step
+        self._setup = setup
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self, timeout: float) -> bool:
+        self._stopping = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._setup is not None:
+            self._setup()
+        while not self._stopping:
+            self._wake.clear()
+            delay = self._step()
+            if delay is None:
+                self._wake.wait()
+            elif delay > 0:
+                self._wake.wait(delay)
+            # 0.0: spin on; a GIL switch is due anyway between two steps
+
+
+class ThreadRuntime:
+    """Production: the monotonic clock, the system's randomness, one thread a service."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def token(self, nbytes: int) -> bytes:
+        """Unpredictable bytes from the operating system."""
+        return secrets.token_bytes(nbytes)
+
+    def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
+        """Start `step` in a daemon thread called `name`."""
+        return _ThreadService(name, step, setup)
+
+    def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
+        """Batched hand-over to `loop`."""
+        return _Batch(loop)

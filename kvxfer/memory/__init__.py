@@ -1,0 +1,36 @@
+"""The books of memory: who holds which bytes of the arena, and which of the caller's blocks are spoken for.
+
+Synchronous and deterministic: time is an argument, the next deadline a return value, and every decision is returned for
+the caller to carry out. Only `backing` touches real memory.
+"""
+
+from kvxfer.memory.arena import Arena
+from kvxfer.memory.backing import Backing, Kind, allocate
+from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
+from kvxfer.memory.extent import TRANSITIONS, Extent, ExtentState, InvariantError, check_transition
+from kvxfer.memory.share import MIN_ALIGNMENT, Decisions, Share
+from kvxfer.memory.snapshot import ArenaSnapshot, ExtentRow, PeerSnapshot, ShareSnapshot
+from kvxfer.memory.waiting import Request
+
+__all__ = [
+    "MIN_ALIGNMENT",
+    "TRANSITIONS",
+    "Arena",
+    "ArenaSnapshot",
+    "Backing",
+    "Custody",
+    "CustodySnapshot",
+    "Decisions",
+    "Extent",
+    "ExtentRow",
+    "ExtentState",
+    "HolderSnapshot",
+    "InvariantError",
+    "Kind",
+    "PeerSnapshot",
+    "Request",
+    "Share",
+    "ShareSnapshot",
+    "allocate",
+    "check_transition",
+]

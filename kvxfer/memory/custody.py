@@ -1,0 +1,229 @@
+"""The books of the caller's own blocks: which of them a fetch writes, and which a silent peer may still touch.
+
+A block is *held* while a fetch writes it, by that fetch alone. It is *in doubt* while a silent peer may still write it
+(after a fetch) or read it (after an offer); blocks in doubt leave the books only by `settle`, on evidence. Offers hold
+nothing, since requests that share a prefix offer the same blocks at once; they only `check`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.errors import BlocksError
+from kvxfer.memory.extent import InvariantError
+
+__all__ = ["Custody", "CustodySnapshot", "HolderSnapshot"]
+
+Blocks = Mapping[str, Sequence[int]]
+"""Block ids by group."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderSnapshot:
+    """One holder: the number of its blocks, and whether they are in doubt."""
+
+    blocks: int
+    in_doubt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CustodySnapshot:
+    """All blocks in the books at one moment.
+
+    Attributes:
+        held_blocks: Blocks that fetches write.
+        doubtful_blocks: Blocks in doubt; one that two offers left in doubt counts twice.
+        holders: By name, each holder.
+    """
+
+    held_blocks: int
+    doubtful_blocks: int
+    holders: Mapping[str, HolderSnapshot]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What one holder has in the books."""
+
+    blocks: dict[str, tuple[int, ...]]
+    in_doubt: bool = False
+    reads: bool = False
+
+
+@dataclass(slots=True)
+class _GroupBooks:
+    """One group's blocks: the fetch that writes an id, and the offers after which an id may still be read."""
+
+    writers: dict[int, str] = field(default_factory=dict[int, str])
+    readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def clash(self, ids: Iterable[int]) -> bool:
+        """Whether any of `ids` is in the books: a set operation, whatever the length."""
+        wanted = set(ids)
+        return not (self.writers.keys().isdisjoint(wanted) and self.readers.keys().isdisjoint(wanted))
+
+
+class Custody:
+    """The books of the caller's blocks. A holder is the name of a transfer or an offer, as messages give it."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _GroupBooks] = {}
+        self._entries: dict[str, _Entry] = {}
+
+    def check(self, blocks: Blocks) -> None:
+        """Refuse blocks that a fetch writes or that are in doubt: an offer must not read them, nor a fetch write them.
+
+        Raises:
+            BlocksError: the first such block; the message names its group, position in the list, id and holder.
+        """
+        for group, ids in blocks.items():
+            books = self._groups.get(group)
+            if books is not None and books.clash(ids):
+                raise self._clash_error(group, ids, books)
+
+    def hold(self, holder: str, blocks: Blocks) -> None:
+        """Note that the fetch `holder` writes `blocks`, alone, until `release`, or `doubt` and `settle`.
+
+        All or nothing: if it raises, nothing was noted.
+
+        Raises:
+            BlocksError: a block is held or in doubt, or named twice; the message names group, position, id and holder.
+            InvariantError: `holder` has blocks in the books already.
+        """
+        self._refuse_known(holder)
+        self.check(blocks)
+        taken = {group: tuple(map(int, ids)) for group, ids in blocks.items()}
+        for group, ids in taken.items():
+            if len(set(ids)) != len(ids):
+                raise _repeated_error(group, ids)
+        self._write(holder, taken)
+        self._entries[holder] = _Entry(taken)
+
+    def release(self, holder: str) -> None:
+        """The fetch `holder` is over and no peer will write its blocks any more. Exactly once.
+
+        Raises:
+            InvariantError: `holder` holds nothing (any more), or its blocks are in doubt.
+        """
+        if self._entry(holder).in_doubt:
+            raise InvariantError(f"the blocks of {holder} are in doubt: only settle(), on evidence, frees them")
+        self._drop(holder)
+
+    def doubt(self, holder: str, blocks: Blocks | None = None) -> None:
+        """A silent peer may still write blocks that the fetch `holder` holds: refuse them until `settle`.
+
+        Args:
+            holder: The fetch.
+            blocks: Those of its blocks that are in doubt; its other blocks are released. None: all of them.
+
+        Raises:
+            InvariantError: `holder` holds nothing, its blocks are in doubt already, or `blocks` are not all its own.
+        """
+        entry = self._entry(holder)
+        if entry.in_doubt:
+            raise InvariantError(f"the blocks of {holder} are in doubt already")
+        if blocks is not None:
+            kept = {group: tuple(dict.fromkeys(map(int, ids))) for group, ids in blocks.items() if len(ids)}
+            for group, ids in kept.items():
+                if foreign := set(ids) - set(entry.blocks.get(group, ())):
+                    raise InvariantError(f"{holder} does not hold block {min(foreign)} of group {group!r}")
+            self._drop(holder)
+            self._write(holder, kept)
+            entry = self._entries[holder] = _Entry(kept)
+        entry.in_doubt = True
+
+    def doubt_reads(self, holder: str, blocks: Blocks) -> None:
+        """Somebody silent may still read `blocks` that the offer `holder` offered: refuse them until `settle`.
+
+        Unlike a fetch's, such blocks may be in doubt for several offers at once; the last one that settles frees them.
+
+        Raises:
+            InvariantError: `holder` has blocks in the books already.
+        """
+        self._refuse_known(holder)
+        taken = {group: tuple(dict.fromkeys(map(int, ids))) for group, ids in blocks.items()}
+        for group, ids in taken.items():
+            if ids:
+                readers = self._groups.setdefault(group, _GroupBooks()).readers
+                for block in ids:
+                    readers.setdefault(block, []).append(holder)
+        self._entries[holder] = _Entry(taken, in_doubt=True, reads=True)
+
+    def settle(self, holder: str) -> None:
+        """There is evidence that no peer can touch the blocks of `holder` any more. Exactly once.
+
+        Raises:
+            InvariantError: `holder` has no blocks in doubt (any more).
+        """
+        if not self._entry(holder).in_doubt:
+            raise InvariantError(f"the blocks of {holder} are not in doubt, so there is nothing to settle")
+        self._drop(holder)
+
+    def blocks(self, holder: str) -> Mapping[str, tuple[int, ...]]:
+        """The blocks of `holder` by group, as given; empty if it has none in the books."""
+        entry = self._entries.get(holder)
+        return dict(entry.blocks) if entry is not None else {}
+
+    def snapshot(self) -> CustodySnapshot:
+        """Who holds how many blocks now."""
+        holders = {
+            name: HolderSnapshot(sum(map(len, entry.blocks.values())), entry.in_doubt)
+            for name, entry in self._entries.items()
+        }
+        return CustodySnapshot(
+            held_blocks=sum(row.blocks for row in holders.values() if not row.in_doubt),
+            doubtful_blocks=sum(row.blocks for row in holders.values() if row.in_doubt),
+            holders=holders,
+        )
+
+    def _entry(self, holder: str) -> _Entry:
+        entry = self._entries.get(holder)
+        if entry is None:
+            raise InvariantError(f"{holder} has no blocks in the books (any more)")
+        return entry
+
+    def _refuse_known(self, holder: str) -> None:
+        if holder in self._entries:
+            raise InvariantError(f"{holder} has blocks in the books already")
+
+    def _write(self, holder: str, blocks: Mapping[str, tuple[int, ...]]) -> None:
+        for group, ids in blocks.items():
+            if ids:
+                self._groups.setdefault(group, _GroupBooks()).writers.update(dict.fromkeys(ids, holder))
+
+    def _drop(self, holder: str) -> None:
+        """Forget every block of `holder`."""
+        entry = self._entries.pop(holder)
+        for group, ids in entry.blocks.items():
+            if not ids:
+                continue
+            books = self._groups[group]
+            if entry.reads:
+                for block in ids:
+                    books.readers[block].remove(holder)
+                    if not books.readers[block]:
+                        del books.readers[block]
+            else:
+                for block in ids:
+                    del books.writers[block]
+            if not books.writers and not books.readers:
+                del self._groups[group]
+
+    def _clash_error(self, group: str, ids: Sequence[int], books: _GroupBooks) -> BlocksError:
+        position, block = next((at, i) for at, i in enumerate(ids) if i in books.writers or i in books.readers)
+        holder = books.writers.get(block) or books.readers[block][0]
+        if not self._entries[holder].in_doubt:
+            why = f"{holder} is fetching into it; wait until that fetch has returned or raised"
+        elif block in books.writers:
+            why = f"a silent peer of {holder} may still write it; await settled() of its MemoryInDoubt"
+        else:
+            why = f"a silent peer of {holder} may still read it; await settled() of its MemoryInDoubt"
+        return BlocksError(f"block {int(block)} of group {group!r} (position {position}) is in use: {why}")
+
+
+def _repeated_error(group: str, ids: tuple[int, ...]) -> BlocksError:
+    last = {block: position for position, block in enumerate(ids)}
+    first, block = next((position, block) for position, block in enumerate(ids) if last[block] != position)
+    return BlocksError(
+        f"block {block} of group {group!r} is named twice, at positions {first} and {last[block]}: "
+        "a fetch must not write a block twice"
+    )

@@ -1,0 +1,91 @@
+"""The free gaps of a share: best fit, neighbours joined at once, so that a hole freed out of order is usable."""
+
+from bisect import bisect_left, bisect_right, insort
+
+from kvxfer.memory.extent import InvariantError
+
+__all__ = ["Gaps"]
+
+
+class Gaps:
+    """Disjoint free runs within `[0, capacity)`, none of which touches another.
+
+    Two sorted lists, one by offset (to join neighbours) and one by length (to find the best fit): each operation is a
+    few bisections, and a list insertion that moves at most a few thousand pointers.
+
+    Attributes:
+        free: Bytes in all gaps together.
+    """
+
+    __slots__ = ("_by_length", "_capacity", "_lengths", "_offsets", "free")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._offsets: list[int] = []
+        self._lengths: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+        self.free = capacity
+        if capacity:
+            self._insert(0, capacity)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest gap; 0 if nothing is free."""
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Every gap as (offset, length), by offset."""
+        return [(offset, self._lengths[offset]) for offset in self._offsets]
+
+    def take(self, length: int) -> int | None:
+        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals.
+
+        Returns:
+            The offset of the first byte, or None if no gap is large enough.
+        """
+        index = bisect_left(self._by_length, (length, 0))
+        if index == len(self._by_length):
+            return None
+        gap, offset = self._by_length[index]
+        self._remove(offset)
+        if gap > length:
+            self._insert(offset + length, gap - length)
+        self.free -= length
+        return offset
+
+    def give(self, offset: int, length: int) -> None:
+        """Make `[offset, offset + length)` free, joined with the gaps on either side.
+
+        Raises:
+            InvariantError: part of it is free already, or outside the share.
+        """
+        end = offset + length
+        index = bisect_right(self._offsets, offset)
+        before = self._offsets[index - 1] if index else None
+        after = self._offsets[index] if index < len(self._offsets) else None
+        before_end = before + self._lengths[before] if before is not None else 0
+        limit = after if after is not None else self._capacity
+        if length <= 0 or offset < before_end or end > limit:
+            raise InvariantError(f"bytes {offset} to {end} of {self._capacity} are free already or out of range")
+        start = offset
+        if before is not None and before_end == offset:
+            start = before
+            self._remove(before)
+        if after is not None and after == end:
+            end += self._lengths[after]
+            self._remove(after)
+        self._insert(start, end - start)
+        self.free += length
+
+    def _insert(self, offset: int, length: int) -> None:
+        insort(self._offsets, offset)
+        insort(self._by_length, (length, offset))
+        self._lengths[offset] = length
+
+    def _remove(self, offset: int) -> None:
+        length = self._lengths.pop(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
+        del self._by_length[bisect_left(self._by_length, (length, offset))]

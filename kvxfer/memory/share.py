@@ -1,0 +1,406 @@
+"""The books of one direction's share of the arena: who holds which bytes, in which state, and who is served next.
+
+Synchronous and deterministic: no clock, no loop, no memory is touched. `request` and `withdraw` note what is wanted,
+`advance(now)` decides, and the caller acts on the decisions.
+
+Who is served. Peers take turns; within a peer the oldest request comes first. At its turn a request
+
+- is *held back*, and nobody waits for it, while its peer has more than a quarter of the share in quarantine, while
+  its peer holds so much that this request would go beyond its cap, or while only the end of a quarantine can make room;
+- is *granted* if a gap holds it;
+- otherwise *blocks*: it keeps its place, and at most `max_overtakes` requests behind it may be granted before it. After
+  that the share grants nothing before it: since every extent can be finished without another grant, what is in use
+  drains, the gaps join, and the request is served.
+
+A peer's cap is three quarters of the share while no other peer waits, and otherwise the share divided by the number of
+peers that hold or wait. A peer whose only bytes are in quarantine, or that holds none, may have one request beyond the
+cap: else a request larger than a fair share would never be served. So every request that fits the share is granted
+sooner or later, unless it expires, as long as extents are released and quarantines end.
+"""
+
+import math
+import operator
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from kvxfer.errors import ArenaError, ConfigError
+from kvxfer.memory.extent import Extent, ExtentState, InvariantError, check_transition
+from kvxfer.memory.gaps import Gaps
+from kvxfer.memory.snapshot import ExtentRow, PeerSnapshot, ShareSnapshot
+from kvxfer.memory.waiting import Request, WaitingQueue
+
+__all__ = ["MIN_ALIGNMENT", "Decisions", "Share", "check_alignment"]
+
+MIN_ALIGNMENT: Final = 512
+"""Bytes: the least alignment of an extent, as much as cudaMalloc gives and any access width needs."""
+
+_HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
+
+
+def check_alignment(alignment: int) -> None:
+    """Refuse an alignment that extents cannot have.
+
+    Raises:
+        ConfigError: it is no power of two, or less than 512 bytes.
+    """
+    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
+        raise ConfigError(f"alignment={alignment} must be a power of two of at least {MIN_ALIGNMENT} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no.
+
+    Attributes:
+        granted: Requests served, each with its extent in state RESERVED, in the order in which they were served.
+        expired: Requests whose deadline has passed; they hold nothing. `Share.expiry_error` words the exception.
+        refused: Requests that waited and can no longer be served, because more than half of the share is in quarantine
+            and none of what remains holds them; with the exception to raise. They hold nothing.
+    """
+
+    granted: list[tuple[Request, Extent]]
+    expired: list[Request]
+    refused: list[tuple[Request, ArenaError]]
+
+
+class _Turn(Enum):
+    """What a request can expect at its turn."""
+
+    FITS = auto()
+    BLOCKS = auto()
+    HELD_BACK = auto()
+
+
+class Share:
+    """The books of one direction's share of the arena.
+
+    Attributes:
+        name: What messages and metrics call it, such as "send" or "receive".
+        base: Address of its first byte; a multiple of `alignment`.
+        capacity: Usable bytes; a multiple of `alignment`. 0 means that every request is refused.
+        alignment: Bytes, a power of two, at least 512. Every extent begins at a multiple of it and occupies a multiple.
+        max_overtakes: How many requests may be granted before one that could be but for want of a gap.
+    """
+
+    def __init__(
+        self, name: str, *, base: int, capacity: int, alignment: int = MIN_ALIGNMENT, max_overtakes: int = 16
+    ) -> None:
+        """Make the books of an empty share.
+
+        Args:
+            name: What messages and metrics call it.
+            base: Address of the first byte.
+            capacity: Bytes from there on; what exceeds a multiple of `alignment` is left unused.
+            alignment: Bytes; a power of two, at least 512.
+            max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
+
+        Raises:
+            ConfigError: an argument is negative, the alignment is no power of two or too small, the base is not
+                aligned, or the share does not fit into 64-bit addresses.
+        """
+        check_alignment(alignment)
+        if base < 0 or base % alignment:
+            raise ConfigError(f"the {name} share begins at address {base}, which is no multiple of {alignment}")
+        if capacity < 0 or base + capacity > 1 << 64:
+            raise ConfigError(f"the {name} share of {capacity} bytes at address {base} is no range of 64-bit addresses")
+        if max_overtakes < 0:
+            raise ConfigError(f"max_overtakes={max_overtakes} must not be negative")
+        self.name: Final = name
+        self.base: Final = operator.index(base)
+        self.alignment: Final = operator.index(alignment)
+        self.capacity: Final = operator.index(capacity) // self.alignment * self.alignment
+        self.max_overtakes: Final = max_overtakes
+        self._gaps = Gaps(self.capacity)
+        self._queue = WaitingQueue()
+        self._live: dict[int, Extent] = {}
+        self._grants: dict[Request, Extent] = {}
+        self._granted_to: dict[Extent, Request] = {}
+        self._totals = dict.fromkeys(_HELD_STATES, 0)
+        self._accounts: dict[str, dict[ExtentState, int]] = {}
+        self._doubtful: list[tuple[int, int]] = []
+        self._doubt_grew = False
+        self._reachable_cache: int | None = None
+        self._requests = 0
+        self._generation = 0
+
+    # --- asking
+
+    def request(self, peer: str, nbytes: int, *, now: float, deadline: float) -> Request:
+        """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
+
+        Args:
+            peer: For whom.
+            nbytes: Bytes, at least 1.
+            now: Seconds of the caller's clock.
+            deadline: Seconds of the same clock at which the request expires; infinity if never.
+
+        Raises:
+            ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
+                ever hold), or the share is empty, or more than half of it is in quarantine and none of what remains
+                holds the request.
+        """
+        nbytes = operator.index(nbytes)
+        if nbytes < 1 or math.isnan(deadline):
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
+            )
+        length = -(-nbytes // self.alignment) * self.alignment
+        if not self.capacity:
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
+                "arena_bytes=0 (or a send_share that leaves this direction nothing) switches the staged route off"
+            )
+        if length > self.capacity:
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes ({length} with alignment) can never be served: the {self.name} share "
+                f"of the arena, and the most that one peer may hold, is {self.capacity} bytes; "
+                "raise arena_bytes or lower chunk_bytes"
+            )
+        if self._hopeless(length):
+            raise self._quarantine_error(nbytes, length)
+        self._requests += 1
+        request = Request(peer, nbytes, length, self._requests, now, deadline)
+        self._queue.add(request)
+        return request
+
+    def withdraw(self, request: Request) -> Extent | None:
+        """Give up `request`. Harmless if it was withdrawn, refused or expired before.
+
+        Returns:
+            None if the request holds nothing, so that nothing is left to do. Its extent if it was granted and is still
+            held: it is unchanged, and the caller must release or quarantine it.
+        """
+        self._queue.remove(request)
+        return self._grants.get(request)
+
+    def advance(self, now: float) -> Decisions:
+        """Decide what can be decided at `now` (seconds): what has expired, what is hopeless, and whom to serve.
+
+        Call it after `request`, `withdraw`, `release`, `quarantine` and `settle`, and at `next_deadline()`.
+        """
+        expired = self._queue.expire(now)
+        refused: list[tuple[Request, ArenaError]] = []
+        if self._doubt_grew:
+            self._doubt_grew = False
+            for request in self._queue.requests():
+                if self._hopeless(request.length):
+                    self._queue.remove(request)
+                    refused.append((request, self._quarantine_error(request.nbytes, request.length)))
+        granted: list[tuple[Request, Extent]] = []
+        if len(self._queue):
+            # a grant moves its peer from those that wait to those that hold: the number of both stays the same
+            contenders = len(self._accounts.keys() | set(self._queue.peers))
+            while self._serve_round(contenders, granted):
+                pass
+        return Decisions(granted, expired, refused)
+
+    def next_deadline(self) -> float | None:
+        """When to call `advance` next if nothing else happens, in seconds of the caller's clock; None for never."""
+        return self._queue.next_deadline()
+
+    def expiry_error(self, request: Request) -> ArenaError:
+        """The exception that tells the owner of an expired `request` why it waited in vain."""
+        waited = request.deadline - request.requested_at
+        return ArenaError(
+            f"a reservation of {request.nbytes} bytes for {request.peer} waited {waited:.3f} s for the {self.name} "
+            f"share of the arena and passed its deadline: of {self.capacity} bytes {self._gaps.free} are free "
+            f"(largest gap {self._gaps.largest}), {self._totals[ExtentState.QUARANTINED]} are in quarantine, and "
+            f"{len(self._queue)} more requests wait; raise arena_bytes or the time-out"
+        )
+
+    # --- the life of an extent
+
+    def write(self, extent: Extent) -> None:
+        """RESERVED -> WRITING: call it before anybody is told the address.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, or not RESERVED.
+        """
+        self._move(extent, ExtentState.WRITING)
+
+    def scatter(self, extent: Extent) -> None:
+        """WRITING -> SCATTERING: the bytes have arrived by a terminal result, and our own copy begins.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, or not WRITING.
+        """
+        self._move(extent, ExtentState.SCATTERING)
+
+    def release(self, extent: Extent) -> None:
+        """RESERVED, WRITING or SCATTERING -> FREE, exactly once; the bytes may be granted again at once.
+
+        The caller vouches that nobody reads or writes them: the address was never told, a terminal result says that no
+        write is or will be posted, or the scatter has completed. Without such evidence, `quarantine` it.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, released already, or in quarantine.
+        """
+        if extent.state is ExtentState.QUARANTINED:
+            raise InvariantError(f"{extent} is in quarantine: only settle(), on evidence, frees it")
+        self._move(extent, ExtentState.FREE)
+
+    def quarantine(self, extent: Extent, reason: str) -> None:
+        """RESERVED, WRITING or SCATTERING -> QUARANTINED: somebody may still touch the bytes, because of `reason`.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, or in quarantine already.
+        """
+        self._move(extent, ExtentState.QUARANTINED)
+        extent.reason = reason
+        insort(self._doubtful, (extent.offset, extent.length))
+        self._reachable_cache = None
+        self._doubt_grew = True
+
+    def settle(self, extent: Extent) -> None:
+        """QUARANTINED -> FREE, exactly once: there is evidence that nobody can touch the bytes any more.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, settled already, or not in quarantine.
+        """
+        if extent.state not in {ExtentState.QUARANTINED, ExtentState.FREE}:
+            raise InvariantError(f"{extent} is not in quarantine, so there is nothing to settle")
+        self._move(extent, ExtentState.FREE)
+        del self._doubtful[bisect_left(self._doubtful, (extent.offset, extent.length))]
+        self._reachable_cache = None
+
+    # --- looking
+
+    def held_bytes(self, peer: str) -> int:
+        """Bytes that `peer` holds, quarantined ones included."""
+        return sum(self._accounts.get(peer, {}).values())
+
+    def quarantined_bytes(self, peer: str | None = None) -> int:
+        """Bytes in quarantine: those of `peer`, or all."""
+        account = self._totals if peer is None else self._accounts.get(peer, {})
+        return account.get(ExtentState.QUARANTINED, 0)
+
+    def extents(self, peer: str | None = None) -> list[Extent]:
+        """Extents that are held, those of `peer` or all, in the order in which they were granted."""
+        return [extent for extent in self._live.values() if peer is None or extent.peer == peer]
+
+    def snapshot(self) -> ShareSnapshot:
+        """What is where now, as plain numbers. It costs time in proportion to the extents and the waiting requests."""
+        extents = sorted(self._live.values(), key=lambda extent: extent.offset)
+        peers = sorted(self._accounts.keys() | set(self._queue.peers))
+        return ShareSnapshot(
+            name=self.name,
+            capacity_bytes=self.capacity,
+            free_bytes=self._gaps.free,
+            reserved_bytes=self._totals[ExtentState.RESERVED],
+            writing_bytes=self._totals[ExtentState.WRITING],
+            scattering_bytes=self._totals[ExtentState.SCATTERING],
+            quarantined_bytes=self._totals[ExtentState.QUARANTINED],
+            largest_gap_bytes=self._gaps.largest,
+            waiting_requests=len(self._queue),
+            waiting_bytes=sum(request.length for request in self._queue.requests()),
+            peers={peer: self._peer_snapshot(peer) for peer in peers},
+            extents=[ExtentRow(extent.offset, extent.length, extent.state, extent.peer) for extent in extents],
+            reasons={extent.offset: extent.reason for extent in extents if extent.state is ExtentState.QUARANTINED},
+        )
+
+    # --- inside
+
+    def _serve_round(self, contenders: int, granted: list[tuple[Request, Extent]]) -> bool:
+        """Give every waiting peer one turn; append what was granted. False if a further round would grant nothing."""
+        served = False
+        passed: list[Request] = []
+        for request in self._queue.heads():
+            turn = self._judge(request, contenders)
+            if turn is _Turn.BLOCKS:
+                if self._queue.overtaken(request) >= self.max_overtakes:
+                    return served
+                passed.append(request)
+            elif turn is _Turn.FITS:
+                granted.append((request, self._grant(request)))
+                served = True
+                counts = [self._queue.overtake(blocked) for blocked in passed]
+                if counts and max(counts) >= self.max_overtakes:
+                    return served
+        return served
+
+    def _judge(self, request: Request, contenders: int) -> _Turn:
+        account = self._accounts.get(request.peer, {})
+        held = sum(account.values())
+        doubtful = account.get(ExtentState.QUARANTINED, 0)
+        cap = self.capacity * 3 // 4 if self._nobody_else_waits(request) else self.capacity // contenders
+        if doubtful * 4 > self.capacity or (held > doubtful and held + request.length > cap):
+            return _Turn.HELD_BACK
+        if request.length <= self._gaps.largest:
+            return _Turn.FITS
+        return _Turn.BLOCKS if request.length <= self._reachable else _Turn.HELD_BACK
+
+    def _nobody_else_waits(self, request: Request) -> bool:
+        return len(self._queue) == self._queue.waiting(request.peer)
+
+    def _grant(self, request: Request) -> Extent:
+        offset = self._gaps.take(request.length)
+        if offset is None:
+            raise InvariantError(f"no gap holds {request}, although the largest is {self._gaps.largest} bytes")
+        self._queue.serve(request)
+        self._generation += 1
+        extent = Extent(
+            self.base + offset, offset, request.length, request.nbytes, request.peer, self._generation, ExtentState.FREE
+        )
+        self._live[extent.generation] = extent
+        self._grants[request] = extent
+        self._granted_to[extent] = request
+        self._move(extent, ExtentState.RESERVED)
+        return extent
+
+    def _move(self, extent: Extent, target: ExtentState) -> None:
+        """Carry out one transition of an extent of this share: the only place where a state and a count change."""
+        source = extent.state
+        if self._live.get(extent.generation) is not extent:
+            why = "was released already" if source is ExtentState.FREE else "belongs to another share"
+            raise InvariantError(f"{extent} {why}")
+        check_transition(source, target)
+        account = self._accounts.setdefault(extent.peer, dict.fromkeys(_HELD_STATES, 0))
+        if source is not ExtentState.FREE:
+            self._totals[source] -= extent.length
+            account[source] -= extent.length
+        if target is not ExtentState.FREE:
+            self._totals[target] += extent.length
+            account[target] += extent.length
+        else:
+            self._gaps.give(extent.offset, extent.length)
+            del self._live[extent.generation]
+            del self._grants[self._granted_to.pop(extent)]
+            if not any(account.values()):
+                del self._accounts[extent.peer]
+        extent.state = target
+
+    def _hopeless(self, length: int) -> bool:
+        """Whether so much is in quarantine that a request of `length` bytes had better fail now than wait."""
+        return self._totals[ExtentState.QUARANTINED] * 2 > self.capacity and length > self._reachable
+
+    @property
+    def _reachable(self) -> int:
+        """Bytes of the largest run without a quarantined byte: no gap can be larger before a quarantine ends."""
+        if self._reachable_cache is None:
+            largest = end = 0
+            for offset, length in self._doubtful:
+                largest = max(largest, offset - end)
+                end = offset + length
+            self._reachable_cache = max(largest, self.capacity - end)
+        return self._reachable_cache
+
+    def _quarantine_error(self, nbytes: int, length: int) -> ArenaError:
+        doubtful = {peer: self.quarantined_bytes(peer) for peer in self._accounts}
+        names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(doubtful.items()) if held)
+        return ArenaError(
+            f"a reservation of {nbytes} bytes ({length} with alignment) cannot be served: of the {self.capacity} bytes "
+            f"of the {self.name} share {self._totals[ExtentState.QUARANTINED]} are in quarantine, and the largest run "
+            f"beside them is {self._reachable} bytes; silent peers may still touch the rest: {names}"
+        )
+
+    def _peer_snapshot(self, peer: str) -> PeerSnapshot:
+        account = self._accounts.get(peer, {})
+        return PeerSnapshot(
+            reserved_bytes=account.get(ExtentState.RESERVED, 0),
+            writing_bytes=account.get(ExtentState.WRITING, 0),
+            scattering_bytes=account.get(ExtentState.SCATTERING, 0),
+            quarantined_bytes=account.get(ExtentState.QUARANTINED, 0),
+            waiting_requests=self._queue.waiting(peer),
+        )

@@ -1,0 +1,101 @@
+"""The arena's memory on a real GPU."""
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvxfer.errors import ArenaError, FabricError
+from kvxfer.memory import allocate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
+]
+
+
+def as_tensor(address: int, nbytes: int) -> torch.Tensor:
+    """GPU memory at `address` as a tensor of bytes that does not own it."""
+
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda:0")
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (64 << 20) + 5])
+def test_gpu_memory_is_real_aligned_and_not_torchs(nbytes):
+    torch.cuda.init()
+    before = torch.cuda.memory_reserved(0)
+    memory = allocate("cuda", nbytes, 0)
+    assert memory.address % 4096 == 0
+    tensor = as_tensor(memory.address, nbytes)
+    tensor.fill_(7)
+    torch.cuda.synchronize()
+    assert int(tensor[-1]) == 7
+    assert memory.device == 0
+    del tensor
+    assert torch.cuda.memory_reserved(0) - before <= 4 << 20  # scratch of the fill alone
+    memory.close()
+
+
+def test_an_allocation_has_its_range_to_itself():
+    """A handle exports the whole cudaMalloc block: nothing else may share it, however small the arena."""
+    pointers = [allocate("cuda", 4096, 0) for _ in range(4)]
+    for memory in pointers:
+        assert memory.address % (2 << 20) == 0
+    assert len({memory.address >> 21 for memory in pointers}) == 4
+    for memory in pointers:
+        memory.close()
+
+
+def test_close_gives_the_memory_back():
+    torch.cuda.init()
+    allocate("cuda", 4096, 0).close()
+    free, _ = torch.cuda.mem_get_info(0)
+    memory = allocate("cuda", 1 << 30, 0)
+    assert free - torch.cuda.mem_get_info(0)[0] >= 1 << 30
+    memory.close()
+    assert abs(free - torch.cuda.mem_get_info(0)[0]) <= 64 << 20
+
+
+def test_out_of_memory_is_an_arena_error_and_leaves_no_error_behind():
+    with pytest.raises(ArenaError, match="cudaErrorMemoryAllocation"):
+        allocate("cuda", 1 << 44, 0)
+    assert int((torch.ones(4, device="cuda:0") * 2).sum()) == 8
+
+
+def test_a_device_that_is_not_there_is_a_fabric_error():
+    with pytest.raises(FabricError, match="cudaErrorInvalidDevice"):
+        allocate("cuda", 4096, 99)
+
+
+@pytest.mark.parametrize("nbytes", [5000, 1 << 20, (8 << 20) + 5])
+def test_pinned_memory_is_pinned_and_both_sides_see_it(nbytes):
+    memory = allocate("pinned", nbytes, 0)
+    assert memory.address % 4096 == 0
+    host = torch.frombuffer(memory.view(), dtype=torch.uint8)
+    assert host.data_ptr() == memory.address
+    assert host.is_pinned()
+    host.fill_(3)
+    device = host.to("cuda:0", non_blocking=True)
+    torch.cuda.synchronize()
+    assert int(device.sum()) == 3 * nbytes
+    del host
+    memory.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_the_current_device_stays_and_no_context_appears_on_it():
+    program = (
+        "import torch\n"
+        "from kvxfer.memory import allocate\n"
+        "memory = allocate('cuda', 4096, 1)\n"
+        "has = [torch._C._cuda_hasPrimaryContext(index) for index in (0, 1)]\n"
+        "memory.close()\n"
+        "assert has == [False, True], has\n"
+        "assert torch.cuda.current_device() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -1,0 +1,608 @@
+"""The arena's books: extents, gaps, fairness between peers, quarantine."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import ArenaError, ConfigError
+from kvxfer.memory import (
+    TRANSITIONS,
+    Arena,
+    Decisions,
+    Extent,
+    ExtentState,
+    InvariantError,
+    Request,
+    Share,
+    check_transition,
+)
+from kvxfer.memory.gaps import Gaps
+
+UNIT = 512
+BASE = 1 << 40
+FREE, RESERVED, WRITING, SCATTERING, QUARANTINED = ExtentState
+
+
+def make(units: int = 64, **options) -> Share:
+    return Share("receive", base=BASE, capacity=units * UNIT, **options)
+
+
+def ask(share: Share, peer: str, units: int, *, now: float = 0.0, deadline: float = math.inf) -> Request:
+    return share.request(peer, units * UNIT, now=now, deadline=deadline)
+
+
+def take(share: Share, peer: str, units: int) -> Extent:
+    request = ask(share, peer, units)
+    ((granted, extent),) = share.advance(0.0).granted
+    assert granted is request
+    return extent
+
+
+def names(decisions: Decisions) -> list[str]:
+    return [request.peer for request, _ in decisions.granted]
+
+
+class TestStates:
+    def test_the_table_is_the_documented_one(self):
+        legal = {(source, target) for source, targets in TRANSITIONS.items() for target in targets}
+        assert legal == {
+            (FREE, RESERVED),
+            (RESERVED, WRITING),
+            (WRITING, SCATTERING),
+            (SCATTERING, FREE),
+            (RESERVED, FREE),
+            (WRITING, FREE),
+            (RESERVED, QUARANTINED),
+            (WRITING, QUARANTINED),
+            (SCATTERING, QUARANTINED),
+            (QUARANTINED, FREE),
+        }
+
+    @pytest.mark.parametrize("source", ExtentState)
+    @pytest.mark.parametrize("target", ExtentState)
+    def test_any_other_move_is_an_error_that_names_both_states(self, source, target):
+        if target in TRANSITIONS[source]:
+            check_transition(source, target)
+        else:
+            with pytest.raises(InvariantError, match=f"{source.name} to {target.name}"):
+                check_transition(source, target)
+
+    def test_the_life_of_an_extent(self):
+        share = make()
+        extent = take(share, "a", 4)
+        assert (extent.state, extent.address, extent.offset, extent.length) == (RESERVED, BASE, 0, 4 * UNIT)
+        share.write(extent)
+        assert extent.state is WRITING
+        share.scatter(extent)
+        assert extent.state is SCATTERING
+        share.release(extent)
+        assert extent.state is FREE
+        assert share.snapshot().free_bytes == share.capacity
+
+    @pytest.mark.parametrize("steps", [[], ["write"], ["write", "scatter"]])
+    def test_release_and_quarantine_are_possible_from_each_middle_state(self, steps):
+        share = make()
+        for end in ("release", "quarantine"):
+            extent = take(share, "a", 4)
+            for step in steps:
+                getattr(share, step)(extent)
+            if end == "release":
+                share.release(extent)
+            else:
+                share.quarantine(extent, "silent")
+                assert extent.state is QUARANTINED
+                share.settle(extent)
+            assert share.snapshot().free_bytes == share.capacity
+
+    def test_a_second_release_is_an_error_and_frees_nothing(self):
+        share = make()
+        extent = take(share, "a", 4)
+        share.release(extent)
+        again = take(share, "b", 4)
+        assert again.offset == extent.offset
+        with pytest.raises(InvariantError, match="released already"):
+            share.release(extent)
+        assert again.state is RESERVED
+        assert share.held_bytes("b") == 4 * UNIT
+
+    def test_a_handle_of_an_earlier_generation_cannot_move_its_successor(self):
+        share = make()
+        old = take(share, "a", 4)
+        share.release(old)
+        new = take(share, "a", 4)
+        assert new.generation > old.generation
+        for move in (share.write, share.release, share.settle):
+            with pytest.raises(InvariantError, match="released already"):
+                move(old)
+        with pytest.raises(InvariantError, match="released already"):
+            share.quarantine(old, "late")
+        assert new.state is RESERVED
+
+    def test_an_extent_of_another_share_is_refused(self):
+        extent = take(make(), "a", 4)
+        other = make()
+        take(other, "a", 4)
+        with pytest.raises(InvariantError, match="another share"):
+            other.release(extent)
+        assert extent.state is RESERVED
+
+    def test_quarantine_ends_by_settle_only_and_only_once(self):
+        share = make()
+        extent = take(share, "a", 4)
+        with pytest.raises(InvariantError, match="not in quarantine"):
+            share.settle(extent)
+        share.write(extent)
+        share.quarantine(extent, "the stream closed")
+        with pytest.raises(InvariantError, match="only settle"):
+            share.release(extent)
+        with pytest.raises(InvariantError, match="QUARANTINED to QUARANTINED"):
+            share.quarantine(extent, "again")
+        assert share.snapshot().quarantined_bytes == 4 * UNIT
+        share.settle(extent)
+        with pytest.raises(InvariantError, match="released already"):
+            share.settle(extent)
+        assert share.snapshot().free_bytes == share.capacity
+
+    def test_scatter_before_write_is_refused_and_changes_no_count(self):
+        share = make()
+        extent = take(share, "a", 4)
+        before = share.snapshot()
+        with pytest.raises(InvariantError, match="RESERVED to SCATTERING"):
+            share.scatter(extent)
+        assert share.snapshot() == before
+
+
+class TestGaps:
+    def test_a_hole_freed_out_of_order_is_usable(self):
+        share = make(12)
+        extents = [take(share, peer, 4) for peer in "abc"]
+        share.release(extents[1])
+        assert take(share, "d", 4).offset == extents[1].offset
+
+    def test_neighbours_are_joined_on_both_sides(self):
+        gaps = Gaps(300)
+        offsets = [gaps.take(100) for _ in range(3)]
+        assert offsets == [0, 100, 200]
+        gaps.give(0, 100)
+        gaps.give(200, 100)
+        assert gaps.runs() == [(0, 100), (200, 100)]
+        gaps.give(100, 100)
+        assert gaps.runs() == [(0, 300)]
+        assert gaps.largest == gaps.free == 300
+
+    def test_the_smallest_gap_that_fits_is_taken(self):
+        gaps = Gaps(1000)
+        for _ in range(10):
+            gaps.take(100)
+        gaps.give(100, 300)
+        gaps.give(600, 200)
+        assert gaps.take(200) == 600
+        assert gaps.take(400) is None
+        assert gaps.largest == 300
+
+    @pytest.mark.parametrize(("offset", "length"), [(0, 50), (50, 100), (250, 100), (-10, 10), (390, 20), (120, 0)])
+    def test_what_is_free_or_outside_cannot_be_given_back(self, offset, length):
+        gaps = Gaps(400)
+        gaps.take(400)
+        gaps.give(0, 100)
+        gaps.give(300, 90)
+        before = gaps.runs()
+        with pytest.raises(InvariantError):
+            gaps.give(offset, length)
+        assert gaps.runs() == before
+
+    @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20), st.integers(0, 1000)), max_size=80))
+    def test_gaps_are_what_a_map_of_bytes_says(self, steps):
+        gaps = Gaps(100)
+        taken: list[tuple[int, int]] = []
+        used = [False] * 100
+        for grow, length, pick in steps:
+            if grow or not taken:
+                runs = _runs(used)
+                offset = gaps.take(length)
+                fitting = [run for run in runs if run[1] >= length]
+                if not fitting:
+                    assert offset is None
+                    continue
+                best = min(fitting, key=lambda run: (run[1], run[0]))[0]
+                assert offset == best
+                taken.append((best, length))
+                used[best : best + length] = [True] * length
+            else:
+                offset, given = taken.pop(pick % len(taken))
+                gaps.give(offset, given)
+                used[offset : offset + given] = [False] * given
+            assert gaps.runs() == _runs(used)
+            assert gaps.free == used.count(False)
+            assert gaps.largest == max((run[1] for run in _runs(used)), default=0)
+            assert len(gaps) == len(_runs(used))
+
+
+def _runs(used: list[bool]) -> list[tuple[int, int]]:
+    runs, start = [], None
+    for index, busy in enumerate([*used, True]):
+        if not busy and start is None:
+            start = index
+        elif busy and start is not None:
+            runs.append((start, index - start))
+            start = None
+    return runs
+
+
+class TestRefusals:
+    def test_larger_than_the_share_is_refused_at_once_with_both_numbers(self):
+        share = make(8)
+        with pytest.raises(ArenaError, match=f"{8 * UNIT + 1} bytes.*{8 * UNIT} bytes"):
+            share.request("a", 8 * UNIT + 1, now=0.0, deadline=1.0)
+        assert share.snapshot().waiting_requests == 0
+
+    def test_the_whole_share_can_be_had_by_one_peer(self):
+        assert take(make(8), "a", 8).length == 8 * UNIT
+
+    @pytest.mark.parametrize(("nbytes", "deadline"), [(0, 1.0), (-1, 1.0), (1, math.nan)])
+    def test_nonsense_is_refused(self, nbytes, deadline):
+        with pytest.raises(ArenaError):
+            make().request("a", nbytes, now=0.0, deadline=deadline)
+
+    def test_too_much_in_quarantine_fails_fast_what_cannot_be_served_from_the_rest(self):
+        share = make(16)
+        silent = [take(share, "s", 4), take(share, "t", 4), take(share, "u", 1)]
+        for extent in silent:
+            share.quarantine(extent, "silent")
+        ask(share, "a", 7)
+        with pytest.raises(
+            ArenaError, match=f"{8 * UNIT} bytes.*{9 * UNIT} are in quarantine.*is {7 * UNIT} bytes"
+        ) as caught:
+            ask(share, "a", 8)
+        assert f"s ({4 * UNIT} bytes)" in str(caught.value)
+        share.settle(silent[2])
+        ask(share, "a", 9)  # half is not more than half: it waits
+        assert share.snapshot().waiting_requests == 2
+
+    def test_who_waits_already_is_refused_when_the_quarantine_grows(self):
+        share = make(16)
+        extents = [take(share, peer, 3) for peer in "stu"]
+        large, small = ask(share, "a", 12), ask(share, "b", 7)
+        for extent in extents:
+            assert share.advance(0.0).refused == []
+            share.quarantine(extent, "silent")
+        decisions = share.advance(0.0)
+        ((request, error),) = decisions.refused
+        assert request is large
+        assert isinstance(error, ArenaError)
+        assert share.withdraw(large) is None
+        assert share.withdraw(small) is not None
+        assert share.advance(0.0) == Decisions([], [], [])
+
+    def test_numbers_of_numpy_and_odd_sizes_become_aligned_ints(self):
+        np = pytest.importorskip("numpy")
+        share = make(8)
+        share.request("a", np.int64(513), now=0.0, deadline=1.0)
+        ((_, extent),) = share.advance(0.0).granted
+        assert (extent.nbytes, extent.length) == (513, 1024)
+        assert all(type(value) is int for value in (extent.address, extent.offset, extent.length, extent.nbytes))
+
+
+class TestWaiting:
+    def test_request_grants_nothing_by_itself(self):
+        share = make()
+        ask(share, "a", 1)
+        assert share.snapshot().free_bytes == share.capacity
+
+    def test_expiry_is_at_the_deadline_and_the_next_one_is_told(self):
+        share = make(4)
+        holder = take(share, "h", 4)
+        late, soon = ask(share, "a", 1, deadline=9.0), ask(share, "b", 1, deadline=5.0)
+        assert share.next_deadline() == 5.0
+        assert share.advance(4.9).expired == []
+        assert share.advance(5.0).expired == [soon]
+        assert share.next_deadline() == 9.0
+        assert share.withdraw(soon) is None
+        share.release(holder)
+        decisions = share.advance(9.0)
+        assert decisions.expired == [late]  # a grant that comes with the deadline would be of no use
+        assert decisions.granted == []
+        assert share.next_deadline() is None
+        assert "4.000 s" in str(share.expiry_error(ask(share, "c", 1, now=1.0, deadline=5.0)))
+
+    def test_endless_requests_have_no_deadline(self):
+        share = make(4)
+        ask(share, "a", 1)
+        assert share.next_deadline() is None
+
+    def test_withdraw_is_idempotent_and_says_what_was_granted(self):
+        share = make(4)
+        holder = take(share, "h", 4)
+        waiting = ask(share, "a", 1, deadline=3.0)
+        assert share.withdraw(waiting) is None
+        assert share.withdraw(waiting) is None
+        assert share.next_deadline() is None
+        share.release(holder)
+        assert share.advance(0.0).granted == []
+        granted = ask(share, "a", 1)
+        ((_, extent),) = share.advance(0.0).granted
+        assert share.withdraw(granted) is extent
+        assert extent.state is RESERVED
+        share.release(extent)
+        assert share.withdraw(granted) is None
+
+    def test_many_departed_requests_leave_no_trace(self):
+        share = make(4)
+        take(share, "h", 4)
+        for number in range(2000):
+            share.withdraw(ask(share, "a", 1, deadline=1e9 + number))
+        assert len(share._queue._deadlines) < 200
+        assert share._queue._round == {}
+        assert share._queue._overtaken == {}
+
+    def test_released_extents_leave_no_trace(self):
+        share = make(4)
+        for _ in range(100):
+            share.release(take(share, "a", 2))
+        assert share._live == share._grants == share._granted_to == share._accounts == {}
+
+
+class TestFairness:
+    def test_peers_take_turns_and_a_peer_is_first_come_first_served(self):
+        share = make(64)
+        requests = [ask(share, peer, 1) for peer in "aaabbc"]
+        granted = share.advance(0.0).granted
+        assert [request.peer for request, _ in granted] == list("abcaba")
+        assert [request for request, _ in granted if request.peer == "a"] == requests[:3]
+
+    def test_the_turn_is_kept_between_calls(self):
+        share = make(16)
+        first = take(share, "x", 1), take(share, "y", 1)
+        take(share, "z", 14)
+        for peer in "aab":
+            ask(share, peer, 1)
+        share.release(first[0])
+        assert names(share.advance(0.0)) == ["a"]
+        share.release(first[1])
+        assert names(share.advance(0.0)) == ["b"]
+
+    def test_alone_a_peer_has_at_most_three_quarters(self):
+        share = make(16)
+        for _ in range(16):
+            ask(share, "a", 1)
+        granted = share.advance(0.0).granted
+        assert len(granted) == 12
+        share.release(granted[5][1])
+        assert len(share.advance(0.0).granted) == 1
+
+    def test_a_first_request_beyond_the_cap_is_served(self):
+        share = make(16)
+        assert take(share, "a", 14).length == 14 * UNIT
+
+    def test_with_others_waiting_a_peer_has_its_fair_share(self):
+        share = make(12)
+        for peer in "abc":
+            for _ in range(12):
+                ask(share, peer, 1)
+        granted = names(share.advance(0.0))
+        assert {peer: granted.count(peer) for peer in "abc"} == {"a": 4, "b": 4, "c": 4}
+
+    def test_a_peer_that_only_holds_counts_too(self):
+        share = make(12)
+        take(share, "h", 1)
+        for peer in "ab":
+            for _ in range(12):
+                ask(share, peer, 1)
+        granted = names(share.advance(0.0))
+        assert {peer: granted.count(peer) for peer in "ab"} == {"a": 4, "b": 4}
+
+    def test_over_its_fair_share_a_peer_waits_until_it_holds_nothing_and_blocks_nobody(self):
+        share = make(32, max_overtakes=0)
+        first = take(share, "a", 12)
+        big = ask(share, "a", 14)
+        ask(share, "b", 4)
+        ask(share, "b", 1)
+        assert names(share.advance(0.0)) == ["b", "b"]
+        assert share.snapshot().largest_gap_bytes > big.length
+        share.release(first)
+        ((request, _),) = share.advance(0.0).granted
+        assert request is big
+
+    def test_a_large_request_is_overtaken_a_bounded_number_of_times(self):
+        share = make(16, max_overtakes=3)
+        held = [take(share, peer, 4) for peer in "wxyz"]
+        large = ask(share, "large", 16)
+        share.release(held.pop())
+        overtakers = []
+        for turn in range(20):
+            ask(share, f"small{turn}", 1)
+            decisions = share.advance(0.0)
+            overtakers += [extent for request, extent in decisions.granted if request is not large]
+        assert len(overtakers) == 3
+        for extent in held + overtakers:
+            share.release(extent)
+        first = share.advance(0.0).granted[0]
+        assert first[0] is large
+
+    def test_the_bound_on_overtaking_holds_within_one_round_too(self):
+        share = make(16, max_overtakes=3)
+        take(share, "h", 4)
+        ask(share, "large", 16)
+        for number in range(10):
+            ask(share, f"small{number}", 1)
+        assert names(share.advance(0.0)) == ["small0", "small1", "small2"]
+        assert share.advance(0.0).granted == []
+
+    def test_with_no_overtaking_turns_are_strict(self):
+        share = make(16, max_overtakes=0)
+        take(share, "h", 4)
+        ask(share, "large", 16)
+        ask(share, "small", 1)
+        assert share.advance(0.0).granted == []
+
+    def test_a_withdrawn_request_no_longer_blocks(self):
+        share = make(16, max_overtakes=0)
+        take(share, "h", 4)
+        large = ask(share, "large", 16)
+        ask(share, "small", 1)
+        share.withdraw(large)
+        assert names(share.advance(0.0)) == ["small"]
+
+    @given(
+        seed=st.integers(0, 2**32),
+        size=st.integers(1, 32),
+        peers=st.integers(1, 5),
+        overtakes=st.integers(0, 5),
+        own=st.integers(0, 6),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_nobody_starves_whatever_the_others_do(self, seed, size, peers, overtakes, own):
+        """The others always have something small waiting; the victim is served after a bounded number of grants."""
+        rng = random.Random(seed)
+        share = make(32, max_overtakes=overtakes)
+        for _ in range(own):
+            ask(share, "victim", rng.randint(1, 4))
+        victim = ask(share, "victim", size)
+        live: list[Extent] = []
+        grants = 0
+        for _ in range(2000):
+            for peer in range(peers):
+                while share._queue.waiting(str(peer)) < 2:
+                    ask(share, str(peer), rng.randint(1, 6))
+            decisions = share.advance(0.0)
+            for request, extent in decisions.granted:
+                if request is victim:
+                    return
+                grants += 1
+                live.append(extent)
+            # what is in use at first, then for each request of the victim: a turn of everybody and those that overtake
+            assert grants <= 32 + (own + 1) * (overtakes + 2 * peers + 32)
+            share.release(live.pop(rng.randrange(len(live))))
+        pytest.fail("the victim was never served")
+
+
+class TestQuarantine:
+    def test_over_a_quarter_in_quarantine_suspends_the_peer_alone(self):
+        share = make(16)
+        silent = take(share, "s", 4), take(share, "s", 1)
+        share.quarantine(silent[0], "silent")
+        share.release(silent[1])
+        one = take(share, "s", 1)  # a quarter is not over a quarter
+        share.quarantine(one, "silent")
+        ask(share, "s", 1)
+        ask(share, "a", 1)
+        assert names(share.advance(0.0)) == ["a"]
+        share.settle(one)
+        assert names(share.advance(0.0)) == ["s"]
+
+    def test_what_only_the_end_of_a_quarantine_can_serve_blocks_nobody(self):
+        share = make(16, max_overtakes=0)
+        silent = take(share, "s", 4)
+        share.quarantine(silent, "silent")
+        large = ask(share, "a", 13)
+        ask(share, "b", 2)
+        decisions = share.advance(0.0)
+        assert names(decisions) == ["b"]
+        assert decisions.refused == []
+        share.settle(silent)
+        assert share.advance(0.0).granted == []  # now it blocks, for b still holds two
+        share.release(decisions.granted[0][1])
+        ((request, _),) = share.advance(0.0).granted
+        assert request is large
+
+    def test_a_peer_with_a_little_in_quarantine_is_still_served_among_many(self):
+        share = make(16)
+        share.quarantine(take(share, "a", 2), "silent")
+        for peer in "abcdefgh" * 2:
+            ask(share, peer, 1)
+        granted = names(share.advance(0.0))
+        assert granted[:8] == list("abcdefgh")  # it is at its fair share, but none of that is of use to it
+        assert granted[8:] == list("bcdefg")
+
+    def test_snapshot_counts_bytes_by_state_and_peer(self):
+        share = make(16)
+        extents = [take(share, "a", 1), take(share, "a", 2), take(share, "b", 3), take(share, "b", 4)]
+        share.write(extents[1])
+        share.write(extents[2])
+        share.scatter(extents[2])
+        share.quarantine(extents[3], "the stream closed")
+        ask(share, "c", 16)
+        shot = share.snapshot()
+        assert (shot.reserved_bytes, shot.writing_bytes, shot.scattering_bytes) == (UNIT, 2 * UNIT, 3 * UNIT)
+        assert (shot.quarantined_bytes, shot.free_bytes, shot.largest_gap_bytes) == (4 * UNIT, 6 * UNIT, 6 * UNIT)
+        assert (shot.waiting_requests, shot.waiting_bytes) == (1, 16 * UNIT)
+        assert shot.extents == [
+            (0, UNIT, RESERVED, "a"),
+            (UNIT, 2 * UNIT, WRITING, "a"),
+            (3 * UNIT, 3 * UNIT, SCATTERING, "b"),
+            (6 * UNIT, 4 * UNIT, QUARANTINED, "b"),
+        ]
+        assert shot.reasons == {6 * UNIT: "the stream closed"}
+        assert [shot.peers[peer].held_bytes for peer in "abc"] == [3 * UNIT, 7 * UNIT, 0]
+        assert (shot.peers["b"].quarantined_bytes, shot.peers["c"].waiting_requests) == (4 * UNIT, 1)
+        assert (share.quarantined_bytes(), share.quarantined_bytes("a"), share.held_bytes("b")) == (2048, 0, 7 * UNIT)
+        assert share.extents("b") == extents[2:]
+        assert share.extents() == extents
+
+
+class TestArena:
+    def test_the_shares_are_disjoint_aligned_and_fill_the_allocation(self):
+        arena = Arena.split(BASE, 1 << 20, send_share=0.25)
+        assert (arena.sending.base, arena.sending.capacity) == (BASE, 1 << 18)
+        assert (arena.receiving.base, arena.receiving.capacity) == (BASE + (1 << 18), 3 << 18)
+        assert arena.enabled
+        assert arena.capacity == 1 << 20
+
+    @given(
+        base=st.integers(0, 1 << 47),
+        capacity=st.integers(1 << 17, 1 << 40),
+        fraction=st.floats(0, 1),
+        alignment=st.sampled_from([512, 4096, 65536]),
+    )
+    def test_any_split_stays_inside_and_is_aligned(self, base, capacity, fraction, alignment):
+        arena = Arena.split(base, capacity, fraction, alignment)
+        for share in (arena.sending, arena.receiving):
+            assert share.base % alignment == share.capacity % alignment == 0
+        assert base <= arena.sending.base
+        assert arena.sending.base + arena.sending.capacity == arena.receiving.base
+        assert arena.receiving.base + arena.receiving.capacity <= base + capacity
+        assert arena.capacity > capacity - 2 * alignment
+
+    def test_without_bytes_it_is_off_and_says_so(self):
+        arena = Arena.split(0, 0)
+        assert not arena.enabled
+        assert not arena.snapshot().enabled
+        for share in (arena.sending, arena.receiving):
+            with pytest.raises(ArenaError, match="arena_bytes=0"):
+                share.request("a", 1, now=0.0, deadline=1.0)
+            assert share.advance(0.0) == Decisions([], [], [])
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"base": 0, "capacity": 100},
+            {"base": 0, "capacity": -1},
+            {"base": 511, "capacity": 512},
+            {"base": 0, "capacity": 4096, "send_share": 1.5},
+            {"base": 0, "capacity": 4096, "send_share": math.nan},
+            {"base": 0, "capacity": 4096, "alignment": 256},
+            {"base": 0, "capacity": 4096, "alignment": 768},
+            {"base": 0, "capacity": 4096, "alignment": 0},
+        ],
+    )
+    def test_what_cannot_be_split_is_refused(self, arguments):
+        with pytest.raises(ConfigError):
+            Arena.split(**arguments)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"base": 1, "capacity": 512},
+            {"base": -512, "capacity": 512},
+            {"base": 0, "capacity": -512},
+            {"base": (1 << 64) - 512, "capacity": 1024},
+            {"base": 0, "capacity": 512, "alignment": 128},
+            {"base": 0, "capacity": 512, "max_overtakes": -1},
+        ],
+    )
+    def test_what_is_no_share_is_refused(self, arguments):
+        with pytest.raises(ConfigError):
+            Share("send", **arguments)

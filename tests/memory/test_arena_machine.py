@@ -1,0 +1,198 @@
+"""The books of a share against a naive model, in any order of calls."""
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.errors import ArenaError
+from kvxfer.memory import TRANSITIONS, Decisions, Extent, ExtentState, InvariantError, Request, Share
+
+UNIT = 512
+BASE = 1 << 40
+FREE, RESERVED, WRITING, SCATTERING, QUARANTINED = ExtentState
+
+
+def _runs(used: list[bool]) -> list[tuple[int, int]]:
+    runs, start = [], None
+    for index, busy in enumerate([*used, True]):
+        if not busy and start is None:
+            start = index
+        elif busy and start is not None:
+            runs.append((start, index - start))
+            start = None
+    return runs
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of calls against a naive model: a list of who should have what."""
+
+    UNITS = 32
+
+    def __init__(self):
+        super().__init__()
+        self.share = Share("receive", base=BASE, capacity=self.UNITS * UNIT + 100, max_overtakes=2)
+        self.now = 0.0
+        self.waiting: dict[Request, None] = {}
+        self.live: dict[Extent, ExtentState] = {}
+        self.grants: dict[Request, Extent] = {}
+        self.released: list[Extent] = []
+
+    @rule(
+        peer=st.sampled_from("abcd"), nbytes=st.integers(1, UNITS * UNIT + 600), life=st.sampled_from([1.0, 3.0, None])
+    )
+    def request(self, peer, nbytes, life):
+        deadline = math.inf if life is None else self.now + life
+        length = -(-nbytes // UNIT) * UNIT
+        doubtful = sum(extent.length for extent, state in self.live.items() if state is QUARANTINED)
+        hopeless = length > self.reachable() and 2 * doubtful > self.share.capacity
+        if length > self.share.capacity or hopeless:
+            with pytest.raises(ArenaError):
+                self.share.request(peer, nbytes, now=self.now, deadline=deadline)
+        else:
+            self.waiting[self.share.request(peer, nbytes, now=self.now, deadline=deadline)] = None
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.5, 2.0]))
+    def advance(self, seconds):
+        self.now += seconds
+        due = [request for request in self.waiting if request.deadline <= self.now]
+        self.decided(self.share.advance(self.now), due)
+        # a peer that waits alone and holds nothing is served whenever a gap is large enough
+        if len({request.peer for request in self.waiting}) == 1:
+            first = next(iter(self.waiting))
+            if not self.share.held_bytes(first.peer):
+                assert first.length > max((run[1] for run in _runs(self.used())), default=0) * UNIT
+
+    def decided(self, decisions: Decisions, due: list[Request]) -> None:
+        assert sorted(map(id, decisions.expired)) == sorted(map(id, due))
+        doubtful = sum(extent.length for extent, state in self.live.items() if state is QUARANTINED)
+        for request in decisions.expired:
+            del self.waiting[request]
+        for request, _ in decisions.refused:
+            assert 2 * doubtful > self.share.capacity
+            assert request.length > self.reachable()
+            del self.waiting[request]
+        for request, extent in decisions.granted:
+            assert request is next(other for other in self.waiting if other.peer == request.peer)  # first come
+            del self.waiting[request]
+            held = [other for other in self.live if other.peer == extent.peer]
+            quarantined = sum(other.length for other in held if self.live[other] is QUARANTINED)
+            assert quarantined * 4 <= self.share.capacity
+            if any(self.live[other] is not QUARANTINED for other in held):
+                assert sum(other.length for other in held) + extent.length <= self.share.capacity * 3 // 4
+            assert extent.state is RESERVED
+            assert extent.nbytes == request.nbytes
+            assert extent.generation > max((other.generation for other in self.released), default=0) or self.live
+            self.live[extent] = RESERVED
+            self.grants[request] = extent
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "scatter", "release", "quarantine", "settle"]))
+    def move(self, pick, move):
+        extent = list(self.live)[pick % len(self.live)]
+        state = self.live[extent]
+        target = {"write": WRITING, "scatter": SCATTERING, "quarantine": QUARANTINED}.get(move, FREE)
+        legal = target in TRANSITIONS[state] and (target is not FREE or (move == "settle") == (state is QUARANTINED))
+        call = partial(self.share.quarantine, reason="why") if move == "quarantine" else getattr(self.share, move)
+        if not legal:
+            with pytest.raises(InvariantError):
+                call(extent)
+            return
+        call(extent)
+        if target is FREE:
+            del self.live[extent]
+            self.released.append(extent)
+        else:
+            self.live[extent] = target
+
+    @precondition(lambda self: self.released)
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "scatter", "release", "settle"]))
+    def stale(self, pick, move):
+        with pytest.raises(InvariantError, match="released already"):
+            getattr(self.share, move)(self.released[pick % len(self.released)])
+
+    @precondition(lambda self: self.waiting or self.grants)
+    @rule(pick=st.integers(0, 1000))
+    def withdraw(self, pick):
+        known = [*self.waiting, *self.grants]
+        request = known[pick % len(known)]
+        extent = self.grants.get(request)
+        expected = extent if extent in self.live else None
+        assert self.share.withdraw(request) is expected
+        self.waiting.pop(request, None)
+
+    def used(self) -> list[bool]:
+        used = [False] * self.UNITS
+        for extent in self.live:
+            for unit in range(extent.offset // UNIT, (extent.offset + extent.length) // UNIT):
+                assert not used[unit], "two live extents overlap"
+                used[unit] = True
+        return used
+
+    def reachable(self) -> int:
+        used = [False] * self.UNITS
+        for extent, state in self.live.items():
+            if state is QUARANTINED:
+                first, last = extent.offset // UNIT, (extent.offset + extent.length) // UNIT
+                used[first:last] = [True] * (last - first)
+        return max((run[1] for run in _runs(used)), default=0) * UNIT
+
+    @invariant()
+    def every_byte_is_in_exactly_one_state(self):
+        shot = self.share.snapshot()
+        runs = _runs(self.used())
+        assert shot.capacity_bytes == self.UNITS * UNIT
+        by_state = {
+            RESERVED: shot.reserved_bytes,
+            WRITING: shot.writing_bytes,
+            SCATTERING: shot.scattering_bytes,
+            QUARANTINED: shot.quarantined_bytes,
+        }
+        for state, count in by_state.items():
+            assert count == sum(extent.length for extent in self.live if self.live[extent] is state)
+        assert shot.free_bytes == sum(run[1] for run in runs) * UNIT
+        assert shot.free_bytes + sum(by_state.values()) == shot.capacity_bytes
+        assert shot.largest_gap_bytes == max((run[1] for run in runs), default=0) * UNIT
+        assert [row.offset for row in shot.extents] == sorted(extent.offset for extent in self.live)
+        assert all(low.offset + low.length <= high.offset for low, high in pairwise(shot.extents))
+        for peer in "abcd":
+            mine = sum(extent.length for extent in self.live if extent.peer == peer)
+            assert self.share.held_bytes(peer) == mine
+            assert (peer in shot.peers) == bool(mine or any(request.peer == peer for request in self.waiting))
+
+    @invariant()
+    def extents_are_aligned_and_in_the_state_that_was_asked_for(self):
+        for extent, state in self.live.items():
+            assert extent.state is state
+            assert extent.address == BASE + extent.offset
+            assert extent.offset % UNIT == extent.length % UNIT == 0
+            assert 0 <= extent.length - extent.nbytes < UNIT
+        assert len({extent.generation for extent in [*self.live, *self.released]}) == len(self.live) + len(
+            self.released
+        )
+
+    @invariant()
+    def the_next_deadline_is_the_earliest(self):
+        earliest = min((request.deadline for request in self.waiting), default=math.inf)
+        assert self.share.next_deadline() == (None if earliest == math.inf else earliest)
+        assert self.share.snapshot().waiting_requests == len(self.waiting)
+
+    def teardown(self):
+        """Once extents are released, everybody who waits is served: nobody is forgotten, and no byte is lost."""
+        for _ in range(len(self.waiting) + 1):
+            for extent, state in list(self.live.items()):
+                (self.share.settle if state is QUARANTINED else self.share.release)(extent)
+                del self.live[extent]
+            due = [request for request in self.waiting if request.deadline <= self.now]
+            self.decided(self.share.advance(self.now), due)
+        assert not self.waiting
+        assert not self.live
+        assert self.share.snapshot().largest_gap_bytes == self.share.capacity
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,252 @@
+"""The arena's real memory. What needs a GPU is in tests/gpu; here CUDA is a stand-in that counts."""
+
+import ctypes
+import enum
+import importlib
+import mmap
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kvxfer.errors import ArenaError, FabricError, MissingExtraError
+from kvxfer.memory import Backing, InvariantError, Kind, allocate, backing
+
+
+def mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split(" ", 1)[0].split("-") for line in lines]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+
+class TestPages:
+    @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 3 << 20])
+    def test_pages_are_aligned_zero_and_writable_to_the_last_byte(self, nbytes):
+        memory = allocate("cpu", nbytes)
+        assert (memory.kind, memory.length, memory.device, memory.closed) == ("cpu", nbytes, None, False)
+        assert memory.address % 4096 == 0
+        with memory.view() as view:
+            assert len(view) == nbytes
+            assert view[0] == view[-1] == 0
+            view[-1] = 7
+            assert ctypes.c_ubyte.from_address(memory.address + nbytes - 1).value == 7
+        memory.close()
+
+    def test_close_unmaps_exactly_once(self):
+        memory = allocate("cpu", 1 << 20)
+        address = memory.address
+        assert mapped(address)
+        memory.close()
+        assert not mapped(address)
+        assert memory.closed
+        for again in (memory.close, memory.leak, memory.view):
+            with pytest.raises(InvariantError, match="closed"):
+                again()
+
+    def test_pages_live_as_long_as_a_view(self):
+        memory = allocate("cpu", 1 << 20)
+        address, view = memory.address, memory.view()
+        memory.close()
+        assert mapped(address)
+        view[5] = 1
+        view.release()
+        assert not mapped(address)
+
+    def test_what_is_leaked_stays(self):
+        memory = allocate("cpu", 4096)
+        address = memory.address
+        memory.leak()
+        assert memory.closed
+        del memory
+        assert mapped(address)
+        kept = backing._leaked.pop()
+        assert isinstance(kept, mmap.mmap)
+        kept.close()
+        assert not mapped(address)
+
+    def test_pages_are_touched_lazily(self):
+        def resident() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+        before = resident()
+        memory = allocate("cpu", 256 << 20)
+        assert resident() - before < 16 << 20
+        memory.close()
+
+    def test_a_forked_child_does_not_have_them(self):
+        program = (
+            "import os\n"
+            "from kvxfer.memory import allocate\n"
+            "memory = allocate('cpu', 1 << 20)\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    maps = open('/proc/self/maps').read()\n"
+            "    os._exit(any(int(a, 16) <= memory.address < int(b, 16) for a, b in\n"
+            "                 (line.split()[0].split('-') for line in maps.splitlines())))\n"
+            "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        )
+        assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+    @pytest.mark.parametrize("nbytes", [0, -1, 1 << 62, 1 << 80])
+    def test_impossible_sizes_are_refused(self, nbytes):
+        with pytest.raises(ArenaError, match=str(nbytes)):
+            allocate("cpu", nbytes)
+
+    def test_an_unknown_kind_is_refused(self):
+        with pytest.raises(ArenaError, match="'disk' is unknown"):
+            allocate(cast("Kind", "disk"), 4096)
+
+    def test_importing_the_books_imports_neither_torch_nor_cuda_nor_asyncio(self):
+        program = (
+            "import importlib.util, sys, types\n"
+            "package = types.ModuleType('kvxfer')  # without its __init__, which may import more\n"
+            "package.__path__ = importlib.util.find_spec('kvxfer').submodule_search_locations\n"
+            "sys.modules['kvxfer'] = package\n"
+            "import kvxfer.memory\n"
+            "print(sorted({'torch', 'numpy', 'cuda', 'asyncio', 'nixl', 'kvxfer.copy'} & sys.modules.keys()))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True)
+        assert done.stdout.strip() == "[]"
+
+
+class Code(enum.IntEnum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInvalidDevice = 101
+
+
+class StandIn(types.ModuleType):
+    """`cuda.bindings.runtime` with one device, which hands out host numbers and counts what is freed."""
+
+    cudaError_t = Code
+
+    def __init__(self):
+        super().__init__("cuda.bindings.runtime")
+        self.calls: list[tuple] = []
+        self.threads: set[int] = set()
+        self.fails: dict[str, object] = {}
+        self.address = 7 << 21
+
+    def _answer(self, name: str, *arguments, value=None):
+        self.calls.append((name, *arguments))
+        self.threads.add(threading.get_ident())
+        failure = self.fails.get(name, Code.cudaSuccess)
+        if isinstance(failure, Exception):
+            raise failure
+        return (failure,) if value is None else (failure, value)
+
+    def cudaSetDevice(self, device):
+        return self._answer("cudaSetDevice", device)
+
+    def cudaMalloc(self, nbytes):
+        return self._answer("cudaMalloc", nbytes, value=self.address)
+
+    def cudaFree(self, address):
+        return self._answer("cudaFree", address)
+
+    def cudaHostAlloc(self, nbytes, flags):
+        return self._answer("cudaHostAlloc", nbytes, flags, value=self.address)
+
+    def cudaFreeHost(self, address):
+        return self._answer("cudaFreeHost", address)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    module = StandIn()
+    monkeypatch.setattr(importlib, "import_module", {"cuda.bindings.runtime": module}.__getitem__)
+    return module
+
+
+class TestCuda:
+    def test_whole_granules_come_from_plain_malloc_and_go_back_once(self, cuda):
+        memory = allocate("cuda", (2 << 20) + 1, 1)
+        assert (memory.kind, memory.address, memory.length, memory.device) == ("cuda", 7 << 21, (2 << 20) + 1, 1)
+        assert cuda.calls == [("cudaSetDevice", 1), ("cudaMalloc", 4 << 20)]
+        with pytest.raises(ArenaError, match="no host buffer"):
+            memory.view()
+        cuda.calls.clear()
+        memory.close()
+        with pytest.raises(InvariantError):
+            memory.close()
+        assert cuda.calls == [("cudaSetDevice", 1), ("cudaFree", 7 << 21)]
+
+    def test_pinned_memory_is_portable_and_goes_back_by_its_own_call(self, cuda):
+        memory = allocate("pinned", 5000, 0)
+        memory.close()
+        assert cuda.calls == [
+            ("cudaSetDevice", 0),
+            ("cudaHostAlloc", 2 << 20, 1),
+            ("cudaSetDevice", 0),
+            ("cudaFreeHost", 7 << 21),
+        ]
+
+    def test_the_callers_thread_keeps_its_device(self, cuda):
+        allocate("cuda", 4096, 0).close()
+        assert threading.get_ident() not in cuda.threads
+
+    def test_out_of_memory_is_an_arena_error_with_the_name_of_the_code(self, cuda):
+        cuda.fails["cudaMalloc"] = Code.cudaErrorMemoryAllocation
+        with pytest.raises(ArenaError, match=r"cudaMalloc\(2097152\).*cudaErrorMemoryAllocation"):
+            allocate("cuda", 4096, 0)
+
+    @pytest.mark.parametrize("function", ["cudaSetDevice", "cudaMalloc"])
+    def test_any_other_code_is_a_fabric_error_with_its_name(self, cuda, function):
+        cuda.fails[function] = Code.cudaErrorInvalidDevice
+        with pytest.raises(FabricError, match=rf"{function}\(.*cudaErrorInvalidDevice"):
+            allocate("cuda", 4096, 9)
+
+    def test_a_failing_free_is_told_and_not_tried_again(self, cuda):
+        memory = allocate("cuda", 4096, 0)
+        cuda.fails["cudaFree"] = Code.cudaErrorInvalidDevice
+        with pytest.raises(FabricError, match="cudaFree"):
+            memory.close()
+        with pytest.raises(InvariantError):
+            memory.close()
+        assert [call[0] for call in cuda.calls].count("cudaFree") == 1
+
+    def test_a_missing_driver_is_a_fabric_error(self, cuda):
+        cuda.fails["cudaSetDevice"] = RuntimeError("Failed to dlopen libcuda.so.1")
+        with pytest.raises(FabricError, match="dlopen"):
+            allocate("pinned", 4096, 0)
+
+    def test_misaligned_memory_is_given_back(self, cuda):
+        cuda.address += 512
+        with pytest.raises(FabricError, match="4096"):
+            allocate("cuda", 4096, 0)
+        assert cuda.calls[-1] == ("cudaFree", cuda.address)
+
+    def test_leaked_memory_is_never_freed(self, cuda):
+        memory = allocate("cuda", 4096, 0)
+        memory.leak()
+        with pytest.raises(InvariantError):
+            memory.close()
+        assert "cudaFree" not in [call[0] for call in cuda.calls]
+        backing._leaked.pop()
+
+    @pytest.mark.parametrize("kind", ["cuda", "pinned"])
+    @pytest.mark.parametrize("device", [None, -1])
+    def test_a_gpu_must_be_named(self, cuda, kind, device):
+        with pytest.raises(ArenaError, match="index of a GPU"):
+            allocate(kind, 4096, device)
+        assert cuda.calls == []
+
+    @pytest.mark.parametrize("kind", ["cuda", "pinned"])
+    def test_without_the_extra_the_command_is_named(self, monkeypatch, kind):
+        def missing(name):
+            raise ModuleNotFoundError(name)
+
+        monkeypatch.setattr(importlib, "import_module", missing)
+        with pytest.raises(MissingExtraError, match=r"pip install 'kvxfer\[gpu\]'"):
+            allocate(kind, 4096, 0)
+
+
+def test_a_backing_shows_what_it_is():
+    memory = Backing("cpu", address=4096, length=5, device=None, owner=None, free=lambda: None)
+    assert repr(memory) == "<Backing cpu device=None address=0x1000 length=5 open>"
+    memory.close()
+    assert repr(memory).endswith("closed>")

@@ -1,0 +1,234 @@
+"""The books of the caller's blocks: who writes them, and who may still touch them."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvxfer.errors import BlocksError
+from kvxfer.memory import Custody, InvariantError
+
+
+def refused(custody: Custody, blocks) -> str:
+    with pytest.raises(BlocksError) as caught:
+        custody.check(blocks)
+    return str(caught.value)
+
+
+def test_a_block_belongs_to_one_fetch_at_a_time():
+    custody = Custody()
+    custody.hold("fetch-1", {"attention": [4, 5, 6]})
+    with pytest.raises(BlocksError, match=r"block 6 of group 'attention' \(position 1\).*fetch-1 is fetching"):
+        custody.hold("fetch-2", {"attention": [7, 6]})
+    custody.hold("fetch-2", {"attention": [7], "state": [4]})  # nothing of the refused one was noted
+    custody.release("fetch-1")
+    custody.hold("fetch-3", {"attention": [4, 5, 6]})
+
+
+def test_a_refused_hold_notes_nothing_in_any_group():
+    custody = Custody()
+    custody.hold("fetch-1", {"b": [1]})
+    with pytest.raises(BlocksError, match="group 'b'"):
+        custody.hold("fetch-2", {"a": [1, 2], "b": [1]})
+    custody.check({"a": [1, 2]})
+    assert custody.blocks("fetch-2") == {}
+
+
+def test_groups_are_different_address_spaces():
+    custody = Custody()
+    custody.hold("fetch-1", {"attention": [1]})
+    custody.check({"state": [1]})
+    assert "fetch-1" in refused(custody, {"state": [1], "attention": [0, 1]})
+
+
+def test_a_block_named_twice_is_refused_with_both_positions():
+    custody = Custody()
+    with pytest.raises(BlocksError, match="block 3 of group 'g' is named twice, at positions 0 and 2"):
+        custody.hold("fetch-1", {"other": [3], "g": [3, 4, 3]})
+    custody.check({"other": [3], "g": [3, 4]})
+
+
+def test_offers_share_blocks_and_only_check():
+    custody = Custody()
+    custody.check({"g": [1, 2]})
+    custody.check({"g": [1, 2]})
+    custody.hold("fetch-1", {"g": [2]})
+    assert "block 2" in refused(custody, {"g": [1, 2]})
+
+
+def test_blocks_in_doubt_are_refused_until_they_are_settled():
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [1, 2]})
+    custody.doubt("fetch-1")
+    message = refused(custody, {"g": [2]})
+    assert "fetch-1" in message
+    assert "may still write" in message
+    with pytest.raises(BlocksError):
+        custody.hold("fetch-2", {"g": [1]})
+    with pytest.raises(InvariantError, match="only settle"):
+        custody.release("fetch-1")
+    assert "block 2" in refused(custody, {"g": [2]})
+    custody.settle("fetch-1")
+    custody.check({"g": [1, 2]})
+
+
+def test_only_part_of_a_fetch_may_be_in_doubt():
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [1, 2, 3], "state": [9]})
+    custody.doubt("fetch-1", {"g": [2]})
+    custody.check({"g": [1, 3], "state": [9]})
+    assert custody.blocks("fetch-1") == {"g": (2,)}
+    assert "block 2" in refused(custody, {"g": [2]})
+    custody.settle("fetch-1")
+    custody.check({"g": [1, 2, 3]})
+
+
+@pytest.mark.parametrize("blocks", [{"g": [4]}, {"h": [1]}])
+def test_only_blocks_of_the_fetch_itself_can_be_in_doubt(blocks):
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [1, 2]})
+    with pytest.raises(InvariantError, match="does not hold"):
+        custody.doubt("fetch-1", blocks)
+    assert custody.blocks("fetch-1") == {"g": (1, 2)}
+    custody.release("fetch-1")
+
+
+def test_reads_in_doubt_may_overlap_and_end_with_the_last_one():
+    custody = Custody()
+    custody.doubt_reads("offer-1", {"g": [1, 2]})
+    custody.doubt_reads("offer-2", {"g": [2, 3]})
+    assert "offer-1 may still read" in refused(custody, {"g": [2]})
+    with pytest.raises(BlocksError):
+        custody.hold("fetch-1", {"g": [3]})
+    custody.settle("offer-1")
+    custody.check({"g": [1]})
+    assert "offer-2 may still read" in refused(custody, {"g": [2]})
+    custody.settle("offer-2")
+    custody.check({"g": [1, 2, 3]})
+
+
+def test_each_end_comes_exactly_once():
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [1]})
+    with pytest.raises(InvariantError, match="already"):
+        custody.hold("fetch-1", {"g": [2]})
+    with pytest.raises(InvariantError, match="already"):
+        custody.doubt_reads("fetch-1", {"g": [2]})
+    with pytest.raises(InvariantError, match="nothing to settle"):
+        custody.settle("fetch-1")
+    custody.release("fetch-1")
+    for end in (custody.release, custody.settle, custody.doubt):
+        with pytest.raises(InvariantError, match="no blocks in the books"):
+            end("fetch-1")
+    custody.hold("fetch-1", {"g": [1]})
+    custody.doubt("fetch-1")
+    with pytest.raises(InvariantError, match="already"):
+        custody.doubt("fetch-1")
+    custody.settle("fetch-1")
+    with pytest.raises(InvariantError):
+        custody.settle("fetch-1")
+
+
+def test_empty_lists_are_no_blocks():
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [], "h": [1]})
+    custody.hold("fetch-2", {"g": []})
+    custody.release("fetch-1")
+    custody.release("fetch-2")
+    custody.doubt_reads("offer-1", {"g": []})
+    custody.settle("offer-1")
+    assert custody._groups == {}
+
+
+def test_ids_may_be_numpy_numbers():
+    np = pytest.importorskip("numpy")
+    custody = Custody()
+    custody.hold("fetch-1", {"g": np.arange(10)})
+    assert "block 3 of" in refused(custody, {"g": np.array([12, 3])})
+    assert custody.blocks("fetch-1") == {"g": tuple(range(10))}
+    custody.doubt("fetch-1", {"g": np.array([3, 3])})
+    assert custody.blocks("fetch-1") == {"g": (3,)}
+    custody.settle("fetch-1")
+
+
+def test_snapshot_counts_by_holder():
+    custody = Custody()
+    custody.hold("fetch-1", {"g": [1, 2], "h": [1]})
+    custody.doubt_reads("offer-1", {"g": [5]})
+    shot = custody.snapshot()
+    assert (shot.held_blocks, shot.doubtful_blocks) == (3, 1)
+    assert (shot.holders["fetch-1"].blocks, shot.holders["fetch-1"].in_doubt) == (3, False)
+    assert shot.holders["offer-1"].in_doubt
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of calls against a naive model: a list of (holder, kind, set of blocks)."""
+
+    holders = st.sampled_from(["f1", "f2", "f3", "f4"])
+    lists = st.dictionaries(st.sampled_from("gh"), st.lists(st.integers(0, 7), max_size=4), max_size=2)
+
+    def __init__(self):
+        super().__init__()
+        self.custody = Custody()
+        self.entries: dict[str, tuple[str, set[tuple[str, int]]]] = {}
+
+    def taken(self) -> set[tuple[str, int]]:
+        return set().union(*(blocks for _, blocks in self.entries.values()))
+
+    @rule(holder=holders, blocks=lists)
+    def hold(self, holder, blocks):
+        pairs = [(group, block) for group, ids in blocks.items() for block in ids]
+        if holder in self.entries:
+            with pytest.raises(InvariantError):
+                self.custody.hold(holder, blocks)
+        elif len(set(pairs)) < len(pairs) or self.taken() & set(pairs):
+            with pytest.raises(BlocksError):
+                self.custody.hold(holder, blocks)
+        else:
+            self.custody.hold(holder, blocks)
+            self.entries[holder] = ("held", set(pairs))
+
+    @rule(holder=holders, blocks=lists)
+    def doubt_reads(self, holder, blocks):
+        if holder in self.entries:
+            with pytest.raises(InvariantError):
+                self.custody.doubt_reads(holder, blocks)
+        else:
+            self.custody.doubt_reads(holder, blocks)
+            self.entries[holder] = ("doubt", {(group, block) for group, ids in blocks.items() for block in ids})
+
+    @rule(holder=holders, part=st.none() | lists)
+    def doubt(self, holder, part):
+        kind, mine = self.entries.get(holder, ("", set()))
+        wanted = mine if part is None else {(group, block) for group, ids in part.items() for block in ids}
+        if kind != "held" or not wanted <= mine:
+            with pytest.raises(InvariantError):
+                self.custody.doubt(holder, part)
+        else:
+            self.custody.doubt(holder, part)
+            self.entries[holder] = ("doubt", wanted)
+
+    @rule(holder=holders, end=st.sampled_from(["release", "settle"]))
+    def end(self, holder, end):
+        kind, _ = self.entries.get(holder, ("", set()))
+        if kind != {"release": "held", "settle": "doubt"}[end]:
+            with pytest.raises(InvariantError):
+                getattr(self.custody, end)(holder)
+        else:
+            getattr(self.custody, end)(holder)
+            del self.entries[holder]
+
+    @invariant()
+    def exactly_the_taken_blocks_are_refused(self):
+        taken = self.taken()
+        for group in "gh":
+            for block in range(8):
+                if (group, block) in taken:
+                    message = refused(self.custody, {group: [block]})
+                    assert any(name in message for name, (_, mine) in self.entries.items() if (group, block) in mine)
+                else:
+                    self.custody.check({group: [block]})
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

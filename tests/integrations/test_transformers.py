@@ -1,0 +1,386 @@
+"""A real Llama on the paged pool gives what it gives on transformers' own cache, and hands over to another pool."""
+
+import gc
+import importlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvxfer.errors import BlocksError, GeometryError, MissingExtraError, TokensError, UsageError
+from kvxfer.integrations.transformers import (
+    PagedCache,
+    Sequence,
+    decode,
+    digests,
+    first_difference,
+    forward,
+    prefill,
+    tiny_llama,
+    token_digests,
+    weights_digest,
+)
+
+SEED, STEPS = 3, 20
+LENGTHS = [1, 15, 16, 17, 40]
+SHAPES = [("NHD", 16), ("HND", 16), ("NHD", 32), ("HND", 32)]
+
+
+def prompt(length):
+    return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def pool(model, layout: Any = "NHD", block_tokens=16, *, num_blocks=40, seed=0):
+    return PagedCache(
+        model.config,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        layout=layout,
+        dtype=model.dtype,
+        device=model.device,
+        seed=seed,
+    )
+
+
+def reference(model, length):
+    """Greedy tokens, logits of every step and the final cache, by the model with its own DynamicCache."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    tokens, logits, ids = [], [], prompt(length)
+    with torch.no_grad():
+        for _ in range(STEPS + 1):
+            inputs = torch.tensor([ids], device=model.device)
+            logits.append(model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1])
+            ids = [int(logits[-1].argmax())]
+            tokens += ids
+    return SimpleNamespace(tokens=tokens, logits=torch.stack(logits), cache=cache)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(SEED)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return {length: reference(model, length) for length in LENGTHS}
+
+
+def copied(source, sequence, target):
+    """Move a sequence to another pool element by element in logical order, as a transfer would."""
+    ids = target.allocate(sequence.tokens)
+    for layer in range(source.layers):
+        keys, values = source.gather(layer, source.table(sequence.block_ids), sequence.tokens)
+        target.write(layer, target.table(ids), 0, keys.transpose(0, 1), values.transpose(0, 1))
+    return Sequence(ids, sequence.tokens)
+
+
+# the same as transformers
+
+
+def test_the_reference_is_what_generate_gives(model, expected):
+    for length in LENGTHS:
+        ids = torch.tensor([prompt(length)])
+        whole = model.generate(ids, max_new_tokens=STEPS + 1, do_sample=False)
+        assert whole[0, length:].tolist() == expected[length].tokens
+        assert len(set(expected[length].tokens)) > STEPS // 2  # no loop that would hide damage
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+def test_greedy_tokens_and_logits_equal_those_of_the_dynamic_cache(model, expected, layout, block_tokens):
+    cache = pool(model, layout, block_tokens)
+    for length in LENGTHS:
+        sequence, ids, logits = Sequence(cache.allocate(length)), prompt(length), []
+        for _ in range(STEPS + 1):
+            logits.append(forward(model, cache, sequence, ids))
+            ids = [int(logits[-1].argmax())]
+        assert sequence.tokens == length + STEPS
+        torch.testing.assert_close(torch.stack(logits), expected[length].logits, rtol=0, atol=2e-4)
+        assert [int(row.argmax()) for row in logits] == expected[length].tokens
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_function_does_not_matter(expected, attention):
+    model = tiny_llama(SEED)
+    model.set_attn_implementation(attention)
+    cache = pool(model, "HND", 16)
+    sequence = Sequence([])
+    prefill(model, cache, sequence, prompt(40)[:23])
+    first = prefill(model, cache, sequence, prompt(40)[23:])
+    assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+def test_many_live_sequences_share_the_pool_and_reuse_blocks(model, expected, layout, block_tokens):
+    cache = pool(model, layout, block_tokens, num_blocks=20)
+    live = {}
+    for length in LENGTHS:
+        sequence = Sequence([])
+        live[length] = (sequence, [prefill(model, cache, sequence, prompt(length))])
+    for step in range(STEPS):  # one token of each in turn
+        if step == STEPS // 2:  # one leaves, another starts over in its blocks
+            cache.free(live[17][0].block_ids)
+            sequence = Sequence([])
+            live[17] = (sequence, [prefill(model, cache, sequence, prompt(17))])
+        for sequence, tokens in live.values():
+            tokens.extend(decode(model, cache, sequence, tokens[-1], 1))
+    sequence, tokens = live[17]
+    tokens.extend(decode(model, cache, sequence, tokens[-1], STEPS - STEPS // 2))
+    for length in LENGTHS:
+        assert live[length][1] == expected[length].tokens
+    for sequence, _ in live.values():
+        cache.free(sequence.block_ids)
+    assert cache.free_blocks == 20
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+@pytest.mark.parametrize("cuts", [(1,), (16,), (7, 32), (15, 16, 17, 39)])
+def test_chunked_prefill_equals_a_prefill_in_one_piece(model, expected, layout, block_tokens, cuts):
+    cache = pool(model, layout, block_tokens)
+    sequence, ids, logits = Sequence([]), prompt(40), torch.empty(0)
+    for start, stop in zip((0, *cuts), (*cuts, 40), strict=True):
+        logits = forward(model, cache, sequence, ids[start:stop])
+        assert sequence.tokens == stop
+    torch.testing.assert_close(logits, expected[40].logits[0], rtol=0, atol=2e-4)
+    first = int(logits.argmax())
+    assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
+
+
+def test_the_pool_holds_what_the_dynamic_cache_holds(model, expected):
+    cache = pool(model, "HND", 32)
+    sequence = Sequence([])
+    first = prefill(model, cache, sequence, prompt(40))
+    decode(model, cache, sequence, first, STEPS)
+    own = expected[40].cache.layers
+    for layer in range(cache.layers):
+        keys, values = cache.gather(layer, cache.table(sequence.block_ids), sequence.tokens)
+        torch.testing.assert_close(keys.transpose(0, 1), own[layer].keys[0], rtol=0, atol=2e-4)
+        torch.testing.assert_close(values.transpose(0, 1), own[layer].values[0], rtol=0, atol=2e-4)
+
+
+def test_digests_are_equal_across_layouts_and_block_sizes(model):
+    results = []
+    for seed, (layout, block_tokens) in enumerate(SHAPES):
+        cache = pool(model, layout, block_tokens, seed=seed)
+        sequence = Sequence([])
+        prefill(model, cache, sequence, prompt(40))
+        results.append((digests(cache, sequence), token_digests(cache, sequence)))
+    assert all(result[0] == results[0][0] for result in results)
+    assert all(first_difference(result[1], results[0][1]) is None for result in results)
+
+
+# handing over
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_decoder_with_other_blocks_and_layout_continues_without_computing_again(model, expected, length):
+    source, target = pool(model, "NHD", 16), pool(model, "HND", 32, seed=1)
+    sequence = Sequence([])
+    first = prefill(model, source, sequence, prompt(length))
+    received = copied(source, sequence, target)
+    assert digests(target, received) == digests(source, sequence)
+    for tensor in source.tensors:
+        tensor.fill_(float("nan"))  # the prefill side is gone
+    assert [first, *decode(tiny_llama(SEED), target, received, first, STEPS)] == expected[length].tokens
+    assert received.tokens == length + STEPS
+
+
+def zero_a_block(target, received):
+    for tensor in target.tensors:
+        tensor[:, received.block_ids[1]] = 0
+
+
+def swap_two_heads(target, received):
+    for tensor in target.tensors:  # HND
+        tensor[:, received.block_ids] = tensor[:, received.block_ids][:, :, [1, 0, 2, 3]]
+
+
+def leave_a_block_out(target, received):
+    target.scrub(received.block_ids[:1])
+
+
+def cut_the_last_block(target, received):
+    target.scrub(received.block_ids[-1:])
+
+
+@pytest.mark.parametrize("damage", [zero_a_block, swap_two_heads, leave_a_block_out, cut_the_last_block])
+def test_damage_on_the_way_changes_digests_and_tokens(model, expected, damage):
+    source, target = pool(model, "NHD", 16), pool(model, "HND", 16, seed=1)
+    sequence = Sequence([])
+    first = prefill(model, source, sequence, prompt(40))
+    received = copied(source, sequence, target)
+    damage(target, received)
+    assert digests(target, received) != digests(source, sequence)
+    assert first_difference(token_digests(source, sequence), token_digests(target, received)) is not None
+    assert [first, *decode(model, target, received, first, STEPS)] != expected[40].tokens
+
+
+def test_layers_can_be_streamed_out_while_later_ones_compute(model, expected):
+    source, target = pool(model, "NHD", 16), pool(model, "HND", 32, seed=1)
+    sequence, ids = Sequence(source.allocate(40)), prompt(40)
+    received = Sequence(target.allocate(40))
+    seen = []
+
+    def on_layer(layer, running):
+        assert running is sequence
+        seen.append((layer, running.writing))
+        stop = running.writing.stop
+        keys, values = source.gather(layer, source.table(running.block_ids), stop)
+        rows = slice(running.writing.start, stop)
+        table = target.table(received.block_ids)
+        target.write(layer, table, rows.start, keys[rows].transpose(0, 1), values[rows].transpose(0, 1))
+
+    prefill(model, source, sequence, ids[:25], on_layer)
+    assert sequence.writing == range(0)
+    first = prefill(model, source, sequence, ids[25:], on_layer)
+    assert seen == [(i, range(25)) for i in range(4)] + [(i, range(25, 40)) for i in range(4)]
+    received.tokens = 40
+    assert digests(target, received) == digests(source, sequence)
+    assert [first, *decode(model, target, received, first, STEPS)] == expected[40].tokens
+
+
+def test_an_error_in_the_callback_leaves_the_sequence_as_it_was(model, expected):
+    cache = pool(model)
+    sequence = Sequence([])
+    prefill(model, cache, sequence, prompt(40)[:20])
+
+    def fail(layer, running):
+        if layer == 2:
+            with pytest.raises(UsageError, match="still running"):
+                forward(model, cache, running, [1])
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        prefill(model, cache, sequence, prompt(40)[20:], fail)
+    assert (sequence.tokens, sequence.writing) == (20, range(0))
+    first = prefill(model, cache, sequence, prompt(40)[20:])
+    assert [first, *decode(model, cache, sequence, first, STEPS)] == expected[40].tokens
+
+
+# memory
+
+
+def tensors_alive():
+    gc.collect()
+    found = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+
+
+def test_no_copy_of_keys_or_values_outlives_a_step(model):
+    cache = pool(model, "NHD", 16)
+    held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
+    assert held == []
+    sequence = Sequence([])
+    first = prefill(model, cache, sequence, prompt(17))
+    before = tensors_alive()
+    first = prefill(model, cache, sequence, [first, *prompt(40)])
+    decode(model, cache, sequence, first, 3)
+    new = {at: size for at, size in tensors_alive().items() if at not in before}
+    assert sum(new.values()) < sequence.tokens * cache.heads * cache.head_dim  # not even a quarter of one layer's keys
+    assert sum(t.nbytes for t in cache.tensors) == cache.token_bytes * 40 * 16
+
+
+# errors
+
+
+def test_running_out_of_blocks_leaves_the_sequence_as_it_was(model):
+    cache = pool(model, num_blocks=3)
+    sequence = Sequence([])
+    first = prefill(model, cache, sequence, prompt(40))
+    with pytest.raises(BlocksError, match="out of blocks"):
+        decode(model, cache, sequence, first, 9)  # 48 tokens fit, the 49th does not
+    assert sequence.tokens == 48
+    assert len(sequence.block_ids) == 3
+    with pytest.raises(BlocksError, match="out of blocks"):
+        prefill(model, cache, Sequence([]), [1])
+
+
+def test_freed_and_foreign_blocks_are_refused(model):
+    cache = pool(model)
+    sequence = Sequence([])
+    first = prefill(model, cache, sequence, prompt(17))
+    cache.free(sequence.block_ids)
+    with pytest.raises(BlocksError, match="not allocated"):
+        decode(model, cache, sequence, first, 1)
+    with pytest.raises(BlocksError, match="17 tokens do not fit"):
+        decode(model, cache, Sequence(cache.allocate(16), tokens=17), first, 1)
+
+
+def test_impossible_requests_are_refused(model):
+    cache = pool(model)
+    with pytest.raises(TokensError, match="at least one token"):
+        prefill(model, cache, Sequence([]), [])
+    with pytest.raises(TokensError, match="nothing to continue"):
+        decode(model, cache, Sequence([]), 1, 1)
+    with pytest.raises(GeometryError, match="2 layers, the pool 4"):
+        prefill(tiny_llama(SEED, layers=2), cache, Sequence([]), [1])
+    with pytest.raises(GeometryError, match="keys of layer 0"):
+        prefill(tiny_llama(SEED, kv_heads=2), cache, Sequence([]), [1])
+    with pytest.raises(GeometryError, match="bfloat16"):
+        prefill(tiny_llama(SEED, dtype=torch.bfloat16), cache, Sequence([]), [1])
+
+
+def test_missing_transformers_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "kvxfer.integrations.transformers")
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvxfer\[examples\]'"):
+        importlib.import_module("kvxfer.integrations.transformers")
+
+
+# weights
+
+
+def test_two_processes_build_the_same_weights(model):
+    code = (
+        "from kvxfer.integrations.transformers import tiny_llama, weights_digest\n"
+        f"print(weights_digest(tiny_llama({SEED})).hex())"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "77"}
+    other = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == weights_digest(model).hex()
+
+
+def test_weights_follow_the_seed_and_nothing_else(model):
+    state = torch.get_rng_state()
+    torch.manual_seed(99)
+    outer = torch.get_rng_state()
+    again = tiny_llama(SEED)
+    assert torch.equal(torch.get_rng_state(), outer)
+    torch.set_rng_state(state)
+    assert weights_digest(again) == weights_digest(model)
+    assert weights_digest(tiny_llama(SEED + 1)) != weights_digest(model)
+    assert not again.training
+    assert not any(weight.requires_grad for weight in again.parameters())
+
+
+def test_bfloat16_runs_with_the_same_weights_rounded(model):
+    half = tiny_llama(SEED, dtype=torch.bfloat16)
+    for (name, weight), (_, rounded) in zip(model.named_parameters(), half.named_parameters(), strict=True):
+        assert torch.equal(weight.bfloat16(), rounded), name
+    cache = pool(half, "HND", 16)
+    sequence = Sequence([])
+    first = prefill(half, cache, sequence, prompt(17))
+    own = reference(half, 17)
+    assert [first, *decode(half, cache, sequence, first, STEPS)] == own.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
+def test_cuda_gives_what_the_dynamic_cache_gives_there(model, layout, block_tokens):
+    gpu = tiny_llama(SEED, device="cuda")
+    assert weights_digest(gpu) == weights_digest(model)
+    cache = pool(gpu, layout, block_tokens)
+    for length in LENGTHS:
+        sequence, ids = Sequence([]), prompt(length)
+        if length > 20:
+            prefill(gpu, cache, sequence, ids[:19])
+        first = prefill(gpu, cache, sequence, ids[sequence.tokens :])
+        assert [first, *decode(gpu, cache, sequence, first, STEPS)] == reference(gpu, length).tokens
+        target = pool(gpu, "HND", 32, seed=1)
+        assert digests(target, copied(cache, sequence, target)) == digests(cache, sequence)

@@ -1,0 +1,183 @@
+"""Frames: a 4-byte little-endian length and one MessagePack array (PROTOCOL.md section 2).
+
+Sans-I/O: bytes in, messages out. Lengths are checked before anything is buffered for them.
+"""
+
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody, Message
+from kvxfer.protocol.scan import ScanError, fits, head
+
+__all__ = [
+    "HANDSHAKE_FRAME_LIMIT",
+    "MAX_DEPTH",
+    "SESSION_FRAME_LIMIT",
+    "FrameReader",
+    "decode",
+    "decode_body",
+    "encode",
+    "encode_body",
+    "peek_tag",
+]
+
+HANDSHAKE_FRAME_LIMIT: Final = 64 * 1024
+"""Largest `Hello`, `Welcome`, and anything else that comes before them."""
+SESSION_FRAME_LIMIT: Final = 16 * 1024 * 1024
+"""Largest frame afterwards; `Agent` carries the geometry of a whole rank."""
+MAX_DEPTH: Final = 64
+"""Containers around one value, at most. A receiver may refuse more, and refuses 16,384 for certain."""
+
+_LENGTH: Final = struct.Struct("<I")
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+_body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
+# msgspec skips what it does not know recursively and stops at the interpreter's recursion limit. At the default of
+# 1,000 that is safe on any thread's stack; where an application has raised it, a hostile frame could overflow the
+# stack and kill the process, so there (and only there: it costs time) the nesting is measured first.
+_SAFE_RECURSION: Final = 3_000
+_MAX_ITEMS: Final = 1 << 20
+_MALFORMED: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+# what an error may quote: a ticket's MAC never begins before the ninth byte of a payload
+_QUOTED_BYTES: Final = 8
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length included."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def encode_body(body: AgentBody) -> bytes:
+    """The second phase of `Agent`, to be put into `Agent.body`."""
+    return _encoder.encode(body)
+
+
+def decode_body(data: bytes) -> AgentBody:
+    """Inverse of `encode_body`.
+
+    Raises:
+        ProtocolError: If the bytes are no agent body.
+    """
+    _refuse_nesting(data)
+    try:
+        return _body_decoder.decode(data)
+    except _MALFORMED as error:
+        raise ProtocolError(f"the peer's agent body cannot be decoded: {error}") from error
+
+
+def decode(payload: bytes | memoryview) -> Message | None:
+    """One message from a frame's payload, or None for an unknown tag that may be ignored.
+
+    Raises:
+        ProtocolError: If the payload is no message of this protocol.
+    """
+    _refuse_nesting(payload)
+    try:
+        return _decoder.decode(payload)
+    except _MALFORMED as error:
+        tag = peek_tag(payload)
+        if isinstance(error, msgspec.ValidationError) and tag is not None and tag >= IGNORABLE_TAG:
+            return None
+        size, begin = len(payload), bytes(payload[:_QUOTED_BYTES]).hex()
+        raise ProtocolError(
+            f"a frame of {size} bytes cannot be decoded (tag {tag}, begins {begin}): {error}"
+        ) from error
+
+
+class FrameReader:
+    """Cuts a byte stream into messages.
+
+    It never holds more than `limit`, a length field and one read.
+
+    Args:
+        limit: Largest payload in bytes; raise it with `limit =` once the peer is known, also between two messages of
+            one read.
+    """
+
+    def __init__(self, limit: int = HANDSHAKE_FRAME_LIMIT) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+        self._broken = ""
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes received that were not yet yielded as messages."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Take in bytes at once, and yield every message that is complete, each decoded only when it is asked for.
+
+        Who stops early loses nothing: the next `feed` goes on after the last message that was yielded.
+
+        Raises:
+            ProtocolError: If a frame is larger than the limit or cannot be decoded. The stream is unusable afterwards,
+                and every later call says so again.
+            BufferError: If more than a whole frame is left over from calls that were not iterated to their end.
+        """
+        if not self._broken:
+            if len(self._buffer) > self.limit + _LENGTH.size:
+                raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
+            self._buffer += data
+        return self._messages()
+
+    def _messages(self) -> Iterator[Message]:
+        while (payload := self._next_payload()) is not None:
+            try:
+                message = decode(payload)
+            except ProtocolError as error:
+                self._break(str(error))
+                raise
+            if message is not None:
+                yield message
+
+    def _next_payload(self) -> bytes | None:
+        """Take one whole frame out of the buffer, so that it is consistent whenever a message is yielded."""
+        if self._broken:
+            raise ProtocolError(f"the stream is unusable: {self._broken}")
+        buffer = self._buffer
+        if len(buffer) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(buffer)
+        if size > self.limit:
+            self._break(f"a frame of {size} bytes is over the limit of {self.limit}")
+            raise ProtocolError(self._broken)
+        end = _LENGTH.size + size
+        if len(buffer) < end:
+            return None
+        with memoryview(buffer) as view:
+            payload = bytes(view[_LENGTH.size : end])
+        del buffer[:end]
+        return payload
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        self._buffer.clear()
+
+
+def peek_tag(payload: bytes | memoryview) -> int | None:
+    """The integer tag of a MessagePack array without decoding the rest, or None."""
+    try:
+        kind, entries, at = head(payload, 0)
+        if kind != "array" or not entries:
+            return None
+        kind, tag, _ = head(payload, at)
+    except ScanError:
+        return None
+    return tag if kind == "int" else None
+
+
+def _refuse_nesting(payload: bytes | memoryview) -> None:
+    if len(payload) <= _SAFE_RECURSION or sys.getrecursionlimit() <= _SAFE_RECURSION:
+        return
+    if not fits(payload, depth=MAX_DEPTH, items=_MAX_ITEMS):
+        tag = peek_tag(payload)
+        if tag is None or tag < IGNORABLE_TAG:
+            raise ProtocolError(
+                f"a frame of {len(payload)} bytes (tag {tag}) is nested too deeply or has too many values"
+            )

@@ -1,0 +1,444 @@
+"""The messages of the control stream, as msgspec structs (PROTOCOL.md section 3).
+
+Each message is one MessagePack array: an integer tag, then the fields in the order written here. A receiver ignores
+tail fields that it does not know and fills in missing ones with their defaults, so fields are appended, with a default,
+and never moved or removed. Bulk ids travel as packed little-endian u32 (`pack_u32`), addresses and byte counts as u64,
+durations in milliseconds; instants never travel.
+
+Sans-I/O: this module knows neither sockets nor clocks, and imports neither torch nor numpy.
+"""
+
+import array
+import sys
+from collections.abc import Iterable, Sequence
+from enum import IntEnum, IntFlag, unique
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from kvxfer.errors import Code
+
+__all__ = [
+    "IGNORABLE_TAG",
+    "MAX_CHUNKS",
+    "MAX_GRANTS",
+    "MAX_SELECTIONS",
+    "MAX_SPANS",
+    "MAX_TENSORS",
+    "MAX_TICKETS",
+    "WHOLE",
+    "WIRE_MIN",
+    "WIRE_VERSION",
+    "Accept",
+    "Agent",
+    "AgentBody",
+    "Cancel",
+    "Capability",
+    "Claim",
+    "Fetch",
+    "Goodbye",
+    "Grant",
+    "Hello",
+    "KvAgentResult",
+    "Landed",
+    "MemorySpan",
+    "Message",
+    "Ping",
+    "Refuse",
+    "Release",
+    "Reserve",
+    "Route",
+    "Selection",
+    "Span",
+    "Status",
+    "TensorFrame",
+    "TicketRef",
+    "Timings",
+    "Want",
+    "Welcome",
+    "pack_u32",
+    "unpack_u32",
+]
+
+WIRE_VERSION: Final = 1
+"""The protocol version that this package speaks best."""
+WIRE_MIN: Final = 1
+"""The oldest one it still speaks."""
+WHOLE: Final = 0xFFFF_FFFF
+"""Chunk number that stands for the transfer as a whole in `KvAgentResult`."""
+IGNORABLE_TAG: Final = 128
+"""Messages with this tag or a higher one may be ignored by a peer that does not know them."""
+
+MAX_CHUNKS: Final = 1 << 20
+"""Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
+MAX_TICKETS: Final = 4096
+"""Most tickets in one `Claim`; who has more sends more frames."""
+MAX_GRANTS: Final = 65_536
+"""Most grants in one `Reserve`."""
+MAX_SELECTIONS: Final = 4096
+"""Most selections in one `Fetch`."""
+MAX_SPANS: Final = 1024
+"""Most layer groups, and so most spans of one side."""
+MAX_TENSORS: Final = 16_384
+"""Most cache tensors of one rank."""
+
+U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
+# msgspec's bounds are signed 64-bit; every u64 of the protocol is an address or a count and stays below 2^63
+U64 = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
+I64 = Annotated[int, msgspec.Meta(ge=-0x8000_0000_0000_0000, le=0x7FFF_FFFF_FFFF_FFFF)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=1024)]
+Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
+Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
+# a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
+Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
+Chunks = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
+Axes = Annotated[list[U32], msgspec.Meta(max_length=16)]
+Strides = Annotated[list[I64], msgspec.Meta(max_length=16)]
+Spans = Annotated[list["Span"], msgspec.Meta(max_length=MAX_SPANS)]
+
+
+@unique
+class Route(IntEnum):
+    """How the bytes of one transfer travel."""
+
+    UNKNOWN = 0
+    STAGED = 1
+    DIRECT = 2
+    PULL = 3
+    MAPPED = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Route | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+@unique
+class Status(IntEnum):
+    """Outcome of a chunk, or of a whole transfer."""
+
+    UNKNOWN = 0
+    OK = 1
+    FAILED = 2
+    CANCELLED = 3
+    EXPIRED = 4
+    IN_DOUBT = 5
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Status | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+class Capability(IntFlag):
+    """What one side can do; bits are appended in `proto/registry.toml`. Unknown bits are ignored."""
+
+    STAGED = 1 << 0
+    DIRECT = 1 << 1
+    PULL = 1 << 2
+    MAPPED = 1 << 3
+    STREAMING = 1 << 4
+
+
+class TicketRef(msgspec.Struct, frozen=True, array_like=True):
+    """What of a ticket travels: enough for the prefill rank to find the offer and to check the MAC."""
+
+    request: RequestId
+    attempt: U32
+    mac: Hash
+
+
+class Selection(msgspec.Struct, frozen=True, array_like=True):
+    """Part of a tensor class that one decode rank wants from one prefill rank: layers x a range of heads."""
+
+    group: Name
+    part: Name
+    kv: Name
+    layers: Ids
+    head_start: U32
+    head_stop: U32
+
+    def __post_init__(self) -> None:
+        _check_ids(self.layers)
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One side's blocks of one group, in token order; the first holds `first_token`."""
+
+    group: Name
+    first_token: U32
+    ids: Ids
+
+    def __post_init__(self) -> None:
+        _check_ids(self.ids)
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """Memory for one chunk. Address and length are 0 on routes that write blocks in place."""
+
+    chunk: U32
+    address: U64
+    length: U64
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where the sender's time went, in microseconds."""
+
+    queued_us: U64 = 0
+    gather_us: U64 = 0
+    post_us: U64 = 0
+    wire_us: U64 = 0
+
+
+class MemorySpan(msgspec.Struct, frozen=True, array_like=True):
+    """Registered memory that a peer may name in descriptors."""
+
+    kind: Name
+    device: U32
+    address: U64
+    length: U64
+
+
+class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
+    """One cache tensor. `shape` and `strides` (bytes) follow `axes`; `base` is 0 unless the peer is trusted with it."""
+
+    group: Name
+    part: Name
+    kv: Name
+    axes: Name
+    shape: Axes
+    strides: Strides
+    layers: Ids
+    head_start: U32
+    head_stop: U32
+    dtype: Name
+    item_bytes: U32
+    base: U64
+    block_ratio: U32 = 1
+    tokens_per_row: U32 = 1
+    interleave_rank: U32 = 0
+    interleave_of: U32 = 1
+    interleave_chunk: U32 = 0
+    null_block: Annotated[int, msgspec.Meta(ge=-1, le=0xFFFF_FFFF)] = -1
+    kind: Name = "DRAM"
+    device: U32 = 0
+
+    def __post_init__(self) -> None:
+        _check_ids(self.layers)
+
+
+class AgentBody(msgspec.Struct, frozen=True, array_like=True):
+    """The second phase of `Agent`, decoded only when the facts of the first agree."""
+
+    fabric: Name
+    metadata: bytes
+    tensors: Annotated[list[TensorFrame], msgspec.Meta(max_length=MAX_TENSORS)]
+    staging: Annotated[list[MemorySpan], msgspec.Meta(max_length=1024)] = []
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First frame of the side that opened the stream (the decode rank)."""
+
+    wire: U32
+    wire_min: U32
+    package: Name
+    engine: Name
+    epoch: Hash
+    incarnation: Hash
+    rank: U32
+    world: U32
+    capabilities: U64
+    nonce: Hash
+    heartbeat_ms: U32
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The answer to `Hello`; `proof` is empty when no secret is configured."""
+
+    wire: U32
+    wire_min: U32
+    package: Name
+    engine: Name
+    epoch: Hash
+    incarnation: Hash
+    rank: U32
+    world: U32
+    capabilities: U64
+    nonce: Hash
+    heartbeat_ms: U32
+    proof: Hash = b""
+
+
+class Agent(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What a side is: facts that must agree, and then (packed apart) its transport and its geometry."""
+
+    facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=1024)]
+    body: bytes
+    proof: Hash = b""
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Sent when nothing else was, so that silence means something."""
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """These requests still wait for a place here; renews the leases of their offers."""
+
+    tickets: Annotated[list[TicketRef], msgspec.Meta(max_length=MAX_TICKETS)]
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Asks for a part of a request's cache. `routes` are those this side accepts, best first."""
+
+    transfer: U64
+    ticket: TicketRef
+    selections: Annotated[list[Selection], msgspec.Meta(max_length=MAX_SELECTIONS)]
+    spans: Spans
+    token_start: U32
+    token_stop: U32
+    routes: Annotated[list[Route], msgspec.Meta(max_length=16)]
+    max_extent_bytes: U64
+    timeout_ms: U32
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The offer exists and the plan is made; chunk numbers follow the grid (PROTOCOL.md section 6)."""
+
+    transfer: U64
+    route: Route
+    bytes: U64
+    spans: Spans
+    layers_per_chunk: U32
+    tokens_per_chunk: U32
+    chunks: Chunks
+    digest: Hash
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """This transfer will not happen. Nothing of it is in flight and nothing will be."""
+
+    transfer: U64
+    code: Code
+    reason: Reason
+    retry_after_ms: U32 = 0
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """These chunks are ready to go. On `pull` they may be read until `lease_ms` after the frame arrived."""
+
+    transfer: U64
+    chunks: Ids
+    lease_ms: U32 = 0
+
+    def __post_init__(self) -> None:
+        _check_ids(self.chunks)
+
+
+class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The grant: these chunks may be written, to begin within `lease_ms` after the frame arrived."""
+
+    transfer: U64
+    grants: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)]
+    lease_ms: U32
+    generation: U64 = 0
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """`pull` only: these chunks have been read."""
+
+    transfer: U64
+    chunks: Ids
+
+    def __post_init__(self) -> None:
+        _check_ids(self.chunks)
+
+
+class KvAgentResult(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Outcome of one chunk, or of the transfer as a whole (`chunk == WHOLE`); registry name KV_AGENT_RESULT.
+
+    With `chunk == WHOLE` and any status but `IN_DOUBT` it also promises that no write of this transfer is posted and
+    none will be.
+    """
+
+    transfer: U64
+    chunk: U32
+    status: Status
+    bytes: U64
+    last: bool
+    code: Code = Code.UNKNOWN
+    reason: Reason = ""
+    digest: Hash = b""
+    timings: Timings = Timings()
+    payload: Payload = b""
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Ends a transfer and keeps the claim. Answered by `KvAgentResult` with `chunk == WHOLE`."""
+
+    transfer: U64
+    code: Code = Code.CANCELLED
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """This rank is done with the request (also: needs nothing of it); ends its claim."""
+
+    ticket: TicketRef
+    code: Code = Code.UNKNOWN
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The sender of this frame is draining: transfers finish, new ones are refused."""
+
+    code: Code = Code.DRAINING
+    reason: Reason = ""
+
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Agent
+    | Ping
+    | Claim
+    | Fetch
+    | Accept
+    | Refuse
+    | Want
+    | Reserve
+    | Landed
+    | KvAgentResult
+    | Cancel
+    | Release
+    | Goodbye
+)
+"""Every message of version 1."""
+
+
+def _check_ids(packed: bytes) -> None:
+    """Refuse a torn list; msgspec turns the error into its own while decoding, so the frame is refused."""
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes are no whole number of u32")
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    """Pack ids as little-endian u32.
+
+    Raises:
+        OverflowError: If a value is negative or does not fit into 32 bits.
+    """
+    packed = array.array("I", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_u32(data: bytes) -> Sequence[int]:
+    """Inverse of `pack_u32`.
+
+    Raises:
+        ValueError: If the length is not a multiple of four.
+    """
+    unpacked = array.array("I")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked

@@ -1,0 +1,231 @@
+"""The decode side of one transfer with one prefill rank, sans-I/O (PROTOCOL.md section 5).
+
+Messages and news go in; messages to send and work for the shell come out. What the machine knows about memory is which
+chunks are granted: those may be written by the peer, and only a result takes a chunk out of its hands.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+from kvxfer.errors import Code, ProtocolError
+from kvxfer.protocol.messages import (
+    WHOLE,
+    Accept,
+    Cancel,
+    Grant,
+    KvAgentResult,
+    Landed,
+    Message,
+    Refuse,
+    Reserve,
+    Status,
+    Want,
+    pack_u32,
+    unpack_u32,
+)
+from kvxfer.protocol.sending import Failure
+
+__all__ = ["RECEIVE_TRANSITIONS", "ReceiveState", "Receiving"]
+
+
+class ReceiveState(Enum):
+    """Where a transfer stands at its decode rank."""
+
+    ASKED = "asked"
+    MOVING = "moving"
+    STOPPING = "stopping"  # Cancel was sent, or the peer reported a failure; waiting for the terminal result
+    DONE = "done"
+    STOPPED = "stopped"  # ended without success, and the peer will not touch anything of it
+    LOST = "lost"  # the session is gone; granted chunks are in doubt until the same incarnation answers
+
+
+RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
+    (ReceiveState.ASKED, "accept"): ReceiveState.MOVING,
+    (ReceiveState.ASKED, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.ASKED, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.ASKED, "lost"): ReceiveState.LOST,
+    (ReceiveState.MOVING, "complete"): ReceiveState.DONE,
+    (ReceiveState.MOVING, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.MOVING, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.MOVING, "lost"): ReceiveState.LOST,
+    (ReceiveState.STOPPING, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.STOPPING, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.STOPPING, "lost"): ReceiveState.LOST,
+    (ReceiveState.LOST, "resume"): ReceiveState.STOPPING,
+    (ReceiveState.LOST, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.LOST, "lost"): ReceiveState.LOST,
+}
+"""Legal events of `ReceiveState`. DONE and STOPPED are final."""
+
+
+class _Chunk(Enum):
+    OPEN = "open"
+    WANTED = "wanted"
+    GRANTED = "granted"
+    LANDED = "landed"
+    DONE = "done"
+
+
+class Receiving:
+    """One transfer at the decode rank.
+
+    Attributes:
+        transfer: Its id, unique within this rank's incarnation.
+        state: See `ReceiveState`.
+        failure: Why it does not succeed, once that is known.
+        payload: The offer's payload, once the last result is in.
+        stale: Results that were dropped because nothing waited for them.
+    """
+
+    def __init__(self, transfer: int) -> None:
+        self.transfer: Final = transfer
+        self.state = ReceiveState.ASKED
+        self.failure: Failure | None = None
+        self.payload = b""
+        self.stale = 0
+        self._chunks: list[_Chunk] = []
+        self._done = 0
+        self._last = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer is known to be through with this transfer."""
+        return self.state in (ReceiveState.DONE, ReceiveState.STOPPED)
+
+    @property
+    def granted(self) -> list[int]:
+        """Chunks that the peer may write."""
+        return [chunk for chunk, state in enumerate(self._chunks) if state is _Chunk.GRANTED]
+
+    @property
+    def outstanding(self) -> int:
+        """Chunks granted or landed and not yet done: what the credit window counts."""
+        return sum(state in (_Chunk.GRANTED, _Chunk.LANDED) for state in self._chunks)
+
+    def accept(self, message: Accept) -> bool:
+        """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile."""
+        if self.state is not ReceiveState.ASKED:
+            return False
+        self._event("accept")
+        self._chunks = [_Chunk.OPEN] * message.chunks
+        return True
+
+    def refused(self, message: Refuse) -> None:
+        """The peer refused: nothing is in flight and nothing will be."""
+        if not self.ended:
+            self.failure = self.failure or Failure(Status.FAILED, message.code, message.reason)
+            self._event("terminal")
+
+    def wanted(self, message: Want) -> list[int]:
+        """Chunks that became ready at the peer.
+
+        Raises:
+            ProtocolError: If a chunk does not exist or was announced before.
+        """
+        if self.state is not ReceiveState.MOVING:
+            return []
+        chunks = list(unpack_u32(message.chunks))
+        for chunk in chunks:
+            self._expect(chunk, _Chunk.OPEN)
+            self._chunks[chunk] = _Chunk.WANTED
+        return chunks
+
+    def grant(self, grants: Sequence[Grant], lease_ms: int, generation: int = 0) -> list[Message]:
+        """Put wanted chunks into the peer's hands."""
+        for grant in grants:
+            self._expect(grant.chunk, _Chunk.WANTED)
+            self._chunks[grant.chunk] = _Chunk.GRANTED
+        return [Reserve(self.transfer, list(grants), lease_ms, generation)]
+
+    def reading(self, chunks: Iterable[int]) -> None:
+        """Route `pull`: this side has begun to read wanted chunks."""
+        for chunk in chunks:
+            self._expect(chunk, _Chunk.WANTED)
+            self._chunks[chunk] = _Chunk.GRANTED
+
+    def landed(self, chunks: Sequence[int]) -> list[Message]:
+        """Route `pull`: chunks have been read; the peer confirms them with a result."""
+        return [Landed(self.transfer, pack_u32(chunks))]
+
+    def result(self, message: KvAgentResult) -> int | None:
+        """A result came in.
+
+        Returns:
+            The chunk that has landed, to be scattered (and then reported by `chunk_done`), or None.
+        """
+        if message.chunk == WHOLE:
+            self._whole(message)
+            return None
+        state = self._chunks[message.chunk] if message.chunk < len(self._chunks) else _Chunk.DONE
+        if message.status is not Status.OK and state in (_Chunk.WANTED, _Chunk.GRANTED):
+            # the chunk stays granted: only the terminal result says that nothing of it is in flight
+            self.failure = self.failure or Failure(message.status, message.code, message.reason)
+            return None
+        if message.status is not Status.OK or state is not _Chunk.GRANTED:
+            self.stale += 1
+            return None
+        self._chunks[message.chunk] = _Chunk.LANDED
+        if message.last:
+            self._finished(message)
+        return message.chunk
+
+    def chunk_done(self, chunk: int) -> None:
+        """A landed chunk is where it belongs, and visible."""
+        self._expect(chunk, _Chunk.LANDED)
+        self._chunks[chunk] = _Chunk.DONE
+        self._done += 1
+        self._complete()
+
+    def cancel(self, failure: Failure) -> list[Message]:
+        """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent."""
+        if self.ended or self.state is ReceiveState.LOST:
+            return []
+        again = self.state is ReceiveState.STOPPING
+        self.failure = self.failure or failure
+        self._event("cancel")
+        return [] if again else [Cancel(self.transfer, failure.code)]
+
+    def lost(self, failure: Failure) -> None:
+        """The session is gone."""
+        if not self.ended:
+            self.failure = self.failure or failure
+            self._event("lost")
+
+    def resume(self) -> list[Message]:
+        """The same incarnation is back: ask what became of the transfer."""
+        self._event("resume")
+        return [Cancel(self.transfer, Code.PEER_LOST)]
+
+    def _whole(self, message: KvAgentResult) -> None:
+        if self.ended:
+            self.stale += 1
+        elif message.status is Status.OK:
+            self._finished(message)
+        elif message.status is Status.IN_DOUBT:
+            self.failure = Failure(message.status, Code.IN_DOUBT, message.reason)
+            self._event("lost")
+        else:
+            self.failure = self.failure or Failure(message.status, message.code, message.reason)
+            self._event("terminal")
+
+    def _finished(self, message: KvAgentResult) -> None:
+        self._last, self.payload = True, message.payload
+        if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
+            self._event("terminal")
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.state is ReceiveState.MOVING and self._last and self._done == len(self._chunks):
+            self._event("complete")
+
+    def _expect(self, chunk: int, state: _Chunk) -> None:
+        if chunk >= len(self._chunks) or self._chunks[chunk] is not state:
+            found = self._chunks[chunk].value if chunk < len(self._chunks) else "unknown"
+            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is {found}, not {state.value}")
+
+    def _event(self, event: str) -> None:
+        following = RECEIVE_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
+        self.state = following

@@ -1,0 +1,281 @@
+"""The prefill side of one transfer, sans-I/O (PROTOCOL.md section 5).
+
+Messages and news go in; messages to send and chunks to move come out. The machine promises what the results promise: a
+terminal result with any status but `IN_DOUBT` leaves only when no chunk is in the hands of the shell any more.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvxfer.errors import Code, ProtocolError
+from kvxfer.protocol.messages import (
+    WHOLE,
+    Accept,
+    Fetch,
+    Grant,
+    KvAgentResult,
+    Landed,
+    Message,
+    Refuse,
+    Reserve,
+    Route,
+    Status,
+    Timings,
+    Want,
+    pack_u32,
+    unpack_u32,
+)
+
+__all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "build_result"]
+
+
+class SendState(Enum):
+    """Where a transfer stands at its prefill rank."""
+
+    PARKED = "parked"  # the fetch came before its offer
+    MOVING = "moving"
+    STOPPING = "stopping"  # nothing new is moved; chunks in flight are waited for
+    ENDED = "ended"
+
+
+SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
+    (SendState.PARKED, "accept"): SendState.MOVING,
+    (SendState.PARKED, "refuse"): SendState.ENDED,
+    (SendState.PARKED, "stop"): SendState.ENDED,
+    (SendState.MOVING, "finish"): SendState.ENDED,
+    (SendState.MOVING, "stop"): SendState.STOPPING,
+    (SendState.STOPPING, "stop"): SendState.STOPPING,
+    (SendState.STOPPING, "finish"): SendState.ENDED,
+}
+"""Legal events of `SendState`."""
+
+
+class _Chunk(Enum):
+    WAITING = "waiting"
+    WANTED = "wanted"
+    MOVING = "moving"
+    MOVED = "moved"
+    DEAD = "dead"
+    IN_DOUBT = "in_doubt"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a transfer is stopped, and how the decode rank is told."""
+
+    status: Status
+    code: Code
+    reason: str
+
+
+def build_result(
+    transfer: int,
+    status: Status,
+    *,
+    chunk: int = WHOLE,
+    nbytes: int = 0,
+    last: bool = False,
+    failure: Failure | None = None,
+    timings: Timings | None = None,
+    payload: bytes = b"",
+) -> KvAgentResult:
+    """The one builder of results, for every outcome."""
+    return KvAgentResult(
+        transfer=transfer,
+        chunk=chunk,
+        status=status,
+        bytes=nbytes,
+        last=last,
+        code=failure.code if failure else Code.UNKNOWN,
+        reason=failure.reason[:1024] if failure else "",
+        timings=timings or Timings(),
+        payload=payload,
+    )
+
+
+class Sending:
+    """One transfer at the prefill rank.
+
+    Attributes:
+        fetch: The message that began it.
+        state: See `SendState`.
+        route: Chosen route once accepted.
+        failure: Why it stops, once it does.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch: Final = fetch
+        self.state = SendState.PARKED
+        self.route = Route.UNKNOWN
+        self.failure: Failure | None = None
+        self._chunks: list[_Chunk] = []
+        self._moving = 0
+        self._moved = 0
+        self._announced = 0  # route pull: chunks that the decode rank may be reading
+        self._payload: bytes | None = None
+        self._last_sent = False
+
+    @property
+    def transfer(self) -> int:
+        """The transfer's id, unique within the decode rank's incarnation."""
+        return self.fetch.transfer
+
+    @property
+    def moving(self) -> int:
+        """Chunks in the hands of the shell: granted and not yet reported back."""
+        return self._moving
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
+        return _Chunk.IN_DOUBT in self._chunks
+
+    @property
+    def being_read(self) -> bool:
+        """Route `pull`: whether the decode rank may be reading chunks, and has not said that it does no more."""
+        return self._announced > 0
+
+    def accept(self, message: Accept) -> list[Message]:
+        """The offer is there and the plan is made."""
+        self._event("accept")
+        self.route = message.route
+        self._chunks = [_Chunk.WAITING] * message.chunks
+        return [message]
+
+    def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
+        """This transfer will not happen."""
+        self._event("refuse")
+        return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
+
+    def ready(self, chunks: Iterable[int], lease_ms: int = 0) -> list[Message]:
+        """These chunks may go now; those announced before are left out."""
+        if self.state is not SendState.MOVING:
+            return []
+        fresh = [chunk for chunk in chunks if self._chunks[chunk] is _Chunk.WAITING]
+        for chunk in fresh:
+            self._chunks[chunk] = _Chunk.WANTED
+        self._announced += len(fresh) if self.route is Route.PULL else 0
+        return [Want(self.transfer, pack_u32(fresh), lease_ms)] if fresh else []
+
+    def finish_offer(self, payload: bytes) -> list[Message]:
+        """The offer is complete: no chunk will be added, and this is the payload."""
+        self._payload = payload
+        return self._complete()
+
+    def reserve(self, message: Reserve) -> list[Grant]:
+        """The decode rank granted memory; returns the chunks to move now.
+
+        Raises:
+            ProtocolError: If a chunk does not exist, was not announced, or was granted before.
+        """
+        if self.state is not SendState.MOVING:
+            return []  # it crossed our stop; the terminal result answers it
+        if self.route is Route.PULL:
+            raise ProtocolError("Reserve is no message of the route pull")
+        for grant in message.grants:
+            self._expect(grant.chunk, _Chunk.WANTED)
+            self._chunks[grant.chunk] = _Chunk.MOVING
+            self._moving += 1
+        return list(message.grants)
+
+    def landed(self, message: Landed) -> list[int]:
+        """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
+
+        Raises:
+            ProtocolError: If a chunk does not exist or was not announced.
+        """
+        if self.state is not SendState.MOVING:
+            return []
+        if self.route is not Route.PULL:
+            raise ProtocolError("Landed is a message of the route pull only")
+        chunks = list(unpack_u32(message.chunks))
+        for chunk in chunks:
+            self._expect(chunk, _Chunk.WANTED)
+            self._chunks[chunk] = _Chunk.MOVING
+            self._moving += 1
+            self._announced -= 1
+        return chunks
+
+    def unread(self, *, in_doubt: bool = False) -> list[Message]:
+        """Route `pull`: the decode rank reads nothing any more; `in_doubt` if it is silent, and may be reading."""
+        if self._announced:
+            after = _Chunk.IN_DOUBT if in_doubt else _Chunk.DEAD
+            self._chunks = [after if chunk is _Chunk.WANTED else chunk for chunk in self._chunks]
+            self._announced = 0
+        return self._complete()
+
+    def moved(self, chunk: int, nbytes: int, timings: Timings) -> list[Message]:
+        """A chunk has arrived in full."""
+        self._report(chunk, _Chunk.MOVED)
+        self._moved += 1
+        done = self._moved == len(self._chunks) and self._payload is not None and self.state is SendState.MOVING
+        self._last_sent = self._last_sent or done
+        payload = self._payload or b""
+        result = build_result(
+            self.transfer,
+            Status.OK,
+            chunk=chunk,
+            nbytes=nbytes,
+            last=done,
+            timings=timings,
+            payload=payload if done else b"",
+        )
+        return [result, *self._complete()]
+
+    def dropped(self, chunk: int, *, in_doubt: bool = False) -> list[Message]:
+        """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight."""
+        self._report(chunk, _Chunk.IN_DOUBT if in_doubt else _Chunk.DEAD)
+        return self._complete()
+
+    def stop(self, failure: Failure) -> list[Message]:
+        """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
+
+        On `pull` a failed chunk asks the decode rank to read no more, and its `Cancel` says that it does not.
+        Idempotent; the first reason stands.
+        """
+        if self.state is SendState.ENDED:
+            return []
+        self.failure = self.failure or failure
+        before = self.state
+        self._event("stop")
+        if before is SendState.PARKED:
+            return [build_result(self.transfer, failure.status, last=True, failure=failure)]
+        if before is SendState.MOVING and self._announced:
+            chunk = self._chunks.index(_Chunk.WANTED)
+            return [build_result(self.transfer, failure.status, chunk=chunk, failure=failure)]
+        return self._complete()
+
+    def _complete(self) -> list[Message]:
+        """End the transfer if nothing is left to wait for."""
+        if self._moving or self.state not in (SendState.MOVING, SendState.STOPPING):
+            return []
+        if self._announced and self.state is SendState.STOPPING:
+            return []
+        if self.state is SendState.STOPPING:
+            self._event("finish")
+            status = Status.IN_DOUBT if self.in_doubt else (self.failure.status if self.failure else Status.FAILED)
+            return [build_result(self.transfer, status, last=True, failure=self.failure)]
+        if self._moved < len(self._chunks) or self._payload is None:
+            return []
+        self._event("finish")
+        if self._last_sent:
+            return []
+        return [build_result(self.transfer, Status.OK, last=True, payload=self._payload)]
+
+    def _expect(self, chunk: int, state: _Chunk) -> None:
+        if chunk >= len(self._chunks) or self._chunks[chunk] is not state:
+            found = self._chunks[chunk].value if chunk < len(self._chunks) else "unknown"
+            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is {found}, not {state.value}")
+
+    def _report(self, chunk: int, state: _Chunk) -> None:
+        self._expect(chunk, _Chunk.MOVING)
+        self._chunks[chunk] = state
+        self._moving -= 1
+
+    def _event(self, event: str) -> None:
+        following = SEND_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
+        self.state = following

@@ -1,0 +1,385 @@
+"""One control stream, sans-I/O: handshake, liveness, and the cut between bytes and messages (PROTOCOL.md section 4).
+
+    bytes in -> receive() -> events        send() -> bytes out (take_output())
+    now is an argument, the next deadline is a return value
+
+The side that opened the stream is the CLIENT (the decode rank). States and legal events stand in `TRANSITIONS`;
+anything else is a `ProtocolError`, after which the session is closed.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from kvxfer.errors import KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
+from kvxfer.protocol.messages import (
+    WIRE_MIN,
+    WIRE_VERSION,
+    Agent,
+    AgentBody,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Welcome,
+)
+
+__all__ = [
+    "TRANSITIONS",
+    "Identity",
+    "Opened",
+    "PeerInfo",
+    "Received",
+    "Role",
+    "Session",
+    "SessionEvent",
+    "State",
+    "Terms",
+]
+
+
+class Role(Enum):
+    """Which side of the stream this is."""
+
+    CLIENT = "client"
+    SERVER = "server"
+
+
+class State(Enum):
+    """Where the handshake stands."""
+
+    NEW = "new"
+    GREETED = "greeted"  # the client has sent Hello, the server has received it and answered
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
+    (Role.SERVER, State.NEW, Hello): State.GREETED,
+    (Role.SERVER, State.GREETED, Agent): State.OPEN,
+    (Role.CLIENT, State.NEW, Welcome): State.GREETED,
+    (Role.CLIENT, State.GREETED, Agent): State.OPEN,
+}
+"""Legal messages of the handshake. `Goodbye` is legal everywhere; the rest only when open."""
+
+_HANDSHAKE: Final = (Hello, Welcome, Agent)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this side says of itself in `Hello` or `Welcome`."""
+
+    engine: str
+    epoch: bytes
+    incarnation: bytes
+    rank: int
+    world: int
+    capabilities: int
+    package: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """Who the other side is, once the handshake is complete.
+
+    Attributes:
+        wire: Protocol version that both speak.
+        identity: As the peer said it.
+        body: Its transport and geometry.
+    """
+
+    wire: int
+    identity: Identity
+    body: AgentBody
+
+    @property
+    def name(self) -> str:
+        """How logs and errors name the peer."""
+        who = self.identity
+        return f"{who.engine}[{who.rank}/{who.world}]@{who.incarnation.hex()[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The handshake is complete."""
+
+    peer: PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message for the layers above."""
+
+    message: Message
+
+
+SessionEvent: TypeAlias = Opened | Received
+
+
+@dataclass(slots=True)
+class Terms:
+    """What a session is opened with, besides who this side is.
+
+    Attributes:
+        facts: (name, value) pairs that must agree where both sides name them.
+        forgiven: Names whose difference is forgiven (`compat="geometry"`: engine and model names).
+        body: Encoded `AgentBody` of this side.
+        secret: Shared secret; None if no proof is asked for.
+        heartbeat: Seconds between frames at most.
+        peer_timeout: Seconds of silence after which the peer is in doubt.
+        handshake_timeout: Seconds until the session must be open.
+    """
+
+    facts: Sequence[tuple[str, str]]
+    body: bytes
+    forgiven: frozenset[str] = frozenset()
+    secret: bytes | None = None
+    heartbeat: float = 2.0
+    peer_timeout: float = 20.0
+    handshake_timeout: float = 30.0
+
+
+@dataclass(slots=True)
+class _Clock:
+    opened: float
+    heard: float
+    spoke: float
+    pending: list[bytes] = field(default_factory=list)
+
+
+class Session:
+    """One side of one control stream.
+
+    Args:
+        role: Which side.
+        identity: Who this side is.
+        terms: Facts, secret and times.
+        nonce: 32 unpredictable bytes, fresh for this session.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, role: Role, identity: Identity, terms: Terms, *, nonce: bytes, now: float) -> None:
+        self.role: Final = role
+        self.state = State.NEW
+        self.peer: PeerInfo | None = None
+        self.draining = False
+        self._identity = identity
+        self._terms = terms
+        self._nonce = nonce
+        self._reader = FrameReader()
+        self._clock = _Clock(now, now, now)
+        self._transcript = b""
+        self._theirs: Hello | Welcome | None = None
+        self._hello: Hello | None = None
+        if role is Role.CLIENT:
+            self._hello = Hello(*self._greeting())
+            self._write(self._hello, now)
+
+    def receive(self, data: bytes, now: float) -> Iterable[SessionEvent]:
+        """Take in bytes from the stream.
+
+        Yields:
+            `Opened` once, then `Received` for every message.
+
+        Raises:
+            ProtocolError: If the peer broke the protocol.
+            MismatchError: If the two sides cannot work together; names each field.
+            UnreachableError: If the server is not the one that the ticket names, or cannot prove who it is.
+        """
+        self._clock.heard = now
+        try:
+            for message in self._reader.feed(data):
+                if self.state is State.CLOSED:
+                    return
+                event = self._take(message, now)
+                if event is not None:
+                    yield event
+        except KvxferError:
+            self.state = State.CLOSED
+            raise
+
+    def send(self, message: Message, now: float) -> None:
+        """Queue a message; its bytes come out of `take_output`.
+
+        Raises:
+            PeerLostError: If the session is not open.
+        """
+        if self.state is not State.OPEN:
+            raise PeerLostError(f"the session is {self.state.value}", peer=self.peer.name if self.peer else "")
+        self._write(message, now)
+
+    def take_output(self) -> bytes:
+        """Bytes to write to the stream now."""
+        pending, self._clock.pending = self._clock.pending, []
+        return b"".join(pending)
+
+    def next_deadline(self) -> float:
+        """When `tick` wants to be called, at the latest."""
+        clock, terms = self._clock, self._terms
+        if self.state is not State.OPEN:
+            return clock.opened + terms.handshake_timeout
+        return min(clock.spoke + terms.heartbeat, clock.heard + terms.peer_timeout)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: sends `Ping` when nothing else was.
+
+        Raises:
+            UnreachableError: If the handshake took too long.
+            PeerLostError: If the peer was silent for `peer_timeout`.
+        """
+        clock, terms = self._clock, self._terms
+        if self.state is State.CLOSED:
+            return
+        if self.state is not State.OPEN:
+            if now >= clock.opened + terms.handshake_timeout:
+                stopped, self.state = self.state, State.CLOSED
+                raise UnreachableError(
+                    f"no handshake within {terms.handshake_timeout:g} s (it stopped at {stopped.value!r})"
+                )
+            return
+        if now >= clock.heard + terms.peer_timeout:
+            self.state = State.CLOSED
+            raise PeerLostError(
+                f"the peer was silent for {terms.peer_timeout:g} s", peer=self.peer.name if self.peer else ""
+            )
+        if now >= clock.spoke + terms.heartbeat:
+            self._write(Ping(), now)
+
+    def close(self) -> None:
+        """The stream is gone, or is to go. Nothing is sent or received any more. Idempotent."""
+        self.state = State.CLOSED
+
+    # --- handshake
+
+    def _take(self, message: Message, now: float) -> SessionEvent | None:
+        if isinstance(message, Goodbye) and self.state is not State.OPEN:
+            raise UnreachableError(f"the peer said goodbye: {message.reason or message.code.name}")
+        if isinstance(message, _HANDSHAKE) or self.state is not State.OPEN:
+            following = TRANSITIONS.get((self.role, self.state, type(message)))
+            if following is None:
+                name, role, state = type(message).__name__, self.role.value, self.state.value
+                raise ProtocolError(f"{name} is illegal for a {role} whose session is {state}")
+            event = self._advance(message, now)
+            self.state = following
+            return event
+        if isinstance(message, Ping):
+            return None
+        if isinstance(message, Goodbye):
+            self.draining = True
+        return Received(message)
+
+    def _advance(self, message: Message, now: float) -> SessionEvent | None:
+        match message:
+            case Hello():
+                self._hello = message
+                welcome = Welcome(*self._greeting())
+                self._transcript = _transcript(message, welcome)
+                self._write(_with_proof(welcome, self._proof(Role.SERVER)), now)
+                self._greeted(message)  # last: a client of another version learns ours from Welcome
+            case Welcome():
+                self._greeted(message)
+                if self._hello is None:  # only a client reaches this line, and it sent Hello when it was made
+                    raise ProtocolError("Welcome before Hello")
+                self._transcript = _transcript(self._hello, message)
+                self._check_proof(message.proof, Role.SERVER)
+                self._write(self._agent(), now)
+            case Agent():
+                if self.role is Role.SERVER:
+                    self._check_proof(message.proof, Role.CLIENT)
+                return self._open(message, now)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is no part of the handshake")
+        return None
+
+    def _open(self, message: Agent, now: float) -> Opened:
+        if self.role is Role.SERVER:
+            # before the comparison, so that the other side can name the fields too
+            self._write(self._agent(), now)
+        self._compare(message.facts)
+        if self._theirs is None:
+            raise ProtocolError("Agent before Hello or Welcome")
+        theirs = self._theirs
+        identity = Identity(
+            theirs.engine,
+            theirs.epoch,
+            theirs.incarnation,
+            theirs.rank,
+            theirs.world,
+            theirs.capabilities,
+            theirs.package,
+        )
+        self.peer = PeerInfo(min(WIRE_VERSION, theirs.wire), identity, decode_body(message.body))
+        return Opened(self.peer)
+
+    def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:
+        """The fields that `Hello` and `Welcome` share, in their order."""
+        who = self._identity
+        return (
+            WIRE_VERSION,
+            WIRE_MIN,
+            who.package,
+            who.engine,
+            who.epoch,
+            who.incarnation,
+            who.rank,
+            who.world,
+            who.capabilities,
+            self._nonce,
+            int(self._terms.heartbeat * 1000),
+        )
+
+    def _greeted(self, theirs: Hello | Welcome) -> None:
+        if min(WIRE_VERSION, theirs.wire) < max(WIRE_MIN, theirs.wire_min):
+            ours, other = f"{WIRE_MIN}..{WIRE_VERSION}", f"{theirs.wire_min}..{theirs.wire}"
+            raise MismatchError(
+                f"no common protocol version: {ours} here, {other} there", fields={"wire": (ours, other)}
+            )
+        if not (theirs.world >= 1 and theirs.rank < theirs.world and len(theirs.incarnation) >= 8):
+            raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible, or the incarnation is too short")
+        self._theirs = theirs
+        self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
+
+    def _agent(self) -> Agent:
+        proof = self._proof(Role.CLIENT) if self.role is Role.CLIENT else b""
+        return Agent(list(self._terms.facts), self._terms.body, proof)
+
+    def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
+        ours = dict(self._terms.facts)
+        different = {
+            name: (ours[name], value)
+            for name, value in facts
+            if name in ours and ours[name] != value and name not in self._terms.forgiven
+        }
+        if different:
+            shown = "; ".join(f"{name}: {mine!r} here, {their!r} there" for name, (mine, their) in different.items())
+            raise MismatchError(f"the two engines differ in {shown}", fields=different)
+
+    # --- proofs
+
+    def _proof(self, role: Role) -> bytes:
+        secret = self._terms.secret
+        return b"" if secret is None else hmac.digest(secret, role.value.encode() + self._transcript, "sha256")
+
+    def _check_proof(self, proof: bytes, role: Role) -> None:
+        if self._terms.secret is not None and not hmac.compare_digest(self._proof(role), proof):
+            raise UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
+
+    def _write(self, message: Message, now: float) -> None:
+        self._clock.pending.append(encode(message))
+        self._clock.spoke = now
+
+
+def _transcript(hello: Hello, welcome: Welcome) -> bytes:
+    """What a proof covers: both greetings in the fields of version 1, the proof itself left empty."""
+    parts = (encode(hello), encode(_with_proof(welcome, b"")))
+    return b"".join(hashlib.sha256(part[4:]).digest() for part in parts)
+
+
+def _with_proof(welcome: Welcome, proof: bytes) -> Welcome:
+    return msgspec.structs.replace(welcome, proof=proof)

@@ -1,0 +1,281 @@
+"""Engine cards and tickets: who an engine is, and the right to fetch one request's cache from it.
+
+Usable in a router or scheduler without torch, numpy or NIXL. Cards are public. Tickets are secrets: whoever holds one
+may fetch the cache of its request.
+
+    card = EngineCard.of([worker.card for worker in ranks])    # every rank draws an incarnation; they fix the epoch
+    ticket = Issuer(card, key).ticket("req-1")                 # plain JSON, the same from every issuer with this key
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+
+from kvxfer.errors import TicketError
+from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
+
+__all__ = ["KEY_BYTES", "EngineCard", "Issuer", "RankCard", "Ticket", "mask"]
+
+KEY_BYTES: Final = 32
+"""Length of an engine's key."""
+MAX_WORLD: Final = 16_384
+_MAC_LABEL: Final = b"kvxfer ticket v1"
+_EPOCH_LABEL: Final = b"kvxfer epoch v1"
+
+_T = TypeVar("_T")
+_Hex = Annotated[str, msgspec.Meta(pattern="^(?:[0-9a-f]{2}){8,64}$")]
+_Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(?:unix:/|tcp:).+$", max_length=512)]
+_World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+_Attempt = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
+_Request = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Name = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank says of itself before the engine is joined.
+
+    Attributes:
+        engine: The engine's name.
+        rank: This rank.
+        world: Ranks of the engine.
+        endpoint: Where it listens: `unix:/path` or `tcp:host:port`.
+        incarnation: Random, drawn at start, as hex.
+        wire: Newest protocol version that it speaks.
+    """
+
+    engine: _Name
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
+    world: _World
+    endpoint: _Endpoint
+    incarnation: _Hex
+    wire: int = WIRE_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return dict(msgspec.to_builtins(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "RankCard":
+        """Read what `to_dict` made.
+
+        Raises:
+            TicketError: If it is not a card.
+        """
+        return _convert(data, cls, "rank card")
+
+
+class _Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Endpoints of all ranks, written as a template: `prefix + part(rank) + suffix`.
+
+    `first` stands for the parts first, first + 1, ...; `parts` lists them where they are no such sequence.
+    """
+
+    prefix: str
+    suffix: str = ""
+    first: int | None = None
+    parts: list[str] | None = None
+
+    @classmethod
+    def of(cls, endpoints: Sequence[str]) -> "_Endpoints":
+        prefix, suffix = _common(endpoints)
+        parts = [endpoint[len(prefix) : len(endpoint) - len(suffix)] for endpoint in endpoints]
+        if parts == [""]:
+            return cls(prefix=prefix)
+        if re.fullmatch("[0-9]{1,9}", parts[0]):
+            first = int(parts[0])
+            if parts == [str(first + rank) for rank in range(len(parts))]:
+                return cls(prefix=prefix, suffix=suffix, first=first)
+        return cls(prefix=prefix, suffix=suffix, parts=parts)
+
+    def expand(self, world: int) -> tuple[str, ...]:
+        parts = self.parts
+        if parts is None:
+            parts = [""] * world if self.first is None else [str(self.first + rank) for rank in range(world)]
+        if len(parts) != world:
+            raise TicketError(f"endpoints for {len(parts)} ranks, but the engine has {world}")
+        return tuple(self.prefix + part + self.suffix for part in parts)
+
+
+def _common(endpoints: Sequence[str]) -> tuple[str, str]:
+    """Longest common prefix and suffix that end before a digit run, so that numbered endpoints stay whole numbers."""
+    if len(endpoints) == 1:
+        return endpoints[0], ""
+    low, high = min(endpoints), max(endpoints)
+    at = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    while at and low[at - 1].isdigit():
+        at -= 1
+    prefix = low[:at]
+    rest = [endpoint[at:][::-1] for endpoint in endpoints]
+    low, high = min(rest), max(rest)
+    end = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    while end and low[end - 1].isdigit():
+        end -= 1
+    return prefix, low[:end][::-1]
+
+
+class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Public identity of one engine: all its ranks, and the epoch that their incarnations fix.
+
+    When any rank restarts, the epoch changes, and tickets of the old one fail at once with that reason.
+    """
+
+    engine: _Name
+    world: _World
+    epoch: _Hex
+    endpoints: _Endpoints
+    wire: int = WIRE_VERSION
+
+    @classmethod
+    def of(cls, cards: Iterable[RankCard | Mapping[str, Any]]) -> "EngineCard":
+        """Join the cards of all ranks, in any order.
+
+        Raises:
+            TicketError: If a rank is missing or there twice, or the cards belong to different engines.
+        """
+        ranks = sorted((c if isinstance(c, RankCard) else RankCard.from_dict(c) for c in cards), key=lambda c: c.rank)
+        if not ranks or [c.rank for c in ranks] != list(range(ranks[0].world)):
+            world = ranks[0].world if ranks else "?"
+            raise TicketError(f"an engine card needs every rank of {world} once, not {[c.rank for c in ranks]}")
+        if len({(c.engine, c.world) for c in ranks}) > 1:
+            raise TicketError(f"cards of different engines: {sorted({(c.engine, c.world) for c in ranks})}")
+        epoch = hashlib.sha256(_EPOCH_LABEL)
+        for card in ranks:
+            epoch.update(bytes.fromhex(card.incarnation))
+        return cls(
+            engine=ranks[0].engine,
+            world=ranks[0].world,
+            epoch=epoch.hexdigest()[:32],
+            endpoints=_Endpoints.of([card.endpoint for card in ranks]),
+            wire=min(card.wire for card in ranks),
+        )
+
+    @property
+    def rank_endpoints(self) -> tuple[str, ...]:
+        """Endpoint of every rank."""
+        return self.endpoints.expand(self.world)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return dict(msgspec.to_builtins(self))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "EngineCard":
+        """Read what `to_dict` made.
+
+        Raises:
+            TicketError: If it is not a card.
+        """
+        card = _convert(data, cls, "engine card")
+        card.endpoints.expand(card.world)
+        return card
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The right to fetch one request. Treat it as a secret; `repr` hides the MAC."""
+
+    v: Literal[1] = 1
+    engine: _Name
+    world: _World
+    epoch: _Hex
+    endpoints: _Endpoints
+    request: _Request
+    attempt: _Attempt = 0
+    mac: _Hex
+
+    @classmethod
+    def parse(cls, data: "Mapping[str, Any] | Ticket") -> "Ticket":
+        """Read a ticket as it came out of JSON.
+
+        Raises:
+            TicketError: If it was cut or edited so that it is no ticket. A forged MAC is found by the prefill rank.
+        """
+        if isinstance(data, Ticket):
+            return data
+        ticket = _convert(data, cls, "ticket")
+        ticket.endpoints.expand(ticket.world)
+        return ticket
+
+    @property
+    def rank_endpoints(self) -> tuple[str, ...]:
+        """Endpoint of every rank of the prefill engine."""
+        return self.endpoints.expand(self.world)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Epoch, request and attempt: what makes a ticket another one."""
+        return self.epoch, self.request, self.attempt
+
+    def ref(self) -> TicketRef:
+        """What of it travels on the control stream."""
+        return TicketRef(self.request, self.attempt, bytes.fromhex(self.mac))
+
+    def __repr__(self) -> str:
+        return f"Ticket(engine={self.engine!r}, request={self.request!r}, attempt={self.attempt}, mac={mask(self.mac)})"
+
+
+class Issuer:
+    """Makes and checks tickets of one engine: every rank has one, and so may the scheduler.
+
+    Args:
+        card: The engine's card.
+        key: The engine's key, `KEY_BYTES` random bytes known to its ranks and its scheduler only.
+
+    Raises:
+        TicketError: If the key has another length.
+    """
+
+    def __init__(self, card: EngineCard, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise TicketError(f"an engine's key has {KEY_BYTES} bytes, not {len(key)}")
+        self.card: Final = card
+        self._key: Final = key
+
+    def ticket(self, request: str, *, attempt: int = 0) -> dict[str, Any]:
+        """The ticket of a request, as plain JSON data: before, after, or without the offer.
+
+        Raises:
+            TicketError: If the request id is empty or longer than 256 characters, or the attempt is negative.
+        """
+        card = self.card
+        data = {
+            "v": 1,
+            "engine": card.engine,
+            "world": card.world,
+            "epoch": card.epoch,
+            "endpoints": msgspec.to_builtins(card.endpoints),
+            "request": request,
+            "attempt": attempt,
+            "mac": self._mac(request, attempt).hex(),
+        }
+        Ticket.parse(data)
+        return data
+
+    def verify(self, ref: TicketRef) -> bool:
+        """Whether this engine issued it, in this epoch. Takes the same time for every wrong MAC."""
+        return hmac.compare_digest(self._mac(ref.request, ref.attempt), ref.mac)
+
+    def ref(self, request: str, attempt: int) -> TicketRef:
+        """The wire form of a ticket of this engine."""
+        return TicketRef(request, attempt, self._mac(request, attempt))
+
+    def _mac(self, request: str, attempt: int) -> bytes:
+        name = request.encode("utf-8", "surrogatepass")
+        fields = (_MAC_LABEL, bytes.fromhex(self.card.epoch), len(name).to_bytes(4, "little"), name)
+        message = b"".join(fields) + int(attempt).to_bytes(8, "little", signed=True)
+        return hmac.digest(self._key, message, "sha256")[:16]
+
+
+def mask(secret: str) -> str:
+    """A secret as logs may show it."""
+    return f"{secret[:4]}..." if len(secret) > 8 else "..."
+
+
+def _convert(data: Any, kind: type[_T], name: str) -> _T:
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise TicketError(f"this is no {name}: {error}") from error

@@ -1,0 +1,1 @@
+"""The wire for people who have no Python: specification, registry, JSON Schema, and golden frames."""

@@ -1,0 +1,282 @@
+"""Scripted conversations: who sends which frame, in an order that the protocol allows.
+
+Every one begins with the first byte of the stream, so that it can be played against a session and the machines above
+it. All numbers are fixed: engines, keys, nonces and times.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from kvxfer.errors import Code
+from kvxfer.protocol.framing import encode, encode_body
+from kvxfer.protocol.inspect import registry_name
+from kvxfer.protocol.messages import (
+    WHOLE,
+    Accept,
+    Agent,
+    AgentBody,
+    Cancel,
+    Claim,
+    Fetch,
+    Goodbye,
+    Grant,
+    Hello,
+    KvAgentResult,
+    Landed,
+    MemorySpan,
+    Message,
+    Refuse,
+    Release,
+    Reserve,
+    Route,
+    Selection,
+    Span,
+    Status,
+    TensorFrame,
+    TicketRef,
+    Timings,
+    Want,
+    Welcome,
+    pack_u32,
+)
+from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
+from proto.frames import plain
+
+__all__ = ["FACTS", "SECRET", "conversations", "handshake_vector"]
+
+SECRET = b"a secret that both engines share"
+KEY = bytes(range(32))
+FACTS = [("attention.dtype", "bfloat16"), ("attention.dim", "128")]
+CAPABILITIES = 0b11111
+TRANSFER = 1
+LAYERS = pack_u32([0, 1])
+DIGEST = hashlib.sha256(b"the plan of this conversation").digest()
+
+Side = Literal["decode", "prefill"]
+Line = tuple[Side, Message]
+
+
+def _card(engine: str, seed: int) -> EngineCard:
+    incarnation = bytes(range(seed, seed + 16)).hex()
+    endpoint = f"unix:/run/kvxfer/{engine}-0.sock"
+    return EngineCard.of([RankCard(engine=engine, rank=0, world=1, endpoint=endpoint, incarnation=incarnation)])
+
+
+PREFILL = _card("prefill", 0x10)
+DECODE = _card("decode", 0x60)
+TICKET = Ticket.parse(Issuer(PREFILL, KEY).ticket("req-1", attempt=258)).ref()
+
+
+def _greeting(card: EngineCard, seed: int, wire: int = 1, wire_min: int = 1) -> tuple[Any, ...]:
+    """The fields that Hello and Welcome share."""
+    incarnation = bytes(range(seed, seed + 16))
+    nonce = bytes(range(seed + 64, seed + 96))
+    epoch = bytes.fromhex(card.epoch)
+    return wire, wire_min, "kvxfer 0.1.0", card.engine, epoch, incarnation, 0, 1, CAPABILITIES, nonce, 2000
+
+
+HELLO = Hello(*_greeting(DECODE, 0x60))
+
+
+def _proof(role: bytes, hello: Hello, welcome: Welcome) -> bytes:
+    """PROTOCOL.md section 4.3, written down once more so that the vectors do not quote the code that they test."""
+    bare = msgspec.structs.replace(welcome, proof=b"")
+    transcript = b"".join(hashlib.sha256(encode(message)[4:]).digest() for message in (hello, bare))
+    return hmac.new(SECRET, role + transcript, hashlib.sha256).digest()
+
+
+_BARE = Welcome(*_greeting(PREFILL, 0x10))
+WELCOME = msgspec.structs.replace(_BARE, proof=_proof(b"server", HELLO, _BARE))
+
+
+def _body(base: int, staging: Iterable[MemorySpan]) -> bytes:
+    tensor = TensorFrame("attention", "", "", "block layer head token dim", [64, 2, 8, 16, 128],
+                         [65536, 32768, 4096, 256, 2], LAYERS, 0, 8, "bfloat16", 2, base)  # fmt: skip
+    return encode_body(AgentBody("loopback", b"metadata", [tensor], list(staging)))
+
+
+CLIENT_AGENT = Agent(FACTS, _body(0, [MemorySpan("DRAM", 0, 0x1000_0000, 1 << 20)]), _proof(b"client", HELLO, _BARE))
+SERVER_AGENT = Agent(FACTS, _body(0, []))
+HANDSHAKE: list[Line] = [
+    ("decode", HELLO),
+    ("prefill", WELCOME),
+    ("decode", CLIENT_AGENT),
+    ("prefill", SERVER_AGENT),
+]
+
+# 32 tokens of 2 layers x 8 heads x 128 dims x 2 bytes, in two windows of 16 tokens
+CHUNK_BYTES = 16 * 2 * 8 * 128 * 2
+
+
+def _fetch(routes: list[Route], *, ticket: TicketRef = TICKET, transfer: int = TRANSFER) -> Fetch:
+    selections = [Selection("attention", "", "", LAYERS, 0, 8)]
+    spans = [Span("attention", 0, pack_u32([5, 9]))]
+    return Fetch(transfer, ticket, selections, spans, 0, 32, routes, 1 << 20, 10_000)
+
+
+def _accept(route: Route, transfer: int = TRANSFER) -> Accept:
+    spans = [Span("attention", 0, pack_u32([40, 41]))]
+    return Accept(transfer, route, 2 * CHUNK_BYTES, spans, 2, 16, 2, DIGEST)
+
+
+def _ok(chunk: int, *, last: bool = False, transfer: int = TRANSFER) -> KvAgentResult:
+    payload = b"first token" if last else b""
+    return KvAgentResult(
+        transfer, chunk, Status.OK, CHUNK_BYTES, last, timings=Timings(10, 20, 30, 40), payload=payload
+    )
+
+
+def _extent(chunk: int) -> Grant:
+    return Grant(chunk, 0x1000_0000 + chunk * CHUNK_BYTES, CHUNK_BYTES)
+
+
+def _want(*chunks: int, lease_ms: int = 0, transfer: int = TRANSFER) -> Want:
+    return Want(transfer, pack_u32(chunks), lease_ms)
+
+
+def _reserve(*grants: Grant, transfer: int = TRANSFER) -> Reserve:
+    return Reserve(transfer, list(grants), 30_000)
+
+
+_STAGED: list[Line] = [
+    ("decode", _fetch([Route.STAGED])),
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(0)),
+    ("decode", _reserve(_extent(0))),
+    ("prefill", _want(1)),
+    ("prefill", _ok(0)),
+    ("decode", _reserve(_extent(1))),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+_DIRECT: list[Line] = [
+    ("decode", _fetch([Route.DIRECT])),
+    ("prefill", _accept(Route.DIRECT)),
+    ("prefill", _want(0, 1)),
+    ("decode", _reserve(Grant(0, 0, 0), Grant(1, 0, 0))),
+    ("prefill", _ok(1)),
+    ("prefill", _ok(0, last=True)),
+    ("decode", Release(TICKET)),
+]
+_PULL: list[Line] = [
+    ("decode", _fetch([Route.PULL])),
+    ("prefill", _accept(Route.PULL)),
+    ("prefill", _want(0, 1, lease_ms=30_000)),
+    ("decode", Landed(TRANSFER, pack_u32([0]))),
+    ("prefill", _ok(0)),
+    ("decode", Landed(TRANSFER, pack_u32([1]))),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+_FORGED = TicketRef(TICKET.request, TICKET.attempt, bytes(byte ^ 0xFF for byte in TICKET.mac))
+_REFUSED: list[Line] = [
+    ("decode", _fetch([Route.STAGED], ticket=_FORGED)),
+    ("prefill", Refuse(TRANSFER, Code.TICKET_FORGED, "this engine did not issue the ticket in its present epoch")),
+]
+_CANCELLED: list[Line] = [
+    *_STAGED[:3],
+    ("decode", _reserve(_extent(0))),
+    ("prefill", _ok(0)),
+    ("prefill", _want(1)),
+    ("decode", Cancel(TRANSFER, Code.TIMEOUT)),  # instead of a grant for the second chunk
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.TIMEOUT, "cancelled by the decode rank"),
+    ),
+    ("decode", Release(TICKET, Code.CANCELLED)),
+]
+_PARKED: list[Line] = [
+    ("decode", Claim([TICKET])),
+    ("decode", _fetch([Route.STAGED])),
+    # the offer is made here; nothing was said meanwhile but Ping
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(0, 1)),
+    ("decode", _reserve(_extent(0), _extent(1))),
+    ("prefill", _ok(0)),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+_PARKED_CANCELLED: list[Line] = [
+    ("decode", _fetch([Route.STAGED])),
+    ("decode", Cancel(TRANSFER)),
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
+    ),
+]
+_PAYLOAD_LATER: list[Line] = [
+    *_PULL[:4],
+    ("prefill", _ok(0)),
+    ("decode", Landed(TRANSFER, pack_u32([1]))),
+    ("prefill", _ok(1)),
+    # every chunk has landed before the offer is finished: the payload comes with the transfer as a whole
+    ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True, payload=b"first token")),
+    ("decode", Release(TICKET)),
+]
+
+# name, what happens, how it ends for the fetch, lines
+_SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
+    ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
+    ("direct_in_place", "grants without addresses; chunks land in any order", "done", [*HANDSHAKE, *_DIRECT]),
+    ("pull_with_landed", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
+    ("forged_ticket", "the MAC is wrong: a refusal, and the session goes on", "refused", [*HANDSHAKE, *_REFUSED]),
+    ("cancel_between_chunks", "a time-out after the first chunk", "stopped", [*HANDSHAKE, *_CANCELLED]),
+    ("fetch_before_offer", "a claim and a fetch wait for their offer", "done", [*HANDSHAKE, *_PARKED]),
+    ("cancel_before_offer", "a parked fetch is given up", "stopped", [*HANDSHAKE, *_PARKED_CANCELLED]),
+    ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
+    ("drained", "the prefill rank goes away in order", "none",
+     [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
+    ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",
+     [("decode", HELLO), ("prefill", Welcome(*_greeting(PREFILL, 0x10, 2, 2)))]),
+    ("version_mismatch_seen_by_prefill", "the client speaks version 2 alone; the server closes", "mismatch",
+     [("decode", Hello(*_greeting(DECODE, 0x60, 2, 2)))]),
+]  # fmt: skip
+
+
+def conversations() -> dict[str, Any]:
+    """All scripts, with what one needs to play them."""
+    return {
+        "setting": {
+            "secret": SECRET.hex(),
+            "engine_key": KEY.hex(),
+            "prefill": PREFILL.to_dict(),
+            "decode": DECODE.to_dict(),
+            "facts": FACTS,
+            "opaque": ["ACCEPT.digest: a fixed number, not the digest of a plan"],
+        },
+        "conversations": [
+            {"name": name, "note": note, "outcome": outcome, "frames": [_line(*line) for line in lines]}
+            for name, note, outcome, lines in _SCRIPTS
+        ],
+    }
+
+
+def _line(side: Side, message: Message) -> dict[str, Any]:
+    return {"from": side, "frame": encode(message).hex(), "message": registry_name(type(message))}
+
+
+def handshake_vector() -> dict[str, Any]:
+    """The proofs and the ticket's MAC, step by step."""
+    bare = encode(_BARE)[4:]
+    return {
+        "proof": {
+            "secret": SECRET.hex(),
+            "hello_payload": encode(HELLO)[4:].hex(),
+            "welcome_payload_with_empty_proof": bare.hex(),
+            "sha256_of_hello": hashlib.sha256(encode(HELLO)[4:]).hexdigest(),
+            "sha256_of_welcome": hashlib.sha256(bare).hexdigest(),
+            "server": WELCOME.proof.hex(),
+            "client": CLIENT_AGENT.proof.hex(),
+        },
+        "epoch": {"incarnations": [bytes(range(0x10, 0x20)).hex()], "epoch": PREFILL.epoch},
+        "ticket": {"key": KEY.hex(), "epoch": PREFILL.epoch, **_ticket_fields()},
+    }
+
+
+def _ticket_fields() -> dict[str, Any]:
+    fields = plain(TICKET)
+    return {**fields, "mac": TICKET.mac.hex()} if isinstance(fields, dict) else {}

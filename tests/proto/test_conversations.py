@@ -1,0 +1,106 @@
+"""The scripts are legal streams: they decode in order, and both sides of a real session write the same bytes."""
+
+import json
+
+import pytest
+
+from kvxfer.errors import MismatchError
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode
+from kvxfer.protocol.inspect import registry_name
+from kvxfer.protocol.messages import WHOLE, Agent, Fetch, Hello, KvAgentResult, Refuse, Status, Welcome
+from kvxfer.protocol.session import Identity, Opened, Received, Role, Session, State, Terms
+from proto.generate import HERE
+
+DOCUMENT = json.loads((HERE / "vectors/conversations.json").read_text())
+SETTING, CONVERSATIONS = DOCUMENT["setting"], DOCUMENT["conversations"]
+REQUIRED = {
+    "staged_two_chunks", "forged_ticket", "cancel_between_chunks", "pull_with_landed", "fetch_before_offer",
+    "version_mismatch_seen_by_decode", "version_mismatch_seen_by_prefill",
+}  # fmt: skip
+OPENED = [c for c in CONVERSATIONS if not c["name"].startswith("version_mismatch")]
+
+
+def name(conversation):
+    return conversation["name"]
+
+
+def messages(conversation, side=None):
+    frames = [bytes.fromhex(f["frame"]) for f in conversation["frames"] if side in (None, f["from"])]
+    return [decode(frame[4:]) for frame in frames]
+
+
+def sent(conversation, side):
+    return b"".join(bytes.fromhex(f["frame"]) for f in conversation["frames"] if f["from"] == side)
+
+
+def session(role, greeting, secret):
+    identity = Identity(
+        greeting.engine, greeting.epoch, greeting.incarnation, greeting.rank, greeting.world,
+        greeting.capabilities, greeting.package,
+    )  # fmt: skip
+    own = messages(CONVERSATIONS[0], "decode" if role is Role.CLIENT else "prefill")
+    agent = next(message for message in own if isinstance(message, Agent))
+    terms = Terms([tuple(pair) for pair in SETTING["facts"]], agent.body, secret=secret)
+    return Session(role, identity, terms, nonce=greeting.nonce, now=0.0)
+
+
+def test_the_scripts_that_must_be_there():
+    names = [conversation["name"] for conversation in CONVERSATIONS]
+    assert set(names) >= REQUIRED
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=name)
+def test_frames_decode_in_order(conversation):
+    for side in ("decode", "prefill"):
+        found = list(FrameReader(SESSION_FRAME_LIMIT).feed(sent(conversation, side)))
+        assert found == messages(conversation, side)
+    for line in conversation["frames"]:
+        assert set(line) == {"from", "frame", "message"}
+        assert line["from"] in {"decode", "prefill"}
+        assert registry_name(type(decode(bytes.fromhex(line["frame"])[4:]))) == line["message"]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=name)
+def test_the_outcome_is_what_the_frames_say(conversation):
+    results = [m for m in messages(conversation) if isinstance(m, KvAgentResult)]
+    whole = [m for m in results if m.chunk == WHOLE]
+    outcome = conversation["outcome"]
+    assert (outcome == "refused") == any(isinstance(m, Refuse) for m in messages(conversation))
+    assert (outcome == "done") == any(m.last and m.status is Status.OK for m in results)
+    assert (outcome == "stopped") == any(m.status not in (Status.OK, Status.IN_DOUBT) for m in whole)
+    assert sum(m.last for m in results) == (outcome in {"done", "stopped"})
+    assert len({m.transfer for m in messages(conversation) if isinstance(m, Fetch)}) <= 1
+
+
+@pytest.mark.parametrize("conversation", OPENED, ids=name)
+def test_two_sessions_write_the_same_handshake(conversation):
+    secret = bytes.fromhex(SETTING["secret"])
+    hello, welcome = messages(conversation)[:2]
+    assert isinstance(hello, Hello)
+    assert isinstance(welcome, Welcome)
+    client, server = session(Role.CLIENT, hello, secret), session(Role.SERVER, welcome, secret)
+    wire = {"decode": client, "prefill": server}
+    events = []
+    for line in conversation["frames"][:4]:
+        sender, receiver = wire[line["from"]], wire["prefill" if line["from"] == "decode" else "decode"]
+        out = sender.take_output()
+        assert out.hex() == line["frame"]
+        events += receiver.receive(out, 1.0)
+    assert [type(event) for event in events] == [Opened, Opened]
+    assert client.state is server.state is State.OPEN
+    for side, receiver in (("decode", server), ("prefill", client)):
+        after = [line for line in conversation["frames"][4:] if line["from"] == side]
+        received = [event for line in after for event in receiver.receive(bytes.fromhex(line["frame"]), 2.0)]
+        assert received == [Received(m) for m in messages({"frames": after}) if m is not None]
+
+
+@pytest.mark.parametrize(("script", "role"), [("decode", Role.CLIENT), ("prefill", Role.SERVER)])
+def test_a_session_notices_a_version_mismatch(script, role):
+    conversation = next(c for c in CONVERSATIONS if c["name"] == f"version_mismatch_seen_by_{script}")
+    own = messages(CONVERSATIONS[0])[0 if role is Role.CLIENT else 1]
+    side = session(role, own, None)
+    other = "prefill" if script == "decode" else "decode"
+    with pytest.raises(MismatchError, match=r"no common protocol version: 1\.\.1 here, 2\.\.2 there"):
+        list(side.receive(sent(conversation, other), 1.0))
+    assert side.state is State.CLOSED

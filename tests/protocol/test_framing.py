@@ -1,0 +1,272 @@
+"""Frames are cut at the right bytes, nothing is lost, nothing is hoarded, and hostile bytes are a `ProtocolError`."""
+
+import gc
+import struct
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol import framing
+from kvxfer.protocol.framing import (
+    HANDSHAKE_FRAME_LIMIT,
+    SESSION_FRAME_LIMIT,
+    FrameReader,
+    decode,
+    decode_body,
+    encode,
+    peek_tag,
+)
+from kvxfer.protocol.messages import Cancel, Goodbye, Ping, Release, TicketRef, Want, pack_u32
+from proto.frames import valid
+
+FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]
+DEEP = b"\x92\x04" + b"\x91" * 100_000 + b"\x01"
+
+
+def frame(payload):
+    return struct.pack("<I", len(payload)) + payload
+
+
+def wants(count):
+    return [Want(number, pack_u32([number])) for number in range(count)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(FRAMES), max_size=8), st.lists(st.integers(0, 2000), max_size=12))
+def test_cuts_do_not_matter(frames, cuts):
+    data = b"".join(frames)
+    expected = [message for one in frames if (message := decode(one[4:])) is not None]
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    reader, found = FrameReader(), []
+    for start, stop in pairwise(edges):
+        found += reader.feed(data[start:stop])
+        assert reader.buffered_bytes <= max(map(len, frames), default=0)
+    assert found == expected
+    assert reader.buffered_bytes == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=64))
+def test_noise_is_messages_or_a_protocol_error(data):
+    try:
+        list(FrameReader().feed(data))
+        decode(data)
+    except ProtocolError:
+        pass
+
+
+def test_one_byte_at_a_time():
+    data = b"".join(encode(message) for message in wants(3))
+    reader = FrameReader()
+    assert [message for byte in data for message in reader.feed(bytes([byte]))] == wants(3)
+
+
+def test_never_more_than_the_limit_and_one_read():
+    reader = FrameReader(limit=1000)
+    most = 0
+    data = frame(encode(Goodbye(reason="x" * 900))[4:]) * 50
+    for at in range(0, len(data), 333):
+        list(reader.feed(data[at : at + 333]))
+        most = max(most, reader.buffered_bytes)
+    assert most <= 1000 + 4
+
+
+def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
+    reader = FrameReader(limit=100)
+    with pytest.raises(ProtocolError, match="101 bytes is over the limit of 100"):
+        list(reader.feed(struct.pack("<I", 101)))
+    assert reader.buffered_bytes == 0
+
+
+def test_a_frame_of_exactly_the_limit_passes():
+    payload = encode(Goodbye(reason="x" * 80))[4:]
+    assert list(FrameReader(limit=len(payload)).feed(frame(payload))) == [Goodbye(reason="x" * 80)]
+
+
+def test_limits():
+    assert (HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT) == (65_536, 16_777_216)
+    assert FrameReader().limit == HANDSHAKE_FRAME_LIMIT
+
+
+def test_the_limit_may_be_raised_between_two_messages_of_one_read():
+    big = Goodbye(reason="x" * 500)
+    reader = FrameReader(limit=50)
+    messages = reader.feed(encode(Ping()) + encode(big))
+    assert next(messages) == Ping()
+    reader.limit = 1000
+    assert list(messages) == [big]
+
+
+def test_who_stops_early_loses_nothing():
+    first, second, third = wants(3)
+    reader = FrameReader()
+    for message in reader.feed(encode(first) + encode(second)):
+        assert message == first
+        break
+    assert list(reader.feed(encode(third))) == [second, third]
+
+
+def test_an_iterator_that_was_left_behind_does_no_harm():
+    one, two, three, four = wants(4)
+    reader = FrameReader()
+    left = reader.feed(encode(one) + encode(two))
+    assert next(left) == one
+    assert next(reader.feed(encode(three))) == two
+    assert next(left) == three
+    del left
+    gc.collect()
+    assert list(reader.feed(encode(four))) == [four]
+    assert reader.buffered_bytes == 0
+
+
+def test_bytes_are_taken_though_nobody_iterates():
+    reader = FrameReader()
+    reader.feed(encode(Ping())[:3])
+    assert list(reader.feed(encode(Ping())[3:])) == [Ping()]
+
+
+def test_who_never_iterates_is_stopped():
+    reader = FrameReader(limit=100)
+    data = encode(Ping()) * 20  # 120 bytes: more than one frame of 100 and its length
+    reader.feed(data)
+    with pytest.raises(BufferError, match="120 bytes were fed"):
+        reader.feed(b"")
+    assert len(list(reader._messages())) == 20
+
+
+def test_messages_before_a_damaged_frame_are_still_yielded():
+    messages = FrameReader().feed(encode(Ping()) + frame(b"\xc1") + encode(Ping()))
+    assert next(messages) == Ping()
+    with pytest.raises(ProtocolError):
+        next(messages)
+
+
+@pytest.mark.parametrize("bad", [frame(b"\xc1"), struct.pack("<I", 2**31)])
+def test_a_damaged_stream_stays_damaged(bad):
+    reader = FrameReader()
+    with pytest.raises(ProtocolError):
+        list(reader.feed(bad))
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match="unusable"):
+            list(reader.feed(encode(Ping())))
+    assert reader.buffered_bytes == 0
+
+
+def test_the_buffer_is_not_aliased():
+    data = bytearray(encode(Want(1, pack_u32([7]))))
+    (message,) = FrameReader().feed(bytes(data))
+    data[:] = bytes(len(data))
+    assert message == Want(1, pack_u32([7]))
+
+
+@pytest.mark.parametrize(
+    "tag", ["cc80", "ccff", "cd0100", "ceffffffff", "cfffffffffffffffff", "d100c8", "d3000000000000ffff"]
+)
+def test_ignorable_tags_are_skipped(tag):
+    payload = b"\x92" + bytes.fromhex(tag) + b"\xc1"
+    assert decode(payload) is None
+    assert list(FrameReader().feed(frame(payload) + encode(Ping()))) == [Ping()]
+
+
+@pytest.mark.parametrize("tag", ["00", "10", "7f", "cc7f", "ff", "d0ff"])
+def test_other_unknown_tags_are_refused(tag):
+    with pytest.raises(ProtocolError):
+        decode(b"\x91" + bytes.fromhex(tag))
+
+
+@pytest.mark.parametrize(
+    ("payload", "tag"),
+    [("9104", 4), ("91cc80", 128), ("dc000104", 4), ("dd0000000104", 4), ("91d0ff", -1), ("", None), ("90", None),
+     ("80", None), ("91", None), ("91cd00", None), ("91a141", None), ("dc00", None)],
+)  # fmt: skip
+def test_peek_tag(payload, tag):
+    assert peek_tag(bytes.fromhex(payload)) == tag
+
+
+@pytest.mark.parametrize("payload", ["930f40a2fffe", "930f40a3eda080", "920e93a2fffe00c400"])
+def test_a_string_that_is_not_utf8_is_a_protocol_error(payload):
+    with pytest.raises(ProtocolError, match="utf-8"):
+        decode(bytes.fromhex(payload))
+
+
+def test_a_body_string_that_is_not_utf8_is_a_protocol_error():
+    with pytest.raises(ProtocolError, match="utf-8"):
+        decode_body(bytes.fromhex("93a2fffec40090"))
+
+
+def test_an_error_never_quotes_a_mac():
+    mac = bytes(range(0xA0, 0xB0))
+    payload = encode(Release(TicketRef("r", 0, mac)))[4:] + b"\x00"
+    with pytest.raises(ProtocolError) as caught:
+        decode(payload)
+    assert mac[:1].hex() not in str(caught.value).partition("begins ")[2][:18]
+    assert "(tag 14, begins 930e93a17200c410)" in str(caught.value)
+
+
+# --- hostile nesting
+
+
+@pytest.mark.parametrize("nest", [b"\x91", b"\x81\x01", b"\xdc\x00\x01", b"\xde\x00\x01\x01"])
+def test_deep_nesting_in_an_ignored_tail_is_a_protocol_error(nest):
+    with pytest.raises(ProtocolError):
+        decode(b"\x92\x04" + nest * 20_000 + b"\x01")
+
+
+def test_deep_nesting_in_a_body_is_a_protocol_error():
+    with pytest.raises(ProtocolError):
+        decode_body(b"\x95\xa1f\xc4\x00\x90\x90" + DEEP[2:])
+
+
+def test_deep_nesting_behind_an_ignorable_tag_is_skipped():
+    assert decode(b"\x92\xcc\x80" + DEEP[2:]) is None
+
+
+def test_nesting_within_the_bound_passes():
+    assert decode(b"\x92\x04" + b"\x91" * (framing.MAX_DEPTH - 1) + b"\x01") == Ping()
+
+
+HOSTILE = """
+import sys
+sys.setrecursionlimit(1_000_000)
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body
+tail = b"\\x91" * 4_000_000 + b"\\x01"
+for decoder in (
+    lambda: list(FrameReader(SESSION_FRAME_LIMIT).feed((len(tail) + 2).to_bytes(4, "little") + b"\\x92\\x04" + tail)),
+    lambda: decode_body(b"\\x95\\xa1f\\xc4\\x00\\x90\\x90" + tail),
+):
+    try:
+        decoder()
+    except ProtocolError as error:
+        print("refused:", error)
+"""
+
+
+def test_deep_nesting_cannot_kill_a_process_that_raised_its_recursion_limit():
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"the process died: {done.returncode}"
+    assert done.stdout.count("refused:") == 2
+
+
+def test_a_raised_recursion_limit_does_not_change_what_is_accepted(monkeypatch):
+    monkeypatch.setattr(sys, "getrecursionlimit", lambda: 1_000_000)
+    payload = encode(Want(1, pack_u32(range(5000))))[4:]
+    assert decode(payload) == Want(1, pack_u32(range(5000)))
+    assert decode(b"\x92\xcc\x80" + DEEP[2:]) is None
+    with pytest.raises(ProtocolError, match="nested too deeply"):
+        decode(DEEP)
+    many = b"\x92\x0d\xdd" + (2_000_000).to_bytes(4, "big") + b"\x01" * 2_000_000
+    with pytest.raises(ProtocolError, match="too many values"):
+        decode(many)
+
+
+def test_a_frame_cut_anywhere_is_refused_by_decode():
+    payload = encode(Cancel(2**40))[4:]
+    for cut in range(len(payload)):
+        with pytest.raises(ProtocolError):
+            decode(payload[:cut])

@@ -1,0 +1,283 @@
+"""Frames as text: every message reads well, secrets stay hidden, and damage is explained at its byte."""
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import Code
+from kvxfer.protocol.framing import encode, encode_body
+from kvxfer.protocol.inspect import describe, from_hex, registry_name
+from kvxfer.protocol.messages import (
+    WHOLE,
+    Agent,
+    AgentBody,
+    Cancel,
+    Fetch,
+    Goodbye,
+    Grant,
+    Hello,
+    KvAgentResult,
+    Ping,
+    Release,
+    Reserve,
+    Route,
+    Selection,
+    Span,
+    Status,
+    TicketRef,
+    Want,
+    Welcome,
+    pack_u32,
+)
+from proto.frames import BODY, invalid, valid
+
+SECRET = bytes(range(0xA0, 0xC0))
+
+
+def lines(*messages):
+    return list(describe(b"".join(encode(message) for message in messages)))
+
+
+def raw(payload_hex):
+    payload = bytes.fromhex(payload_hex)
+    return list(describe(struct.pack("<I", len(payload)) + payload))
+
+
+def test_registry_names():
+    assert registry_name(KvAgentResult) == "KV_AGENT_RESULT"
+    assert registry_name(Ping) == "PING"
+
+
+@pytest.mark.parametrize("entry", valid(), ids=lambda entry: entry["name"])
+def test_every_valid_frame_is_described_without_a_complaint(entry):
+    first, *rest = describe(bytes.fromhex(entry["hex"]))
+    assert first.startswith(f"frame 0 at byte 0: {len(entry['hex']) // 2 - 4} bytes, tag ")
+    assert first.endswith(entry["message"] or "may be ignored")
+    assert not any("!" in line.split(":")[0] for line in rest)
+    for name in entry.get("fields", {}):
+        assert any(line.split()[0] == name for line in rest if line.split()), name
+
+
+@pytest.mark.parametrize("entry", invalid(), ids=lambda entry: entry["name"])
+def test_every_invalid_frame_is_explained(entry):
+    text = "\n".join(describe(bytes.fromhex(entry["hex"])))
+    assert ("  ! " in text) or ("cut short" in text) or text == "no bytes"
+
+
+def test_a_fetch():
+    selections = [Selection("attention", "", "k", pack_u32(range(32)), 0, 8)]
+    spans = [Span("attention", 16, pack_u32([5, 6, 7, 9, 3]))]
+    fetch = Fetch(7, TicketRef("req-1", 0, SECRET[:16]), selections, spans, 16, 96, [Route.STAGED], 1 << 25, 10_000)
+    size = len(encode(fetch)) - 4
+    assert lines(fetch) == [
+        f"frame 0 at byte 0: {size} bytes, tag 6 FETCH",
+        "  transfer          7",
+        "  ticket            request='req-1' attempt=0 mac=a0a1... (16 bytes)",
+        "  selections        1 entry",
+        "    [0] group='attention' part='' kv='k' layers=0-31 (32) head_start=0 head_stop=8",
+        "  spans             1 entry",
+        "    [0] group='attention' first_token=16 ids=5-7, 9, 3 (5)",
+        "  token_start       16",
+        "  token_stop        96",
+        "  routes            [STAGED (1)]",
+        "  max_extent_bytes  33554432 bytes",
+        "  timeout_ms        10000 ms",
+    ]
+
+
+def test_a_result():
+    text = "\n".join(lines(KvAgentResult(1, WHOLE, Status.OK, 512, last=True)))
+    assert "chunk             WHOLE (the transfer)" in text
+    assert "status            OK (1)" in text
+    assert "bytes             512 bytes" in text
+    assert "last              yes" in text
+    assert "queued_us=0 us" in text
+
+
+def test_an_agent_shows_its_body():
+    text = "\n".join(lines(Agent([("model", "m")], encode_body(BODY))))
+    assert "facts             [['model', 'm']]" in text
+    assert "tensors           2 entries" in text
+    assert "strides=[32768 bytes, 2048 bytes, 256 bytes, 2 bytes]" in text
+    assert "base=0x7f0000000000" in text
+
+
+def test_a_damaged_body_does_not_hide_the_facts():
+    text = "\n".join(lines(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90")))
+    assert "['model', 'm']" in text
+    assert "! cannot be decoded at byte 3: Expected `bytes`, got `str`" in text
+
+
+def test_addresses_and_capabilities():
+    assert "    [0] chunk=3 address=0x10000000000 length=4096 bytes" in lines(Reserve(1, [Grant(3, 1 << 40, 4096)], 5))
+    hello = Hello(1, 1, "p", "e", b"", b"", 0, 1, 0b1001 | 0x100, b"", 0)
+    assert "  capabilities      STAGED | MAPPED | unknown 0x100" in lines(hello)
+
+
+def secrets():
+    ticket = TicketRef("r", 0, SECRET)
+    greeting = (1, 1, "p", "e", b"", b"", 0, 1, 0, SECRET, 0)
+    yield Hello(*greeting)
+    yield Welcome(*greeting, SECRET)
+    yield Agent([], encode_body(AgentBody("f", SECRET, [])), SECRET)
+    yield Release(ticket)
+    yield Fetch(1, ticket, [], [], 0, 1, [], 0, 0)
+    yield KvAgentResult(1, WHOLE, Status.OK, 0, last=True, payload=SECRET)
+
+
+@pytest.mark.parametrize("message", list(secrets()), ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("damage", [b"", b"\x00"], ids=["whole", "damaged"])
+def test_secrets_are_never_shown_whole(message, damage):
+    payload = encode(message)[4:] + damage
+    text = "\n".join(describe(struct.pack("<I", len(payload)) + payload))
+    shown = text.replace("_", "").lower()
+    assert SECRET[:3].hex() not in shown
+    assert SECRET[-3:].hex() not in shown
+    assert repr(SECRET[:3])[2:-1] not in text
+
+
+@pytest.mark.parametrize("size", [1, 4, 15])
+def test_short_secrets_are_hidden_entirely(size):
+    text = "\n".join(lines(Release(TicketRef("r", 0, SECRET[:size]))))
+    assert f"mac=... ({size} bytes)" in text
+    assert "a0" not in text
+
+
+def test_a_peers_text_cannot_steer_a_terminal():
+    text = "\n".join(lines(Goodbye(reason="\x1b[2J\r\n\x07"), Release(TicketRef("\x1b[31m", 0, b""))))
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
+    assert "'\\x1b[2J" in text
+
+
+def test_several_frames_in_a_row():
+    heads = [line for line in lines(Ping(), Cancel(1), Ping()) if line.startswith("frame")]
+    assert heads == [
+        "frame 0 at byte 0: 2 bytes, tag 4 PING",
+        "frame 1 at byte 6: 4 bytes, tag 13 CANCEL",
+        "frame 2 at byte 14: 2 bytes, tag 4 PING",
+    ]
+
+
+def test_the_frame_after_a_damaged_one_is_described():
+    text = list(describe(bytes.fromhex("0200000091c1") + encode(Ping())))
+    assert text[1] == "  ! no MessagePack at byte 5: 0xc1 begins no value"
+    assert text[2] == "frame 1 at byte 6: 2 bytes, tag 4 PING"
+
+
+@pytest.mark.parametrize(
+    ("payload", "line"),
+    [
+        ("930901a161", "  ! cannot be decoded at byte 7 (field `chunks`): Expected `bytes`, got `str` - at `$[2]`"),
+        ("920e93a172ffc400", "  ! cannot be decoded at byte 9 (field `ticket`): Expected `int` >= 0 - at `$[1][1]`"),
+        ("9104ff", "  ! 1 bytes too many, from byte 6"),
+        ("930901c404", "  ! no MessagePack at byte 7: bin of 6 bytes, but only 2 are left"),
+        ("930f40a2fffe", "  ! a string that is not UTF-8 at byte 7"),
+        ("920901", "  ! cannot be decoded at byte 4: Expected `array` of at least length 3, got 2"),
+        ("9164", "  ! cannot be decoded at byte 5: Invalid value 100 - at `$[0]`"),
+        ("", "  ! no MessagePack at byte 4: the bytes end where a value should begin"),
+    ],
+)
+def test_damage_is_explained_at_its_byte(payload, line):
+    assert raw(payload)[1:] == [line]
+
+
+def test_deep_nesting_is_explained():
+    assert raw("9204" + "91" * 20_000 + "01")[1] == "  ! nested deeper than 64 containers from byte 70"
+
+
+def test_cut_streams_and_lengths_over_the_limit():
+    assert list(describe(b"")) == ["no bytes"]
+    assert list(describe(b"\x01\x00")) == ["frame 0 at byte 0: cut short: 2 of the 4 bytes of its length"]
+    assert list(describe(encode(Cancel(1))[:-1]))[1] == "  ! cut short at byte 7: 3 of 4 bytes are there"
+    over = list(describe(b"\xff\xff\xff\xff" + encode(Ping())))
+    assert over[1] == "  ! a length of 4294967295 is over the limit of 16777216: no frame begins at byte 0"
+    assert len(over) == 2
+
+
+def test_unknown_numbers_are_shown_as_they_came():
+    assert raw("930d01cd03e7")[2] == "  code              UNKNOWN (999, not known to this version)"
+    assert raw("930d0100")[2] == "  code              UNKNOWN (0)"
+    assert "[STAGED (1), UNKNOWN (77, not known to this version)]" in raw("9a060193a17200c4009090000192014d0000")[7]
+
+
+def test_absent_and_unknown_fields_are_marked():
+    assert raw("930901c400")[1:] == [
+        "  transfer          1",
+        "  chunks            none (0)",
+        "  lease_ms          0 ms (absent, default)",
+    ]
+    assert raw("94040102c3")[1:] == ["  (3 unknown tail fields, ignored)"]
+    assert raw("9164")[0].endswith("tag 100, unknown to this version; closes the session")
+    assert raw("91cc80") == ["frame 0 at byte 0: 3 bytes, tag 128, unknown to this version; may be ignored"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        ([], "none (0)"),
+        ([4], "4 (1)"),
+        ([1, 2, 3], "1-3 (3)"),
+        ([3, 2, 1], "3, 2, 1 (3)"),
+        ([5, 5], "5, 5 (2)"),
+        ([0xFFFF_FFFE, 0xFFFF_FFFF, 0], "4294967294-4294967295, 0 (3)"),
+        (list(range(0, 40, 2)), "0, 2, 4, 6, 8, 10, 12, 14, ... 12 more runs (20)"),
+    ],
+)
+def test_ids_are_shown_as_ranges(ids, shown):
+    assert lines(Want(1, pack_u32(ids)))[2] == f"  chunks            {shown}"
+
+
+def test_long_lists_are_cut():
+    text = lines(Reserve(1, [Grant(n, 0, 0) for n in range(70)], 0))
+    assert "  grants            70 entries" in text
+    assert "    ... and 6 more" in text
+    assert len(text) < 75
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=80))
+def test_noise_is_described_too(data):
+    assert all(isinstance(line, str) for line in describe(data))
+    framed = struct.pack("<I", len(data)) + data
+    assert all(isinstance(line, str) for line in describe(framed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(valid()), st.data())
+def test_damaged_frames_are_described_too(entry, data):
+    frame = bytearray.fromhex(entry["hex"])
+    at = data.draw(st.integers(4, len(frame) - 1))
+    frame[at] = data.draw(st.integers(0, 255))
+    assert list(describe(bytes(frame)))
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=20), st.sampled_from(["", " ", ":", ", ", "\n", "\t"]))
+def test_hex_survives(data, between):
+    assert from_hex(data.hex(between[0]).replace(between[0], between) if between and data else data.hex()) == data
+
+
+def test_hex_as_one_finds_it():
+    assert from_hex("0x0102 0X03\n 04:05,06\tAB") == bytes.fromhex("010203040506ab")
+    assert from_hex("  \n") == b""
+    assert from_hex("0 1") == b"\x01"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("01 zz", "'z' at position 3"),
+        ("0x0g", "'g' at position 3"),
+        ("123", "3 hex digits"),
+        ("01 0x2", "3 hex digits"),
+    ],
+)
+def test_what_is_no_hex_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        from_hex(text)
+
+
+def test_codes_are_named():
+    assert "  code              TIMEOUT (31)" in lines(Cancel(1, Code.TIMEOUT))

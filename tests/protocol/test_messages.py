@@ -1,0 +1,267 @@
+"""Every message survives the wire; what is outside its bounds does not."""
+
+import contextlib
+import enum
+import sys
+from typing import Annotated, get_args, get_origin
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import Code, ProtocolError
+from kvxfer.protocol import messages
+from kvxfer.protocol.framing import decode, decode_body, encode, encode_body
+from kvxfer.protocol.messages import (
+    MAX_CHUNKS,
+    MAX_GRANTS,
+    MAX_TICKETS,
+    WHOLE,
+    Accept,
+    AgentBody,
+    Cancel,
+    Capability,
+    Claim,
+    Fetch,
+    Goodbye,
+    Grant,
+    KvAgentResult,
+    Landed,
+    Message,
+    Ping,
+    Refuse,
+    Release,
+    Reserve,
+    Route,
+    Selection,
+    Span,
+    Status,
+    TensorFrame,
+    TicketRef,
+    Want,
+    pack_u32,
+    unpack_u32,
+)
+
+MESSAGES = get_args(Message)
+TICKET = TicketRef("req-1", 0, bytes(16))
+PACKED = {("Selection", "layers"), ("Span", "ids"), ("TensorFrame", "layers"), ("Want", "chunks"), ("Landed", "chunks")}
+
+
+def values(kind, meta=None):
+    """Values of a field's type, its bounds included."""
+    if get_origin(kind) is Annotated:
+        return values(kind.__origin__, kind.__metadata__[0])
+    low, high = (meta.min_length or 0, meta.max_length) if meta else (0, None)
+    if kind is bool:
+        return st.booleans()
+    if kind is int and meta is not None:
+        return st.integers(meta.ge, meta.le) | st.sampled_from([meta.ge, meta.le])
+    if kind is str:
+        return st.text(min_size=low, max_size=min(high or 8, 8))
+    if kind is bytes:
+        return st.binary(max_size=min(high or 8, 8))
+    if get_origin(kind) is list:
+        return st.lists(values(get_args(kind)[0]), max_size=3)
+    if get_origin(kind) is tuple:
+        return st.tuples(*map(values, get_args(kind)))
+    if issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
+    return structs(kind)
+
+
+def structs(kind):
+    fields = {}
+    for field in msgspec.structs.fields(kind):
+        packed = (kind.__name__, field.name) in PACKED
+        ids = st.lists(st.integers(0, 0xFFFF_FFFF), max_size=5).map(pack_u32)
+        fields[field.name] = ids if packed else values(field.type)
+    return st.builds(kind, **fields)
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_message_survives_the_wire(kind):
+    @settings(max_examples=60, deadline=None)
+    @given(structs(kind))
+    def survives(message):
+        frame = encode(message)
+        assert int.from_bytes(frame[:4], "little") == len(frame) - 4
+        assert decode(frame[4:]) == message
+        assert decode(memoryview(frame)[4:]) == message
+
+    survives()
+
+
+@settings(max_examples=60, deadline=None)
+@given(structs(AgentBody))
+def test_a_body_survives_the_wire(body):
+    assert decode_body(encode_body(body)) == body
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=40))
+def test_noise_is_a_body_or_a_protocol_error(data):
+    with contextlib.suppress(ProtocolError):
+        decode_body(data)
+
+
+def test_tags_are_unique_and_below_the_ignorable_ones():
+    tags = [kind.__struct_config__.tag for kind in MESSAGES]
+    assert tags == list(range(1, 16))
+    assert max(tags) < messages.IGNORABLE_TAG
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_messages_are_frozen_arrays(kind):
+    config = kind.__struct_config__
+    assert config.frozen
+    assert config.array_like
+    assert not config.forbid_unknown_fields
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_required_fields_come_before_optional_ones(kind):
+    required = [field.required for field in msgspec.structs.fields(kind)]
+    assert required == sorted(required, reverse=True)
+
+
+def test_defaults_are_part_of_the_wire():
+    assert decode(encode(Cancel(1))[4:]) == Cancel(1, Code.CANCELLED)
+    assert decode(bytes.fromhex("920d01")) == Cancel(1, Code.CANCELLED)
+    assert decode(bytes.fromhex("910f")) == Goodbye(Code.DRAINING, "")
+    result = decode(bytes.fromhex("960c01000100c2"))
+    assert result == KvAgentResult(1, 0, Status.OK, 0, last=False)
+
+
+def test_bytes_of_some_messages_written_by_hand():
+    assert encode(Ping()).hex() == "020000009104"
+    assert encode(Want(1, pack_u32([0, 258]), 5)).hex() == "0e000000940901c408000000000201000005"
+    assert encode(Release(TicketRef("a", 2, b"\xff"))).hex() == "0a000000930e93a16102c401ff00"
+    assert encode(Cancel(2**32)).hex() == "0c000000930dcf000000010000000044"
+    whole = KvAgentResult(1, WHOLE, Status.IN_DOUBT, 0, True)
+    assert encode(whole)[4:].hex() == "9b0c01ceffffffff0500c300a0c4009400000000c400"
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Route, 4), (Status, 5), (Code, 68)])
+@pytest.mark.parametrize("number", [-(2**63), -1, 77, 1000, 2**64 - 1])
+def test_an_unknown_enum_value_is_unknown(kind, known, number):
+    assert kind(known).name != "UNKNOWN"
+    assert kind(number) is kind.UNKNOWN
+    packed = msgspec.msgpack.encode(number)
+    assert msgspec.msgpack.decode(packed, type=kind) is kind.UNKNOWN
+
+
+@pytest.mark.parametrize("kind", [Route, Status, Code])
+@pytest.mark.parametrize("value", ["OK", None, 1.5, b"1", [1]])
+def test_an_enum_value_of_another_type_is_refused(kind, value):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
+
+
+def test_a_refusal_with_an_unknown_code_is_still_a_refusal():
+    assert decode(msgspec.msgpack.encode([8, 1, 5000, "newer"])) == Refuse(1, Code.UNKNOWN, "newer")
+
+
+def test_unknown_capability_bits_survive():
+    assert Capability(0x8001) & Capability.STAGED
+    assert int(Capability(0x8001)) == 0x8001
+
+
+@given(st.lists(st.integers(0, 0xFFFF_FFFF), max_size=20))
+def test_packed_ids_survive(ids):
+    packed = pack_u32(ids)
+    assert len(packed) == 4 * len(ids)
+    assert list(unpack_u32(packed)) == ids
+
+
+def test_packed_ids_are_little_endian_on_every_machine(monkeypatch):
+    assert pack_u32([1, 0x01020304]) == bytes.fromhex("0100000004030201")
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+    assert pack_u32([1]) == bytes.fromhex("00000001")  # swapped, since this machine is not what it says
+    assert list(unpack_u32(bytes.fromhex("00000001"))) == [1]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_ids_that_do_not_fit_are_refused(bad):
+    with pytest.raises(OverflowError):
+        pack_u32([bad])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda torn: Want(1, torn),
+        lambda torn: Landed(1, torn),
+        lambda torn: Span("g", 0, torn),
+        lambda torn: Selection("g", "", "k", torn, 0, 1),
+        lambda torn: TensorFrame("g", "", "k", "block", [1], [1], torn, 0, 1, "int8", 1, 0),
+    ],
+)
+def test_torn_ids_are_refused(make, size):
+    with pytest.raises(ValueError, match=f"^{size} bytes are no whole number"):
+        make(bytes(size))
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_u32(bytes(size))
+
+
+def raw(message, **changes):
+    """The payload of a message with some fields replaced, whatever they are."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__} | changes
+    return msgspec.msgpack.encode([message.__struct_config__.tag, *fields.values()])
+
+
+FETCH = Fetch(1, TICKET, [], [], 0, 1, [], 0, 0)
+ACCEPT = Accept(1, Route.STAGED, 0, [], 1, 1, 1, b"")
+
+
+@pytest.mark.parametrize(
+    ("message", "changes", "fits"),
+    [
+        (ACCEPT, {"chunks": MAX_CHUNKS + 1}, {"chunks": MAX_CHUNKS}),
+        (ACCEPT, {"spans": [Span("g", 0, b"")] * 1025}, {"spans": [Span("g", 0, b"")] * 1024}),
+        (ACCEPT, {"digest": bytes(65)}, {"digest": bytes(64)}),
+        (FETCH, {"routes": [1] * 17}, {"routes": [1] * 16}),
+        (FETCH, {"selections": [["g", "", "k", b"", 0, 1]] * 4097}, {"selections": [["g", "", "k", b"", 0, 1]] * 4096}),
+        (FETCH, {"timeout_ms": 2**32}, {"timeout_ms": 2**32 - 1}),
+        (FETCH, {"max_extent_bytes": 2**63}, {"max_extent_bytes": 2**63 - 1}),
+        (Claim([]), {"tickets": [TICKET] * (MAX_TICKETS + 1)}, {"tickets": [TICKET] * MAX_TICKETS}),
+        (Reserve(1, [], 0), {"grants": [Grant(0, 0, 0)] * (MAX_GRANTS + 1)}, {"grants": [Grant(0, 0, 0)] * MAX_GRANTS}),
+        (Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
+        (
+            KvAgentResult(1, 0, Status.OK, 0, last=True),
+            {"payload": bytes(65537)},
+            {"payload": bytes(65536)},
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else type(value).__name__,
+)
+def test_bounds(message, changes, fits):
+    assert decode(raw(message, **fits)) is not None
+    with pytest.raises(ProtocolError):
+        decode(raw(message, **changes))
+
+
+TENSOR = TensorFrame("g", "", "k", "block", [1], [1], b"", 0, 1, "int8", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"strides": [2**63]}, {"strides": [-(2**63), 2**63 - 1]}),
+        ({"shape": [-1]}, {"shape": [0, 2**32 - 1]}),
+        ({"shape": [1] * 17}, {"shape": [1] * 16}),
+        ({"null_block": -2}, {"null_block": -1}),
+        ({"null_block": 2**32}, {"null_block": 2**32 - 1}),
+        ({"base": -1}, {"base": 2**63 - 1}),
+    ],
+)
+def test_bounds_of_a_tensor(changes, fits):
+    def body(change):
+        fields = {name: getattr(TENSOR, name) for name in TENSOR.__struct_fields__} | change
+        return msgspec.msgpack.encode(["f", b"", [list(fields.values())]])
+
+    assert decode_body(body(fits)).tensors
+    with pytest.raises(ProtocolError, match="agent body cannot be decoded"):
+        decode_body(body(changes))

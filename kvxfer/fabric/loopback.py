@@ -1,0 +1,441 @@
+"""An in-process transport that can be made to fail, for tests of kvxfer and of programs that use it.
+
+    network = LoopbackNetwork()
+    a, b = LoopbackTransport("a", network), LoopbackTransport("b", network)
+    network.hold("b")              # posts to b stay in flight, their bytes unmoved
+    ...                            # a's fabric gives up
+    network.release("b")           # now they land: the late bytes that corrupt reused memory
+
+Bytes are copied between addresses of this process, within what is registered; nothing happens outside of a call, there
+is no clock and no thread, so a test decides every interleaving. Faults are told to the network by the name of the agent
+at the far end of a post, or `EVERY_PEER`. The network may be used from any thread.
+"""
+
+import ctypes
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
+
+__all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
+
+EVERY_PEER: Final = "*"
+"""Instead of a name: the fault concerns posts to anybody."""
+
+
+class LogEntry(NamedTuple):
+    """A range of bytes that was touched at the far end of a post, when it was touched.
+
+    Attributes:
+        operation: What the initiator did.
+        src: Agent that posted.
+        dst: Agent whose memory was written or read.
+        address: First byte there.
+        length: Number of bytes.
+    """
+
+    operation: Operation
+    src: str
+    dst: str
+    address: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class _Fault:
+    """What happens to one coming post."""
+
+    skip: int
+    refuse: bool
+    after_bytes: int = 0
+    at_post: bool = False
+    disconnected: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A posted part: the handle of this transport.
+
+    Attributes:
+        src: Who posted it.
+        dst: Name of the agent at the far end.
+        operation: Which way the bytes go.
+        copies: What it still owes: (local address, remote address, bytes).
+        keys: The registrations on both sides that must still be in force when bytes move.
+        polls: Polls to answer with "not yet".
+        held: It waits for `LoopbackNetwork.release`.
+        wedged: It never ends.
+        released: It was given back.
+        error: What a poll raises.
+    """
+
+    src: "LoopbackTransport"
+    dst: str
+    operation: Operation
+    copies: list[tuple[int, int, int]]
+    keys: frozenset[int]
+    polls: int = 0
+    held: bool = False
+    wedged: bool = False
+    released: bool = False
+    error: FabricError | None = None
+
+
+@dataclass(slots=True)
+class _Faults:
+    """The faults that one peer is under."""
+
+    coming: list[_Fault] = field(default_factory=list[_Fault])
+    polls: int = 0
+    held: bool = False
+    wedged: bool = False
+
+
+class LoopbackNetwork:
+    """Agents of one process, and the faults between them.
+
+    Attributes:
+        log: Every range of bytes written or read at a far end, in the order in which it happened.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[LogEntry] = []
+        self._lock = threading.RLock()
+        self._agents: dict[str, LoopbackTransport] = {}
+        self._faults: dict[str, _Faults] = {}
+        self._held: list[Part] = []
+        self._dead: set[str] = set()
+        self._keys = iter(range(1, 1 << 62))
+
+    def hold(self, peer: str) -> None:
+        """Keep coming posts in flight, their bytes unmoved, until `release`."""
+        with self._lock:
+            self._of(peer).held = True
+
+    def release(self, peer: str, posts: int | None = None) -> int:
+        """Let held posts land, also those that were given up; returns how many did.
+
+        Args:
+            peer: As in `hold`.
+            posts: Only this many, oldest first, and go on holding. None: all of them, and hold no more.
+        """
+        with self._lock:
+            if posts is None:
+                self._of(peer).held = False
+            chosen = [part for part in self._held if peer in {EVERY_PEER, part.dst}][:posts]
+            for part in chosen:
+                self._held.remove(part)
+                part.held = False
+                self._land(part)
+            return len(chosen)
+
+    def held(self, peer: str) -> int:
+        """How many posts wait for `release`."""
+        with self._lock:
+            return sum(peer in {EVERY_PEER, part.dst} for part in self._held)
+
+    def delay(self, peer: str, polls: int) -> None:
+        """Let bytes of coming posts land, and their end be seen, at the poll after `polls` polls; not if given up."""
+        with self._lock:
+            self._of(peer).polls = polls
+
+    def wedge(self, peer: str) -> None:
+        """Never end coming posts, and never move their bytes."""
+        with self._lock:
+            self._of(peer).wedged = True
+
+    def refuse_next(self, peer: str, *, skip: int = 0) -> None:
+        """Fail a coming post before any byte moved: `skip` posts pass first."""
+        with self._lock:
+            self._of(peer).coming.append(_Fault(skip, refuse=True))
+
+    def break_next(
+        self, peer: str, *, after_bytes: int = 0, skip: int = 0, at_post: bool = False, disconnected: bool = False
+    ) -> None:
+        """Fail a coming post in the middle.
+
+        Args:
+            peer: As in `hold`.
+            after_bytes: Bytes that land before.
+            skip: Posts that pass first.
+            at_post: The call that posts fails, instead of a poll.
+            disconnected: The error says that the peer is gone.
+        """
+        with self._lock:
+            self._of(peer).coming.append(_Fault(skip, False, after_bytes, at_post, disconnected))
+
+    def disconnect(self, peer: str) -> None:
+        """Cut everybody's connection to an agent: posts in flight and coming ones fail. Held bytes can still land."""
+        with self._lock:
+            self._dead.add(peer)
+
+    def mend(self, peer: str) -> None:
+        """Take back every fault of a peer for posts to come. What is held or wedged stays so."""
+        with self._lock:
+            self._faults.pop(peer, None)
+            self._dead.discard(peer)
+
+    # ---- called by the transports ------------------------------------------------------------------------------------
+
+    def attach(self, transport: "LoopbackTransport") -> None:
+        """Let an agent join."""
+        with self._lock:
+            if transport.name in self._agents:
+                raise FabricError(f"an agent {transport.name!r} is open already")
+            self._agents[transport.name] = transport
+
+    def detach(self, transport: "LoopbackTransport") -> None:
+        """Let an agent leave, if it had joined."""
+        with self._lock:
+            if self._agents.get(transport.name) is transport:
+                del self._agents[transport.name]
+
+    def key(self) -> int:
+        """A number for a registration."""
+        with self._lock:
+            return next(self._keys)
+
+    def begin(self, part: Part) -> None:
+        """Put a part in flight, under the faults of its peer."""
+        with self._lock:
+            self._begin(part)
+
+    def poll(self, part: Part) -> bool:
+        """True when a part has ended."""
+        with self._lock:
+            self._check_alive(part.dst, in_doubt=True)
+            if part.error is not None:
+                raise part.error
+            if part.held or part.wedged:
+                return False
+            if part.polls > 0:
+                part.polls -= 1
+                return False
+            self._land(part)
+            return True
+
+    def _of(self, peer: str) -> _Faults:
+        return self._faults.setdefault(peer, _Faults())
+
+    def _both(self, peer: str) -> Iterator[_Faults]:
+        return (self._faults[name] for name in (peer, EVERY_PEER) if name in self._faults)
+
+    def _check_alive(self, peer: str, *, in_doubt: bool) -> None:
+        if not self._dead.isdisjoint({peer, EVERY_PEER}):
+            raise FabricError(f"{peer} is disconnected", disconnected=True, in_doubt=in_doubt)
+
+    def _due(self, peer: str) -> _Fault | None:
+        """The fault that this very post meets, if any."""
+        due: _Fault | None = None
+        for faults in self._both(peer):
+            for fault in list(faults.coming):
+                if fault.skip == 0 and due is None:
+                    due = fault
+                    faults.coming.remove(fault)
+                else:
+                    fault.skip = max(fault.skip - 1, 0)
+        return due
+
+    def _begin(self, part: Part) -> None:
+        self._check_alive(part.dst, in_doubt=False)
+        if part.dst not in self._agents:
+            raise FabricError(f"{part.dst} is gone", disconnected=True)
+        fault = self._due(part.dst)
+        if fault is not None and fault.refuse:
+            raise FabricError(f"the loopback was told to refuse a {part.operation.value} to {part.dst}")
+        for faults in self._both(part.dst):
+            part.polls = max(part.polls, faults.polls)
+            part.held |= faults.held
+            part.wedged |= faults.wedged
+        if fault is not None:
+            self._land(part, fault.after_bytes)
+            part.copies.clear()
+            words = f"the loopback was told to break a {part.operation.value} to {part.dst}"
+            part.error = FabricError(words, disconnected=fault.disconnected, in_doubt=True)
+            if fault.at_post:
+                raise part.error
+        elif part.held and not part.wedged:
+            self._held.append(part)
+        elif not part.wedged and part.polls == 0:
+            self._land(part)
+
+    def _land(self, part: Part, limit: int | None = None) -> None:
+        """Move the bytes that a part still owes, at most `limit`, unless either side deregistered the memory since.
+
+        A real transport would write there all the same; here the address may belong to somebody else by now.
+        """
+        copies, part.copies = part.copies, []
+        left = sum(length for _, _, length in copies) if limit is None else limit
+        target = self._agents.get(part.dst)
+        if target is None or not part.keys <= target.keys() | part.src.keys():
+            return
+        for here, there, whole in copies:
+            length = min(whole, left)
+            if length > 0:
+                to, fro = (there, here) if part.operation is Operation.WRITE else (here, there)
+                ctypes.memmove(to, fro, length)
+                self.log.append(LogEntry(part.operation, part.src.name, part.dst, there, length))
+            left -= length
+
+
+class LoopbackTransport:
+    """A `Transport` between agents of one `LoopbackNetwork`. Memory is `"DRAM"` of this process.
+
+    It is stricter than NIXL: pieces outside the registrations named by the peer's metadata are refused, and so is a
+    handle that is given back twice (a `RuntimeError`: that is a defect, no outcome).
+
+    Args:
+        name: Unique in the network while it is open.
+        network: Shared by all agents that shall meet.
+
+    Attributes:
+        open_handles: Parts that were posted and not yet given back.
+        progressed: How often `progress` was called.
+    """
+
+    def __init__(self, name: str, network: LoopbackNetwork) -> None:
+        self.open_handles = 0
+        self.progressed = 0
+        self._name = name
+        self._network = network
+        self._registered: dict[int, tuple[Memory, ...]] = {}
+        self._peers: dict[str, dict[int, tuple[Memory, ...]]] = {}
+        self._open = False
+
+    @property
+    def name(self) -> str:
+        """Unique name of this agent."""
+        return self._name
+
+    def keys(self) -> frozenset[int]:
+        """Numbers of the registrations that are in force."""
+        return frozenset(self._registered)
+
+    def setup(self) -> None:
+        """Join the network."""
+        self._network.attach(self)
+        self._open = True
+
+    def register(self, memories: Sequence[Memory]) -> object:
+        """Note memory as reachable; its owner keeps it allocated until `deregister`."""
+        self._check_open()
+        for memory in memories:
+            if memory.kind != "DRAM" or memory.address <= 0 or memory.nbytes <= 0:
+                raise FabricError(f"the loopback takes memory of this process only: {memory}")
+        key = self._network.key()
+        self._registered = {**self._registered, key: tuple(memories)}
+        return key
+
+    def deregister(self, token: object) -> None:
+        """Undo one `register`."""
+        self._check_open()
+        if token not in self._registered:
+            raise FabricError(f"{token!r} is not registered (any more)")
+        self._registered = {key: memories for key, memories in self._registered.items() if key != token}
+
+    def metadata(self, tokens: Sequence[object]) -> bytes:
+        """Name of this agent, and what these registrations cover."""
+        self._check_open()
+        if unknown := [token for token in tokens if token not in self._registered]:
+            raise FabricError(f"{unknown} is not registered (any more)")
+        covered = {
+            key: [(memory.address, memory.nbytes) for memory in memories]
+            for key, memories in self._registered.items()
+            if key in tokens
+        }
+        return json.dumps({"agent": self._name, "memories": covered}).encode()
+
+    def connect(self, metadata: bytes) -> str:
+        """Learn about a peer of the same network, or about more of its memory."""
+        self._check_open()
+        try:
+            content = json.loads(metadata)
+            peer = str(content["agent"])
+            memories = {
+                int(key): tuple(Memory("DRAM", 0, int(address), int(nbytes)) for address, nbytes in ranges)
+                for key, ranges in content["memories"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FabricError(f"this is no metadata of a loopback agent: {error!r}") from error
+        self._peers.setdefault(peer, {}).update(memories)
+        return peer
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Not a fence: held bytes may still land."""
+        self._check_open()
+        self._peers.pop(peer, None)
+
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
+        """Move pieces, or begin to, as the network's faults have it."""
+        self._check_open()
+        if peer not in self._peers:
+            raise FabricError(f"{peer!r} is not connected")
+        here = _covering(local.pieces, self._registered, f"{self._name} (local)")
+        there = _covering(remote.pieces, self._peers[peer], peer)
+        copies = [
+            (int(a), int(b), int(length))
+            for (a, length), (b, _) in zip(local.pieces.tolist(), remote.pieces.tolist(), strict=True)
+        ]
+        part = Part(self, peer, operation, copies, here | there)
+        self._network.begin(part)
+        self.open_handles += 1
+        return part
+
+    def poll(self, handle: Handle) -> bool:
+        """True when the part is done."""
+        self._check_open()
+        return self._network.poll(_part(handle))
+
+    def release(self, handle: Handle) -> None:
+        """Give back a handle, once. What it still owes can land later."""
+        _part(handle).released = True
+        self.open_handles -= 1
+
+    def progress(self) -> None:
+        """Count the call; bytes here move without it."""
+        self._check_open()
+        self.progressed += 1
+
+    def close(self) -> None:
+        """Leave the network; no byte moves from or to its memory any more. Idempotent."""
+        self._open = False
+        self._registered = {}
+        self._network.detach(self)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise FabricError(f"agent {self._name!r} is not open")
+
+
+def _part(handle: Handle) -> Part:
+    if not isinstance(handle, Part) or handle.released:
+        raise RuntimeError(f"a defect: {handle!r} was given back before, or never posted")
+    return handle
+
+
+def _covering(pieces: NDArray[np.int64], registered: dict[int, tuple[Memory, ...]], whose: str) -> frozenset[int]:
+    """Numbers of the registrations that hold these pieces.
+
+    Raises:
+        FabricError: A piece is not inside one of them.
+    """
+    keys: set[int] = set()
+    inside = np.zeros(len(pieces), dtype=np.bool_)
+    for key, memories in registered.items():
+        for memory in memories:
+            within = pieces[:, 0] >= memory.address
+            within &= pieces.sum(axis=1) <= memory.address + memory.nbytes
+            if within.any():
+                keys.add(key)
+                inside |= within
+    if not inside.all():
+        address, nbytes = pieces[int(np.argmin(inside))].tolist()
+        raise FabricError(f"{nbytes} bytes at {address:#x} are outside of what {whose} has registered")
+    return frozenset(keys)

@@ -1,0 +1,470 @@
+"""The transport over NIXL. The only module that imports nixl, and it does so when an agent is set up, not before.
+
+What NIXL does and does not promise shapes this file:
+
+- Its progress thread stays off (it spins a core); everything happens inside calls from the fabric's thread.
+- Its twelve exception types share no base. All become `FabricError`; `in_doubt` once bytes may have moved.
+- `release` and `disconnect` recall nothing that was posted.
+- A peer gets the metadata of the registrations that it needs and no other (partial metadata). That keeps a correct peer
+  in its place; against a hostile one only RDMA keys do.
+- Its UCX backend ignores parameters that it does not know, so they are checked here.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
+from kvxfer.telemetry import logger
+
+__all__ = ["NixlTransport"]
+
+_log: Final = logger("kvxfer.fabric")
+
+_UCX_PARAMS: Final = frozenset({
+    "device_list", "engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_devices",
+    "ucx_error_handling_mode", "ucx_num_device_channels",
+})  # fmt: skip
+"""What NIXL 1.5's UCX backend reads. It advertises only three of them."""
+
+_QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_KINDS: Final = ("DRAM", "VRAM")
+_ENVELOPE: Final = struct.Struct("<4s16sHH")
+"""Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
+_MAGIC: Final = b"kvx1"
+
+
+@dataclass(slots=True, eq=False)
+class _Registration:
+    """Registered memories: NIXL's descriptor lists, one a kind."""
+
+    lists: dict[str, Any] = field(default_factory=dict[str, Any])
+    rows: dict[str, NDArray[np.uint64]] = field(default_factory=dict[str, NDArray[np.uint64]])
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """A posted part. `transfer` is NIXL's handle, None once released."""
+
+    peer: str
+    transfer: Any
+    done: bool = False
+
+
+class NixlTransport:
+    """A `Transport` over one NIXL agent.
+
+    Args:
+        name: Name of the agent. Unique among everybody it meets, and new for each incarnation of a process: NIXL keeps
+            the old addresses of a name that it knows.
+        backends: NIXL plugins to load.
+        backend_params: Parameters by backend, as NIXL takes them (strings).
+        num_workers: UCX workers; None leaves NIXL's default of one. Only calls from further threads would use more.
+        device: CUDA device to make current on the fabric's thread; without it cuda_ipc is silently off for that thread.
+        devices: Network devices that UCX may use, by its names: either RDMA ports (`"mlx5_0:1"`) or one other device
+            (`"eth0"`). Empty: all.
+        quiet: Silence UCX's and NIXL's own messages, unless `UCX_LOG_LEVEL` or `NIXL_LOG_LEVEL` is set. Set once a
+            process, before its first agent.
+
+    Raises:
+        ConfigError: A setting is malformed, or contradicts another.
+        MissingExtraError: nixl is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backends: Sequence[str] = ("UCX",),
+        backend_params: Mapping[str, Mapping[str, str]] | None = None,
+        num_workers: int | None = None,
+        device: int | None = None,
+        devices: Sequence[str] = (),
+        quiet: bool = True,
+    ) -> None:
+        if not 0 < len(name.encode()) <= 255:
+            raise ConfigError(f"a NIXL agent needs a name of 1 to 255 bytes, got {name!r}")
+        if importlib.util.find_spec("nixl") is None:
+            raise _missing()
+        self._name = name
+        self._params = _backend_params(backends, backend_params or {}, num_workers, devices)
+        self._device = device
+        self._quiet = quiet
+        self._incarnation = secrets.token_bytes(16)
+        self._agent: Any = None
+        self._errors: tuple[type[Exception], ...] = ()
+        self._disconnected: tuple[type[Exception], ...] = ()
+        self._empty_list: Any = None
+        self._known: dict[str, bytes] = {}
+        self._lost: set[str] = set()
+        self._stuck: list[Any] = []
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """Unique name of this agent."""
+        return self._name
+
+    def setup(self) -> None:
+        """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.
+
+        Raises:
+            FabricError: The agent or a backend cannot be created.
+            MissingExtraError: nixl cannot be imported.
+        """
+        if self._device is not None:
+            _make_current(self._device)
+        if self._quiet:
+            for variable, level in _QUIET.items():
+                os.environ.setdefault(variable, level)
+        nixl = _import_nixl()
+        bindings = importlib.import_module("nixl._bindings")
+        self._errors = _error_types(bindings)
+        self._disconnected = (bindings.nixlRemoteDisconnectError,)
+        self._empty_list = bindings.nixlRegDList(bindings.DRAM_SEG)
+        try:
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+            agent = nixl.nixl_agent(self._name, config)
+            available: list[str] = agent.get_plugin_list()
+            for backend, params in self._params.items():
+                if backend not in available:
+                    raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
+                agent.create_backend(backend, params)
+        except self._errors as error:
+            raise self._translated(error, f"create agent {self._name!r} with {self._params}") from error
+        self._agent = agent
+        _log.info(
+            "nixl_agent_created",
+            name=self._name,
+            backend={backend: agent.get_backend_params(backend) for backend in self._params},
+            device=self._device,
+            fields={key: value for key, value in os.environ.items() if key.startswith(("UCX_", "NIXL_"))},
+        )
+
+    def register(self, memories: Sequence[Memory]) -> object:
+        """Register memories with every backend that takes their kind.
+
+        Raises:
+            FabricError: A memory cannot be registered; then none of them is.
+        """
+        agent = self._open()
+        token = _Registration()
+        try:
+            for kind in sorted({memory.kind for memory in memories}):
+                rows = _memory_rows([memory for memory in memories if memory.kind == kind], kind)
+                token.lists[kind] = agent.register_memory(rows, kind)
+                token.rows[kind] = rows
+        except self._errors as error:
+            self.deregister(token)
+            raise self._translated(error, f"register {list(memories)}") from error
+        return token
+
+    def deregister(self, token: object) -> None:
+        """Undo one `register`. Later calls with the same token do nothing."""
+        agent = self._open()
+        if not isinstance(token, _Registration):
+            raise FabricError(f"{token!r} is no registration of this transport")
+        failed: Exception | None = None
+        while token.lists:
+            kind, descriptors = token.lists.popitem()
+            token.rows.pop(kind, None)
+            try:
+                agent.deregister_memory(descriptors)
+            except self._errors as error:
+                failed = error
+        if failed is not None:
+            raise self._translated(failed, "deregister memory") from failed
+
+    def metadata(self, tokens: Sequence[object]) -> bytes:
+        """Connection information and the keys of these registrations; with no tokens, how to reach this agent only."""
+        agent = self._open()
+        rows: dict[str, list[NDArray[np.uint64]]] = {}
+        for token in tokens:
+            if not isinstance(token, _Registration) or not token.lists:
+                raise FabricError("metadata was asked for memory that is not registered (any more)")
+            for kind, part in token.rows.items():
+                rows.setdefault(kind, []).append(part)
+        backends = list(self._params)
+        try:
+            lists = [agent.get_reg_descs(np.concatenate(parts), kind) for kind, parts in sorted(rows.items())]
+            blobs: list[bytes] = [
+                agent.get_partial_agent_metadata(descriptors, True, backends)
+                for descriptors in lists or [self._empty_list]
+            ]
+        except self._errors as error:
+            raise self._translated(error, "make metadata") from error
+        return _pack(self._incarnation, self._name, blobs)
+
+    def connect(self, metadata: bytes) -> str:
+        """Learn about a peer, or about more of its memory. NIXL parses the content: connect only where trust allows it.
+
+        Raises:
+            FabricError: The metadata is malformed, or comes from another incarnation of a peer that is still known.
+        """
+        agent = self._open()
+        incarnation, peer, blobs = _unpack(metadata)
+        if self._known.get(peer, incarnation) != incarnation:
+            raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
+        named: set[str] = set()
+        try:
+            for blob in blobs:
+                named.add(agent.add_remote_agent(blob).decode(errors="replace"))
+        except self._errors as error:
+            self._forget(named)
+            raise self._translated(error, "load a peer's metadata") from error
+        if named != {peer}:
+            self._forget(named)
+            raise FabricError(f"metadata of {peer!r} carries that of {sorted(named)}")
+        self._known[peer] = incarnation
+        return peer
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Not a fence: what was posted may still land."""
+        agent = self._open()
+        self._known.pop(peer, None)
+        self._lost.discard(peer)
+        try:
+            agent.remove_remote_agent(peer)
+        except self._errors as error:
+            raise self._translated(error, f"disconnect {peer}") from error
+
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
+        """Begin to move pieces. On a CPU lane the whole copy happens in here.
+
+        Raises:
+            FabricError: With `in_doubt`, if the failure came after the first bytes may have left.
+        """
+        agent = self._open()
+        if peer in self._lost:
+            raise FabricError(f"{peer} is disconnected", disconnected=True)
+        try:
+            transfer = agent.initialize_xfer(
+                operation.name,
+                agent.get_xfer_descs(_rows(local), local.kind),
+                agent.get_xfer_descs(_rows(remote), remote.kind),
+                peer,
+                b"",
+            )
+        except self._errors as error:
+            raise self._translated(error, f"prepare a {operation.value} to {peer}", peer=peer) from error
+        handle = _Handle(peer, transfer)
+        try:
+            state: str = agent.transfer(transfer)
+        except self._errors as error:
+            self._drop(handle)
+            raise self._translated(error, f"post a {operation.value} to {peer}", peer=peer, in_doubt=True) from error
+        if state == "ERR":
+            self._drop(handle)
+            raise FabricError(f"NIXL failed to post a {operation.value} to {peer}", in_doubt=True)
+        handle.done = state == "DONE"
+        return handle
+
+    def poll(self, handle: Handle) -> bool:
+        """True when the part is done; makes progress."""
+        agent = self._open()
+        part = _handle(handle)
+        if not part.done:
+            try:
+                state: str = agent.check_xfer_state(part.transfer)
+            except self._errors as error:
+                raise self._translated(error, f"write to or read from {part.peer}", part.peer, in_doubt=True) from error
+            if state == "ERR":
+                raise FabricError(f"NIXL lost a write to or a read from {part.peer}", in_doubt=True)
+            part.done = state == "DONE"
+        return part.done
+
+    def release(self, handle: Handle) -> None:
+        """Give back a handle, once. If it is still in flight NIXL tries to cancel it, which recalls nothing."""
+        part = _handle(handle)
+        transfer, part.transfer = part.transfer, None
+        try:
+            transfer.release()
+        except self._errors as error:
+            self._stuck.append(transfer)  # keeps NIXL's wrapper from trying again whenever it is collected
+            raise self._translated(error, "release a transfer") from error
+
+    def progress(self) -> None:
+        """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not used."""
+        try:
+            self._open().get_new_notifs()
+        except self._errors as error:
+            raise self._translated(error, "make progress") from error
+
+    def close(self) -> None:
+        """Destroy the agent. Idempotent; over TCP this fences what peers still write, over CMA it does not."""
+        self._closed = True
+        self._agent = None
+        self._stuck.clear()
+
+    def _open(self) -> Any:
+        if self._agent is None:
+            raise FabricError(f"agent {self._name!r} is {'closed' if self._closed else 'not set up'}")
+        return self._agent
+
+    def _forget(self, named: set[str]) -> None:
+        """Unload what a failed `connect` had loaded, but nobody who was known before."""
+        for peer in named - set(self._known):
+            with contextlib.suppress(*self._errors):
+                self._agent.remove_remote_agent(peer)
+
+    def _drop(self, handle: _Handle) -> None:
+        try:
+            self.release(handle)
+        except FabricError as error:
+            _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
+
+    def _translated(self, error: Exception, doing: str, peer: str = "", *, in_doubt: bool = False) -> FabricError:
+        disconnected = isinstance(error, self._disconnected)
+        if disconnected and peer:
+            self._lost.add(peer)
+        words = f"{type(error).__name__}: {error}".rstrip(": ")
+        hint = "" if disconnected else " (NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more)"
+        return FabricError(f"NIXL could not {doing}: {words}{hint}", disconnected=disconnected, in_doubt=in_doubt)
+
+
+def _missing() -> MissingExtraError:
+    return MissingExtraError("transfers between processes need NIXL: pip install nixl")
+
+
+def _make_current(device: int) -> None:
+    """Give this thread a current CUDA context, without which cuda_ipc is silently off in it."""
+    import torch
+
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # set_device alone leaves a new thread without a context on device 0
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without CUDA
+        raise FabricError(f"CUDA device {device} cannot be made current: {error}") from error
+
+
+def _import_nixl() -> Any:
+    """Import nixl without what its import does to logging: it sets `logging.raiseExceptions` for the whole process."""
+    kept = logging.raiseExceptions
+    try:
+        return importlib.import_module("nixl")
+    except ImportError as error:
+        raise _missing() from error
+    finally:
+        logging.raiseExceptions = kept
+
+
+def _error_types(bindings: Any) -> tuple[type[Exception], ...]:
+    """NIXL's exception types, and those into which its bindings turn what C++ throws."""
+    named = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    return (*named, RuntimeError, ValueError)
+
+
+def _backend_params(
+    backends: Sequence[str],
+    given: Mapping[str, Mapping[str, object]],
+    num_workers: int | None,
+    devices: Sequence[str],
+) -> dict[str, dict[str, str]]:
+    """Check the settings and write them as NIXL takes them."""
+    if not backends or len(set(backends)) != len(backends):
+        raise ConfigError(f"backends must name at least one NIXL plugin, each once: {list(backends)}")
+    if unknown := set(given) - set(backends):
+        raise ConfigError(f"backend_params names {sorted(unknown)}, which backends={list(backends)} does not load")
+    params: dict[str, dict[str, str]] = {backend: {} for backend in backends}
+    for backend, values in given.items():
+        for key, value in values.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, got {value!r}")
+            params[backend][key] = value
+    if unknown := set(params.get("UCX", {})) - _UCX_PARAMS:
+        raise ConfigError(f"NIXL's UCX backend has no {sorted(unknown)}; it has {sorted(_UCX_PARAMS)}")
+    derived = _device_params(devices)
+    if num_workers is not None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        derived["num_workers"] = str(num_workers)
+    if derived and "UCX" not in params:
+        raise ConfigError(f"num_workers and devices are settings of UCX, which backends={list(backends)} does not load")
+    if twice := set(derived) & set(params.get("UCX", {})):
+        raise ConfigError(f"{sorted(twice)} is given twice, in backend_params and as a setting of its own")
+    if derived:
+        params["UCX"] |= derived
+    return params
+
+
+def _device_params(devices: Sequence[str]) -> dict[str, str]:
+    """How to say `devices` to NIXL's UCX backend.
+
+    `device_list` appends ":1" to each name, so it can say first ports of RDMA devices and nothing else. `engine_config`
+    is cut at commas, so it can say one device, and yields to a `UCX_NET_DEVICES` in the environment.
+    """
+    if not devices:
+        return {}
+    if any(not name or "," in name or " " in name for name in devices):
+        raise ConfigError(f"devices takes UCX device names without commas or spaces, got {list(devices)}")
+    if all(name.endswith(":1") for name in devices):
+        return {"device_list": ",".join(name.removesuffix(":1") for name in devices)}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"devices={list(devices)}: NIXL takes first ports of RDMA devices ('mlx5_0:1') or one other device; "
+            f"for more, set UCX_NET_DEVICES={','.join(devices)} and leave devices empty"
+        )
+    if os.environ.get("UCX_NET_DEVICES", devices[0]) != devices[0]:
+        raise ConfigError(f"devices={list(devices)}, but UCX_NET_DEVICES={os.environ['UCX_NET_DEVICES']} would win")
+    return {"engine_config": f"NET_DEVICES={devices[0]}"}
+
+
+def _memory_rows(memories: Sequence[Memory], kind: str) -> NDArray[np.uint64]:
+    """NIXL's rows (address, bytes, device) of memories of one kind."""
+    if kind not in _KINDS:
+        raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {kind!r}")
+    if any(memory.address <= 0 or memory.nbytes <= 0 or memory.device < 0 for memory in memories):
+        raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
+    return np.array([(memory.address, memory.nbytes, memory.device) for memory in memories], dtype=np.uint64)
+
+
+def _rows(descriptors: Descriptors) -> NDArray[np.uint64]:
+    """NIXL's rows (address, bytes, device) of the pieces of one side."""
+    if descriptors.kind not in _KINDS:
+        raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {descriptors.kind!r}")
+    rows = np.empty((len(descriptors.pieces), 3), dtype=np.uint64)
+    rows[:, :2] = descriptors.pieces
+    rows[:, 2] = descriptors.device
+    return rows
+
+
+def _handle(handle: Handle) -> _Handle:
+    if not isinstance(handle, _Handle) or handle.transfer is None:
+        raise FabricError(f"{handle!r} is no posted part, or was released")
+    return handle
+
+
+def _pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
+    """Several metadata blobs of one agent, NIXL makes one a kind of memory, as one."""
+    encoded = name.encode()
+    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
+    return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)
+
+
+def _unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
+    """Take apart what `_pack` put together: incarnation, name, blobs. Every length is checked."""
+    if len(metadata) < _ENVELOPE.size:
+        raise FabricError("a peer's metadata is cut short")
+    magic, incarnation, name_bytes, count = _ENVELOPE.unpack_from(metadata)
+    start = _ENVELOPE.size + 4 * count
+    if magic != _MAGIC or not 1 <= count <= len(_KINDS) or len(metadata) < start:
+        raise FabricError("a peer's metadata is not of this version, or cut short")
+    lengths: tuple[int, ...] = (name_bytes, *struct.unpack_from(f"<{count}I", metadata, _ENVELOPE.size))
+    if start + sum(lengths) != len(metadata):
+        raise FabricError("a peer's metadata is cut short or too long")
+    fields: list[bytes] = []
+    for length in lengths:
+        fields.append(metadata[start : start + length])
+        start += length
+    return incarnation, fields[0].decode(errors="replace"), fields[1:]

@@ -1,0 +1,241 @@
+"""One post under way: cut into parts, posted a few at a time, polled, and turned into exactly one result.
+
+Everything here runs on the fabric's thread and decides nothing about other posts; `kvxfer.fabric.pump` does.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Handle, Outcome, Post, PostResult, Transport
+
+__all__ = ["Limits", "LivePost", "Release", "cut", "restated"]
+
+Release: TypeAlias = Callable[[Handle], None]
+"""Gives a handle back to the transport, once, and never raises `FabricError`."""
+
+_SEVERITY: Final = {Outcome.DONE: 0, Outcome.STOPPED: 1, Outcome.FAILED: 2, Outcome.IN_DOUBT: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a post is cut and how much of it is under way at once.
+
+    Attributes:
+        max_descriptors: Pieces in one part at most.
+        max_post_bytes: Bytes in one part at most.
+        max_parts_in_flight: Parts of one post that are posted and not yet ended, at most.
+        no_progress_timeout: Seconds without any part posted or ended after which a post is given up.
+    """
+
+    max_descriptors: int
+    max_post_bytes: int
+    max_parts_in_flight: int
+    no_progress_timeout: float
+
+
+def restated(error: FabricError, *, in_doubt: bool = False) -> FabricError:
+    """The same error as an object of its own: one that is raised to many would collect all their tracebacks."""
+    again = FabricError(str(error), disconnected=error.disconnected, in_doubt=in_doubt)
+    again.__cause__ = error.__cause__
+    return again
+
+
+Slice: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def cut(local: NDArray[np.int64], remote: NDArray[np.int64], limits: Limits) -> list[Slice]:
+    """Cut paired pieces into parts, in order.
+
+    Args:
+        local: int64 (N, 2), address and length in bytes.
+        remote: int64 (N, 2), as long as `local` piece by piece.
+        limits: Bounds of one part. A piece that is larger than `max_post_bytes` is split.
+
+    Returns:
+        (local, remote) pieces of each part. Every byte is in exactly one part; pieces of length 0 are dropped.
+
+    Raises:
+        FabricError: The two sides differ, a length is negative, or there is nothing to move.
+    """
+    if local.ndim != 2 or local.shape[1:] != (2,) or local.shape != remote.shape:
+        raise FabricError(f"pieces must be two (N, 2) arrays of one shape, got {local.shape} and {remote.shape}")
+    lengths = local[:, 1]
+    if not np.array_equal(lengths, remote[:, 1]):
+        raise FabricError("local and remote pieces differ in length")
+    if not lengths.any() or int(lengths.min()) < 0:
+        raise FabricError("pieces must have positive lengths and move at least one byte")
+    local, remote = _split(local, remote, limits.max_post_bytes)
+    ends = np.cumsum(local[:, 1])
+    parts: list[Slice] = []
+    first, before = 0, 0
+    while first < len(ends):
+        by_bytes = int(np.searchsorted(ends, before + limits.max_post_bytes, side="right"))
+        last = min(first + limits.max_descriptors, by_bytes)
+        parts.append((local[first:last], remote[first:last]))
+        first, before = last, int(ends[last - 1])
+    return parts
+
+
+def _split(local: NDArray[np.int64], remote: NDArray[np.int64], limit_bytes: int) -> Slice:
+    """Split every piece into ones of at most `limit_bytes`; drop the empty ones."""
+    lengths = local[:, 1]
+    if int(lengths.min()) > 0 and int(lengths.max()) <= limit_bytes:
+        return local, remote
+    pieces = -(-lengths // limit_bytes)
+    owner = np.repeat(np.arange(len(lengths)), pieces)
+    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit_bytes
+    length = np.minimum(lengths[owner] - offset, limit_bytes)
+    return (
+        np.stack([local[owner, 0] + offset, length], axis=1),
+        np.stack([remote[owner, 0] + offset, length], axis=1),
+    )
+
+
+class LivePost:
+    """A post from the moment the fabric's thread takes it to its result.
+
+    The worst thing that happened decides the outcome: `IN_DOUBT` over `FAILED` over `STOPPED` over `DONE`. Once
+    something has gone wrong nothing more is posted, and the result waits until the parts in flight have ended, or have
+    made no progress for too long.
+
+    Args:
+        post: What to move.
+        limits: How to cut it.
+        refusal: If given, nothing is posted and the result is `FAILED` with this error.
+    """
+
+    def __init__(self, post: Post, limits: Limits, refusal: FabricError | None = None) -> None:
+        self.post: Final = post
+        self.may_linger: bool = False
+        """The transport may still touch this post's memory, here or there, although its result was made."""
+        self._limits = limits
+        self._parts: list[Slice] = []
+        self._next = 0
+        self._in_flight: deque[Handle] = deque()
+        self._verdict = Outcome.DONE
+        self._error: FabricError | None = None
+        self._posted_bytes = 0
+        self._posting = 0.0
+        self._first: float | None = None
+        self._progress_at = 0.0
+        try:
+            if refusal is not None:
+                raise refusal
+            self._parts = cut(post.local.pieces, post.remote.pieces, limits)
+        except FabricError as error:
+            post.cell.kill()
+            self._worsen(Outcome.FAILED, error)
+
+    @property
+    def wants_turn(self) -> bool:
+        """Another part could be posted now."""
+        return (
+            self._verdict is Outcome.DONE
+            and self._next < len(self._parts)
+            and len(self._in_flight) < self._limits.max_parts_in_flight
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is in flight and nothing more will be posted: the result can be made."""
+        return not self._in_flight and (self._verdict is not Outcome.DONE or self._next == len(self._parts))
+
+    def post_part(self, transport: Transport, now: Callable[[], float], clock: float) -> bool:
+        """Post the next part, if the cell allows it. True if the transport took it.
+
+        Args:
+            transport: Where to.
+            now: The runtime's clock, for the lease and for `posting`.
+            clock: The pump's clock of lived time, for `silent`.
+        """
+        local, remote = self._parts[self._next]
+        started = now()
+
+        def make() -> None:
+            handle = transport.post(
+                self.post.peer,
+                self.post.operation,
+                replace(self.post.local, pieces=local),
+                replace(self.post.remote, pieces=remote),
+            )
+            self._in_flight.append(handle)
+
+        try:
+            allowed = self.post.cell.post(now, make)
+        except FabricError as error:
+            self._fail(error, in_doubt=error.in_doubt)
+            return False
+        except Exception as error:
+            self._fail(FabricError(f"posting raised {error!r}", in_doubt=True), in_doubt=True)
+            raise
+        if not allowed:
+            self._worsen(Outcome.STOPPED, None)
+            return False
+        self._posting += now() - started
+        self._first = started if self._first is None else self._first
+        self._posted_bytes += int(local[:, 1].sum())
+        self._next += 1
+        self._progress_at = clock
+        return True
+
+    def poll(self, transport: Transport, release: Release, clock: float) -> bool:
+        """Look at every part in flight and give back those that ended. True if any ended."""
+        some_ended = False
+        for _ in range(len(self._in_flight)):
+            handle = self._in_flight[0]
+            try:
+                ended = transport.poll(handle)
+            except FabricError as error:
+                self._fail(error, in_doubt=True)
+                ended = True
+            self._in_flight.popleft()
+            if ended:
+                some_ended = True
+                self._progress_at = clock
+                release(handle)
+            else:
+                self._in_flight.append(handle)
+        return some_ended
+
+    def silent(self, clock: float) -> bool:
+        """Parts are in flight and none was posted or ended for `no_progress_timeout` seconds."""
+        return bool(self._in_flight) and clock - self._progress_at >= self._limits.no_progress_timeout
+
+    def give_up(self, reason: FabricError, release: Release) -> None:
+        """Settle it now: `IN_DOUBT` if anything is in flight, `FAILED` if nothing is. Releases every handle."""
+        self.post.cell.kill()
+        if self._in_flight:
+            self.may_linger = True
+            self._worsen(Outcome.IN_DOUBT, restated(reason, in_doubt=True))
+        elif not self.settled:
+            self._worsen(Outcome.FAILED, reason)
+        while self._in_flight:
+            release(self._in_flight.popleft())
+
+    def result(self, now: float) -> PostResult:
+        """Make the one result, for the caller to deliver. Ends the cell unless bytes may still land."""
+        if self._verdict is not Outcome.IN_DOUBT:
+            self.post.cell.end()
+        return PostResult(
+            outcome=self._verdict,
+            error=self._error,
+            posted_bytes=self._posted_bytes,
+            posting=self._posting,
+            first=0.0 if self._first is None else self._first,
+            finished=now,
+        )
+
+    def _fail(self, error: FabricError, *, in_doubt: bool) -> None:
+        # a transport that reports the peer gone has ended its own work on that link; any other error says nothing
+        self.may_linger |= in_doubt and not error.disconnected
+        self._worsen(Outcome.IN_DOUBT if in_doubt else Outcome.FAILED, error)
+
+    def _worsen(self, outcome: Outcome, error: FabricError | None) -> None:
+        if _SEVERITY[outcome] > _SEVERITY[self._verdict]:
+            self._verdict, self._error = outcome, error

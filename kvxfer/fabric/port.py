@@ -1,0 +1,245 @@
+"""The fabric port: one-sided writes and reads between registered memories of two processes.
+
+`Transport` is what a library underneath (NIXL) offers: synchronous calls that may block for a while and must all come
+from one thread. `kvxfer.fabric.pump.Fabric` owns a transport, calls it from one service only, and gives the rest of
+kvxfer an interface that never blocks. The in-process loopback is another `Transport`.
+
+A post cannot be recalled. What can be decided, once and for all, is whether it is made: that is the `Cell`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import FabricError
+
+__all__ = [
+    "Cell",
+    "CellState",
+    "Descriptors",
+    "Handle",
+    "Memory",
+    "Operation",
+    "Outcome",
+    "Post",
+    "PostResult",
+    "Transport",
+]
+
+
+class Operation(Enum):
+    """Direction of a post, seen from the side that makes it."""
+
+    WRITE = "write"
+    READ = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A stretch of memory to register.
+
+    Attributes:
+        kind: `"DRAM"` or `"VRAM"`.
+        device: Index of the GPU; 0 for DRAM.
+        address: First byte.
+        nbytes: Length.
+    """
+
+    kind: str
+    device: int
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """Contiguous pieces on one side of a post.
+
+    Attributes:
+        kind: As in `Memory`.
+        device: As in `Memory`.
+        pieces: int64 (N, 2): address and length in bytes.
+    """
+
+    kind: str
+    device: int
+    pieces: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return int(self.pieces[:, 1].sum())
+
+
+class CellState(Enum):
+    """`QUEUED -> POSTED -> ENDED`, or `QUEUED -> DEAD`."""
+
+    QUEUED = "queued"
+    POSTED = "posted"
+    ENDED = "ended"
+    DEAD = "dead"
+
+
+class Cell:
+    """Decides once whether a chunk is written: the fabric's thread posts it, or the loop kills it, never both.
+
+    A post is cut into several; the lease is checked before each of them, inside the same critical section. `kill` never
+    waits for a post that is being made: it then answers False, asks that no further part be posted, and the result of
+    the post tells how far it went.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._lock = threading.Lock()
+        self._state = CellState.QUEUED
+        self._deadline = deadline
+        self._stop = False
+
+    @property
+    def state(self) -> CellState:
+        """Where the cell stands now; `DEAD` and `ENDED` are final."""
+        return self._state
+
+    def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
+        """Run `make` (post one part) unless the cell is dead, stopped, or past its lease. False if it was not run.
+
+        Only the fabric's thread calls this. A first refusal kills the cell.
+        """
+        with self._lock:
+            if self._stop or self._state in (CellState.DEAD, CellState.ENDED) or now() >= self._deadline:
+                if self._state is CellState.QUEUED:
+                    self._state = CellState.DEAD
+                return False
+            self._state = CellState.POSTED
+            make()
+            return True
+
+    def kill(self) -> bool:
+        """Make sure that nothing more is posted. True if nothing ever was, and so nothing is in flight."""
+        self._stop = True
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._state is CellState.QUEUED:
+                self._state = CellState.DEAD
+            return self._state is CellState.DEAD
+        finally:
+            self._lock.release()
+
+    def end(self) -> None:
+        """Everything that was posted has ended. Only the fabric's thread calls this."""
+        with self._lock:
+            if self._state is CellState.POSTED:
+                self._state = CellState.ENDED
+
+
+class Outcome(Enum):
+    """How a post ended."""
+
+    DONE = "done"  # every byte is at its destination
+    STOPPED = "stopped"  # killed or past its lease; what had been posted has ended, nothing is in flight
+    FAILED = "failed"  # the transport refused it; nothing is in flight
+    IN_DOUBT = "in_doubt"  # the transport failed after posting, or made no progress: bytes may still land
+
+
+@dataclass(frozen=True, slots=True)
+class PostResult:
+    """The end of a post.
+
+    Attributes:
+        outcome: See `Outcome`.
+        error: The transport's error, translated, unless the outcome is `DONE` or `STOPPED`.
+        posted_bytes: Bytes of the parts that were posted.
+        posting: Seconds spent inside the transport's post calls.
+        first: When the first part was posted, by the runtime's clock (0.0 if none was).
+        finished: When the end was seen.
+    """
+
+    outcome: Outcome
+    error: FabricError | None
+    posted_bytes: int
+    posting: float
+    first: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Post:
+    """One chunk to write or read.
+
+    Attributes:
+        peer: Name that `connect` returned.
+        operation: Write local pieces into remote ones, or read remote into local.
+        local: Pieces here.
+        remote: Pieces there, piece by piece as long as the local ones.
+        cell: Decides whether it is posted.
+        done: Called exactly once, on the fabric's thread; must return quickly and must not raise.
+    """
+
+    peer: str
+    operation: Operation
+    local: Descriptors
+    remote: Descriptors
+    cell: Cell
+    done: Callable[[PostResult], None]
+
+
+Handle: TypeAlias = object
+"""What a transport returns for a posted part."""
+
+
+class Transport(Protocol):
+    """The library underneath. Every call comes from the fabric's thread; every error is a `FabricError`."""
+
+    @property
+    def name(self) -> str:
+        """Unique name of this agent."""
+        ...
+
+    def setup(self) -> None:
+        """Called once on the fabric's thread before anything else (device context, agent creation)."""
+        ...
+
+    def register(self, memories: Sequence[Memory]) -> object:
+        """Make memory reachable; returns a token for `deregister`."""
+        ...
+
+    def deregister(self, token: object) -> None:
+        """Undo one `register`, exactly once."""
+        ...
+
+    def metadata(self, tokens: Sequence[object]) -> bytes:
+        """What a peer needs to reach the memories of these registrations, and only those."""
+        ...
+
+    def connect(self, metadata: bytes) -> str:
+        """Learn about a peer; returns its name."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Not a fence: what was posted may still land."""
+        ...
+
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
+        """Begin to move pieces. May block while it copies."""
+        ...
+
+    def poll(self, handle: Handle) -> bool:
+        """True when the part is done. Raises `FabricError` if it failed."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give back a handle, once, after it ended or was given up."""
+        ...
+
+    def progress(self) -> None:
+        """Let the library work; a target needs this too."""
+        ...
+
+    def close(self) -> None:
+        """Destroy the agent. Idempotent."""
+        ...

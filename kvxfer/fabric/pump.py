@@ -1,0 +1,460 @@
+"""The pump: owns a transport, calls it from one service only, and gives everybody else calls that never block.
+
+    caller's thread                       the fabric's service
+    register, connect, ...  -> inbox ->   run in order, answered through a future
+    post                    -> inbox ->   cut into parts, posted in turn, polled in one pass, `done` called per pass
+    hold_awake                            `transport.progress()` while others write into our memory
+
+A pass of the service: take what came in, post one part for each peer, poll every handle once, give up what is silent,
+deliver the results together. Between passes it spins only briefly after progress, then sleeps up to a millisecond, and
+with nothing in flight, queued or held awake it sleeps until woken.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from kvxfer.errors import ConfigError, FabricError
+from kvxfer.fabric.parts import Limits, LivePost, restated
+from kvxfer.fabric.port import Handle, Memory, Post, Transport
+from kvxfer.runtime import Runtime, Service
+from kvxfer.telemetry import logger
+
+__all__ = ["Fabric"]
+
+_log: Final = logger("kvxfer.fabric")
+
+_T = TypeVar("_T")
+
+_LEAKED: Final[list[Transport]] = []
+"""Transports left open because a write might be in flight: kept from being destroyed until the process ends."""
+
+_LONGEST_STEP: Final = 1.0
+"""Seconds that one pass counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
+
+_HOLD_GROWTH: Final = 10_000.0
+"""With nothing but a hold the sleep is this fraction of the wait: 0.1 ms for the first second, 1 ms after ten."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A transport call that somebody waits for."""
+
+    run: Callable[[], Any]
+    future: Future[Any]
+
+
+class Fabric:
+    """A transport behind one service. Every method may be called from any thread, and none blocks.
+
+    Args:
+        transport: Owned from now on: nobody else may call it, and `close` closes it.
+        runtime: Clock and services.
+        max_descriptors: Pieces in one part of a post at most. The lease is checked before each part.
+        max_post_bytes: Bytes in one part at most; a larger piece is split.
+        max_parts_in_flight: Parts of one post under way at once; what is beyond can still be stopped.
+        no_progress_timeout: Seconds without any part of a post posted or ended until it is given up as `IN_DOUBT`. It
+            counts time in which the service ran: a process that stood still does not doubt its peers for it.
+        spin_time: Seconds after the last progress during which the service polls without pause.
+        min_poll_interval: Shortest sleep in seconds between two passes after that.
+        max_poll_interval: Longest one.
+        hold_poll_interval: Sleep in seconds between two passes when nothing is in flight but a hold is out; grows to
+            `max_poll_interval` within ten seconds without activity here. Over TCP the target moves the data, and
+            a longest interval of 1 ms costs two thirds of the throughput.
+
+    Raises:
+        ConfigError: A bound is not positive.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        runtime: Runtime,
+        *,
+        max_descriptors: int = 1024,
+        max_post_bytes: int = 4 << 20,
+        max_parts_in_flight: int = 4,
+        no_progress_timeout: float = 30.0,
+        spin_time: float = 200e-6,
+        min_poll_interval: float = 50e-6,
+        max_poll_interval: float = 1e-3,
+        hold_poll_interval: float = 100e-6,
+    ) -> None:
+        if min(max_descriptors, max_post_bytes, max_parts_in_flight) < 1 or no_progress_timeout <= 0:
+            raise ConfigError(
+                "max_descriptors, max_post_bytes, max_parts_in_flight and no_progress_timeout must be > 0"
+            )
+        if not 0 < min_poll_interval <= hold_poll_interval <= max_poll_interval or spin_time < 0:
+            raise ConfigError("poll intervals must satisfy 0 < min <= hold <= max, and spin_time must be >= 0")
+        self._transport = transport
+        self._runtime = runtime
+        self._limits = Limits(max_descriptors, max_post_bytes, max_parts_in_flight, no_progress_timeout)
+        self._spin_time = spin_time
+        self._min_poll = min_poll_interval
+        self._max_poll = max_poll_interval
+        self._hold_poll = hold_poll_interval
+        # shared with the callers' threads, under the lock
+        self._lock = threading.Lock()
+        self._inbox: deque[Post | _Call] = deque()
+        self._refusal: FabricError | None = None
+        self._closed: Future[bool] | None = None
+        self._close_by = 0.0
+        self._holds = 0
+        self._service: Service | None = None
+        # the service's own
+        self._posts: dict[str, deque[LivePost]] = {}
+        self._ended: list[LivePost] = []
+        self._tokens: list[object] = []
+        self._peers: dict[str, None] = {}
+        self._defect: Exception | None = None
+        self._may_linger = False
+        self._over = False
+        self._clock = 0.0
+        self._last_pass = self._active_at = runtime.now()
+
+    # ---- any thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the service. A transport that cannot be set up fails every later operation with the reason.
+
+        Raises:
+            FabricError: It was started or closed before.
+        """
+        with self._lock:
+            if self._service is not None or self._closed is not None:
+                raise FabricError("a fabric is started once")
+            self._service = self._runtime.start("kvxfer-fabric", self._step, setup=self._set_up)
+
+    def register(self, memories: Sequence[Memory]) -> Future[object]:
+        """Make memory reachable. The owner keeps it allocated until `deregister` is done, or for ever if that fails.
+
+        Returns:
+            A token for `metadata` and `deregister`, or `FabricError`.
+        """
+
+        def run() -> object:
+            token = self._transport.register(memories)
+            self._tokens.append(token)
+            return token
+
+        return self._submit(run)
+
+    def deregister(self, token: object) -> Future[None]:
+        """Undo one `register`. This is no fence: what was posted may still land."""
+
+        def run() -> None:
+            index = next((i for i, known in enumerate(self._tokens) if known is token), None)
+            if index is None:
+                raise FabricError("this memory is not registered (any more)")
+            del self._tokens[index]
+            self._transport.deregister(token)
+
+        return self._submit(run)
+
+    def metadata(self, tokens: Sequence[object]) -> Future[bytes]:
+        """What a peer needs to reach the memories of these registrations, and only those."""
+        return self._submit(lambda: self._transport.metadata(tokens))
+
+    def connect(self, metadata: bytes) -> Future[str]:
+        """Learn about a peer, or about more of its memory; returns its name."""
+
+        def run() -> str:
+            peer = self._transport.connect(metadata)
+            self._peers[peer] = None
+            return peer
+
+        return self._submit(run)
+
+    def disconnect(self, peer: str) -> Future[None]:
+        """Forget a peer; harmless if it is not known. This is no fence.
+
+        Posts to it that have nothing in flight end as `FAILED`, the others as `IN_DOUBT`: wait for them first.
+        """
+
+        def run() -> None:
+            error = FabricError(f"{peer} was disconnected while the post was under way")
+            for live in self._posts.get(peer, ()):
+                live.give_up(error, self._release)
+            if peer in self._peers:
+                del self._peers[peer]
+                self._transport.disconnect(peer)
+
+        return self._submit(run)
+
+    def post(self, post: Post) -> None:
+        """Move a chunk. `post.done` gets the result, whatever happens, on the fabric's thread.
+
+        After `close`, or once the fabric is broken, the result is `FAILED` and `done` is called before this returns.
+        """
+        with self._lock:
+            refusal = self._refusal
+            if refusal is None:
+                self._inbox.append(post)
+        if refusal is None:
+            self._wake()
+        else:
+            post.done(LivePost(post, self._limits, restated(refusal)).result(self._runtime.now()))
+
+    def hold_awake(self) -> Callable[[], None]:
+        """Keep the transport progressing, for peers that write into our memory, until the returned function is called.
+
+        Returns:
+            Releases this hold; further calls do nothing.
+        """
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            with self._lock:
+                self._holds -= int(held)
+                held = False
+
+        with self._lock:
+            self._holds += 1
+            self._active_at = self._runtime.now()
+        self._wake()
+        return release
+
+    def close(self, timeout: float) -> Future[bool]:
+        """Refuse new work, let accepted posts end, then undo every connect and register once and close the transport.
+
+        Args:
+            timeout: Seconds until what has not ended is given up: `FAILED` where nothing is in flight, else `IN_DOUBT`.
+
+        Returns:
+            True once the transport is closed and the service stops. False if the transport was left open instead,
+            because something may still be in flight; then registered memory must never be freed. Further calls return
+            the same future, which cannot be cancelled.
+        """
+        with self._lock:
+            first = self._closed is None
+            closed = self._closed = self._closed or Future()
+            if first:
+                closed.set_running_or_notify_cancel()
+                self._refusal = self._refusal or FabricError("the fabric is closed")
+                self._close_by = self._runtime.now() + timeout
+            started = self._service is not None
+        if started:
+            self._wake()
+        elif first:
+            self._turn_away(self._refuse_inbox())
+            closed.set_result(True)
+        return closed
+
+    def _submit(self, run: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        with self._lock:
+            refusal = self._refusal
+            if refusal is None:
+                self._inbox.append(_Call(run, future))
+        if refusal is None:
+            self._wake()
+        else:
+            future.set_exception(restated(refusal))
+        return future
+
+    def _wake(self) -> None:
+        service = self._service
+        if service is not None:
+            service.wake()
+
+    # ---- the service ------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        try:
+            self._transport.setup()
+        except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the service unseen
+            self._defect = error
+
+    def _step(self) -> float | None:
+        if self._over:
+            return None
+        try:
+            return self._pass()
+        except Exception as error:  # noqa: BLE001 - the service is supervised here: a defect is named and answered
+            self._break(error)
+            return 0.0
+
+    def _pass(self) -> float | None:
+        now = self._runtime.now()
+        self._clock += min(max(now - self._last_pass, 0.0), _LONGEST_STEP)
+        self._last_pass = now
+        self._raise_defect()
+        self._take()
+        self._post_round()
+        self._poll_round()
+        self._settle()
+        self._deliver()
+        self._raise_defect()
+        if self._closed is not None:
+            idle = not self._posts and not self._inbox
+            if idle or self._runtime.now() >= self._close_by:
+                self._shut(self._closed)
+                return None
+        return self._delay()
+
+    def _take(self) -> None:
+        """Run the calls and queue the posts that came in, in order."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            self._active_at = self._last_pass
+            if isinstance(item, Post):
+                self._posts.setdefault(item.peer, deque()).append(LivePost(item, self._limits))
+            else:
+                self._run(item)
+
+    def _run(self, call: _Call) -> None:
+        if not call.future.set_running_or_notify_cancel():
+            return
+        try:
+            value = call.run()
+        except FabricError as error:
+            call.future.set_exception(error)
+        except Exception as error:
+            call.future.set_exception(_broken_by(error))
+            raise
+        else:
+            call.future.set_result(value)
+
+    def _post_round(self) -> None:
+        """Post one part for each peer, of that post of the peer whose turn it is."""
+        for queue in self._posts.values():
+            for _ in range(len(queue)):
+                live = queue[0]
+                queue.rotate(-1)
+                if live.wants_turn and live.post_part(self._transport, self._runtime.now, self._clock):
+                    self._active_at = self._last_pass
+                    break
+
+    def _poll_round(self) -> None:
+        for queue in self._posts.values():
+            for live in queue:
+                if live.poll(self._transport, self._release, self._clock):
+                    self._active_at = self._last_pass
+        if self._holds:
+            self._transport.progress()
+
+    def _settle(self) -> None:
+        """Give up what is silent, and take out what has a result."""
+        seconds = self._limits.no_progress_timeout
+        for peer in list(self._posts):
+            queue = self._posts[peer]
+            for live in [live for live in queue if live.silent(self._clock)]:
+                live.give_up(FabricError(f"no progress for {seconds:g} s to {peer}"), self._release)
+            for live in [live for live in queue if live.settled]:
+                queue.remove(live)
+                self._ended.append(live)
+            if not queue:
+                del self._posts[peer]
+
+    def _deliver(self) -> None:
+        """Call `done` for every post that ended in this pass."""
+        batch, self._ended = self._ended, []
+        now = self._runtime.now()
+        for live in batch:
+            self._may_linger |= live.may_linger
+            self._active_at = self._last_pass
+            try:
+                live.post.done(live.result(now))
+            except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
+                self._defect = error
+
+    def _delay(self) -> float | None:
+        """Seconds until the next pass: soon after progress at once, then in proportion to the wait."""
+        waited = self._runtime.now() - self._active_at
+        if self._posts:
+            if waited < self._spin_time or any(live.wants_turn for queue in self._posts.values() for live in queue):
+                return 0.0
+            return min(max(waited / 4, self._min_poll), self._max_poll)
+        if self._holds:
+            return min(max(waited / _HOLD_GROWTH, self._hold_poll), self._max_poll)
+        return None
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            error, self._defect = self._defect, None
+            raise error
+
+    def _release(self, handle: Handle) -> None:
+        try:
+            self._transport.release(handle)
+        except FabricError as error:
+            _log.warning("fabric_handle_not_released", name=self._transport.name, error=str(error))
+        except Exception as error:  # noqa: BLE001 - the pass goes on to keep its books, then reports the defect
+            self._defect = error
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def _break(self, error: Exception) -> None:
+        """Answer everybody, now and from now on, with what went wrong. The service goes on, for `close`."""
+        broken = error if isinstance(error, FabricError) else _broken_by(error)
+        with self._lock:
+            self._refusal = self._refusal or broken
+        self._end_all(broken)
+        self._turn_away(self._refuse_inbox())
+        self._defect = None  # what went wrong on the way is a consequence
+        _log.error("fabric_broken", name=self._transport.name, error=str(broken))
+
+    def _end_all(self, error: FabricError) -> None:
+        for queue in self._posts.values():
+            for live in queue:
+                live.give_up(error, self._release)
+            self._ended.extend(queue)
+        self._posts.clear()
+        self._deliver()
+
+    def _refuse_inbox(self) -> list[Post | _Call]:
+        with self._lock:
+            refused = list(self._inbox)
+            self._inbox.clear()
+        return refused
+
+    def _turn_away(self, items: Sequence[Post | _Call]) -> None:
+        for item in items:
+            error = restated(self._refusal or FabricError("the fabric is closed"))
+            if isinstance(item, Post):
+                self._ended.append(LivePost(item, self._limits, error))
+            elif item.future.set_running_or_notify_cancel():
+                item.future.set_exception(error)
+        self._deliver()
+
+    def _shut(self, closed: Future[bool]) -> None:
+        """Give up what is left, undo everything once unless a write may be in flight, and stop."""
+        self._end_all(FabricError("the fabric was closed before the post had ended"))
+        self._turn_away(self._refuse_inbox())
+        clean = not self._may_linger and self._undo()
+        if not clean:
+            _LEAKED.append(self._transport)
+        self._over = True
+        if self._service is not None:
+            self._service.stop(0.0)
+        closed.set_result(clean)
+        if not clean:
+            _log.warning("fabric_left_open", name=self._transport.name, reason="a transfer may still be in flight")
+
+    def _undo(self) -> bool:
+        """Disconnect, deregister, close: each once, even if one of them fails. False after a defect."""
+        steps: list[Callable[[], None]] = [partial(self._transport.disconnect, peer) for peer in self._peers]
+        steps += [partial(self._transport.deregister, token) for token in self._tokens]
+        steps.append(self._transport.close)
+        self._peers, self._tokens = {}, []
+        clean = True
+        for step in steps:
+            try:
+                step()
+            except FabricError as error:
+                _log.warning("fabric_undo_failed", name=self._transport.name, error=str(error))
+            except Exception as error:  # noqa: BLE001 - the last step of the service: nobody else would see it
+                _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
+                clean = False
+        return clean
+
+
+def _broken_by(error: Exception) -> FabricError:
+    broken = FabricError(f"the fabric is broken by a defect: {error!r}")
+    broken.__cause__ = error
+    return broken

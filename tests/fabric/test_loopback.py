@@ -1,0 +1,220 @@
+"""The loopback transport: bytes, bounds, and every fault that it can inject."""
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.loopback import EVERY_PEER, LogEntry, LoopbackNetwork, LoopbackTransport
+from kvxfer.fabric.port import Descriptors, Memory, Operation
+
+SIZE = 4096
+
+
+class Agent:
+    """A transport and one registered buffer."""
+
+    def __init__(self, name: str, network: LoopbackNetwork, fill: int) -> None:
+        self.transport = LoopbackTransport(name, network)
+        self.transport.setup()
+        self.buffer = np.full(SIZE, fill, dtype=np.uint8)
+        self.address = self.buffer.ctypes.data
+        self.token = self.transport.register([Memory("DRAM", 0, self.address, SIZE)])
+
+    def pieces(self, *spans: tuple[int, int]) -> Descriptors:
+        rows = np.array([(self.address + start, length) for start, length in spans], dtype=np.int64)
+        return Descriptors("DRAM", 0, rows)
+
+
+@pytest.fixture
+def network() -> LoopbackNetwork:
+    return LoopbackNetwork()
+
+
+@pytest.fixture
+def pair(network: LoopbackNetwork) -> tuple[Agent, Agent]:
+    a, b = Agent("a", network, 1), Agent("b", network, 2)
+    assert a.transport.connect(b.transport.metadata([b.token])) == "b"
+    return a, b
+
+
+def write(a: Agent, b: Agent, start: int = 0, length: int = 8) -> object:
+    return a.transport.post("b", Operation.WRITE, a.pieces((start, length)), b.pieces((start, length)))
+
+
+def test_write_and_read_move_exactly_the_pieces_and_are_logged(network, pair):
+    a, b = pair
+    a.buffer[:] = np.arange(SIZE, dtype=np.uint64).astype(np.uint8)
+    handle = a.transport.post("b", Operation.WRITE, a.pieces((0, 3), (100, 5)), b.pieces((10, 3), (20, 5)))
+    assert a.transport.poll(handle)
+    a.transport.release(handle)
+    expected = np.full(SIZE, 2, dtype=np.uint8)
+    expected[10:13] = a.buffer[0:3]
+    expected[20:25] = a.buffer[100:105]
+    assert np.array_equal(b.buffer, expected)
+    handle = a.transport.post("b", Operation.READ, a.pieces((4000, 2)), b.pieces((10, 2)))
+    assert a.transport.poll(handle)
+    a.transport.release(handle)
+    assert np.array_equal(a.buffer[4000:4002], expected[10:12])
+    assert network.log == [
+        LogEntry(Operation.WRITE, "a", "b", b.address + 10, 3),
+        LogEntry(Operation.WRITE, "a", "b", b.address + 20, 5),
+        LogEntry(Operation.READ, "a", "b", b.address + 10, 2),
+    ]
+    assert a.transport.open_handles == 0
+
+
+@pytest.mark.parametrize("span", [(SIZE, 1), (SIZE - 4, 5), (-1, 4)])
+def test_outside_of_the_registration_is_refused_on_both_sides(network, pair, span):
+    a, b = pair
+    with pytest.raises(FabricError, match="outside of what b has registered"):
+        a.transport.post("b", Operation.WRITE, a.pieces((0, span[1])), b.pieces(span))
+    with pytest.raises(FabricError, match="outside of what a"):
+        a.transport.post("b", Operation.WRITE, a.pieces(span), b.pieces((0, span[1])))
+    assert network.log == []
+
+
+def test_metadata_names_only_the_registrations_asked_for(network, pair):
+    a, b = pair
+    other = np.zeros(64, dtype=np.uint8)
+    token = b.transport.register([Memory("DRAM", 0, other.ctypes.data, 64)])
+    a.transport.connect(b.transport.metadata([b.token]))
+    target = Descriptors("DRAM", 0, np.array([[other.ctypes.data, 8]], dtype=np.int64))
+    with pytest.raises(FabricError, match="outside of what b has registered"):
+        a.transport.post("b", Operation.WRITE, a.pieces((0, 8)), target)
+    a.transport.connect(b.transport.metadata([token]))
+    assert a.transport.poll(a.transport.post("b", Operation.WRITE, a.pieces((0, 8)), target))
+    assert other[:8].tolist() == [1] * 8
+
+
+def test_hold_keeps_bytes_back_until_release_even_if_given_up(network, pair):
+    a, b = pair
+    network.hold("b")
+    first, second = write(a, b, 0), write(a, b, 8)
+    assert not a.transport.poll(first)
+    assert network.held("b") == network.held(EVERY_PEER) == 2
+    assert b.buffer[0] == 2
+    a.transport.release(second)  # given up
+    a.buffer[8:16] = 9  # and the source was used again
+    assert network.release("b", posts=1) == 1
+    assert a.transport.poll(first)
+    assert b.buffer[:16].tolist() == [1] * 8 + [2] * 8
+    assert not a.transport.poll(write(a, b, 16)), "still holding"
+    assert network.release("b") == 2
+    assert b.buffer[:24].tolist() == [1] * 8 + [9] * 8 + [1] * 8, "late bytes are those of the time when they move"
+    assert a.transport.poll(write(a, b, 24)), "no longer holding"
+
+
+def test_late_bytes_are_dropped_where_memory_was_deregistered(network, pair):
+    a, b = pair
+    network.hold("b")
+    write(a, b)
+    b.transport.deregister(b.token)
+    network.release("b")
+    assert b.buffer[0] == 2
+    assert network.log == []
+
+
+def test_delay_counts_polls(network, pair):
+    a, b = pair
+    network.delay("b", 2)
+    handle = write(a, b)
+    assert not a.transport.poll(handle)
+    assert not a.transport.poll(handle)
+    assert b.buffer[0] == 2
+    assert a.transport.poll(handle)
+    assert b.buffer[0] == 1
+    network.mend("b")
+    assert a.transport.poll(write(a, b))
+
+
+def test_wedged_posts_never_end(network, pair):
+    a, b = pair
+    network.wedge(EVERY_PEER)
+    network.hold("b")
+    handle = write(a, b)
+    network.mend(EVERY_PEER)
+    network.release("b")
+    assert not any(a.transport.poll(handle) for _ in range(100))
+    assert b.buffer[0] == 2
+    assert a.transport.poll(write(a, b))
+
+
+def test_refuse_next_moves_nothing_and_hits_once(network, pair):
+    a, b = pair
+    network.refuse_next("b", skip=1)
+    assert a.transport.poll(write(a, b))
+    with pytest.raises(FabricError) as caught:
+        write(a, b, 8)
+    assert not caught.value.in_doubt
+    assert b.buffer[8] == 2
+    assert a.transport.poll(write(a, b, 8))
+
+
+@pytest.mark.parametrize("at_post", [True, False])
+def test_break_next_moves_a_part_of_the_bytes(network, pair, at_post):
+    a, b = pair
+    network.break_next("b", after_bytes=11, at_post=at_post, disconnected=at_post)
+    spans = ((0, 8), (8, 8))
+    with pytest.raises(FabricError) as caught:
+        a.transport.poll(a.transport.post("b", Operation.WRITE, a.pieces(*spans), b.pieces(*spans)))
+    assert caught.value.in_doubt
+    assert caught.value.disconnected == at_post
+    assert b.buffer[:16].tolist() == [1] * 11 + [2] * 5
+
+
+def test_disconnect_fails_what_is_in_flight_and_what_comes(network, pair):
+    a, b = pair
+    network.hold("b")
+    handle = write(a, b)
+    network.disconnect("b")
+    with pytest.raises(FabricError) as caught:
+        a.transport.poll(handle)
+    assert caught.value.disconnected
+    assert caught.value.in_doubt
+    a.transport.release(handle)
+    with pytest.raises(FabricError) as caught:
+        write(a, b)
+    assert caught.value.disconnected
+    assert not caught.value.in_doubt
+    network.release("b")
+    assert b.buffer[0] == 1, "the held bytes came late"
+
+
+def test_a_closed_peer_is_disconnected(pair):
+    a, b = pair
+    b.transport.close()
+    b.transport.close()
+    with pytest.raises(FabricError, match="b is gone") as caught:
+        write(a, b)
+    assert caught.value.disconnected
+    with pytest.raises(FabricError, match="not open"):
+        b.transport.progress()
+
+
+def test_misuse_is_refused(network, pair):
+    a, b = pair
+    with pytest.raises(FabricError, match="not connected"):
+        b.transport.post("a", Operation.WRITE, b.pieces((0, 8)), a.pieces((0, 8)))
+    with pytest.raises(FabricError, match="no metadata"):
+        a.transport.connect(b"{}")
+    with pytest.raises(FabricError, match="no metadata"):
+        a.transport.connect(b"\xff")
+    with pytest.raises(FabricError, match="memory of this process only"):
+        a.transport.register([Memory("VRAM", 0, 4096, 8)])
+    with pytest.raises(FabricError, match="open already"):
+        LoopbackTransport("a", network).setup()
+    a.transport.deregister(a.token)
+    with pytest.raises(FabricError, match="not registered"):
+        a.transport.deregister(a.token)
+    with pytest.raises(FabricError, match="not registered"):
+        a.transport.metadata([a.token])
+
+
+def test_a_handle_is_given_back_once(pair):
+    a, b = pair
+    handle = write(a, b)
+    a.transport.release(handle)
+    with pytest.raises(RuntimeError, match="given back before"):
+        a.transport.release(handle)
+    with pytest.raises(RuntimeError, match="given back before"):
+        a.transport.poll(handle)

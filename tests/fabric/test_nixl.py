@@ -1,0 +1,454 @@
+"""The NIXL transport over CPU memory: two agents in one process, and two processes of which one dies."""
+
+import importlib.util
+import logging
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.fabric import nixl as port
+from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.port import Cell, Descriptors, Memory, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.pump import Fabric
+from kvxfer.runtime import ThreadRuntime
+
+SIZE = 1 << 20
+TCP = {"UCX": {"engine_config": "TLS=tcp"}}
+"""Over TCP the target moves the data: one that does not poll keeps a write in flight."""
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+
+class Agent:
+    """A transport and buffers that are registered one by one."""
+
+    def __init__(self, name: str, buffers: int = 1, **settings: Any) -> None:
+        self.transport = NixlTransport(name, **settings)
+        self.transport.setup()
+        self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
+        self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
+
+    def close(self) -> None:
+        for token in self.tokens:
+            self.transport.deregister(token)
+        self.transport.close()
+
+
+def memory(buffer: np.ndarray) -> Memory:
+    return Memory("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
+
+
+def descriptors(buffer: np.ndarray, *spans: tuple[int, int]) -> Descriptors:
+    rows = [(buffer.ctypes.data + start, length) for start, length in spans or ((0, buffer.nbytes),)]
+    return Descriptors("DRAM", 0, np.array(rows, dtype=np.int64))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Agent, Agent]]:
+    a, b = Agent("a"), Agent("b", buffers=2)
+    yield a, b
+    a.close()
+    b.close()
+
+
+def finish(handle: object, *agents: Agent) -> None:
+    """Poll at both ends, as two fabrics would, until the part has ended; give the handle back."""
+    first, *others = agents
+    while not first.transport.poll(handle):
+        for other in others:
+            other.transport.progress()
+    first.transport.release(handle)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+@needs_nixl
+def test_write_and_read_move_exactly_the_pieces(pair):
+    a, b = pair
+    rng = np.random.default_rng(1)
+    a.buffers[0][:] = rng.integers(1, 256, SIZE)
+    peer = a.transport.connect(b.transport.metadata([b.tokens[0]]))
+    assert peer == "b"
+    starts = rng.permutation(SIZE // 512)[:700] * 512
+    here = descriptors(a.buffers[0], *[(int(start), 100) for start in starts])
+    there = descriptors(b.buffers[0], *[(int(start) + 7, 100) for start in starts[::-1]])
+    finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for source, target in zip(starts, starts[::-1], strict=True):
+        expected[target + 7 : target + 107] = a.buffers[0][source : source + 100]
+    assert np.array_equal(b.buffers[0], expected)
+    back = descriptors(a.buffers[0], (0, SIZE))
+    finish(a.transport.post(peer, Operation.READ, back, descriptors(b.buffers[0])), a, b)
+    assert np.array_equal(a.buffers[0], expected)
+
+
+@needs_nixl
+def test_metadata_covers_only_the_registrations_asked_for(pair):
+    a, b = pair
+    a.buffers[0][:] = 5
+    peer = a.transport.connect(b.transport.metadata([b.tokens[0]]))
+    here, arena, other = (descriptors(buffer, (0, 64)) for buffer in (*a.buffers, *b.buffers))
+    finish(a.transport.post(peer, Operation.WRITE, here, arena), a, b)
+    for operation in Operation:
+        with pytest.raises(FabricError, match="nixlNotFoundError") as caught:
+            a.transport.post(peer, operation, here, other)
+        assert not caught.value.in_doubt
+    assert b.buffers[0][:64].tolist() == [5] * 64
+    assert not b.buffers[1].any()
+    # and when the peer is told of it, it works: the refusal came from the metadata
+    assert a.transport.connect(b.transport.metadata([b.tokens[1]])) == peer
+    finish(a.transport.post(peer, Operation.WRITE, here, other), a, b)
+    assert b.buffers[1][:64].tolist() == [5] * 64
+    finish(a.transport.post(peer, Operation.WRITE, here, arena), a, b)
+
+
+@needs_nixl
+def test_metadata_without_memory_is_how_to_reach_an_agent(pair):
+    a, b = pair
+    assert a.transport.connect(b.transport.metadata([])) == "b"
+    with pytest.raises(FabricError):
+        a.transport.post("b", Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0]))
+
+
+@needs_nixl
+def test_errors_before_posting_are_translated_and_not_in_doubt(pair):
+    a, b = pair
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+    here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (0, 64))
+    stranger = np.zeros(64, dtype=np.uint8)
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("nixlNotFoundError", lambda: a.transport.post("nobody", Operation.WRITE, here, there)),
+        ("nixlNotFoundError", lambda: a.transport.post(peer, Operation.WRITE, descriptors(stranger), there)),
+        ("nixlNotFoundError", lambda: a.transport.post(peer, Operation.WRITE, here, descriptors(stranger))),
+        (
+            "nixlInvalidParamError",
+            lambda: a.transport.post(peer, Operation.WRITE, here, descriptors(b.buffers[0], (0, 63))),
+        ),
+        ("nixlBackendError", lambda: a.transport.register([Memory("VRAM", 0, stranger.ctypes.data, 64)])),
+        ("not 'FILE'", lambda: a.transport.register([Memory("FILE", 0, stranger.ctypes.data, 64)])),
+        ("needs an address", lambda: a.transport.register([Memory("DRAM", 0, 0, 64)])),
+        ("not 'FILE'", lambda: a.transport.post(peer, Operation.WRITE, Descriptors("FILE", 0, here.pieces), there)),
+    ]
+    for words, call in cases:
+        with pytest.raises(FabricError, match=words) as caught:
+            call()
+        assert not caught.value.in_doubt
+        assert not caught.value.disconnected
+        if words.startswith("nixl"):
+            assert caught.value.__cause__ is not None
+    finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+
+
+@needs_nixl
+def test_every_exception_type_of_nixl_becomes_a_fabric_error(pair):
+    a, b = pair
+    bindings = sys.modules["nixl._bindings"]
+    types = [kind for name, kind in vars(bindings).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(types) == 12, "NIXL's exception types changed: look at what the new ones mean"
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+    here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (0, 64))
+    agent = a.transport._agent
+
+    class Fails:
+        """NIXL's agent with one call that raises."""
+
+        def __init__(self, call: str, error: type[Exception]) -> None:
+            self.call, self.error = call, error
+
+        def __getattr__(self, name: str) -> Any:
+            return self.fail if name == self.call else getattr(agent, name)
+
+        def fail(self, *_: object) -> None:
+            raise self.error("as told")
+
+    for error in types:
+        gone = error.__name__ == "nixlRemoteDisconnectError"
+        for call, in_doubt in (("initialize_xfer", False), ("transfer", True), ("check_xfer_state", True)):
+            a.transport._lost.clear()
+            a.transport._agent = Fails(call, error)
+            with pytest.raises(FabricError, match=error.__name__) as caught:
+                a.transport.poll(a.transport.post(peer, Operation.WRITE, here, there))
+            assert (caught.value.disconnected, caught.value.in_doubt) == (gone, in_doubt)
+            assert isinstance(caught.value.__cause__, error)
+    a.transport._lost.clear()
+    a.transport._agent = agent
+    finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+
+
+@needs_nixl
+def test_metadata_that_was_cut_or_edited_is_refused(pair):
+    a, b = pair
+    good = b.transport.metadata(b.tokens)
+    for bad in (b"", good[:10], good[:-1], good + b"x", b"zzzz" + good[4:], good[:20] + b"\xff\xff" + good[22:]):
+        with pytest.raises(FabricError, match="metadata"):
+            a.transport.connect(bad)
+    with pytest.raises(FabricError, match="nixlMismatchError"):
+        a.transport.connect(port._pack(bytes(16), "b", [b"not what NIXL makes"]))
+    blob = port._unpack(good)[2]
+    with pytest.raises(FabricError, match="carries that of"):
+        a.transport.connect(port._pack(bytes(16), "somebody else", blob))
+    with pytest.raises(FabricError, match="NotFound"):
+        a.transport.post("b", Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0]))
+    assert a.transport.connect(good) == "b"
+
+
+@needs_nixl
+def test_a_restarted_peer_must_be_disconnected_before_it_is_met_again():
+    a, old = Agent("a"), Agent("b")
+    a.transport.connect(old.transport.metadata(old.tokens))
+    old.close()
+    new = Agent("b")
+    with pytest.raises(FabricError, match="restarted"):
+        a.transport.connect(new.transport.metadata(new.tokens))
+    a.transport.disconnect("b")
+    a.transport.connect(new.transport.metadata(new.tokens))
+    a.buffers[0][:] = 3
+    finish(
+        a.transport.post("b", Operation.WRITE, descriptors(a.buffers[0]), descriptors(new.buffers[0])),
+        a, new,
+    )  # fmt: skip
+    assert (new.buffers[0] == 3).all()
+    assert not old.buffers[0].any()
+    a.close()
+    new.close()
+
+
+@needs_nixl
+def test_everything_is_given_back_once(pair):
+    a, b = pair
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+    handle = a.transport.post(peer, Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0]))
+    finish(handle, a, b)
+    for call in (a.transport.release, a.transport.poll):
+        with pytest.raises(FabricError, match="was released"):
+            call(handle)
+    spare = np.zeros(64, dtype=np.uint8)
+    token = a.transport.register([memory(spare)])
+    a.transport.deregister(token)
+    a.transport.deregister(token)
+    with pytest.raises(FabricError, match="not registered"):
+        a.transport.metadata([token])
+    a.transport.disconnect(peer)
+    a.transport.disconnect(peer)
+
+
+@needs_nixl
+def test_calls_outside_of_setup_and_close_are_refused():
+    transport = NixlTransport("a")
+    with pytest.raises(FabricError, match="not set up"):
+        transport.progress()
+    transport.setup()
+    transport.progress()
+    transport.close()
+    transport.close()
+    with pytest.raises(FabricError, match="closed"):
+        transport.progress()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backends": ()}, "at least one"),
+        ({"backends": ("UCX", "UCX")}, "each once"),
+        ({"backend_params": {"GDS": {}}}, "does not load"),
+        ({"backend_params": {"UCX": {"num_wrokers": "1"}}}, "num_wrokers"),
+        ({"backend_params": {"UCX": {"num_workers": 1}}}, "must be a string"),
+        ({"backend_params": {"UCX": {"num_workers": "1"}}, "num_workers": 1}, "given twice"),
+        ({"num_workers": 0}, "at least 1"),
+        ({"backends": ("POSIX",), "num_workers": 1}, "settings of UCX"),
+        ({"devices": ("eth0", "eth1")}, "UCX_NET_DEVICES=eth0,eth1"),
+        ({"devices": ("eth0,eth1",)}, "without commas"),
+    ],
+)
+def test_settings_are_checked(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        NixlTransport("a", **settings)
+
+
+@needs_nixl
+def test_names_are_checked():
+    for name in ("", "x" * 256):
+        with pytest.raises(ConfigError, match="1 to 255"):
+            NixlTransport(name)
+
+
+@needs_nixl
+def test_devices_reach_the_backend(monkeypatch):
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert port._device_params(["mlx5_0:1", "mlx5_1:1"]) == {"device_list": "mlx5_0,mlx5_1"}
+    assert port._device_params(["mlx5_0:2"]) == {"engine_config": "NET_DEVICES=mlx5_0:2"}
+    transport = NixlTransport("a", devices=["lo"])
+    transport.setup()
+    transport.close()
+    for absent in ("nonsense0", "nonsense0:1"):
+        with pytest.raises(FabricError, match="nixlBackendError"):
+            NixlTransport("a", devices=[absent]).setup()
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    with pytest.raises(ConfigError, match="eth7 would win"):
+        NixlTransport("a", devices=["lo"])
+
+
+@needs_nixl
+def test_a_backend_that_nixl_does_not_have_is_named():
+    with pytest.raises(FabricError, match=r"no backend 'NOPE'; it has .*UCX"):
+        NixlTransport("a", backends=["NOPE"]).setup()
+
+
+def test_without_nixl_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install nixl"):
+        NixlTransport("a")
+
+
+def test_a_nixl_that_does_not_import_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(MissingExtraError, match="pip install nixl"):
+        port._import_nixl()
+
+
+@needs_nixl
+def test_logging_of_the_program_is_left_alone():
+    assert logging.raiseExceptions
+    port._import_nixl()
+    assert logging.raiseExceptions
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """A fabric over NIXL and one registered buffer, in whichever process."""
+
+    def __init__(self, name: str, nbytes: int, settings: dict[str, Any]) -> None:
+        self.fabric = Fabric(NixlTransport(name, **settings), ThreadRuntime())
+        self.fabric.start()
+        self.buffer = np.zeros(nbytes, dtype=np.uint8)
+        token = self.fabric.register([memory(self.buffer)]).result(20)
+        self.metadata = self.fabric.metadata([token]).result(20)
+
+
+def target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
+    """The other process: does what it is told, one word at a time, until it is told to end or killed."""
+    side = Side("target", nbytes, settings)
+    wire.send((side.metadata, side.buffer.ctypes.data))
+    release: Callable[[], None] = lambda: None  # noqa: E731
+    while (word := wire.recv()) != "end":
+        if word == "hold":
+            release = side.fabric.hold_awake()
+        elif word == "let go":
+            release()
+        wire.send(int(side.buffer.view(np.uint64).sum()))
+    wire.send(side.fabric.close(10).result(20))
+
+
+class Remote:
+    """The other process, as the test sees it."""
+
+    def __init__(self, process: Any, wire: Any) -> None:
+        self.process = process
+        self._wire = wire
+        self.metadata: bytes
+        self.address: int
+        self.metadata, self.address = self._receive()
+
+    def say(self, word: str) -> Any:
+        self._wire.send(word)
+        return self._receive()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(20)
+
+    def _receive(self) -> Any:
+        assert self._wire.poll(60), "the other process does not answer"
+        return self._wire.recv()
+
+
+@contextmanager
+def two_processes(nbytes: int, **settings: Any) -> Iterator[tuple[Side, Remote]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, nbytes, settings), daemon=True)
+    process.start()
+    side = Side("initiator", nbytes, settings)
+    try:
+        yield side, Remote(process, ours)
+    finally:
+        process.kill()
+        process.join(20)
+        process.close()  # raises if it still runs
+        ours.close()
+        theirs.close()
+        side.fabric.close(5).result(20)
+
+
+def write(side: Side, remote: Remote, nbytes: int) -> "Future[PostResult]":
+    result: Future[PostResult] = Future()
+    here = np.array([[side.buffer.ctypes.data, nbytes]], dtype=np.int64)
+    there = np.array([[remote.address, nbytes]], dtype=np.int64)
+    local, far = Descriptors("DRAM", 0, here), Descriptors("DRAM", 0, there)
+    side.fabric.post(Post("target", Operation.WRITE, local, far, Cell(1e12), result.set_result))
+    return result
+
+
+@needs_nixl
+@pytest.mark.parametrize("settings", [{}, {"backend_params": TCP}], ids=["any lane", "tcp"])
+def test_a_write_to_another_process(settings):
+    with two_processes(8 * SIZE, **settings) as (side, remote):
+        side.buffer[:] = np.random.default_rng(1).integers(0, 256, side.buffer.nbytes)
+        remote.say("hold")
+        assert side.fabric.connect(remote.metadata).result(20) == "target"
+        result = write(side, remote, side.buffer.nbytes).result(30)
+        assert result.outcome is Outcome.DONE, result.error
+        assert result.posted_bytes == side.buffer.nbytes
+        assert remote.say("let go") == int(side.buffer.view(np.uint64).sum())
+        assert remote.say("end") is True
+        remote.process.join(20)
+        assert remote.process.exitcode == 0
+
+
+@needs_nixl
+def test_a_peer_that_dies_is_disconnected():
+    """Before a write, and in the middle of one: over TCP, 64 MiB stay in flight while the target does not poll."""
+    with two_processes(64 * SIZE, backend_params=TCP) as (side, remote):
+        remote.say("hold")
+        side.fabric.connect(remote.metadata).result(20)
+        assert write(side, remote, 64).result(30).outcome is Outcome.DONE
+        remote.say("let go")
+        during = write(side, remote, side.buffer.nbytes)
+        assert not during.done()
+        remote.kill()
+        result = during.result(20)
+        assert result.outcome is Outcome.IN_DOUBT
+        assert result.error is not None
+        assert result.error.disconnected
+        assert result.error.in_doubt
+        after = write(side, remote, 64).result(20)
+        assert after.outcome is Outcome.FAILED
+        assert after.error is not None
+        assert after.error.disconnected
+        assert side.fabric.close(5).result(20) is True
+
+
+@needs_nixl
+def test_a_peer_that_died_before_the_first_write_is_disconnected():
+    with two_processes(SIZE, backend_params=TCP) as (side, remote):
+        side.fabric.connect(remote.metadata).result(20)
+        remote.kill()
+        result = write(side, remote, SIZE).result(30)
+        assert result.outcome is not Outcome.DONE
+        assert result.error is not None
+        assert result.error.disconnected

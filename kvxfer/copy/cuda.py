@@ -1,0 +1,322 @@
+"""Copies on a GPU: one service thread, one stream per direction, tables in rings, completion by polled events.
+
+A job's tables are written into a slot of a ring of pinned memory, copied from there into the same slot of a ring of
+device memory, and read there by the kernel, all in the order of the stream. The slot is reused only after the event
+behind the kernel has happened, so neither copy of the tables can change under its reader. Nothing here waits for the
+device.
+
+Addresses may be memory of this GPU, pinned host memory, or a peer's memory that this process has mapped and this GPU
+can reach.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy.jobs import Backlog, as_kvxfer_error
+from kvxfer.copy.port import CopyJob, Direction, Event
+from kvxfer.copy.ring import Ring
+from kvxfer.copy.tables import Tables, pack, widths
+from kvxfer.errors import KvxferError
+from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.runtime import Runtime
+
+if TYPE_CHECKING:  # importing the kernel imports triton
+    from kvxfer.copy.kernel import Kernel
+
+__all__ = ["CudaExecutor", "recorded"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+_cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams and events untyped
+
+_LAUNCHES_PER_STEP: Final = 8
+_SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
+
+# when to look at the device again (seconds): sleep until shortly before a copy should be complete, spin for a while,
+# and back off when it is late
+_SPIN_BEFORE_S: Final = 150e-6
+_SPIN_AFTER_S: Final = 1e-3
+_LONGEST_SLEEP_S: Final = 2e-3
+_SHORTEST_SLEEP_S: Final = 50e-6
+_LAUNCH_S: Final = 20e-6
+_FIRST_GUESS_S_PER_BYTE: Final = 1 / 200e9
+
+
+def recorded(event: Event) -> bool:
+    """Whether a CUDA event was ever recorded.
+
+    An event that was not says `query() == True`, so it must not be taken for one that has fired. torch creates the
+    driver's event at the first record, so until then there is none to ask for.
+
+    Args:
+        event: Anything that may be passed as `after=`; what is not a torch event counts as recorded.
+    """
+    for handle in ("cuda_event", "event_id"):  # torch.cuda.Event, torch.Event
+        if hasattr(event, handle):
+            return bool(getattr(event, handle))
+    return True
+
+
+class CudaExecutor:
+    """Runs copy jobs on one GPU, gathers and scatters on streams of their own.
+
+    Args:
+        runtime: Clock and services.
+        device: The GPU that copies.
+        ctas: Thread blocks that a copy uses at most, so that other work keeps its share of the GPU.
+        ring_bytes: Size of each direction's table ring, on the host and on the device. A plan whose tables are larger
+            gets memory of its own.
+
+    Raises:
+        MissingExtraError: If triton cannot be imported.
+    """
+
+    def __init__(
+        self, runtime: Runtime, device: torch.device | int, *, ctas: int = 24, ring_bytes: int = 4 << 20
+    ) -> None:
+        self._runtime = runtime
+        self._device = torch.empty(0, device=device).device  # with its index, also if `device` is the current one
+        self._ctas = ctas
+        self._backlog = Backlog(runtime)
+        self._lanes = {
+            Direction.GATHER: _Lane(self._device, ring_bytes // 8, priority=-1),
+            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, priority=0),
+        }
+        self._kernel = _load_kernel(self._lanes[Direction.GATHER].device_ring)
+        self._idle_polls = 0
+        self._service = runtime.start(f"kvxfer-copy-{self._device}", self._step, setup=self._enter_device)
+
+    @property
+    def compiles(self) -> int:
+        """Kernel variants compiled so far, at most one for each access width."""
+        return self._kernel.compiles
+
+    def submit(self, job: CopyJob, direction: Direction) -> None:
+        """Queue a job. Safe from any thread.
+
+        Raises:
+            ClosedError: If the executor is closed.
+        """
+        self._backlog.submit(job, direction)
+        self._service.wake()
+
+    def warm(self, plans: Iterable[CopyPlan]) -> None:
+        """Compile every variant that these plans, or the same with other tokens, need. Takes seconds the first time."""
+        for width in sorted(widths(plans), reverse=True):
+            self._kernel.compile(width)
+
+    def close(self, timeout: float) -> bool:
+        """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
+
+        Jobs that still wait for their events after `timeout` seconds are reported as failed. Those that run are
+        reported when they end, and only then.
+
+        Returns:
+            False if a job had not been reported by then; the service goes on until the device has finished.
+        """
+        deadline = self._runtime.now() + timeout
+        self._backlog.refuse()
+        if not self._backlog.wait_idle(timeout):
+            self._backlog.cancel_waiting()
+            self._service.wake()
+            return False
+        return self._service.stop(max(0.0, deadline - self._runtime.now()))
+
+    def _enter_device(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def _step(self) -> float | None:
+        moved = 0
+        for direction, lane in self._lanes.items():
+            moved += self._launch_ready(direction, lane) + self._reap(lane)
+        return self._delay(moved)
+
+    def _launch_ready(self, direction: Direction, lane: "_Lane") -> int:
+        """Launch what has become ready, as far as the ring has room. Returns how many jobs left the backlog."""
+        launched = 0
+        while launched < _LAUNCHES_PER_STEP:
+            if lane.held is None:
+                job = self._backlog.pop_ready(direction)
+                if job is None:
+                    break
+                try:
+                    lane.held = (job, pack(job.plan))
+                except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
+                    now = self._runtime.now()
+                    self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
+                    continue
+            if not self._launch_held(lane, *lane.held):
+                break
+            lane.held = None
+            launched += 1
+        return launched
+
+    def _launch_held(self, lane: "_Lane", job: CopyJob, tables: Tables) -> bool:
+        """Launch one job. False if its tables have to wait for room in the ring."""
+        started = self._runtime.now()
+        if not tables.launches:
+            self._backlog.report(job, started, None)
+            return True
+        try:
+            slot = lane.reserve(len(tables.words))
+        except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
+            self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
+            return True
+        if slot is None:
+            return False
+        error: KvxferError | None = None
+        try:
+            lane.upload(slot, tables.words)
+            for launch in tables.launches:
+                self._kernel.launch(launch, slot.device.data_ptr(), slot.start, self._ctas, lane.handle)
+        except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
+            error = as_kvxfer_error("a copy could not be launched", caught)
+        try:
+            event = lane.record()
+        except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
+            event = _Unrecorded(caught)
+        lane.running.append(_Running(job, started, job.plan.bytes, slot, event, error))
+        return True
+
+    def _reap(self, lane: "_Lane") -> int:
+        """Report the copies that have ended. Those of a stream end in order, so only the oldest is asked."""
+        ended = 0
+        while lane.running:
+            oldest = lane.running[0]
+            error = oldest.error
+            try:
+                if not oldest.event.query():
+                    break
+                lane.spare_events.append(oldest.event)
+            except Exception as caught:  # noqa: BLE001 - a broken device reports itself here
+                error = error or as_kvxfer_error("a copy failed on the device", caught)
+            lane.running.popleft()
+            lane.release(oldest.slot)
+            lane.learn(oldest, self._runtime.now())
+            self._backlog.report(oldest.job, oldest.started, error)
+            ended += 1
+        return ended
+
+    def _delay(self, moved: int) -> float | None:
+        """When to step again."""
+        now = self._runtime.now()
+        delays = [lane.delay(now) for lane in self._lanes.values() if lane.running]
+        waiting = any(self._backlog.is_waiting(direction) for direction in Direction)
+        if waiting:
+            self._idle_polls = 0 if moved else self._idle_polls + 1
+            delays.append(0.0 if moved else min(_LONGEST_SLEEP_S / 2, _SHORTEST_SLEEP_S * (1 + self._idle_polls / 8)))
+        return min(delays, default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """Where a job's tables lie: words of the rings, or of memory of its own."""
+
+    start: int
+    host: torch.Tensor
+    device: torch.Tensor
+    of_ring: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """A launched job."""
+
+    job: CopyJob
+    started: float
+    nbytes: int
+    slot: _Slot
+    event: Any
+    error: KvxferError | None
+
+
+class _Unrecorded:
+    """Stands for an event that could not be recorded."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        raise self._error
+
+
+class _Lane:
+    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread."""
+
+    def __init__(self, device: torch.device, ring_words: int, *, priority: int) -> None:
+        with torch.cuda.device(device):
+            self.stream: Final = _cuda.Stream(device, priority=priority)
+            self.handle: Final = int(self.stream.cuda_stream)
+            self.host_ring: Final = torch.empty(ring_words, dtype=torch.int64, pin_memory=True)
+            self.device_ring: Final = torch.empty(ring_words, dtype=torch.int64, device=device)
+        self._ring = Ring(ring_words // _SLOT_WORDS)
+        self.held: tuple[CopyJob, Tables] | None = None
+        self.running: deque[_Running] = deque()
+        self.spare_events: list[Any] = []
+        self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
+        self._last_end = 0.0
+
+    def reserve(self, words: int) -> _Slot | None:
+        """A slot of the rings, or None until older ones are released; memory of its own for more than a ring."""
+        units = -(-words // _SLOT_WORDS)
+        if units <= self._ring.capacity:
+            start = self._ring.take(units)
+            return None if start is None else _Slot(start * _SLOT_WORDS, self.host_ring, self.device_ring, of_ring=True)
+        with torch.cuda.stream(self.stream):
+            host = torch.empty(words, dtype=torch.int64, pin_memory=True)
+            device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
+        return _Slot(0, host, device, of_ring=False)
+
+    def release(self, slot: _Slot) -> None:
+        """Give the oldest slot back, after its reader has run."""
+        if slot.of_ring:
+            self._ring.give_back()
+
+    def upload(self, slot: _Slot, words: I64) -> None:
+        """Queue the copy of tables to the device."""
+        part = slice(slot.start, slot.start + len(words))
+        pinned = slot.host[part]
+        pinned.numpy()[:] = words
+        with torch.cuda.stream(self.stream):
+            slot.device[part].copy_(pinned, non_blocking=True)
+
+    def record(self) -> Any:
+        """An event behind everything that was queued so far."""
+        event = self.spare_events.pop() if self.spare_events else _cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def learn(self, ended: _Running, now: float) -> None:
+        """Correct the estimate of how long a byte takes."""
+        took = now - max(ended.started, self._last_end) - _LAUNCH_S
+        self._last_end = now
+        if ended.nbytes >= 1 << 20 and took > 0:
+            self._s_per_byte += (took / ended.nbytes - self._s_per_byte) / 4
+
+    def delay(self, now: float) -> float:
+        """Seconds until the oldest running copy should be looked at."""
+        oldest = self.running[0]
+        due = max(oldest.started, self._last_end) + _LAUNCH_S + oldest.nbytes * self._s_per_byte
+        if now < due - _SPIN_BEFORE_S:
+            return min(due - _SPIN_BEFORE_S - now, _LONGEST_SLEEP_S)
+        if now < due + _SPIN_AFTER_S:
+            return 0.0
+        return min(max((now - due) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
+
+
+def _load_kernel(table: torch.Tensor) -> "Kernel":
+    try:
+        from kvxfer.copy.kernel import Kernel
+    except ImportError as error:
+        from kvxfer.errors import MissingExtraError
+
+        raise MissingExtraError(
+            "copies on a GPU need triton, which comes with torch for CUDA on Linux: pip install triton"
+        ) from error
+    return Kernel(table)

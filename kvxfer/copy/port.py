@@ -1,0 +1,90 @@
+"""The copy port: what every implementation of a copy offers, on whatever device.
+
+An executor runs copy plans off the event loop, one direction independent of the other. It reports each job
+once, from its own thread, after every byte is visible to work that is launched afterwards on any stream of the device.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+from kvxfer.errors import KvxferError
+from kvxfer.geometry.copyplan import CopyPlan
+
+__all__ = ["READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor"]
+
+
+class Event(Protocol):
+    """Something on the device that will have happened. `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it has happened; never blocks."""
+        ...
+
+
+class _Ready:
+    """An event that has always fired."""
+
+    def query(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "kvxfer.READY"
+
+
+READY: Final[Event] = _Ready()
+"""Pass it as `after=` when the work on the blocks is known to be complete."""
+
+
+class Direction(Enum):
+    """Gathers and scatters have streams (or threads) of their own, so that neither waits for the other."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOutcome:
+    """How a job ended.
+
+    Attributes:
+        error: None if every byte has been copied and is visible.
+        started: When the copy was launched, by the runtime's clock.
+        finished: When it was seen to be complete.
+    """
+
+    error: KvxferError | None
+    started: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyJob:
+    """One copy to run.
+
+    Attributes:
+        plan: What to copy. Its addresses must stay valid until `done` has been called.
+        done: Called exactly once, from the executor's thread; must return quickly and must not raise.
+        after: The copy is launched when this has fired.
+    """
+
+    plan: CopyPlan
+    done: Callable[[CopyOutcome], None]
+    after: Event = READY
+
+
+class Executor(Protocol):
+    """Runs copy jobs on one device."""
+
+    def submit(self, job: CopyJob, direction: Direction) -> None:
+        """Queue a job. Safe from any thread; jobs of one direction are launched in order of their events."""
+        ...
+
+    def warm(self, plans: Iterable[CopyPlan]) -> None:
+        """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """Refuse new jobs, finish the rest, stop. False if it did not end within `timeout` seconds."""
+        ...

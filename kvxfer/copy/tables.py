@@ -1,0 +1,206 @@
+"""A copy plan as one array of 64-bit words: what the kernel reads.
+
+Per access width one launch; per launch a list of headers; each header points (relative to itself, so that the tables
+work wherever they are put) at its axes, its regions and its rows:
+
+    header   tiles, tiles of the headers before it, words an item (+ how to divide by it), items, rows (+ how to divide
+             by it), where the regions are, where the rows are, where the axes are, number of axes
+    axis     count (+ how to divide by it), source stride, destination stride, 1 if a row may cut it short
+    region   source address, destination address
+    row      source offset, destination offset, the count of the axis that it may cut short
+
+An item is one row in one region. Its words are numbered along the axes, the innermost first, and items follow each
+other without a gap, so a tile of the kernel holds as many small rows as fit. Numbers of items and of words within an
+item have 31 bits (checked here), offsets and addresses 64.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.copyplan import CopyPlan, Segment
+
+__all__ = ["AXIS_WORDS", "HEADER_WORDS", "TILE_WORDS", "WIDTHS", "Launch", "Tables", "pack", "widths"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+WIDTHS: Final = (16, 8, 4, 2, 1)
+"""Access widths in bytes."""
+TILE_WORDS: Final = 4096
+"""Words (of the access width) that a tile holds."""
+HEADER_WORDS: Final = 13
+AXIS_WORDS: Final = 6
+
+_LIMIT: Final = 2**31 - 2 * TILE_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the kernel.
+
+    Attributes:
+        width: Bytes an access.
+        first: Where its first header is among the words.
+        headers: Number of headers.
+        tiles: Tiles to copy.
+    """
+
+    width: int
+    first: int
+    headers: int
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """A packed plan.
+
+    Attributes:
+        words: int64, to be put where the device can read it.
+        launches: At most one for each width; their order does not matter.
+    """
+
+    words: I64
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Regions and rows of a segment that allow the same access width."""
+
+    segment: Segment
+    width: int
+    regions: I64
+    rows: I64  # (N, 3): source offset, destination offset, tokens
+
+
+def pack(plan: CopyPlan) -> Tables:
+    """Make the tables of a plan.
+
+    Raises:
+        GeometryError: If a row or a table is too large to be numbered with 31 bits.
+    """
+    by_width: dict[int, list[_Part]] = {}
+    for segment in plan.segments:
+        for part in _parts(segment):
+            by_width.setdefault(part.width, []).append(part)
+    launches: list[Launch] = []
+    words: list[I64] = []
+    at = 0
+    for width, parts in by_width.items():
+        packed, tiles = _pack_launch(parts, width)
+        launches.append(Launch(width, at, len(parts), tiles))
+        words.append(packed)
+        at += len(packed)
+    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches))
+
+
+def widths(plans: Iterable[CopyPlan]) -> set[int]:
+    """Every access width that these plans need, or would need with rows cut at other tokens."""
+    needed: set[int] = set()
+    for plan in plans:
+        for segment in plan.segments:
+            own = {part.width for part in _parts(segment)}
+            box = segment.box
+            narrowest = _width(min(own, default=16) | box.run_bytes | box.src_token | box.dst_token)
+            needed |= own | {width for width in WIDTHS if narrowest <= width <= max(own, default=16)}
+    return needed
+
+
+def _width(bits: int) -> int:
+    """The widest access that an OR of addresses, strides and sizes allows."""
+    bits |= 16
+    return bits & -bits
+
+
+def _parts(segment: Segment) -> list[_Part]:
+    """Split regions and rows by the access width that they allow; nearly always there is one part."""
+    box = segment.box
+    table = segment.rows[segment.rows[:, 4] > 0]
+    rows = np.empty((len(table), 3), np.int64)
+    rows[:, 0] = table[:, 0] * segment.src_block + table[:, 1] * box.src_token
+    rows[:, 1] = table[:, 2] * segment.dst_block + table[:, 3] * box.dst_token
+    rows[:, 2] = table[:, 4]
+    if not len(rows) or not len(segment.regions) or not box.token_bytes:
+        return []
+    common = 0 if box.token_in_run else box.run_bytes
+    for axis in box.outer:
+        common |= (axis.src | axis.dst) if axis.count > 1 else 0
+    if not box.token_in_run and int(rows[:, 2].max()) > 1:
+        common |= box.src_token | box.dst_token
+    row_bits = rows[:, 0] | rows[:, 1]
+    if box.token_in_run:
+        row_bits |= rows[:, 2] * box.run_bytes
+    region_bits = segment.regions[:, 0] | segment.regions[:, 1]
+    if _width(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits))) == 16:
+        return [_Part(segment, 16, segment.regions, rows)]
+    region_widths, row_widths = ((bits | 16) & -(bits | 16) for bits in (region_bits, row_bits))
+    return [
+        _Part(segment, _width(common | wr | wn), segment.regions[region_widths == wr], rows[row_widths == wn])
+        for wr in np.unique(region_widths).tolist()
+        for wn in np.unique(row_widths).tolist()
+    ]
+
+
+def _axes(part: _Part, tokens: int) -> list[tuple[int, int, int, bool]]:
+    """(count, source stride, destination stride, cut short by rows), the run in words first, then by destination."""
+    box, width = part.segment.box, part.width
+    cut = box.token_in_run
+    run = ((tokens if cut else 1) * box.run_bytes // width, width, width, cut)
+    rest = [(axis.dst, axis.src, axis.count, False) for axis in box.outer if axis.count > 1]
+    if tokens > 1 and not cut:
+        rest.append((box.dst_token, box.src_token, tokens, True))
+    axes = [(count, src, dst, cut) for dst, src, count, cut in sorted(rest)]
+    return axes if axes and run[0] == 1 else [run, *axes]
+
+
+def _pack_launch(parts: list[_Part], width: int) -> tuple[I64, int]:
+    """Headers, axes, regions and rows of one launch, and its tiles."""
+    head: list[int] = []
+    body: list[I64] = []
+    at = len(parts) * HEADER_WORDS
+    before = 0
+    for number, part in enumerate(parts):
+        origin = number * HEADER_WORDS
+        longest = int(part.rows[:, 2].max())
+        axes = _axes(part, longest)
+        size = 1
+        numbers: list[int] = []
+        for count, src, dst, cut in axes:
+            size *= count
+            numbers += [count, *_divisor(count), src, dst, int(cut)]
+        rows = part.rows
+        if part.segment.box.token_in_run:
+            rows = rows * np.asarray([1, 1, part.segment.box.run_bytes], np.int64)
+            rows[:, 2] //= width
+        items = len(part.regions) * len(rows)
+        tiles = -(-items * size // TILE_WORDS)
+        _check(size, items, before + tiles, width)
+        where = (at - origin, at - origin + 2 * len(part.regions), at - origin + 2 * len(part.regions) + 3 * len(rows))
+        head += [tiles, before, size, *_divisor(size), items, len(rows), *_divisor(len(rows)), *where, len(axes)]
+        body += [part.regions.ravel(), rows.ravel(), np.asarray(numbers, np.int64)]
+        at += 2 * len(part.regions) + 3 * len(rows) + len(numbers)
+        before += tiles
+    return np.concatenate([np.asarray(head, np.int64), *body]), before
+
+
+def _check(size: int, items: int, tiles: int, width: int) -> None:
+    for what, count in (("words in a row", size), ("rows times regions", items), ("tiles in a launch", tiles)):
+        if count >= _LIMIT:
+            raise GeometryError(
+                f"a copy with {width}-byte accesses has {count} {what}, but at most {_LIMIT - 1} can be numbered: "
+                "cut it into smaller ones"
+            )
+
+
+def _divisor(divisor: int) -> tuple[int, int]:
+    """Multiplier m and shift s with x // divisor == ((x * m >> 32) + x) >> s for 0 <= x < 2**31.
+
+    Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994, figure 4.1.
+    """
+    shift = (divisor - 1).bit_length()
+    return ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift

@@ -1,0 +1,193 @@
+"""Random copy plans over two byte arenas, and what they mean, byte by byte."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
+from kvxfer.geometry.factor import BoxAxis
+
+CANARY = 0xA5
+
+
+@dataclass
+class Side:
+    """Strides of one side: every axis nested in a random order, with random gaps."""
+
+    strides: dict[str, int]
+    extent: int
+
+
+def nest(rng, counts: dict[str, int], run: int, unit: int, *, innermost: str | None) -> Side:
+    """Lay axes out without overlap; `innermost` follows the run without a gap."""
+    strides: dict[str, int] = {}
+    extent = run
+    names = [name for name in counts if name != innermost]
+    rng.shuffle(names)
+    for name in [*([innermost] if innermost else []), *names]:
+        gap = 0 if name == innermost else int(rng.choice([0, 0, 1, 3])) * unit
+        strides[name] = extent + gap
+        extent = (extent + gap) * (counts[name] - 1) + extent
+    return Side(strides, extent)
+
+
+@dataclass
+class Shape:
+    """What a random segment may look like."""
+
+    unit: int
+    run: int
+    outer: list[int]
+    tokens: int
+    rows: int
+    regions: int
+    token_in_run: bool
+
+
+def random_shape(rng, *, most_bytes: int) -> Shape:
+    """Sizes whose product stays below `most_bytes`."""
+    unit = int(rng.choice([1, 2, 4, 8, 16]))
+    while True:
+        shape = Shape(
+            unit,
+            unit * int(rng.choice([1, 1, 2, 3, 5, 8, 33])),
+            [int(n) for n in rng.integers(1, 5, size=int(rng.integers(0, 4)))],
+            int(rng.choice([1, 2, 3, 8])),
+            int(rng.integers(1, 9)),
+            int(rng.integers(1, 4)),
+            bool(rng.integers(0, 2)),
+        )
+        if shape.run * int(np.prod(shape.outer)) * shape.tokens * shape.rows * shape.regions <= most_bytes:
+            return shape
+
+
+def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Segment, int, int]:
+    """One segment with its regions at these addresses or behind them, and the bytes that it may touch on each side."""
+    room = shape.tokens + int(rng.integers(0, 4))
+    counts = {
+        "region": shape.regions,
+        "block": shape.rows + int(rng.integers(0, 3)),
+        "token": room,
+        **{str(n): count for n, count in enumerate(shape.outer)},
+    }
+    innermost = "token" if shape.token_in_run else None
+    src, dst = (nest(rng, counts, shape.run, shape.unit, innermost=innermost) for _ in range(2))
+    partial = rng.integers(0, 2)
+    lengths = rng.integers(1, shape.tokens + 1, size=shape.rows) if partial else np.full(shape.rows, shape.tokens)
+    rows = np.stack(
+        [
+            rng.integers(0, counts["block"], size=shape.rows),
+            rng.integers(0, room - lengths + 1),
+            rng.permutation(counts["block"])[: shape.rows],
+            rng.integers(0, room - lengths + 1),
+            lengths,
+        ],
+        axis=1,
+    ).astype(np.int64)
+    order = rng.permutation(shape.regions)
+    regions = np.stack(
+        [src_base + order * src.strides["region"], dst_base + np.arange(shape.regions) * dst.strides["region"]], axis=1
+    ).astype(np.int64)
+    outer = tuple(BoxAxis(n, src.strides[str(k)], dst.strides[str(k)]) for k, n in enumerate(shape.outer))
+    box = Box(outer, src.strides["token"], dst.strides["token"], shape.run, shape.token_in_run)
+    segment = Segment(regions, rows, src.strides["block"], dst.strides["block"], box)
+    return segment, src.extent, dst.extent
+
+
+def random_plan(
+    seed: int, src_address: int, dst_address: int, nbytes: int, *, most_segments: int = 4, most_bytes: int = 16384
+) -> tuple[CopyPlan, int, int]:
+    """A plan whose segments lie one behind the other in two arenas of `nbytes`, and the bytes that it uses of each."""
+    rng = np.random.default_rng(seed)
+    segments: list[Segment] = []
+    src_at, dst_at = 0, 0
+    for _ in range(int(rng.integers(1, most_segments + 1))):
+        shape = random_shape(rng, most_bytes=most_bytes)
+        align = 16 if rng.integers(0, 2) else 1
+        src_at, dst_at = (-(-(at + int(rng.integers(0, 16))) // align) * align for at in (src_at, dst_at))
+        segment, src_extent, dst_extent = random_segment(rng, shape, src_address + src_at, dst_address + dst_at)
+        if max(src_at + src_extent, dst_at + dst_extent) > nbytes:
+            break
+        segments.append(segment)
+        src_at += src_extent
+        dst_at += dst_extent
+    return CopyPlan(tuple(segments)), src_at, dst_at
+
+
+def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):
+    """What `dst` must be afterwards, piece by piece."""
+    result = dst.copy()
+    pieces = plan.enumerate()
+    columns = (pieces.src - src_address, pieces.dst - dst_address, pieces.nbytes)
+    for at, to, count in zip(*(column.tolist() for column in columns), strict=True):
+        result[to : to + count] = src[at : at + count]
+    return result
+
+
+def addresses(plan: CopyPlan) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, bytes) of every run, by the formula of `copyplan` and none of its code."""
+    for segment in plan.segments:
+        box = segment.box
+        for bases, row in product(segment.regions.tolist(), segment.rows.tolist()):
+            src_block, src_first, dst_block, dst_first, tokens = row
+            for token, index in product(range(tokens), np.ndindex(*(axis.count for axis in box.outer))):
+                src = bases[0] + src_block * segment.src_block + (src_first + token) * box.src_token
+                dst = bases[1] + dst_block * segment.dst_block + (dst_first + token) * box.dst_token
+                for axis, i in zip(box.outer, index, strict=True):
+                    src += i * axis.src
+                    dst += i * axis.dst
+                yield src, dst, box.run_bytes
+
+
+def contiguous_rows(
+    src: int, dst: int, *, rows: int, regions: int, row_bytes: int, pool: int, rng=None, flat: str = ""
+) -> CopyPlan:
+    """Whole blocks of `row_bytes`, `pool` of them in each region; random ids, or ascending ones on the side `flat`."""
+    rng = rng or np.random.default_rng(0)
+    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
+                    box=Box((), row_bytes, row_bytes, row_bytes, token_in_run=True), tokens=1,
+                    src_block=row_bytes, dst_block=row_bytes)  # fmt: skip
+
+
+def head_split(
+    src: int, dst: int, *, rows: int, regions: int, pool: int, rng=None, flat: str = "", row_bytes: int = 512
+) -> CopyPlan:
+    """NHD blocks of 16 tokens, of which a quarter of the heads (a row of `row_bytes`) is taken."""
+    rng = rng or np.random.default_rng(0)
+    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
+                    box=Box((), 4 * row_bytes, row_bytes, row_bytes, token_in_run=False), tokens=16,
+                    src_block=64 * row_bytes, dst_block=16 * row_bytes)  # fmt: skip
+
+
+def hnd_to_nhd(src: int, dst: int, *, rows: int, regions: int, pool: int, rng=None, flat: str = "") -> CopyPlan:
+    """HND blocks of 8 heads x 16 tokens x 256 bytes into NHD blocks."""
+    rng = rng or np.random.default_rng(0)
+    return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
+                    box=Box((BoxAxis(8, 4096, 256),), 256, 2048, 256, token_in_run=False), tokens=16,
+                    src_block=32768, dst_block=32768)  # fmt: skip
+
+
+def box_plan(
+    src: int,
+    dst: int,
+    *,
+    rows: int,
+    regions: int,
+    pool: int,
+    rng,
+    flat: str,
+    box: Box,
+    tokens: int,
+    src_block: int,
+    dst_block: int,
+) -> CopyPlan:
+    """Equal boxes in random blocks; regions lie `pool` blocks apart."""
+    ids = [np.arange(rows) if side == flat else rng.permutation(pool)[:rows] for side in ("src", "dst")]
+    zero = np.zeros(rows, np.int64)
+    table = np.stack([ids[0], zero, ids[1], zero, np.full(rows, tokens)], axis=1).astype(np.int64)
+    number = np.arange(regions, dtype=np.int64)
+    step = [rows if side == flat else pool for side in ("src", "dst")]
+    bases = np.stack([src + number * step[0] * src_block, dst + number * step[1] * dst_block], axis=1)
+    return CopyPlan((Segment(bases, table, src_block, dst_block, box),))

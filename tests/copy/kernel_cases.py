@@ -1,0 +1,114 @@
+"""The Triton kernel in Triton's interpreter. Collected by `test_kernel.py` in a process of its own, see there."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.copy import host, kernel, tables
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
+from kvxfer.geometry.factor import BoxAxis
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"
+
+NBYTES = 1 << 18
+copy_boxes: Any = kernel.copy_boxes
+SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0) -> list[int]:
+    """Run a plan in the interpreter, its tables `at` words behind the start of their memory. Returns the widths."""
+    before, tables.TILE_WORDS = tables.TILE_WORDS, tile
+    try:
+        packed = tables.pack(plan)
+    finally:
+        tables.TILE_WORDS = before
+    words = torch.from_numpy(np.concatenate([np.full(at, -1, np.int64), packed.words]))
+    for launch in packed.launches:
+        fixed = {**kernel.constants(launch.width), "TILE": tile}
+        copy_boxes[(min(ctas, launch.tiles),)](words, at + launch.first, launch.headers, **fixed)
+    return [launch.width for launch in packed.launches]
+
+
+def check(make, *, ctas=3, tile=64) -> list[int]:
+    """A plan must give what its pieces say and what the host copies, and leave every other byte alone."""
+    dst = np.full(NBYTES, CANARY, np.uint8)
+    plan = make(SRC.ctypes.data, dst.ctypes.data)
+    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    used = interpret(plan, ctas=ctas, tile=tile, at=6)
+    np.testing.assert_array_equal(dst, want)
+    dst[:] = CANARY
+    host.run(plan)
+    np.testing.assert_array_equal(dst, want)
+    return used
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), ctas=st.integers(1, 7), tile=st.sampled_from([32, 256, 4096]))
+def test_random_plans(seed, ctas, tile):
+    most = 24 * tile  # the interpreter takes milliseconds for a tile
+    check(
+        lambda src, dst: random_plan(seed, src, dst, NBYTES, most_segments=3, most_bytes=min(most, 16384))[0],
+        ctas=ctas,
+        tile=tile,
+    )
+
+
+def aligned(width):
+    """Offset that makes an address of the arena a multiple of `width` and of nothing wider."""
+    return lambda address: -address % 32 + (width if width < 16 else 0)
+
+
+@pytest.mark.parametrize("width", tables.WIDTHS)
+def test_every_width_is_used_where_it_fits(width):
+    shift = aligned(width)
+
+    def make(src, dst):
+        run, room = 3 * width, 16 * width
+        box = Box((BoxAxis(2, 4 * width, 8 * width),), room, room, run, token_in_run=False)
+        rows = np.asarray([[0, 1, 2, 0, 3], [2, 0, 0, 2, 2], [1, 2, 1, 1, 2]], np.int64)
+        bases = np.asarray([[src + shift(src), dst + shift(dst)]], np.int64)
+        return CopyPlan((Segment(bases, rows, 4 * room, 4 * room, box),))
+
+    assert check(make) == [width]
+
+
+def test_rows_of_132_bytes_travel_in_wide_words_where_whole_and_in_narrow_ones_where_cut():
+    def make(src, dst):
+        src, dst = src + -src % 16, dst + -dst % 16
+        box = Box((), 132, 132, 132, token_in_run=True)
+        rows = np.asarray([[3, 0, 0, 0, 16], [1, 0, 2, 0, 16], [0, 5, 1, 5, 11]], np.int64)
+        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 2112, 2112, box),))
+
+    assert sorted(check(make)) == [4, 16]
+
+
+@pytest.mark.parametrize("tile", [512, 4096])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *at: contiguous_rows(*at, rows=3, regions=2, row_bytes=4096, pool=4),
+        lambda *at: contiguous_rows(*at, rows=40, regions=2, row_bytes=48, pool=64),
+        lambda *at: head_split(*at, rows=3, regions=2, pool=3, row_bytes=64),
+        lambda *at: hnd_to_nhd(*at, rows=2, regions=2, pool=3),
+    ],
+    ids=["4 KiB", "48 bytes", "head split", "HND to NHD"],
+)
+def test_common_layouts(make, tile):
+    check(make, ctas=2, tile=tile)
+
+
+def test_more_axes_than_a_box_has_today():
+    axes = tuple(BoxAxis(2, 4 * 3**k, 4 * 4**k) for k in range(5))
+
+    def make(src, dst):
+        box = Box(axes, 4 * 3**5, 4 * 4**5, 4, token_in_run=False)
+        rows = np.asarray([[0, 0, 0, 0, 2]], np.int64)
+        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 0, 0, box),))
+
+    check(make)

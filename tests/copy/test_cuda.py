@@ -1,0 +1,243 @@
+"""The GPU executor's decisions, without a GPU: events that a test fires, memory that is never read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from copy_plans import contiguous_rows
+
+from kvxfer.copy import READY, CopyJob, Direction, cuda
+from kvxfer.copy.cuda import CudaExecutor, recorded
+from kvxfer.copy.ring import Ring
+from kvxfer.errors import ClosedError, TransferFailedError
+from kvxfer.geometry.copyplan import CopyPlan
+
+
+class Mark:
+    """A completion event."""
+
+    def __init__(self):
+        self.fired = False
+        self.error = None
+
+    def query(self):
+        if self.error:
+            raise self.error
+        return self.fired
+
+
+class FakeLane(cuda._Lane):
+    """A lane whose stream runs when the test says so."""
+
+    made: list
+
+    def __init__(self, device, ring_words, *, priority):
+        words = torch.zeros(ring_words, dtype=torch.int64)
+        vars(self).update(host_ring=words, device_ring=words, handle=0)
+        self.priority = priority
+        self._ring = Ring(ring_words // 2)
+        self.held, self.spare_events, self._s_per_byte, self._last_end = None, [], 1e-12, 0.0
+        self.running = cuda.deque()
+        self.marks, self.record_error = [], None
+        self.made.append(self)
+
+    def upload(self, slot, words):
+        slot.host[slot.start : slot.start + len(words)] = torch.from_numpy(words)
+
+    def record(self):
+        if self.record_error:
+            raise self.record_error
+        self.marks.append(Mark())
+        return self.marks[-1]
+
+
+class FakeRuntime:
+    """Services step when the test says so."""
+
+    step: Any
+
+    def __init__(self):
+        self.time = 1.0
+        self.woken = 0
+
+    def now(self):
+        return self.time
+
+    def start(self, name, step, *, setup=None):
+        self.step = step
+        return SimpleNamespace(wake=self._wake, stop=lambda timeout: True)
+
+    def _wake(self):
+        self.woken += 1
+
+
+class World:
+    def __init__(self, monkeypatch, *, ring_bytes=4096):
+        FakeLane.made = []
+        self.launched, self.launch_error = [], None
+        monkeypatch.setattr(cuda, "_Lane", FakeLane)
+        monkeypatch.setattr(cuda, "_load_kernel", lambda table: SimpleNamespace(launch=self._launch))
+        self.runtime: Any = FakeRuntime()
+        self.executor = CudaExecutor(self.runtime, torch.device("cpu"), ring_bytes=ring_bytes)
+        self.gather, self.scatter = FakeLane.made
+        self.outcomes, self.order = {}, []
+
+    def _launch(self, launch, table, first, ctas, stream):
+        if self.launch_error and launch.width != 16:
+            raise self.launch_error
+        self.launched.append((launch.width, first))
+
+    def submit(self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None):
+        plan = plan or contiguous_rows(0, 1 << 20, rows=rows, regions=1, row_bytes=64, pool=rows)
+
+        def done(outcome):
+            assert name not in self.outcomes
+            self.outcomes[name] = outcome
+            self.order.append(name)
+
+        self.executor.submit(CopyJob(plan, done, after), direction)
+
+    def step(self):
+        return self.runtime.step()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def test_a_job_is_reported_when_its_event_has_happened(world):
+    world.submit("a")
+    assert world.runtime.woken == 1
+    assert world.step() is not None
+    assert world.launched == [(16, 0)]
+    assert world.outcomes == {}
+    world.gather.marks[0].fired = True
+    world.runtime.time = 2.0
+    assert world.step() is None, "nothing to do: sleep until woken"
+    assert world.outcomes["a"].error is None
+    assert (world.outcomes["a"].started, world.outcomes["a"].finished) == (1.0, 2.0)
+    assert world.gather.spare_events == world.gather.marks
+
+
+def test_gathers_come_before_other_work_on_the_gpu(world):
+    assert world.gather.priority < world.scatter.priority
+
+
+def test_a_job_whose_event_has_not_fired_lets_the_next_pass(world):
+    late = Mark()
+    world.submit("late", after=late)
+    world.submit("ready")
+    world.submit("other", direction=Direction.SCATTER)
+    assert world.step() == 0.0
+    delay = world.step()
+    assert len(world.gather.running) == len(world.scatter.running) == 1
+    world.gather.marks[0].fired = world.scatter.marks[0].fired = late.fired = True
+    world.step()
+    world.gather.marks[1].fired = True
+    world.step()
+    assert delay is not None
+    assert world.order == ["ready", "other", "late"]
+
+
+def test_waiting_for_an_event_sleeps_longer_and_longer_but_not_for_ever(world):
+    world.submit("late", after=Mark())
+    delays = [world.step() for _ in range(400)]
+    assert delays[0] <= 1e-4
+    assert delays == sorted(delays)
+    assert delays[-1] == 1e-3
+
+
+def test_tables_wait_for_room_in_the_ring(monkeypatch):
+    world = World(monkeypatch, ring_bytes=1024)
+    for name in range(20):
+        world.submit(name, rows=8)
+    for _ in range(5):
+        world.step()
+    fit = len(world.gather.running)
+    assert 1 < fit < 20
+    slots = [(running.slot.start, running.slot.of_ring) for running in world.gather.running]
+    assert len(set(slots)) == fit
+    for done in range(20):
+        world.gather.marks[done].fired = True
+        world.step()
+        world.step()
+    assert world.order == list(range(20))
+    assert len(world.gather._ring) == 0
+
+
+def test_a_failed_launch_is_reported_after_what_was_launched_before_it(world):
+    world.launch_error = RuntimeError("no such kernel")
+    both = [
+        contiguous_rows(at, at, rows=2, regions=1, row_bytes=64, pool=2).segments[0] for at in (0, 1 << 20, 1 << 21)
+    ]
+    both[1].regions[0, 0] += 4
+    world.submit("a", plan=CopyPlan(tuple(both)))
+    world.submit("b")
+    world.step()
+    assert world.outcomes == {}, "the first width still runs"
+    for mark in world.gather.marks:
+        mark.fired = True
+    world.step()
+    assert isinstance(world.outcomes["a"].error, TransferFailedError)
+    assert "no such kernel" in str(world.outcomes["a"].error)
+    assert world.outcomes["b"].error is None
+
+
+def test_a_broken_device_fails_every_job_once_and_gives_every_slot_back(world):
+    world.submit("running")
+    world.submit("behind")
+    world.step()
+    world.gather.marks[0].error = world.gather.marks[1].error = RuntimeError("illegal address")
+    world.gather.record_error = RuntimeError("illegal address")
+    world.submit("next")
+    world.step()
+    world.step()
+    assert world.order == ["running", "behind", "next"]
+    assert all("illegal address" in str(outcome.error) for outcome in world.outcomes.values())
+    assert len(world.gather._ring) == 0
+
+
+def test_what_copies_nothing_is_done_at_once(world):
+    world.submit("empty", plan=CopyPlan(()))
+    world.step()
+    assert world.outcomes["empty"].error is None
+    assert world.launched == []
+
+
+def test_close_reports_what_waits_but_not_what_runs(world):
+    world.submit("running")
+    world.submit("waiting", after=Mark())
+    world.step()
+    assert not world.executor.close(0.0)
+    world.step()
+    assert world.order == ["waiting"]
+    assert isinstance(world.outcomes["waiting"].error, ClosedError)
+    assert not world.executor.close(0.0)
+    world.gather.marks[0].fired = True
+    world.step()
+    assert world.executor.close(0.0)
+    with pytest.raises(ClosedError):
+        world.submit("late")
+
+
+def test_the_device_is_asked_when_a_copy_should_be_done(world):
+    lane = world.gather
+    lane._s_per_byte = 1e-9
+    world.submit("a", plan=contiguous_rows(0, 1 << 30, rows=16, regions=1, row_bytes=1 << 20, pool=16))
+    world.step()
+    due = lane.running[0].started + (16 << 20) * 1e-9
+    assert lane.delay(1.0) > 1e-3, "asleep at first"
+    assert lane.delay(due) == 0.0, "spins when it is due"
+    assert 0.0 < lane.delay(due + 0.01) <= 2e-3, "backs off when it is late"
+
+
+def test_what_counts_as_recorded():
+    assert recorded(READY)
+    assert recorded(Mark())
+    for handle in ("cuda_event", "event_id"):  # torch.cuda.Event, torch.Event
+        event: Any = SimpleNamespace(query=lambda: True, **{handle: 0})
+        assert not recorded(event)
+        setattr(event, handle, 0x7F00)
+        assert recorded(event)

@@ -1,0 +1,48 @@
+"""The Triton kernel without a GPU: in Triton's interpreter, and as PTX.
+
+Triton decides when it is imported whether kernels are interpreted, for the whole process. So neither choice is made in
+the process that runs the other tests: `kernel_cases.py` runs in a child with TRITON_INTERPRET=1 and `kernel_ptx.py` in
+one without; neither name matches `test_*.py`, so nothing else collects them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def child(*arguments, cwd=ROOT, **variables):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env={**environment, **variables}, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_kernel_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed")
+    out = child("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "kernel_cases.py"), TRITON_INTERPRET="1")
+    print(out)
+    assert " passed" in out
+    assert "skipped" not in out
+
+
+def test_the_wide_variant_makes_16_byte_accesses(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    out = child(str(HERE / "kernel_ptx.py"), TRITON_CACHE_DIR=str(tmp_path))
+    print(out)
+    assert "all variants as expected" in out
+
+
+def test_importing_the_package_imports_neither_torch_nor_triton():
+    child("-c", "import sys, kvxfer.copy.port, kvxfer.copy.host; assert not {'torch', 'triton'} & set(sys.modules)")
+    loaded = "'triton' in sys.modules"  # torch may import it by itself
+    child("-c", f"import sys, torch; before = {loaded}; import kvxfer.copy.cuda; assert before == ({loaded})")

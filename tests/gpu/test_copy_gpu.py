@@ -1,0 +1,647 @@
+"""Copies on real GPUs: what the interpreter cannot show (alignment, 64-bit addresses, races, streams), and figures.
+
+    python -m pytest tests/gpu/test_copy_gpu.py -s
+
+prints the figures; nothing here asserts a speed.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.append(str(ROOT / "tests" / "copy"))
+
+from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.copy import READY, CopyJob, Direction, tables  # noqa: E402
+from kvxfer.copy.cuda import CudaExecutor, recorded  # noqa: E402
+from kvxfer.errors import ClosedError, KvxferError, TransferFailedError  # noqa: E402
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
+from kvxfer.geometry.factor import BoxAxis  # noqa: E402
+from kvxfer.runtime import ThreadRuntime  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets kernels"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class Runner:
+    """An executor, and jobs that are waited for."""
+
+    def __init__(self, device=0, **options):
+        self.executor = CudaExecutor(ThreadRuntime(), device, **options)
+        self._changed = threading.Condition()
+        self.outcomes = {}
+        self.order = []
+
+    def submit(self, name, plan, direction=Direction.GATHER, after=READY):
+        def done(outcome):
+            with self._changed:
+                assert name not in self.outcomes, f"{name} was reported twice"
+                self.outcomes[name] = outcome
+                self.order.append(name)
+                self._changed.notify_all()
+
+        self.executor.submit(CopyJob(plan, done, after), direction)
+
+    def wait(self, count, timeout=60):
+        with self._changed:
+            enough = self._changed.wait_for(lambda: len(self.outcomes) >= count, timeout)
+        assert enough, f"{len(self.outcomes)} of {count}"
+
+    def copy(self, plan, direction=Direction.GATHER):
+        ended = threading.Event()
+        outcomes = []
+
+        def done(outcome):
+            outcomes.append(outcome)
+            ended.set()
+
+        self.executor.submit(CopyJob(plan, done), direction)
+        assert ended.wait(60)
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
+
+    def errors(self):
+        return [outcome.error for outcome in self.outcomes.values() if outcome.error is not None]
+
+
+@pytest.fixture
+def runner():
+    runner = Runner()
+    yield runner
+    assert runner.executor.close(30)
+
+
+@pytest.fixture
+def small_ring():
+    runner = Runner(ring_bytes=64 * KIB)
+    yield runner
+    assert runner.executor.close(30)
+
+
+def noise(nbytes, seed=0, device="cuda:0"):
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def canvas(nbytes, device="cuda:0"):
+    return torch.full((nbytes,), CANARY, dtype=torch.uint8, device=device)
+
+
+def settle():
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+
+
+# ---- right bytes
+
+
+def every_size(src, dst):
+    """One row of every size from 1 to 257 bytes, from every alignment to every alignment. Slots of 288 bytes."""
+    slot = 288
+    a, b = (axis.ravel() for axis in np.meshgrid(np.arange(16), np.arange(16), indexing="ij"))
+    segments = []
+    for size in range(1, 258):
+        number = (size - 1) * 256 + np.arange(256)
+        zero = np.zeros(256, np.int64)
+        rows = np.stack([number * slot + a, zero, number * slot + b, zero, zero + 1], axis=1).astype(np.int64)
+        box = Box((), size, size, size, token_in_run=True)
+        segments.append(Segment(np.asarray([[src, dst]], np.int64), rows, 1, 1, box))
+    return CopyPlan(tuple(segments)), 257 * 256 * slot
+
+
+@pytest.mark.parametrize("memory", ["device", "from pinned", "to pinned"])
+def test_every_size_at_every_alignment(runner, memory):
+    _, nbytes = every_size(0, 0)
+    src, dst = noise(nbytes), canvas(nbytes)
+    if memory == "from pinned":
+        src = src.cpu().pin_memory()
+    if memory == "to pinned":
+        dst = dst.cpu().pin_memory()
+    plan, _ = every_size(src.data_ptr(), dst.data_ptr())
+    assert src.data_ptr() % 16 == dst.data_ptr() % 16 == 0
+    settle()
+    assert {launch.width for launch in tables.pack(plan).launches} == set(tables.WIDTHS)
+    want = expected(plan, src.cpu().numpy(), src.data_ptr(), dst.cpu().numpy(), dst.data_ptr())
+    runner.copy(plan)
+    np.testing.assert_array_equal(dst.cpu().numpy(), want)
+
+
+def test_random_plans(runner):
+    nbytes = MIB
+    src, pinned_src = noise(nbytes), noise(nbytes).cpu().pin_memory()
+    host_src = src.cpu().numpy()
+    dst, pinned_dst = canvas(nbytes), canvas(nbytes).cpu().pin_memory()
+    for seed in range(400):
+        source = pinned_src if seed % 10 == 8 else src
+        target = pinned_dst if seed % 10 == 9 else dst
+        target.fill_(CANARY)
+        settle()
+        plan, _, _ = random_plan(seed, source.data_ptr(), target.data_ptr(), nbytes)
+        want = expected(plan, host_src, source.data_ptr(), target.cpu().numpy(), target.data_ptr())
+        runner.copy(plan, Direction.SCATTER if seed % 2 else Direction.GATHER)
+        np.testing.assert_array_equal(target.cpu().numpy(), want, err_msg=f"seed {seed}")
+
+
+def test_large_layouts_byte_by_byte(runner):
+    src, dst = noise(512 * MIB), canvas(512 * MIB)
+    rng = np.random.default_rng(3)
+    for make in (
+        lambda *at: contiguous_rows(*at, rows=700, regions=5, row_bytes=32 * KIB, pool=1000, rng=rng),
+        lambda *at: contiguous_rows(*at, rows=9000, regions=7, row_bytes=2 * KIB, pool=20000, rng=rng),
+        lambda *at: contiguous_rows(*at, rows=9000, regions=7, row_bytes=132, pool=20000, rng=rng),
+        lambda *at: head_split(*at, rows=1000, regions=5, pool=2000, rng=rng),
+        lambda *at: head_split(*at, rows=1000, regions=5, pool=2000, rng=rng, row_bytes=33),
+        lambda *at: hnd_to_nhd(*at, rows=700, regions=5, pool=1000, rng=rng),
+    ):
+        dst.fill_(CANARY)
+        settle()
+        plan = make(src.data_ptr(), dst.data_ptr())
+        want = expected(plan, src.cpu().numpy(), src.data_ptr(), dst.cpu().numpy(), dst.data_ptr())
+        runner.copy(plan)
+        assert torch.equal(dst.cpu(), torch.from_numpy(want))
+
+
+def test_blocks_far_from_the_base(runner):
+    size = 17 * GIB
+    if torch.cuda.mem_get_info(0)[0] < 2 * size + 4 * GIB:
+        pytest.skip("needs 38 GiB of free GPU memory")
+    block = MIB + 48
+    src, dst = torch.zeros(size, dtype=torch.uint8, device="cuda:0"), canvas(size)
+    pool = size // block
+    marks = [n * GIB // block for n in (0, 1, 2, 3, 4, 7, 8, 9, 12, 15, 16)]
+    ids = np.asarray(sorted({min(mark + k, pool - 1) for mark in marks for k in (0, 1, 2)}), np.int64)
+    rng = np.random.default_rng(5)
+    to = rng.permutation(ids)
+    for n in ids.tolist():
+        src[n * block : (n + 1) * block] = noise(block, seed=n)
+    zero = np.zeros(len(ids), np.int64)
+    bases = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
+    box = Box((), block, block, block, token_in_run=True)
+    plan = CopyPlan((Segment(bases, np.stack([ids, zero, to, zero, zero + 1], axis=1), block, block, box),))
+    settle()
+    runner.copy(plan)
+    for n, m in zip(ids.tolist(), to.tolist(), strict=True):
+        assert torch.equal(dst[m * block : (m + 1) * block], src[n * block : (n + 1) * block]), (n, m)
+        dst[m * block : (m + 1) * block] = CANARY
+    assert all(bool((part == CANARY).all()) for part in dst.split(GIB))
+
+
+def test_axes_and_tokens_with_strides_beyond_32_bits(runner):
+    size = 17 * GIB
+    if torch.cuda.mem_get_info(0)[0] < 2 * size + 4 * GIB:
+        pytest.skip("needs 38 GiB of free GPU memory")
+    src, dst = torch.zeros(size, dtype=torch.uint8, device="cuda:0"), canvas(size)
+    box = Box((BoxAxis(3, 5 * GIB + 64, 5 * GIB + 128),), 2 * GIB + 32, 2 * GIB + 16, 4096, token_in_run=False)
+    rows = np.asarray([[0, 0, 0, 0, 3], [1, 0, 3, 0, 2]], np.int64)
+    segment = Segment(np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64), rows, 8192, 8192, box)
+    pieces = CopyPlan((segment,)).enumerate()
+    for n, at in enumerate((pieces.src - src.data_ptr()).tolist()):
+        src[at : at + 4096] = noise(4096, seed=n)
+    settle()
+    runner.copy(CopyPlan((segment,)))
+    pairs = list(zip((pieces.src - src.data_ptr()).tolist(), (pieces.dst - dst.data_ptr()).tolist(), strict=True))
+    for at, to in pairs:
+        assert torch.equal(dst[to : to + 4096], src[at : at + 4096]), (at, to)
+    for _, to in pairs:
+        dst[to : to + 4096] = CANARY
+    assert all(bool((part == CANARY).all()) for part in dst.split(GIB))
+
+
+@two_gpus
+def test_random_plans_to_and_from_a_peer(runner):
+    nbytes = MIB
+    here, there = noise(nbytes), noise(nbytes, device="cuda:1")
+    there[:16].copy_(here[:16])  # makes torch open the way between the two
+    here[16:32].copy_(there[16:32])
+    for seed in range(100):
+        source, device = (here, "cuda:1") if seed % 2 else (there, "cuda:0")
+        target = canvas(nbytes, device)
+        settle()
+        plan, _, _ = random_plan(seed, source.data_ptr(), target.data_ptr(), nbytes)
+        want = expected(plan, source.cpu().numpy(), source.data_ptr(), target.cpu().numpy(), target.data_ptr())
+        runner.copy(plan)
+        np.testing.assert_array_equal(target.cpu().numpy(), want, err_msg=f"seed {seed}")
+
+
+# ---- the executor
+
+
+def triton_variants():
+    from kvxfer.copy.kernel import copy_boxes
+
+    return sum(len(cache[0]) for cache in copy_boxes.device_caches.values())
+
+
+def test_nothing_is_compiled_after_warming(runner):
+    src, dst = noise(MIB), canvas(MIB)
+    at = src.data_ptr(), dst.data_ptr()
+    runner.executor.warm([head_split(*at, rows=4, regions=1, pool=4)])
+    assert runner.executor.compiles == 1
+    rows = np.asarray([[0, 0, 1, 0, 16]], np.int64)
+    box = Box((), 132, 132, 132, token_in_run=True)
+    whole = CopyPlan((Segment(np.asarray([at], np.int64), rows, 2112, 2112, box),))
+    assert [launch.width for launch in tables.pack(whole).launches] == [16]
+    runner.executor.warm([whole])  # cut at other tokens it needs 8 and 4 bytes too
+    assert runner.executor.compiles == 3
+    runner.executor.warm([every_size(0, 0)[0]])
+    assert runner.executor.compiles == len(tables.WIDTHS)
+    before = triton_variants()
+    settle()
+    for seed in range(100):
+        plan, _, _ = random_plan(seed, *at, MIB)
+        runner.copy(plan)
+    for rows in (1, 2, 16, 17, 1000):
+        runner.copy(contiguous_rows(*at, rows=rows, regions=1, row_bytes=16, pool=1024))
+    assert runner.executor.compiles == len(tables.WIDTHS)
+    assert triton_variants() == before
+
+
+def test_gathers_and_scatters_at_once(runner):
+    src, staging, dst = noise(64 * MIB), canvas(64 * MIB), canvas(64 * MIB)
+    other = noise(64 * MIB, seed=1)
+    back = canvas(64 * MIB)
+    settle()
+    rng = np.random.default_rng(0)
+    gathers, scatters = [], []
+    for n in range(200):
+        to = n * 256 * KIB
+        gathers.append(contiguous_rows(src.data_ptr(), staging.data_ptr() + to, rows=128, regions=1, row_bytes=2 * KIB,
+                                       pool=4096, rng=rng, flat="dst"))  # fmt: skip
+        scatters.append(contiguous_rows(other.data_ptr() + to, back.data_ptr() + to, rows=128, regions=1,
+                                        row_bytes=2 * KIB, pool=128, rng=rng, flat="src"))  # fmt: skip
+
+    def submit(direction, plans):
+        for n, plan in enumerate(plans):
+            runner.submit((direction, n), plan, direction)
+
+    threads = [
+        threading.Thread(target=submit, args=pair)
+        for pair in ((Direction.GATHER, gathers), (Direction.SCATTER, scatters))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runner.wait(400)
+    assert not runner.errors()
+    for plans, source, target in ((gathers, src, staging), (scatters, other, back)):
+        whole = CopyPlan(tuple(segment for plan in plans for segment in plan.segments))
+        want = expected(whole, source.cpu().numpy(), source.data_ptr(), dst.cpu().numpy(), target.data_ptr())
+        assert torch.equal(target.cpu(), torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_table_slot_is_not_reused_before_its_reader_has_run(small_ring, direction):
+    rows, jobs, row_bytes = 96, 1000, 256
+    src, dst = noise(16 * MIB), canvas(jobs * rows * row_bytes)
+    rng = np.random.default_rng(0)
+    settle()
+    step = rows * row_bytes
+    plans = [
+        contiguous_rows(src.data_ptr(), dst.data_ptr() + n * step, rows=rows, regions=1, row_bytes=row_bytes,
+                        pool=16 * MIB // row_bytes, rng=rng, flat="dst")
+        for n in range(jobs)
+    ]  # fmt: skip
+    with torch.cuda.stream(small_ring.executor._lanes[direction].stream):
+        torch.cuda._sleep(200_000_000)  # 0.1 s: the queue fills the ring many times over while nothing can run
+    for n, plan in enumerate(plans):
+        small_ring.submit(n, plan, direction)
+    small_ring.wait(jobs)
+    assert not small_ring.errors()
+    assert small_ring.order == list(range(jobs))
+    whole = CopyPlan(tuple(segment for plan in plans for segment in plan.segments))
+    want = expected(whole, src.cpu().numpy(), src.data_ptr(), np.full(dst.numel(), CANARY, np.uint8), dst.data_ptr())
+    assert torch.equal(dst.cpu(), torch.from_numpy(want))
+
+
+def test_tables_larger_than_the_ring(small_ring):
+    src, dst = noise(16 * MIB), canvas(16 * MIB)
+    settle()
+    plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=50_000, regions=1, row_bytes=256, pool=65536)
+    assert tables.pack(plan).words.nbytes > 64 * KIB
+    for n in range(5):
+        small_ring.submit(n, plan)
+        small_ring.submit(
+            ("small", n), contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=1, regions=1, row_bytes=1, pool=1)
+        )
+    small_ring.wait(10)
+    assert not small_ring.errors()
+    dst.fill_(CANARY)
+    settle()
+    small_ring.copy(plan)
+    want = expected(plan, src.cpu().numpy(), src.data_ptr(), np.full(dst.numel(), CANARY, np.uint8), dst.data_ptr())
+    assert torch.equal(dst.cpu(), torch.from_numpy(want))
+
+
+def test_jobs_are_launched_in_order_of_their_events(runner):
+    src, dst = canvas(MIB), canvas(3 * MIB)
+    fresh = noise(MIB)
+    slow, quick = torch.cuda.Stream(), torch.cuda.Stream()
+    late, early = torch.cuda.Event(), torch.cuda.Event()
+    assert not recorded(late)
+    plans = [
+        contiguous_rows(src.data_ptr(), dst.data_ptr() + n * MIB, rows=32, regions=1, row_bytes=32 * KIB, pool=32)
+        for n in range(3)
+    ]
+    runner.executor.warm(plans)
+    settle()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(400_000_000)
+        src.copy_(fresh)
+        late.record()
+    with torch.cuda.stream(quick):
+        torch.cuda._sleep(40_000_000)
+        early.record()
+    assert recorded(late)
+    for direction in Direction:
+        runner.submit((direction, "late"), plans[0], direction, late)
+        runner.submit((direction, "early"), plans[1], direction, early)
+        runner.submit((direction, "ready"), plans[2], direction)
+    runner.wait(6)
+    assert not runner.errors()
+    for direction in Direction:
+        assert [name for d, name in runner.order if d == direction] == ["ready", "early", "late"]
+    want = expected(plans[0], fresh.cpu().numpy(), src.data_ptr(), np.full(3 * MIB, CANARY, np.uint8), dst.data_ptr())
+    assert torch.equal(dst[:MIB].cpu(), torch.from_numpy(want[:MIB]))
+
+
+def test_a_copy_is_visible_to_work_launched_after_its_report(runner):
+    src, dst, seen = noise(64 * MIB), canvas(64 * MIB), canvas(64 * MIB)
+    stream = torch.cuda.Stream()
+    settle()
+    for n in range(20):
+        dst.fill_(n)
+        settle()
+        runner.copy(contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=2048, regions=1, row_bytes=32 * KIB, pool=2048,
+                                    flat="dst"))  # fmt: skip
+        with torch.cuda.stream(stream):
+            seen.copy_(dst)
+        stream.synchronize()
+        ids = np.random.default_rng(0).permutation(2048)
+        want = src.view(2048, -1)[torch.from_numpy(ids).to(src.device)].view(-1)
+        assert torch.equal(seen, want)
+
+
+def test_what_counts_as_recorded():
+    assert recorded(READY)
+    event = torch.cuda.Event()
+    assert event.query(), "torch says that an event that was never recorded has happened"
+    assert not recorded(event)
+    event.record()
+    assert recorded(event)
+    generic = torch.Event(device="cuda")
+    assert not recorded(generic)
+    generic.record(torch.cuda.current_stream())
+    assert recorded(generic)
+
+
+def test_failures_are_outcomes_and_the_service_goes_on(runner):
+    src, dst = noise(MIB), canvas(MIB)
+    settle()
+    good = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=4, regions=1, row_bytes=4096, pool=4)
+    no_box: Any = None
+    broken = Segment(good.segments[0].regions, good.segments[0].rows, 0, 0, no_box)
+    runner.submit("broken", CopyPlan((broken,)))
+    runner.submit("empty", CopyPlan(()))
+    runner.submit("good", good)
+    runner.wait(3)
+    assert isinstance(runner.outcomes["broken"].error, TransferFailedError)
+    assert runner.outcomes["empty"].error is None
+    assert runner.outcomes["good"].error is None
+
+
+FAULT = """
+import torch, sys
+sys.path[:0] = [{root!r}, {here!r}]
+from test_copy_gpu import *
+runner = Runner()
+src = noise(MIB)
+runner.copy(contiguous_rows(src.data_ptr(), src.data_ptr() + 65536, rows=1, regions=1, row_bytes=4096, pool=1))
+for n in range(3):
+    runner.submit(n, contiguous_rows(src.data_ptr(), 4096, rows=4, regions=1, row_bytes=4096, pool=4))
+runner.wait(3)
+print([type(error).__name__ for error in runner.errors()], runner.errors()[0])
+assert len(runner.errors()) == 3
+assert runner.executor.close(5)
+import os; sys.stdout.flush(); os._exit(0)
+"""
+
+
+def test_a_fault_of_the_device_reaches_every_job():
+    code = FAULT.format(root=str(ROOT), here=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout.strip())
+
+
+def test_close(runner):
+    src, dst = noise(MIB), canvas(MIB)
+    settle()
+    closing = Runner()
+
+    class Never:
+        def query(self):
+            return False
+
+    plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=4, regions=1, row_bytes=4096, pool=4)
+    closing.submit("stuck", plan, after=Never())
+    closing.submit("good", plan)
+    assert not closing.executor.close(0.5)
+    closing.wait(2)
+    assert closing.outcomes["good"].error is None
+    assert isinstance(closing.outcomes["stuck"].error, KvxferError)
+    assert closing.executor.close(10)
+    with pytest.raises(ClosedError):
+        closing.submit("late", plan)
+
+
+def test_an_idle_executor_uses_no_cpu(runner):
+    src, dst = noise(MIB), canvas(MIB)
+    settle()
+    runner.copy(contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=4, regions=1, row_bytes=4096, pool=4))
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(1)
+    used = time.process_time() - before
+    print(f"idle for 1 s: {used * 1e3:.2f} ms of CPU time")
+    assert used < 0.02
+
+
+# ---- figures
+
+
+def median_ms(work, stream, rounds=5):
+    work()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(np.median(times))
+
+
+LAYOUTS = {
+    "contiguous 32 KiB": lambda *at: contiguous_rows(*at, rows=256, regions=64, row_bytes=32 * KIB, pool=512),
+    "contiguous 8 KiB": lambda *at: contiguous_rows(*at, rows=1024, regions=64, row_bytes=8 * KIB, pool=2048),
+    "contiguous 2 KiB": lambda *at: contiguous_rows(*at, rows=4096, regions=64, row_bytes=2 * KIB, pool=8192),
+    "NHD head split 512 B": lambda *at: head_split(*at, rows=1024, regions=64, pool=2048),
+    "HND to NHD 256 B": lambda *at: hnd_to_nhd(*at, rows=256, regions=64, pool=512),
+    "rows of 132 B (4-byte)": lambda *at: head_split(*at, rows=1024, regions=64, pool=2048, row_bytes=132),
+}
+CTAS = (16, 24, 48, 132)
+
+
+def targets():
+    yield "same GPU", "cuda:0"
+    if torch.cuda.device_count() > 1:
+        yield "peer GPU", "cuda:1"
+
+
+class Launcher:
+    """Launches a plan whose tables already are on the device, with any tile and number of warps."""
+
+    def __init__(self, plan, *, tile=tables.TILE_WORDS, warps=None):
+        from kvxfer.copy import kernel
+
+        before, tables.TILE_WORDS = tables.TILE_WORDS, tile
+        try:
+            packed = tables.pack(plan)
+        finally:
+            tables.TILE_WORDS = before
+        self.launches = packed.launches
+        self.words = torch.from_numpy(packed.words).to("cuda:0")
+        self.options = {**kernel.OPTIONS, **({"num_warps": warps} if warps else {})}
+        self.kernel: Any = kernel.copy_boxes
+        self.tile = tile
+
+    def __call__(self, ctas):
+        for launch in self.launches:
+            self.kernel[(min(ctas, launch.tiles),)](
+                self.words, launch.first, launch.headers, WIDTH=launch.width, TILE=self.tile, **self.options
+            )
+
+
+def test_figures_throughput():
+    src = noise(5 * GIB)
+    stream = torch.cuda.current_stream()
+    runner = Runner(ctas=24)
+    for where, device in targets():
+        dst = torch.empty(3 * GIB, dtype=torch.uint8, device=device)
+        dst[:MIB].copy_(src[:MIB])
+        settle()
+        reference = 512 * MIB / median_ms(partial(dst[: 512 * MIB].copy_, src[: 512 * MIB]), stream) / 1e6
+        print(f"\n512 MiB, {where}: torch's contiguous copy {reference:.0f} GB/s; kernel GB/s (ratio) by CTAs;"
+              " whole job through the executor with 24 CTAs")  # fmt: skip
+        for name, make in LAYOUTS.items():
+            plan = make(src.data_ptr(), dst.data_ptr())
+            launch = Launcher(plan)
+            cells = []
+            for ctas in CTAS:
+                rate = plan.bytes / median_ms(partial(launch, ctas), stream) / 1e6
+                cells.append(f"{ctas:3d}: {rate:5.0f} ({rate / reference:.2f})")
+            walls = []
+            for _ in range(6):
+                began = time.perf_counter()
+                runner.copy(plan)
+                walls.append(time.perf_counter() - began)
+            wall = plan.bytes / float(np.median(walls[1:])) / 1e9
+            print(f"  {name:24s} {plan.bytes >> 20:4d} MiB  " + "  ".join(cells) + f"  job: {wall:5.0f}", flush=True)
+    assert runner.executor.close(10)
+
+
+def test_figures_for_tile_and_warps():
+    """The constants `TILE_WORDS` and `OPTIONS` against others; 16-byte words, 512 MiB."""
+    src = noise(5 * GIB)
+    stream = torch.cuda.current_stream()
+    for where, device in targets():
+        dst = torch.empty(3 * GIB, dtype=torch.uint8, device=device)
+        dst[:MIB].copy_(src[:MIB])
+        settle()
+        for name in ("contiguous 32 KiB", "contiguous 2 KiB", "NHD head split 512 B", "HND to NHD 256 B"):
+            plan = LAYOUTS[name](src.data_ptr(), dst.data_ptr())
+            print(f"\n{name}, {where}: GB/s with 24 / 132 CTAs")
+            for tile in (1024, 2048, 4096, 8192):
+                cells = []
+                for warps in (8, 16, 32):
+                    if not 2 <= tile // (32 * warps) <= 16:
+                        continue
+                    launch = Launcher(plan, tile=tile, warps=warps)
+                    rates = [plan.bytes / median_ms(partial(launch, n), stream, rounds=3) / 1e6 for n in (24, 132)]
+                    cells.append(f"{warps:2d} warps {rates[0]:5.0f} / {rates[1]:5.0f}")
+                print(f"  tile {tile:5d}: " + "   ".join(cells), flush=True)
+
+
+def test_figures_for_a_small_copy():
+    runner = Runner(ctas=24)
+    src = noise(256 * MIB)
+    dst = canvas(256 * MIB)
+    settle()
+    print()
+    for nbytes in (64 * KIB, 2 * MIB, 32 * MIB):
+        plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=nbytes // (32 * KIB), regions=1,
+                               row_bytes=32 * KIB, pool=4096)  # fmt: skip
+        runner.executor.warm([plan])
+        walls = []
+        for n in range(600):
+            began = time.perf_counter()
+            runner.copy(plan)
+            if n >= 100:
+                walls.append((time.perf_counter() - began) * 1e6)
+        p50, p90, p99 = np.percentile(walls, [50, 90, 99])
+        print(f"{nbytes >> 10} KiB, submit to done, us: p50 {p50:.0f} p90 {p90:.0f} p99 {p99:.0f}", flush=True)
+    assert runner.executor.close(10)
+    lane, kernel = runner.executor._lanes[Direction.GATHER], runner.executor._kernel
+    plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=64, regions=1, row_bytes=32 * KIB, pool=4096)
+    slot = lane.reserve(1024)
+    assert slot is not None
+    packed = tables.pack(plan)
+    steps = {
+        "pack": lambda: tables.pack(plan),
+        "upload": lambda: lane.upload(slot, packed.words),
+        "launch": lambda: kernel.launch(packed.launches[0], slot.device.data_ptr(), slot.start, 24, lane.handle),
+        "record": lane.record,
+        "query": lane.record().query,
+    }
+    for name, step in steps.items():
+        for _ in range(20):
+            step()
+        settle()
+        began = time.perf_counter()
+        for _ in range(200):
+            step()
+        print(f"  {name}: {(time.perf_counter() - began) / 200 * 1e6:.1f} us on the host")
+        settle()
+
+
+def test_the_wide_variant_makes_16_byte_accesses(runner):
+    plan = contiguous_rows(0, 0, rows=1, regions=1, row_bytes=16, pool=1)
+    runner.executor.warm([plan])
+    variant = runner.executor._kernel.compile(16)
+    loads, stores = (variant.asm["ptx"].count(f"{kind}.global.v2.b64") for kind in ("ld", "st"))
+    print(f"PTX: {loads} x ld.global.v2.b64, {stores} x st.global.v2.b64; {variant.n_regs} registers, "
+          f"{variant.n_spills} spills, {variant.metadata.shared} bytes of shared memory")  # fmt: skip
+    assert loads
+    assert stores

@@ -14,11 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import anyio.to_thread
 
 __all__ = ["HandOver", "Runtime", "Service", "ThreadRuntime"]
 
 Step = Callable[[], float | None]
+_T = TypeVar("_T")
 
 
 class Service(Protocol):
@@ -58,6 +61,10 @@ class Runtime(Protocol):
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         """A way back to `loop`."""
+        ...
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Run `work`, which may take a while, so that the loop is not blocked meanwhile."""
         ...
 
 
@@ -144,3 +151,7 @@ class ThreadRuntime:
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         """Batched hand-over to `loop`."""
         return _Batch(loop)
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in a worker thread."""
+        return await anyio.to_thread.run_sync(work)

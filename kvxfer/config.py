@@ -1,0 +1,427 @@
+"""The settings of a worker: arguments, then `KVXFER_*` variables, then a file, then defaults.
+
+A `Config` is frozen and complete: whatever reads it never asks the environment again. Names are the same everywhere:
+`Config(fabric={"num_workers": 2})`, `KVXFER_FABRIC__NUM_WORKERS=2`, and in a file `fabric.num_workers = 2`. A name that
+is not known is an error that gives the nearest one, in all three places.
+
+Sizes are bytes as int, or text such as `256MiB`; durations are seconds as number, or text such as `200ms`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import ConfigError
+from kvxfer.settings import (
+    Reading,
+    Source,
+    leaves,
+    parse_duration,
+    parse_mapping,
+    parse_names,
+    parse_optional,
+    parse_size,
+    read_arguments,
+    read_environment,
+    read_file,
+    translate,
+)
+
+__all__ = ["Config", "FabricConfig", "Setting"]
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+_SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
+_SECRET_CHARACTERS: Final = 16
+_HIDDEN: Final = frozenset({"secret"})
+_MASK: Final = "**********"
+_SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
+
+_readings: ContextVar[tuple[Reading, ...]] = ContextVar("kvxfer_readings", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One effective setting.
+
+    Attributes:
+        name: Dotted name.
+        value: Plain value as JSON would hold it; secrets are masked.
+        source: `argument`, the name of an environment variable, the path of a file, or `default`.
+        description: What it means.
+    """
+
+    name: str
+    value: object
+    source: str
+    description: str
+
+
+def _check_listen(text: str) -> str:
+    return str(Endpoint.parse(text))
+
+
+def _check_advertise(text: str | None) -> str | None:
+    if text is None:
+        return None
+    endpoint = Endpoint.parse(text)
+    if text == "unix" or endpoint.anywhere:
+        raise ValueError("peers cannot connect to this; give the path or the address at which they reach this worker")
+    return str(endpoint)
+
+
+def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if wrong := [pattern for pattern in patterns if not pattern.startswith(("unix:", "tcp:"))]:
+        raise ValueError(f"the pattern {wrong[0]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'")
+    return patterns
+
+
+def _check_backends(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or not all(names) or len(set(names)) != len(names):
+        raise ValueError("name at least one NIXL backend, each once, as in 'UCX'")
+    return names
+
+
+def _check_secret(secret: SecretStr | None) -> SecretStr | None:
+    if secret is not None and len(secret.get_secret_value()) < _SECRET_CHARACTERS:
+        length = len(secret.get_secret_value())
+        raise ValueError(f"it has {length} characters; use at least {_SECRET_CHARACTERS}, drawn at random")
+    return secret
+
+
+Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+# durations travel as milliseconds in 32 bits, so a thousandth is the least and 10^6 seconds (11 days) are ample
+Duration: TypeAlias = Annotated[float, Field(ge=0.001, le=1_000_000), BeforeValidator(parse_duration)]
+MaybeDuration: TypeAlias = Annotated[Duration | None, BeforeValidator(parse_optional)]
+Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class FabricConfig(BaseModel):
+    """Settings of the transport below (NIXL)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+
+    backends: Annotated[Names, AfterValidator(_check_backends)] = ("UCX",)
+    """NIXL backends to create, best first."""
+    backend_params: Annotated[Mapping[str, Mapping[str, str]], BeforeValidator(parse_mapping)] = Field(
+        default_factory=dict[str, Mapping[str, str]]
+    )
+    """Parameters by backend name, passed on as they are; in the environment as JSON."""
+    num_workers: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(parse_optional)] = None
+    """Worker threads of the backend; none leaves it to the backend."""
+    devices: Names = ()
+    """Network devices to use, such as `mlx5_0`; empty means all that the backend finds."""
+    max_descriptors: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Pieces in one post at most."""
+    max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
+    """Bytes in one post at most, on lanes that copy inside the post."""
+
+    def __init__(self, **arguments: Any) -> None:
+        read_arguments(type(self), arguments)
+        try:
+            super().__init__(**arguments)
+        except ValidationError as error:
+            raise translate(error, prefix="fabric.") from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if unknown := sorted(set(self.backend_params) - set(self.backends)):
+            raise ConfigError(
+                f"fabric.backend_params names {unknown[0]!r}, but fabric.backends is {', '.join(self.backends)}; "
+                "name the backend there too, or drop its parameters"
+            )
+        return self
+
+
+class Config(BaseSettings):
+    """The settings of a worker. Frozen; see the module for where values come from.
+
+    Raises:
+        ConfigError: If a name is unknown, or a value malformed, out of its bounds, or at odds with another.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, validate_default=True
+    )
+
+    config_file: Annotated[Path | None, BeforeValidator(parse_optional)] = None
+    """TOML or JSON file with further settings; given as an argument or by `KVXFER_CONFIG_FILE`."""
+
+    engine: Annotated[str, Field(min_length=1, max_length=128)] = "kvxfer"
+    """Name of this engine, as peers show it."""
+    model: Annotated[str, Field(max_length=1024)] = ""
+    """Name of the model; must agree between engines unless `compat` is `geometry`. Empty: not compared."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """This worker's rank in its engine."""
+    world: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Ranks of this engine."""
+
+    listen: Annotated[str, AfterValidator(_check_listen)] = "unix"
+    """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or `tcp:host:port` (port 0: any free one)."""
+    advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(_check_advertise)] = None
+    """Endpoint to put in the card when it differs from `listen`; port 0 stands for the port that `listen` got."""
+    loop: Literal["caller", "own"] = "caller"
+    """Run on the caller's event loop, or on one of its own in a thread."""
+
+    secret: Annotated[SecretStr | None, AfterValidator(_check_secret)] = None
+    """Shared by both engines; peers prove that they know it, and it never travels."""
+    trust: Literal["auto", "full", "none"] = "auto"
+    """Whom to give access to whole allocations: `auto` the same host, and beyond it whoever proves the secret."""
+    allow_peers: Annotated[Names, AfterValidator(_check_patterns)] = ("unix:*", "tcp:*")
+    """Endpoints that this worker connects to, as patterns."""
+    compat: Literal["strict", "geometry"] = "strict"
+    """`geometry` forgives different engine and model names, never shapes."""
+
+    route: Literal["auto", "staged", "direct", "pull"] = "auto"
+    """How bytes travel; `auto` chooses for each transfer."""
+    arena_bytes: Annotated[Size, Field(ge=0)] = 256 * MIB
+    """Staging memory of this worker, for both directions; 0 switches the staged route off."""
+    arena_kind: Literal["auto", "cpu", "cuda", "pinned"] = "auto"
+    """Memory of the arena; `auto` follows the cache."""
+    send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Part of the arena for sending; the rest is for receiving."""
+    chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
+    """Bytes of one chunk at most."""
+    window: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Chunks of one transfer in flight at most."""
+    copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
+    """Thread blocks that a copy on a GPU may occupy."""
+
+    heartbeat: Duration = 2.0
+    """A frame is sent at least this often."""
+    peer_timeout: Duration = 20.0
+    """Silence after which a peer is in doubt."""
+    revoke_timeout: Duration = 15.0
+    """How long evidence that memory is safe is waited for before `MemoryInDoubt`."""
+    grant_lease: Duration = 30.0
+    """How long a peer may begin to write under one grant."""
+    offer_lease: Duration = 60.0
+    """How long an offer lives after the last claim."""
+    unclaimed_timeout: Duration = 120.0
+    """How long an offer waits for its first claim, and a fetch or claim for its offer."""
+    handshake_timeout: Duration = 30.0
+    """From the open stream to the end of the handshake, wire-up included."""
+    connect_timeout: Duration = 5.0
+    """To open the stream."""
+    no_progress_timeout: Duration = 30.0
+    """How long a posted write or read may stand still."""
+    drain_timeout: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 10.0
+    """How long transfers may go on after a drain began; 0 cancels them at once."""
+    close_timeout: Duration = 5.0
+    """How long threads and the transport may take to stop."""
+    fetch_timeout: MaybeDuration = None
+    """Time-out of a fetch that names none; none waits as long as the offer may come."""
+    request_memory: Duration = 600.0
+    """How long a used request id is refused."""
+
+    max_transfers: Count = 1024
+    """Transfers alive on each side of this worker."""
+    max_parked: Count = 1024
+    """Fetches and claims kept that came before their offer."""
+    max_offers: Count = 4096
+    """Offers alive."""
+    max_in_place_bytes: Annotated[Size, Field(ge=0)] = 4 * GIB
+    """Bytes of blocks that one peer may be writing in place at a time; 0 refuses routes that do."""
+
+    fabric: FabricConfig = FabricConfig()
+    """The transport below."""
+
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict[str, str])
+
+    def __init__(self, **arguments: Any) -> None:
+        readings = _read(type(self), arguments)
+        origins = {name: origin for reading in reversed(readings) for name, origin in reading.origins.items()}
+        reset = _readings.set(readings)
+        try:
+            super().__init__()
+        except ValidationError as error:
+            raise translate(error, origins=origins, hidden=_HIDDEN) from error
+        finally:
+            _readings.reset(reset)
+        self._origins = origins
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, environment, file; the best first. The given ones neither check names nor keep origins."""
+        return tuple(Source(settings_cls, reading) for reading in _readings.get())
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str] | None = None, **arguments: Any) -> Self:
+        """Settings with a file, which otherwise `KVXFER_CONFIG_FILE` names.
+
+        Args:
+            file: TOML or JSON, by its suffix.
+            **arguments: Settings by name; these win over everything.
+
+        Raises:
+            ConfigError: As the constructor does, and if the file cannot be read.
+        """
+        return cls(**arguments) if file is None else cls(config_file=Path(file), **arguments)
+
+    @property
+    def send_bytes(self) -> int:
+        """Bytes of the arena for sending."""
+        return int(self._usable_bytes * self.send_share) // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+
+    @property
+    def receive_bytes(self) -> int:
+        """Bytes of the arena for receiving."""
+        return self._usable_bytes - self.send_bytes
+
+    @property
+    def _usable_bytes(self) -> int:
+        return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+
+    def admits(self, endpoint: str) -> bool:
+        """Whether `allow_peers` lets this worker connect to an endpoint."""
+        return any(fnmatchcase(endpoint, pattern) for pattern in self.allow_peers)
+
+    def bounds(self) -> Mapping[str, float]:
+        """Seconds after which, at the latest, the caller hears of each kind of failure.
+
+        Scheduling delays of this process come on top. Every formula adds the settings that run one after another:
+
+        | kind | counted from | formula |
+        |---|---|---|
+        | `unreachable_peer` | the attempt to connect; nobody answers | `connect_timeout` |
+        | `handshake` | the attempt to connect; the peer answers and then stalls | `connect_timeout + handshake_timeout` |
+        | `silent_peer` | the peer's last frame: silence begins the doubt, then evidence is sought | `peer_timeout + revoke_timeout` |
+        | `dead_peer` | its stream closed: evidence is sought at once | `revoke_timeout` |
+        | `unclaimed_offer` | the offer that nobody claims; likewise a fetch or claim that no offer follows | `unclaimed_timeout` |
+        | `released_by_lease` | the last renewal: the lease ends, or the doubt about the peer begins and a post of ours made until then stands still; then evidence is sought | `max(offer_lease, peer_timeout + no_progress_timeout) + revoke_timeout` |
+        | `revoke` | a cancellation or time-out: the blocks are safe or `MemoryInDoubt` is raised | `revoke_timeout` |
+        | `stuck_link` | the last progress of a post, the peer answering all the while | `no_progress_timeout + revoke_timeout` |
+        | `drain` | the begin of a drain: what is not done is cancelled | `drain_timeout + revoke_timeout` |
+        | `close` | the begin of a close: drain, cancel, then stop the threads and the transport | `drain_timeout + revoke_timeout + close_timeout` |
+        """  # noqa: E501 - a row of a table is one line
+        return MappingProxyType(
+            {
+                "unreachable_peer": self.connect_timeout,
+                "handshake": self.connect_timeout + self.handshake_timeout,
+                "silent_peer": self.peer_timeout + self.revoke_timeout,
+                "dead_peer": self.revoke_timeout,
+                "unclaimed_offer": self.unclaimed_timeout,
+                "released_by_lease": max(self.offer_lease, self.peer_timeout + self.no_progress_timeout)
+                + self.revoke_timeout,
+                "revoke": self.revoke_timeout,
+                "stuck_link": self.no_progress_timeout + self.revoke_timeout,
+                "drain": self.drain_timeout + self.revoke_timeout,
+                "close": self.drain_timeout + self.revoke_timeout + self.close_timeout,
+            }
+        )
+
+    def sources(self) -> Mapping[str, str]:
+        """Where each setting comes from: `argument`, a variable's name, a file's path, or `default`."""
+        return MappingProxyType({name: self._origins.get(name, "default") for name, _ in leaves(type(self))})
+
+    def effective(self) -> tuple[Setting, ...]:
+        """Every setting with its value and source, in the order of declaration; secrets are masked."""
+        dumped, sources = self.model_dump(mode="json"), self.sources()
+        settings: list[Setting] = []
+        for name, declared in leaves(type(self)):
+            value: Any = dumped
+            for part in name.split("."):
+                value = value[part]
+            settings.append(Setting(name, _masked(value), sources[name], declared.description or ""))
+        return tuple(settings)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := "; ".join(self._problems()):
+            raise ConfigError(problems)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong between settings that are each right alone."""
+        if self.rank >= self.world:
+            yield f"rank is {self.rank} and world is {self.world}: ranks run from 0 to world - 1; mend one of them"
+        if self.peer_timeout <= 2 * self.heartbeat:
+            yield (
+                f"peer_timeout is {self.peer_timeout:g} s and heartbeat {self.heartbeat:g} s: one late frame would "
+                "make a peer silent; set peer_timeout to more than twice the heartbeat"
+            )
+        if self.offer_lease <= 2 * self.heartbeat:
+            yield (
+                f"offer_lease is {self.offer_lease:g} s and heartbeat {self.heartbeat:g} s: leases are renewed "
+                "with the heartbeat; set offer_lease to more than twice the heartbeat"
+            )
+        if self.advertise is None and Endpoint.parse(self.listen).anywhere:
+            yield (
+                f"listen is {self.listen!r}, which peers cannot connect to; set advertise to the address at which they "
+                "reach this worker, as in 'tcp:10.0.0.7:0'"
+            )
+        yield from self._memory_problems()
+
+    def _memory_problems(self) -> Iterator[str]:
+        if self.arena_bytes == 0 and self.route == "staged":
+            yield "route is 'staged' and arena_bytes is 0, which switches it off; give it an arena, or route = 'auto'"
+        if self.arena_bytes > 0 and self.chunk_bytes > self.receive_bytes:
+            yield (
+                f"chunk_bytes is {self.chunk_bytes} and the receive share of the arena {self.receive_bytes} bytes "
+                f"(arena_bytes {self.arena_bytes}, send_share {self.send_share:g}): a chunk must fit into it; lower "
+                "chunk_bytes or raise arena_bytes"
+            )
+        if self.max_in_place_bytes == 0 and self.route == "direct":
+            yield "route is 'direct' and max_in_place_bytes is 0, which refuses it; raise it, or set route = 'auto'"
+        if 0 < self.max_in_place_bytes < self.chunk_bytes:
+            yield (
+                f"max_in_place_bytes is {self.max_in_place_bytes} and chunk_bytes {self.chunk_bytes}: no chunk could "
+                "ever be granted in place; raise max_in_place_bytes, or set it to 0"
+            )
+
+
+def _read(model: type[BaseSettings], arguments: Mapping[str, Any]) -> tuple[Reading, ...]:
+    """Arguments, environment and file, the best first."""
+    given = read_arguments(model, arguments)
+    environment = read_environment(model, os.environ)
+    file = parse_optional(given.values.get("config_file", environment.values.get("config_file")))
+    if file is None:
+        return given, environment
+    if not isinstance(file, str | Path):
+        raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file")
+    reading = read_file(model, Path(file))
+    if "config_file" in reading.values:
+        raise ConfigError(f"{file}: config_file cannot be set in a file; a file does not include another")
+    return given, environment, reading
+
+
+def _masked(value: Any) -> Any:
+    """Hide what looks like a secret in the parameters of a backend."""
+    if not isinstance(value, dict):
+        return value
+    inner = cast("dict[str, Any]", value)
+    return {
+        name: _MASK if _sensitive(name) and isinstance(item, str) else _masked(item) for name, item in inner.items()
+    }
+
+
+def _sensitive(name: str) -> bool:
+    return any(word in name.lower() for word in _SENSITIVE)

@@ -1,0 +1,375 @@
+"""What kvxfer says about itself: log lines, the stats of a transfer, and counters.
+
+Logs are structlog events that go through the stdlib logger `kvxfer`. The library configures nothing and is silent
+until the application does (`logging.basicConfig()` suffices). A message reads `event key=value ...`; the same data
+stand as a dict in the record's attribute `kvxfer`, for formatters that write JSON. Events are snake_case in the past
+tense, and keys come from `KEYS` alone; a house test reads every call.
+
+Counters are plain numbers that belong to the event loop's thread; `Metrics.snapshot` hands them to whatever exports
+them.
+"""
+
+import bisect
+import hashlib
+import logging
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypedDict, cast
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from kvxfer.errors import Code
+
+__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "logger", "mask"]
+
+KEYS: Final = frozenset(
+    {
+        # who and what
+        "address",
+        "agent",
+        "backend",
+        "backends",
+        "device",
+        "endpoint",
+        "engine",
+        "epoch",
+        "group",
+        "incarnation",
+        "kind",
+        "lane",
+        "message",
+        "name",
+        "offer",
+        "peer",
+        "peers",
+        "rank",
+        "request",
+        "role",
+        "task",
+        "ticket",
+        "transfer",
+        "version",
+        "world",
+        # what happened
+        "attempt",
+        "blocks",
+        "chunk",
+        "code",
+        "environment",
+        "error",
+        "field",
+        "fields",
+        "limit",
+        "outcome",
+        "path",
+        "reason",
+        "route",
+        "setting",
+        "state",
+        "value",
+        "why",
+        # how much
+        "bytes",
+        "chunks",
+        "count",
+        "descriptors",
+        "dropped",
+        "gbps",
+        "pieces",
+        "quarantined_bytes",
+        "tokens",
+        # how long, in seconds
+        "duration",
+        "elapsed",
+        "first_byte_after",
+        "gathering",
+        "lag",
+        "posting",
+        "predicted",
+        "queued",
+        "remaining",
+        "scattering",
+        "timeout",
+        "wire",
+        # handed on to the stdlib logger
+        "exc_info",
+        "stack_info",
+    }
+)
+"""Every key that a log line may have."""
+
+_GIGABYTE: Final = 1e9
+_LABELS: Final = 64
+"""Distinct free-text labels that one counter keeps; what is over counts as `other`."""
+_MASK_BYTES: Final = 4
+
+logging.getLogger("kvxfer").addHandler(logging.NullHandler())
+
+
+def _to_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Make the arguments of a stdlib logging call: readable text, and the data in one attribute of the record."""
+    passed = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
+    name, *rest = [str(event["event"]), *(f"{key}={_plain(value)}" for key, value in event.items() if key != "event")]
+    # as an argument, not as the format: a value may contain a percent sign
+    return ("%s", " ".join([name, *rest])), {"extra": {"kvxfer": dict(event)}, "stacklevel": 4, **passed}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text.isprintable() and text and not set(text) & {" ", '"', "="} else repr(text)
+
+
+def logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger whose events reach the stdlib logger `kvxfer.<name>`, filtered by its level.
+
+    Args:
+        name: Module below `kvxfer`, with or without the leading `kvxfer.`.
+    """
+    full = name if name == "kvxfer" or name.startswith("kvxfer.") else f"kvxfer.{name}"
+    wrapped = structlog.wrap_logger(
+        logging.getLogger(full),
+        processors=[structlog.stdlib.filter_by_level, _to_record],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        context_class=dict,
+        cache_logger_on_first_use=True,
+    )
+    return cast("structlog.stdlib.BoundLogger", wrapped.bind())
+
+
+def mask(secret: str | bytes) -> str:
+    """A short fingerprint by which lines about one ticket can be matched, on every side, but the ticket not be used.
+
+    For tickets and keys that were drawn at random. Not for a configured secret: what a person chose can be guessed from
+    a fingerprint; such values are never logged at all.
+    """
+    data = secret.encode() if isinstance(secret, str) else secret
+    return f"~{hashlib.sha256(data).hexdigest()[: 2 * _MASK_BYTES]}"
+
+
+class Intervals:
+    """Collects intervals of time and gives the length of their union.
+
+    A stage of a transfer runs in pieces that overlap (chunks on a wire, copies on a stream); how long the stage took is
+    the time in which at least one of them ran.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []  # disjoint and in order, so few however many chunks there were
+        self._ends: list[float] = []
+
+    def add(self, start: float, end: float) -> None:
+        """Count the interval from `start` to `end`, in seconds of one clock; an empty one counts nothing.
+
+        Raises:
+            ValueError: If it ends before it starts.
+        """
+        if end < start:
+            raise ValueError(f"an interval cannot end ({end}) before it starts ({start})")
+        if end == start:
+            return
+        first = bisect.bisect_left(self._ends, start)
+        last = bisect.bisect_right(self._starts, end)
+        if first < last:  # it touches these: one interval takes the place of all
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
+    def merge(self, other: "Intervals") -> None:
+        """Count every interval of another collection too."""
+        for start, end in other.spans():
+            self.add(start, end)
+
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        """The union as disjoint intervals, in order."""
+        return tuple(zip(self._starts, self._ends, strict=True))
+
+    @property
+    def length(self) -> float:
+        """Seconds in which at least one interval ran."""
+        return sum(end - start for start, end in self.spans())
+
+    @property
+    def first(self) -> float | None:
+        """Start of the earliest interval, None without one."""
+        return self._starts[0] if self._starts else None
+
+    @property
+    def last(self) -> float | None:
+        """End of the latest interval, None without one."""
+        return self._ends[-1] if self._ends else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """What one transfer did and where its time went, as one side saw it.
+
+    Times are seconds; a stage's time is the union of its chunks' intervals, so stages may add up to more than the
+    duration, and what this side cannot see is 0. The three instants are this process's monotonic clock.
+
+    Attributes:
+        route: How the bytes travelled; several, joined by `+`, if peers differed.
+        why: Why this route was chosen.
+        bytes: Bytes of cache moved.
+        pieces: Contiguous runs that they were in, in the blocks.
+        chunks: Chunks that they travelled in.
+        descriptors: Pieces that were handed to the transport.
+        peers: Names of the other sides.
+        queued: Waiting for the offer, for admission and for memory.
+        gathering: Copying blocks into staging memory.
+        posting: Inside the transport's post calls.
+        wire: From the post of a chunk to its end.
+        scattering: Copying staging memory into blocks.
+        started: When the transfer was asked for.
+        first_byte: When the first chunk had landed (sender: was posted); None if none did.
+        finished: When it was over.
+        predicted: What the cost model expected the transfer to take; None without a prediction.
+    """
+
+    route: str
+    why: str = ""
+    bytes: int = 0
+    pieces: int = 0
+    chunks: int = 0
+    descriptors: int = 0
+    peers: tuple[str, ...] = ()
+    queued: float = 0.0
+    gathering: float = 0.0
+    posting: float = 0.0
+    wire: float = 0.0
+    scattering: float = 0.0
+    started: float
+    first_byte: float | None = None
+    finished: float
+    predicted: float | None = None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the call to the end."""
+        return self.finished - self.started
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (10^9 bytes) a second over the whole duration; 0.0 if no time passed."""
+        return self.bytes / self.duration / _GIGABYTE if self.duration > 0 else 0.0
+
+    def log_fields(self) -> dict[str, object]:
+        """What the one line of a transfer says: keys of `KEYS`, durations instead of instants."""
+        instants = {"started", "first_byte", "finished"}
+        said: dict[str, object] = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in instants
+        }
+        said |= {"peers": ",".join(self.peers), "duration": self.duration, "gbps": self.gbps}
+        if self.first_byte is not None:
+            said["first_byte_after"] = self.first_byte - self.started
+        return {key: value for key, value in said.items() if value is not None}
+
+
+class Snapshot(TypedDict):
+    """Counters by name; those with a label are dicts by label."""
+
+    transfers: dict[str, int]
+    bytes: dict[str, int]
+    refusals_sent: dict[str, int]
+    refusals_received: dict[str, int]
+    fallbacks: dict[str, int]
+    results_dropped: dict[str, int]
+    frames_sent: dict[str, int]
+    frames_received: dict[str, int]
+    quarantined_bytes: int
+    quarantined_bytes_ever: int
+    admission_waits: int
+    admission_wait_seconds: float
+    loop_blocked: int
+    loop_lag_max_seconds: float
+
+
+class Metrics:
+    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now."""
+
+    def __init__(self) -> None:
+        self._transfers: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._refusals_sent: Counter[str] = Counter()
+        self._refusals_received: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._frames_sent: Counter[str] = Counter()
+        self._frames_received: Counter[str] = Counter()
+        self._quarantined = 0
+        self._quarantined_ever = 0
+        self._waits = 0
+        self._waited = 0.0
+        self._loop_blocked = 0
+        self._loop_lag_max = 0.0
+
+    def transfer_ended(self, code: Code | None, *, route: str = "", nbytes: int = 0) -> None:
+        """Count one transfer by its outcome (None: success) and its bytes by route."""
+        self._transfers["ok" if code is None else code.name.lower()] += 1
+        if nbytes:
+            _count(self._bytes, route, nbytes)
+
+    def quarantined(self, nbytes: int) -> None:
+        """Count memory that went into custody because a peer may still touch it."""
+        self._quarantined += nbytes
+        self._quarantined_ever += nbytes
+
+    def settled(self, nbytes: int) -> None:
+        """Count memory that left custody."""
+        self._quarantined -= nbytes
+
+    def result_dropped(self, why: str) -> None:
+        """Count a stale or duplicate result of a peer that changed nothing; `why` is `stale` or `duplicate`."""
+        _count(self._dropped, why)
+
+    def refused(self, code: Code, *, by_peer: bool) -> None:
+        """Count a request that one side refused."""
+        (self._refusals_received if by_peer else self._refusals_sent)[code.name.lower()] += 1
+
+    def fell_back(self, reason: str) -> None:
+        """Count a transfer that took a slower route than the settings prefer."""
+        _count(self._fallbacks, reason)
+
+    def frame_sent(self, kind: str) -> None:
+        """Count a control frame by the name of its message."""
+        _count(self._frames_sent, kind)
+
+    def frame_received(self, kind: str) -> None:
+        """Count a control frame by the name of its message."""
+        _count(self._frames_received, kind)
+
+    def admission_waited(self, seconds: float) -> None:
+        """Count a transfer that had to wait for admission or memory."""
+        self._waits += 1
+        self._waited += seconds
+
+    def loop_blocked(self, seconds: float) -> None:
+        """Count that the event loop stood still for so long."""
+        self._loop_blocked += 1
+        self._loop_lag_max = max(self._loop_lag_max, seconds)
+
+    def snapshot(self) -> Snapshot:
+        """All counters now, as plain numbers that later changes do not touch."""
+        return {
+            "transfers": dict(self._transfers),
+            "bytes": dict(self._bytes),
+            "refusals_sent": dict(self._refusals_sent),
+            "refusals_received": dict(self._refusals_received),
+            "fallbacks": dict(self._fallbacks),
+            "results_dropped": dict(self._dropped),
+            "frames_sent": dict(self._frames_sent),
+            "frames_received": dict(self._frames_received),
+            "quarantined_bytes": self._quarantined,
+            "quarantined_bytes_ever": self._quarantined_ever,
+            "admission_waits": self._waits,
+            "admission_wait_seconds": self._waited,
+            "loop_blocked": self._loop_blocked,
+            "loop_lag_max_seconds": self._loop_lag_max,
+        }
+
+
+def _count(counter: Counter[str], label: str, by: int = 1) -> None:
+    """Count under a label, or under `other` once there are very many: labels must not grow without bound."""
+    counter[label if label in counter or len(counter) < _LABELS else "other"] += by

@@ -1,0 +1,425 @@
+"""Settings: where they come from, what is refused and how it is said, and the bounds that follow from them."""
+
+import json
+import os
+import pickle
+import traceback
+
+import pytest
+from pydantic import ValidationError
+
+from kvxfer.config import Config, FabricConfig
+from kvxfer.errors import ConfigError
+from kvxfer.memory import Arena
+from kvxfer.settings import leaves
+
+SECRET = "correct-horse-battery-staple"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_variables(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="kvxfer.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(**arguments):
+    with pytest.raises(ConfigError) as caught:
+        Config(**arguments)
+    return str(caught.value)
+
+
+# --- sources
+
+
+def test_defaults_are_sound_and_named_so():
+    config = Config()
+    assert config.chunk_bytes == 32 * 2**20
+    assert config.fetch_timeout is None
+    assert set(config.sources().values()) == {"default"}
+
+
+def test_the_order_of_sources(environment, toml):
+    path = toml('window = 2\nmodel = "file"\nengine = "file"\n[fabric]\nnum_workers = 2\nmax_descriptors = 2\n')
+    environment(KVXFER_MODEL="variable", KVXFER_ENGINE="variable", KVXFER_FABRIC__NUM_WORKERS="3")
+    config = Config.load(path, engine="argument", fabric={"devices": ["mlx5_0"]})
+    assert (config.engine, config.model, config.window, config.copy_ctas) == ("argument", "variable", 2, 24)
+    assert config.fabric == FabricConfig(devices=("mlx5_0",), num_workers=3, max_descriptors=2)
+    sources = config.sources()
+    assert sources["engine"] == "argument"
+    assert sources["model"] == "KVXFER_MODEL"
+    assert sources["window"] == str(path)
+    assert sources["copy_ctas"] == "default"
+    assert sources["fabric.devices"] == "argument"
+    assert sources["fabric.num_workers"] == "KVXFER_FABRIC__NUM_WORKERS"
+    assert sources["fabric.max_descriptors"] == str(path)
+    assert sources["fabric.backends"] == "default"
+
+
+def test_the_file_can_be_named_by_a_variable_and_an_argument_wins(environment, toml):
+    environment(KVXFER_CONFIG_FILE=str(toml("window = 5")))
+    assert Config().window == 5
+    assert Config.load().window == 5
+    assert Config().sources()["config_file"] == "KVXFER_CONFIG_FILE"
+    assert Config.load(toml('{"window": 6}', "other.json")).window == 6
+    assert Config(config_file=None).window == 4
+
+
+def test_an_empty_variable_names_no_file(environment):
+    environment(KVXFER_CONFIG_FILE="")
+    assert Config().config_file is None
+
+
+def test_variables_in_any_case_and_of_every_kind(environment):
+    environment(
+        kvxfer_Arena_Bytes="1GiB",
+        KVXFER_HEARTBEAT="500ms",
+        KVXFER_FETCH_TIMEOUT="none",
+        KVXFER_ALLOW_PEERS="unix:/run/*, tcp:10.*:*",
+        KVXFER_FABRIC__BACKENDS='["UCX", "POSIX"]',
+        KVXFER_FABRIC__BACKEND_PARAMS='{"UCX": {"num_threads": "2"}}',
+        KVXFER_SECRET=SECRET,
+    )
+    config = Config()
+    assert config.arena_bytes == 2**30
+    assert config.heartbeat == 0.5
+    assert config.fetch_timeout is None
+    assert config.allow_peers == ("unix:/run/*", "tcp:10.*:*")
+    assert config.fabric.backends == ("UCX", "POSIX")
+    assert config.fabric.backend_params == {"UCX": {"num_threads": "2"}}
+    assert config.secret is not None
+    assert config.secret.get_secret_value() == SECRET
+    assert config.sources()["arena_bytes"] == "kvxfer_Arena_Bytes"
+
+
+def test_a_group_in_one_variable_yields_to_its_single_ones(environment):
+    environment(KVXFER_FABRIC='{"num_workers": 2, "max_descriptors": 9}', KVXFER_FABRIC__NUM_WORKERS="7")
+    config = Config()
+    assert (config.fabric.num_workers, config.fabric.max_descriptors) == (7, 9)
+    assert config.sources()["fabric.max_descriptors"] == "KVXFER_FABRIC"
+    assert config.sources()["fabric.num_workers"] == "KVXFER_FABRIC__NUM_WORKERS"
+
+
+def test_a_config_is_read_once(environment):
+    config = Config()
+    environment(KVXFER_WINDOW="9")
+    assert config.window == 4
+    assert Config().window == 9
+
+
+def test_a_nested_model_counts_with_what_was_set_on_it(environment):
+    environment(KVXFER_FABRIC__NUM_WORKERS="3")
+    config = Config(fabric=FabricConfig(max_descriptors=5))
+    assert (config.fabric.num_workers, config.fabric.max_descriptors) == (3, 5)
+
+
+def test_frozen_equal_and_picklable():
+    config = Config(rank=1, world=2, fabric={"num_workers": 2})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.rank = 0
+    with pytest.raises(ValidationError, match="frozen"):
+        config.fabric.num_workers = 3
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config
+    assert again.sources() == config.sources()
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [({"rnak": 1}, "rank"), ({"chunkbytes": 1}, "chunk_bytes"), ({"fabric": {"backend": "UCX"}}, "fabric.backends")],
+)
+def test_an_unknown_argument_gives_the_nearest_name(arguments, nearest):
+    assert f"did you mean {nearest}?" in refusal(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("KVXFER_RNAK", "KVXFER_RANK"),
+        ("kvxfer_chunk_byte", "KVXFER_CHUNK_BYTES"),
+        ("KVXFER_FABRIC_BACKENDS", "KVXFER_FABRIC__BACKENDS"),
+        ("KVXFER_FABRIC__BACKEND", "KVXFER_FABRIC__BACKENDS"),
+    ],
+)
+def test_an_unknown_variable_gives_the_nearest_name(environment, variable, nearest):
+    environment(**{variable: "1"})
+    message = refusal()
+    assert variable in message
+    assert f"did you mean {nearest}?" in message
+
+
+def test_a_name_like_nothing_points_to_the_list(environment):
+    environment(KVXFER_ZZZZZZ="1")
+    assert "`kvxfer config` prints all settings" in refusal()
+
+
+@pytest.mark.parametrize("text", ["rnak = 1", "[fabric]\nbackend = []"])
+def test_an_unknown_name_in_the_file(toml, text):
+    path = toml(text)
+    message = refusal(config_file=path)
+    assert str(path) in message
+    assert "did you mean" in message
+
+
+def test_one_variable_in_two_cases(environment):
+    environment(KVXFER_WINDOW="1", kvxfer_window="2")
+    assert "both set, to different values" in refusal()
+    environment(kvxfer_window="1")
+    assert Config().window == 1
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.toml", "window = ", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
+        ("a.json", "[1]", "holds a list"),
+        ("a.yaml", "window: 1", "name it .toml or .json"),
+        ("a.toml", "fabric = 3", "group of settings"),
+        ("a.toml", 'config_file = "b.toml"', "cannot be set in a file"),
+    ],
+)
+def test_files_that_cannot_be_used(toml, name, text, said):
+    path = toml(text, name)
+    message = refusal(config_file=path)
+    assert said in message
+    assert str(path) in message
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert "No such file" in refusal(config_file=tmp_path / "none.toml")
+    assert "give the path" in refusal(config_file=3)
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"window": 0}, "window is 0: set it to at least 1"),
+        ({"window": 1.5}, "window is 1.5: set it to a whole number"),
+        ({"send_share": 1}, "send_share is 1: set it to less than 1"),
+        ({"rank": -1}, "rank is -1: set it to at least 0"),
+        ({"route": "fast"}, "route is 'fast': set it to 'auto', 'staged', 'direct' or 'pull'"),
+        ({"engine": ""}, "engine is '': give at least 1 character"),
+        ({"engine": "x" * 129}, "give at most 128 characters"),
+        ({"model": 3}, "model is 3: set it to text"),
+        ({"heartbeat": 0}, "heartbeat is 0.0: set it to at least 0.001"),
+        ({"heartbeat": "5 parsecs"}, "heartbeat is '5 parsecs': a duration is"),
+        ({"arena_bytes": "256 mib b"}, "arena_bytes is '256 mib b': a size is"),
+        ({"arena_bytes": 1.5}, "whole number of bytes"),
+        ({"fetch_timeout": -1}, "fetch_timeout is -1.0: set it to at least 0.001"),
+        ({"listen": "tcp:host"}, "listen is 'tcp:host': an endpoint is"),
+        ({"listen": "unix:run"}, "absolute path"),
+        ({"advertise": "unix"}, "peers cannot connect to this"),
+        ({"advertise": "tcp:0.0.0.0:1"}, "peers cannot connect to this"),
+        ({"allow_peers": ["10.0.*"]}, "the pattern '10.0.*' must begin with"),
+        ({"fabric": {"backends": []}}, "fabric.backends is []: name at least one NIXL backend"),
+        ({"fabric": {"backends": ["UCX", "UCX"]}}, "each once"),
+        ({"fabric": {"max_descriptors": 0}}, "fabric.max_descriptors is 0: set it to at least 1"),
+        ({"fabric": {"backend_params": {"GDS": {}}}}, "names 'GDS', but fabric.backends is UCX"),
+        ({"fabric": {"backend_params": "{"}}, "not valid JSON"),
+        ({"fabric": 3}, "group of settings"),
+        ({"max_offers": 0}, "max_offers is 0: set it to at least 1"),
+    ],
+)
+def test_a_wrong_value_says_field_value_and_bound(arguments, said):
+    assert said in refusal(**arguments)
+
+
+def test_the_message_names_the_variable_or_the_file(environment, toml):
+    environment(KVXFER_WINDOW="0")
+    path = toml("copy_ctas = 0")
+    message = refusal(config_file=path)
+    assert "window is '0' (from KVXFER_WINDOW): set it to at least 1" in message
+    assert f"copy_ctas is 0 (from {path}): set it to at least 1" in message
+
+
+def test_a_nested_model_made_alone_is_checked_alike():
+    with pytest.raises(ConfigError, match=r"fabric.num_workers is 0: set it to at least 1"):
+        FabricConfig(num_workers=0)
+    with pytest.raises(ConfigError, match="did you mean backends"):
+        FabricConfig(backend=("UCX",))
+
+
+@pytest.mark.parametrize("secret", ["too-short", 12345])
+def test_a_secret_never_shows(environment, secret):
+    with pytest.raises(ConfigError) as caught:
+        Config(secret=secret)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "secret is hidden" in str(caught.value)
+    assert str(secret) not in shown
+    config = Config(secret=SECRET)
+    assert SECRET not in repr(config) + str(config) + repr(config.effective()) + config.model_dump_json()
+
+
+def test_an_empty_secret_is_refused_not_ignored(environment):
+    environment(KVXFER_SECRET="")
+    assert "it has 0 characters" in refusal()
+
+
+# --- settings that are each right alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": 2, "world": 2}, "rank is 2 and world is 2"),
+        ({"heartbeat": 10}, "peer_timeout is 20 s and heartbeat 10 s"),
+        ({"heartbeat": 1, "offer_lease": 2}, "offer_lease is 2 s and heartbeat 1 s"),
+        ({"route": "staged", "arena_bytes": 0}, "route is 'staged' and arena_bytes is 0"),
+        ({"arena_bytes": "32MiB"}, "chunk_bytes is 33554432 and the receive share of the arena 16777216"),
+        ({"send_share": 0.9}, "chunk_bytes is 33554432 and the receive share"),
+        ({"route": "direct", "max_in_place_bytes": 0}, "route is 'direct' and max_in_place_bytes is 0"),
+        ({"max_in_place_bytes": "1MiB"}, "no chunk could ever be granted in place"),
+        ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
+        ({"listen": "tcp:[::]:7000"}, "set advertise"),
+    ],
+)
+def test_settings_that_do_not_go_together(arguments, said):
+    assert said in refusal(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rank": 1, "world": 2},
+        {"heartbeat": 9.99},
+        {"arena_bytes": 0},
+        {"arena_bytes": 0, "route": "pull"},
+        {"arena_bytes": "64MiB"},
+        {"arena_bytes": "64KiB", "chunk_bytes": "32KiB"},
+        {"max_in_place_bytes": 0},
+        {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:10.0.0.7:0"},
+        {"listen": "tcp:127.0.0.1:0"},
+        {"drain_timeout": 0},
+        {"allow_peers": ()},
+    ],
+)
+def test_settings_that_do(arguments):
+    Config(**arguments)
+
+
+def test_several_problems_are_said_at_once():
+    message = refusal(rank=1, heartbeat=15)
+    assert "rank is 1" in message
+    assert "peer_timeout is 20 s" in message
+
+
+@pytest.mark.parametrize(("size", "share"), [("100MiB", 0.3), (100_000_001, 0.5), (0, 0.5), ("64MiB", 0.4999)])
+def test_shares_are_those_that_the_arena_makes(size, share):
+    config = Config(arena_bytes=size, send_share=share)
+    arena = Arena.split(0, config.arena_bytes, config.send_share)
+    assert (config.send_bytes, config.receive_bytes) == (arena.sending.capacity, arena.receiving.capacity)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "admitted"),
+    [("unix:/a", True), ("tcp:10.0.3.4:7", True), ("tcp:10.1.3.4:7", False), ("TCP:10.0.3.4:7", False)],
+)
+def test_admits(endpoint, admitted):
+    assert Config(allow_peers="unix:*,tcp:10.0.*:*").admits(endpoint) is admitted
+
+
+# --- bounds
+
+
+UNIQUE = {  # every duration another power of two, so that a sum says which of them it is made of
+    "heartbeat": 0.25,
+    "connect_timeout": 1,
+    "handshake_timeout": 2,
+    "peer_timeout": 4,
+    "revoke_timeout": 8,
+    "unclaimed_timeout": 16,
+    "offer_lease": 32,
+    "no_progress_timeout": 64,
+    "drain_timeout": 128,
+    "close_timeout": 256,
+    "grant_lease": 512,
+}
+
+
+def test_bounds_follow_their_formulas():
+    assert Config(**UNIQUE).bounds() == {
+        "unreachable_peer": 1,
+        "handshake": 1 + 2,
+        "silent_peer": 4 + 8,
+        "dead_peer": 8,
+        "unclaimed_offer": 16,
+        "released_by_lease": 4 + 64 + 8,
+        "revoke": 8,
+        "stuck_link": 64 + 8,
+        "drain": 128 + 8,
+        "close": 128 + 8 + 256,
+    }
+    assert Config(**(UNIQUE | {"offer_lease": 1024})).bounds()["released_by_lease"] == 1024 + 8
+
+
+def test_every_bound_is_documented_and_cannot_be_changed():
+    bounds, text = Config().bounds(), Config.bounds.__doc__ or ""
+    assert all(f"| `{kind}` |" in text for kind in bounds)
+    assert text.count("\n        | `") == len(bounds)
+    with pytest.raises(TypeError):
+        bounds["close"] = 0  # type: ignore[index]
+
+
+# --- what `kvxfer config` shows
+
+
+def test_effective_lists_every_setting_masks_secrets_and_is_plain():
+    params = {"UCX": {"num_threads": "2", "access_key": "AKIA"}}
+    config = Config(secret=SECRET, fabric={"backend_params": params})
+    effective = config.effective()
+    assert [setting.name for setting in effective] == [name for name, _ in leaves(Config)]
+    assert all(setting.description for setting in effective)
+    values = {setting.name: setting.value for setting in effective}
+    assert values["secret"] == "**********"
+    assert values["fabric.backend_params"] == {"UCX": {"num_threads": "2", "access_key": "**********"}}
+    assert SECRET not in json.dumps(values)
+
+
+def test_every_setting_can_be_given_by_its_variable(environment):
+    given = {
+        "config_file": "none",
+        "listen": "tcp:127.0.0.1:0",
+        "advertise": "tcp:10.0.0.1:1",
+        "secret": SECRET,
+        "fabric.backends": "UCX",
+        "fabric.backend_params": "{}",
+        "fabric.num_workers": "1",
+        "fabric.devices": "mlx5_0",
+        "fetch_timeout": "1s",
+    }
+    defaults = {setting.name: setting.value for setting in Config().effective()}
+    names = [name for name, _ in leaves(Config)]
+    for name in names:
+        value = defaults[name]
+        text = given.get(name, ",".join(value) if isinstance(value, list) else str(value))
+        environment(**{"KVXFER_" + name.upper().replace(".", "__"): text})
+    sources = Config().sources()
+    assert all(sources[name] == "KVXFER_" + name.upper().replace(".", "__") for name in names)

@@ -1,0 +1,92 @@
+"""Sizes, durations and lists as people write them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.settings import parse_duration, parse_names, parse_optional, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (7, 7),
+        ("7", 7),
+        ("7B", 7),
+        ("64KiB", 65536),
+        ("64 kib", 65536),
+        ("256MiB", 256 << 20),
+        ("1GiB", 1 << 30),
+        ("2TiB", 2 << 40),
+        ("100MB", 100_000_000),
+        ("1.5GiB", 3 << 29),
+        ("0.1KB", 100),
+        (" 1KB ", 1000),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "1K", "1XiB", "1 Mi B", "0.1KiB", "1e400", "nan", 1.5, True, None, "1,5MiB"]
+)
+def test_sizes_that_are_none(text):
+    if text == "1e400":  # a number all the same; its bound is for the field to check
+        assert parse_size(text) == 10**400
+        return
+    with pytest.raises(ValueError, match=r"size|whole number of bytes"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (5, 5.0),
+        (0.25, 0.25),
+        ("5", 5.0),
+        ("5s", 5.0),
+        ("200ms", 0.2),
+        ("2m", 120.0),
+        ("1h", 3600.0),
+        ("1.5 S", 1.5),
+        ("9us", 9e-6),
+    ],
+)
+def test_durations(text, seconds):
+    parsed = parse_duration(text)
+    assert parsed == seconds
+    assert isinstance(parsed, float)
+
+
+@pytest.mark.parametrize("text", ["", "s", "5x", "5 days", "1m30s", "inf", float("inf"), float("nan"), True, None, [1]])
+def test_durations_that_are_none(text):
+    with pytest.raises(ValueError, match="duration"):
+        parse_duration(text)
+
+
+@given(st.integers(min_value=0, max_value=2**40), st.sampled_from([("KiB", 1 << 10), ("MB", 10**6), ("", 1)]))
+def test_a_size_is_exact(number, unit):
+    assert parse_size(f"{number}{unit[0]}") == number * unit[1]
+
+
+@given(st.integers(min_value=0, max_value=10**9))
+def test_a_duration_is_the_nearest_float(milliseconds):
+    assert parse_duration(f"{milliseconds}ms") == milliseconds / 1000
+
+
+def test_lists():
+    assert parse_names("UCX, GDS,") == ("UCX", "GDS")
+    assert parse_names('["a,b", "c"]') == ["a,b", "c"]
+    assert parse_names("") == ()
+    assert parse_names(("x",)) == ("x",)
+    with pytest.raises(ValueError, match="not valid JSON"):
+        parse_names("[a")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("", None), ("None", None), (" none ", None), ("nonesuch", "nonesuch"), (0, 0)]
+)
+def test_nothing_is_written_as_none(text, value):
+    assert parse_optional(text) == value

@@ -1,0 +1,222 @@
+"""Logs reach the stdlib logger and nothing else; stats and counters add up."""
+
+import dataclasses
+import logging
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.errors import Code
+from kvxfer.telemetry import KEYS, Intervals, Metrics, TransferStats, logger, mask
+
+# --- logs
+
+
+def test_without_configuration_nothing_is_said():
+    code = (
+        "from kvxfer.telemetry import logger\n"
+        "log = logger('test')\n"
+        "log.error('peer_lost', peer='a')\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: log.exception('task_failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_record_is_readable_and_carries_the_data(caplog):
+    caplog.set_level(logging.INFO, logger="kvxfer")
+    logger("link").bind(rank=1).info(
+        "peer_lost", peer="a b", reason="100%s", bytes=5, lag=1 / 3, error='x="y"', path=""
+    )
+    (record,) = caplog.records
+    assert record.name == "kvxfer.link"
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "peer_lost rank=1 peer='a b' reason=100%s bytes=5 lag=0.333333 error='x=\"y\"' path=''"
+    )
+    assert record.kvxfer["event"] == "peer_lost"
+    assert record.kvxfer["bytes"] == 5
+    assert record.kvxfer["rank"] == 1
+
+
+@pytest.mark.parametrize("level", ["warning", "error", "exception"])
+def test_a_record_says_where_it_was_logged(caplog, level):
+    getattr(logger("link"), level)("peer_lost")
+    assert caplog.records[0].pathname == __file__
+    assert caplog.records[0].funcName == "test_a_record_says_where_it_was_logged"
+
+
+def test_a_line_cannot_be_forged(caplog):
+    logger("link").warning("peer_lost", reason="gone\nkvxfer all_good", peer="\x1b[31m")
+    assert "\n" not in caplog.records[0].getMessage()
+    assert "\x1b" not in caplog.records[0].getMessage()
+
+
+def test_levels_are_those_of_the_stdlib_logger(caplog):
+    caplog.set_level(logging.WARNING, logger="kvxfer.link")
+    log = logger("kvxfer.link")
+    log.info("peer_lost")
+    log.warning("peer_lost")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_an_exception_is_handed_on(caplog):
+    error = ValueError("broken")
+    logger("worker").error("task_failed", exc_info=error)
+    assert caplog.records[0].exc_info[1] is error
+    assert "exc_info" not in caplog.records[0].kvxfer
+
+
+@pytest.mark.parametrize(
+    ("name", "full"), [("link", "kvxfer.link"), ("kvxfer.link", "kvxfer.link"), ("kvxfer", "kvxfer")]
+)
+def test_names_of_loggers(caplog, name, full):
+    logger(name).warning("peer_lost")
+    assert caplog.records[0].name == full
+
+
+def test_keys_do_not_collide_with_what_structlog_needs():
+    assert not KEYS & {"event", "level", "timestamp", "logger"}
+
+
+def test_mask_is_stable_short_and_not_the_secret():
+    ticket = "eyJyZXF1ZXN0IjoicmVxLTEifQ"
+    assert mask(ticket) == mask(ticket.encode())
+    assert mask(ticket) != mask(ticket + "x")
+    assert len(mask(ticket)) == 9
+    assert mask(ticket)[1:] not in ticket
+
+
+# --- intervals
+
+
+def union_by_counting(spans):
+    """The same by brute force: on a grid of integers, how many cells are covered."""
+    return len({cell for start, end in spans for cell in range(start, end)})
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=30)
+
+
+@given(spans)
+def test_the_union_of_intervals(pairs):
+    intervals = Intervals()
+    for start, end in pairs:
+        intervals.add(start, end)
+    assert intervals.length == union_by_counting(pairs)
+    real = [pair for pair in pairs if pair[0] < pair[1]]
+    assert intervals.first == min((start for start, _ in real), default=None)
+    assert intervals.last == max((end for _, end in real), default=None)
+    kept = intervals.spans()
+    assert all(left[1] < right[0] for left, right in pairwise(kept)), "disjoint, apart, in order"
+
+
+@given(spans, spans)
+def test_merging_intervals(pairs, others):
+    left, right = Intervals(), Intervals()
+    for start, end in pairs:
+        left.add(start, end)
+    for start, end in others:
+        right.add(start, end)
+    left.merge(right)
+    assert left.length == union_by_counting(pairs + others)
+    assert right.length == union_by_counting(others)
+
+
+def test_an_interval_that_runs_backwards_is_a_defect():
+    with pytest.raises(ValueError, match="cannot end"):
+        Intervals().add(2.0, 1.0)
+
+
+def test_overlapping_chunks_take_no_more_room_than_one():
+    intervals = Intervals()
+    for chunk in range(1000):
+        intervals.add(chunk, chunk + 1.5)
+    assert intervals.spans() == ((0, 1000.5),)
+
+
+# --- stats
+
+
+def test_stats():
+    stats = TransferStats(
+        route="staged", bytes=3 * 10**9, peers=("a", "b"), started=10.0, first_byte=10.5, finished=12.0
+    )
+    assert stats.duration == 2.0
+    assert stats.gbps == 1.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(stats, "bytes", 0)  # noqa: B010 - a type checker refuses the plain form
+    fields = stats.log_fields()
+    assert fields["first_byte_after"] == 0.5
+    assert fields["peers"] == "a,b"
+    assert fields["duration"] == 2.0
+    assert set(fields) <= KEYS
+
+
+def test_stats_of_nothing():
+    stats = TransferStats(route="mapped", started=1.0, finished=1.0)
+    assert stats.gbps == 0.0
+    assert "first_byte_after" not in stats.log_fields()
+    assert "predicted" not in stats.log_fields()
+
+
+# --- counters
+
+
+def test_metrics():
+    metrics = Metrics()
+    metrics.transfer_ended(None, route="staged", nbytes=100)
+    metrics.transfer_ended(None, route="staged", nbytes=11)
+    metrics.transfer_ended(Code.TIMEOUT, route="mapped", nbytes=5)
+    metrics.transfer_ended(Code.CANCELLED)
+    metrics.quarantined(64)
+    metrics.quarantined(32)
+    metrics.settled(64)
+    metrics.result_dropped("stale")
+    metrics.refused(Code.TOO_MANY, by_peer=True)
+    metrics.refused(Code.DRAINING, by_peer=False)
+    metrics.fell_back("no native atomics")
+    metrics.frame_sent("Fetch")
+    metrics.frame_received("Accept")
+    metrics.frame_received("Accept")
+    metrics.admission_waited(0.25)
+    metrics.admission_waited(0.5)
+    metrics.loop_blocked(0.2)
+    metrics.loop_blocked(0.1)
+    assert metrics.snapshot() == {
+        "transfers": {"ok": 2, "timeout": 1, "cancelled": 1},
+        "bytes": {"staged": 111, "mapped": 5},
+        "refusals_sent": {"draining": 1},
+        "refusals_received": {"too_many": 1},
+        "fallbacks": {"no native atomics": 1},
+        "results_dropped": {"stale": 1},
+        "frames_sent": {"Fetch": 1},
+        "frames_received": {"Accept": 2},
+        "quarantined_bytes": 32,
+        "quarantined_bytes_ever": 96,
+        "admission_waits": 2,
+        "admission_wait_seconds": 0.75,
+        "loop_blocked": 2,
+        "loop_lag_max_seconds": 0.2,
+    }
+
+
+def test_a_snapshot_does_not_change():
+    metrics = Metrics()
+    before = metrics.snapshot()
+    metrics.frame_sent("Ping")
+    assert before["frames_sent"] == {}
+
+
+def test_labels_do_not_grow_without_bound():
+    metrics = Metrics()
+    for number in range(1000):
+        metrics.fell_back(f"reason {number}")
+    fallbacks = metrics.snapshot()["fallbacks"]
+    assert len(fallbacks) <= 65
+    assert sum(fallbacks.values()) == 1000

@@ -1,0 +1,46 @@
+"""Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
+
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py)
+    resolve     who sends what                                          (resolve.py)
+    pair        what two ranks have in common                           (intersect.py, factor.py)
+    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
+    tables      what a copy kernel needs                                (copyplan.py)
+
+Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
+"""
+
+from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
+from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
+from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
+from kvxfer.geometry.resolve import Selection, resolve
+from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks
+
+__all__ = [
+    "MAX_OUTER_AXES",
+    "STAGING_ALIGNMENT",
+    "BlockLists",
+    "Blocks",
+    "Box",
+    "BoxAxis",
+    "CacheGeometry",
+    "CacheTensor",
+    "ChunkGrid",
+    "ChunkPlan",
+    "CopyPlan",
+    "Group",
+    "Interleave",
+    "PairPlan",
+    "Pieces",
+    "Segment",
+    "Selection",
+    "Span",
+    "TensorSpec",
+    "TransferPlan",
+    "check_spans",
+    "check_state",
+    "check_tokens",
+    "normalise_blocks",
+    "resolve",
+]

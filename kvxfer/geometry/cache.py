@@ -1,0 +1,355 @@
+"""What one rank holds: cache tensors in global coordinates, checked as a whole.
+
+`CacheTensor` is where a torch tensor enters; from there on only `TensorSpec` is used, which holds numbers and names and
+can cross the wire. Nothing here assumes K and V, heads, or a single group.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CacheGeometry", "CacheTensor", "Group", "Interleave", "TensorSpec"]
+
+_DEVICES: Final = ("cpu", "cuda")
+_MAX_DIMENSION: Final = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """Context parallelism: token t is held by rank `(t // chunk) % of`.
+
+    Attributes:
+        rank: Which residue this tensor holds.
+        of: Number of ranks that share the tokens.
+        chunk: Consecutive tokens per turn.
+    """
+
+    rank: int = 0
+    of: int = 1
+    chunk: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.of >= 1 and 0 <= self.rank < self.of and self.chunk >= 1):
+            raise GeometryError(f"{self}: needs 0 <= rank < of and chunk >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Properties of a block-address space that its tensors do not show.
+
+    Attributes:
+        name: As in `CacheTensor.group`.
+        null_block: An id that means "no block": skipped at the source, refused at the destination.
+    """
+
+    name: str
+    null_block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One cache tensor without its memory: names, coordinates, shape and byte strides.
+
+    Attributes:
+        group: Block-address space; tensors of a group share block ids.
+        part: Tells tensors of one layer with different meaning apart (`""` for plain K and V).
+        kv: Which halves it holds, in the order of its kv axis: `("k", "v")`, `("k",)`, `("v",)` or `("",)`.
+        layers: Global layer numbers, in the order of its layer axis.
+        heads: Global range of heads (channels, for convolution state); `range(0, 1)` without a head axis.
+        axes: The axis string, in the tensor's order.
+        shape: Elements per axis.
+        strides: Bytes per axis.
+        dtype: torch's name without the prefix, `"bfloat16"`.
+        item_bytes: Size of one element.
+        base: Address of the first element, or 0 where a peer did not share it.
+        kind: `"cpu"` or `"cuda"`.
+        device: Index of the device.
+        block_ratio: Kernel blocks per block id (an engine that counts in 64 over a kernel that stores 16 has 4).
+        tokens_per_row: Tokens that one index of the token axis stands for (compressed caches).
+        tokens: Which tokens it holds, under context parallelism.
+        null_block: See `Group`.
+    """
+
+    group: str
+    part: str
+    kv: tuple[str, ...]
+    layers: tuple[int, ...]
+    heads: range
+    axes: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+    base: int = 0
+    kind: str = "cpu"
+    device: int = 0
+    block_ratio: int = 1
+    tokens_per_row: int = 1
+    tokens: Interleave = Interleave()
+    null_block: int | None = None
+    factors: Mapping[str, tuple[Factor, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", bind_axes(parse_axes(self.axes), self.shape, self.strides))
+        self._check()
+
+    @property
+    def name(self) -> str:
+        """How errors and logs speak of it."""
+        part = f", part {self.part!r}" if self.part else ""
+        first, last = min(self.layers), max(self.layers)
+        layers = f"layers {first}..{last}" if last > first else f"layer {first}"
+        return f"cache tensor (group {self.group!r}{part}, kv {'+'.join(self.kv) or '-'}, {layers})"
+
+    def stride(self, axis: str) -> int:
+        """Bytes between neighbours on an unsplit axis; 0 if the tensor does not have it."""
+        factors = self.factors.get(axis, ())
+        return factors[0].stride if factors else 0
+
+    def count(self, axis: str) -> int:
+        """Coordinates on an axis; 1 if the tensor does not have it."""
+        return prod(factor.count for factor in self.factors.get(axis, ()))
+
+    @property
+    def is_state(self) -> bool:
+        """True without a token axis: one slot a request, which travels whole and belongs to the last token."""
+        return "token" not in self.factors
+
+    @property
+    def ids(self) -> int:
+        """Number of block ids that address this tensor."""
+        return self.count("block") // self.block_ratio
+
+    @property
+    def id_tokens(self) -> int:
+        """Tokens that one block id covers on this rank; 0 for state."""
+        return 0 if self.is_state else self.count("token") * self.tokens_per_row * self.block_ratio
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return self.item_bytes + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def _check(self) -> None:
+        if not self.layers or not self.kv or not self.heads or min(self.shape) < 1:
+            raise GeometryError(
+                f"a cache tensor of group {self.group!r} is empty: shape {self.shape}, layers {self.layers}"
+            )
+        if self.kind not in _DEVICES:
+            raise GeometryError(
+                f"{self.name}: memory of kind {self.kind!r} is not supported, only {' and '.join(_DEVICES)}"
+            )
+        if self.heads.step != 1 or self.heads.start < 0:
+            raise GeometryError(f"{self.name}: heads must be a range of step 1, not {self.heads}")
+        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            raise GeometryError(f"{self.name}: layers must be distinct and not negative, not {list(self.layers)}")
+        if sorted(self.kv) not in (["k", "v"], ["k"], ["v"], [""]):
+            raise GeometryError(f"{self.name}: kv must be 'k', 'v', both, or none, not {self.kv}")
+        for axis, given in (("layer", len(self.layers)), ("kv", len(self.kv)), ("head", len(self.heads))):
+            if axis in self.factors and self.count(axis) != given:
+                raise GeometryError(f"{self.name}: axis {axis!r} is {self.count(axis)} long, but {given} were named")
+            if axis not in self.factors and given != 1:
+                raise GeometryError(f"{self.name}: {given} {axis}s were named, but axes {self.axes!r} have no {axis!r}")
+        if self.block_ratio < 1 or self.count("block") % self.block_ratio:
+            raise GeometryError(
+                f"{self.name}: {self.count('block')} blocks are no multiple of kernel_blocks_per_id={self.block_ratio}"
+            )
+        if self.tokens_per_row < 1 or (self.is_state and (self.tokens_per_row > 1 or self.tokens.of > 1)):
+            raise GeometryError(f"{self.name}: tokens_per_row and tokens describe a token axis, which it does not have")
+        if self.tokens.of > 1 and self.tokens_per_row > 1:
+            raise GeometryError(f"{self.name}: compressed rows cannot be interleaved over ranks")
+        if max(self.shape) > _MAX_DIMENSION or max(self.layers) > _MAX_DIMENSION or self.heads.stop > _MAX_DIMENSION:
+            raise GeometryError(f"{self.name}: a coordinate is over {_MAX_DIMENSION}")
+        self._check_strides()
+
+    def _check_strides(self) -> None:
+        reach = self.item_bytes  # bytes that the axes seen so far span; the next one must step over them
+        for stride, count in sorted(zip(self.strides, self.shape, strict=True)):
+            if count == 1:
+                continue
+            if stride < reach:
+                raise GeometryError(
+                    f"{self.name}: byte strides {self.strides} of shape {self.shape} overlap: a stride of {stride} "
+                    f"steps inside {reach} bytes that smaller axes span"
+                )
+            reach += (count - 1) * stride
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheTensor:
+    """A torch tensor with the names of its axes and the global coordinates that it holds.
+
+    The tensor may be any strided view. It must stay allocated while a worker has it registered; kvxfer keeps a
+    reference.
+
+    Args:
+        tensor: CPU or CUDA tensor, one dimension per name in `axes`.
+        axes: Names of its axes in its own order: block, layer, kv, head, token, dim; head and dim may be split once.
+        layers: Global numbers of the layers that it holds, in the order of its layer axis.
+        heads: Global range of the heads that it holds; may be left out without a head axis.
+        kv: For a tensor without a kv axis `"k"` or `"v"`, or None if it holds neither (MLA); with one, `"kv"` (the
+            default) or `"vk"` say its order.
+        group: Block-address space.
+        part: Tells tensors of one layer with different meaning apart.
+        tokens: Which tokens it holds, under context parallelism.
+        kernel_blocks_per_id: Blocks of this tensor that one block id stands for.
+        tokens_per_row: Tokens that one index of the token axis stands for.
+    """
+
+    tensor: "torch.Tensor"
+    axes: str
+    _: KW_ONLY
+    layers: Sequence[int]
+    heads: range | None = None
+    kv: str | None = None
+    group: str = "default"
+    part: str = ""
+    tokens: Interleave = Interleave()
+    kernel_blocks_per_id: int = 1
+    tokens_per_row: int = 1
+
+    def spec(self, null_block: int | None = None) -> TensorSpec:
+        """The description without the memory.
+
+        Raises:
+            GeometryError: If names, coordinates, shape, strides or device do not fit together.
+        """
+        tensor, axes = self.tensor, " ".join(self.axes.split())
+        names = {axis.name for axis in parse_axes(axes)}
+        if str(tensor.layout) != "torch.strided":
+            raise GeometryError(
+                f"a cache tensor of group {self.group!r} is {tensor.layout}; only strided tensors are supported"
+            )
+        if self.heads is None and "head" in names:
+            raise GeometryError(
+                f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
+            )
+        item_bytes = tensor.element_size()
+        return TensorSpec(
+            group=self.group,
+            part=self.part,
+            kv=tuple(self.kv or ("kv" if "kv" in names else "")) or ("",),
+            layers=tuple(int(layer) for layer in self.layers),
+            heads=self.heads if self.heads is not None else range(1),
+            axes=axes,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * item_bytes for stride in tensor.stride()),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            item_bytes=item_bytes,
+            base=tensor.data_ptr(),
+            kind=tensor.device.type,
+            device=tensor.device.index or 0,
+            block_ratio=self.kernel_blocks_per_id,
+            tokens_per_row=self.tokens_per_row,
+            tokens=self.tokens,
+            null_block=null_block,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CacheGeometry:
+    """Everything that one rank holds, checked as a whole.
+
+    Raises:
+        GeometryError: If there is nothing, memory lies on several devices, the same coordinates are given twice, or
+            tensors of one group disagree on what a block id covers.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise GeometryError("a cache needs at least one tensor")
+        devices = sorted({(spec.kind, spec.device) for spec in self.tensors})
+        if len(devices) > 1:
+            raise GeometryError(f"all cache tensors of a worker must be on one device, not on {devices}")
+        self._check_groups()
+        self._check_unique()
+
+    @classmethod
+    def of(cls, tensors: Iterable[CacheTensor], groups: Iterable[Group] = ()) -> "CacheGeometry":
+        """Describe registered tensors.
+
+        Raises:
+            GeometryError: See the class; also if a group is described but holds no tensor, or is described twice.
+        """
+        given = list(tensors)
+        nulls: dict[str, int | None] = {}
+        for group in groups:
+            if group.name in nulls or all(tensor.group != group.name for tensor in given):
+                raise GeometryError(f"group {group.name!r} is described twice, or no tensor belongs to it")
+            nulls[group.name] = group.null_block
+        return cls(tuple(tensor.spec(nulls.get(tensor.group)) for tensor in given))
+
+    @property
+    def kind(self) -> str:
+        """`"cpu"` or `"cuda"`."""
+        return self.tensors[0].kind
+
+    @property
+    def device(self) -> int:
+        """Index of the device that holds every tensor."""
+        return self.tensors[0].device
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[TensorSpec, ...]]:
+        """Tensors by group, in order of first mention."""
+        found: dict[str, list[TensorSpec]] = {}
+        for spec in self.tensors:
+            found.setdefault(spec.group, []).append(spec)
+        return {name: tuple(specs) for name, specs in found.items()}
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """(name, value) of everything about a tensor class that two engines must agree on, in a fixed order."""
+        seen: dict[str, str] = {}
+        for spec in self.tensors:
+            for kv in spec.kv:
+                label = "/".join(filter(None, (spec.group, spec.part, kv)))
+                for name, value in (
+                    (f"{label}.dtype", spec.dtype),
+                    (f"{label}.dim", str(spec.count("dim"))),
+                    (f"{label}.has_tokens", str(not spec.is_state)),
+                    (f"{label}.tokens_per_row", str(spec.tokens_per_row)),
+                ):
+                    if seen.setdefault(name, value) != value:
+                        raise GeometryError(f"{spec.name}: {name} is {value}, but another tensor has {seen[name]}")
+        yield from sorted(seen.items())
+
+    def _check_groups(self) -> None:
+        for name, specs in self.groups.items():
+            first = specs[0]
+            for spec in specs[1:]:
+                if (spec.id_tokens, spec.tokens) != (first.id_tokens, first.tokens):
+                    raise GeometryError(
+                        f"group {name!r}: one block id covers {first.id_tokens} tokens ({first.tokens}) in "
+                        f"{first.name}, but {spec.id_tokens} ({spec.tokens}) in {spec.name}"
+                    )
+                if spec.null_block != first.null_block:
+                    raise GeometryError(
+                        f"group {name!r}: the null block is {first.null_block} in {first.name}, "
+                        f"but {spec.null_block} in {spec.name}"
+                    )
+
+    def _check_unique(self) -> None:
+        held: dict[tuple[str, str, int, str], list[tuple[range, TensorSpec]]] = {}
+        for spec in self.tensors:
+            for layer in spec.layers:
+                for kv in spec.kv:
+                    rivals = held.setdefault((spec.group, spec.part, layer, kv), [])
+                    for heads, other in rivals:
+                        if heads.start < spec.heads.stop and spec.heads.start < heads.stop:
+                            raise GeometryError(
+                                f"the same coordinates are given twice: layer {layer}, kv {kv or '-'}, "
+                                f"heads {spec.heads} in {spec.name} and heads {heads} in {other.name}"
+                            )
+                    rivals.append((spec.heads, spec))
+        for _ in self.facts():
+            pass

@@ -1,0 +1,194 @@
+"""The plan of one copy: small tables from which every address is computed.
+
+    address(region, row, token, axes, byte) = base[region] + block[row] * block_stride
+                                              + (first_token[row] + token) * token_stride
+                                              + sum(index_k * stride_k) + byte
+
+once for the source and once for the destination. A segment holds what does not change between its rows: strides and the
+box. The tables are O(regions + rows) although the copy may consist of millions of pieces.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.geometry.factor import BoxAxis
+
+__all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "fold"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+MAX_OUTER_AXES: Final = 3
+"""Outer axes of a box besides its token axis; more are unrolled into regions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The shape of what one row copies in one region.
+
+    Attributes:
+        outer: At most `MAX_OUTER_AXES` axes, outermost first, merged where both sides are contiguous.
+        src_token: Bytes between tokens at the source.
+        dst_token: Bytes between tokens at the destination.
+        run_bytes: Contiguous bytes; times the row's token count if `token_in_run`.
+        token_in_run: True if tokens follow each other without a gap on both sides: they are the run's outermost axis.
+    """
+
+    outer: tuple[BoxAxis, ...]
+    src_token: int
+    dst_token: int
+    run_bytes: int
+    token_in_run: bool
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token row carries in one region."""
+        return self.run_bytes * int(np.prod([axis.count for axis in self.outer], dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A class of equal strides and extents.
+
+    Attributes:
+        regions: int64 (R, 2): base address at the source and at the destination.
+        rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
+        src_block: Bytes between blocks at the source.
+        dst_block: Bytes between blocks at the destination.
+        box: What one row copies.
+    """
+
+    regions: I64
+    rows: I64
+    src_block: int
+    dst_block: int
+    box: Box
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this segment writes."""
+        return len(self.regions) * int(self.rows[:, 4].sum()) * self.box.token_bytes
+
+    @property
+    def pieces(self) -> int:
+        """Contiguous runs that it consists of, before neighbours are merged."""
+        runs = int(np.prod([axis.count for axis in self.box.outer], dtype=np.int64))
+        rows = len(self.rows) if self.box.token_in_run else int(self.rows[:, 4].sum())
+        return len(self.regions) * rows * runs
+
+    def enumerate(self) -> "Pieces":
+        """List every piece, as far as possible in ascending order of destination."""
+        parts = [self._enumerate(int(tokens)) for tokens in np.unique(self.rows[:, 4])]  # full rows, and clipped ones
+        return Pieces.joined(parts)
+
+    def _enumerate(self, tokens: int) -> "Pieces":
+        """Pieces of the rows of one length: the sums of one offset from each level."""
+        rows, box = self.rows[self.rows[:, 4] == tokens], self.box
+        src = rows[:, 0] * self.src_block + rows[:, 1] * box.src_token
+        dst = rows[:, 2] * self.dst_block + rows[:, 3] * box.dst_token
+        axes = box.outer if box.token_in_run else (*box.outer, BoxAxis(tokens, box.src_token, box.dst_token))
+        levels = [(self.regions[:, 0], self.regions[:, 1]), (src, dst), *map(_steps, axes)]
+        # levels nest where the wider one is outside, and then sums of ascending offsets ascend
+        levels.sort(key=lambda level: int(np.ptp(level[1])), reverse=True)
+        orders = [np.argsort(dst) for _, dst in levels]
+        src, dst = (
+            reduce(np.add.outer, [level[side][order] for level, order in zip(levels, orders, strict=True)]).ravel()
+            for side in (0, 1)
+        )
+        return Pieces(src, dst, np.full(len(src), box.run_bytes * (tokens if box.token_in_run else 1), np.int64))
+
+
+def _steps(axis: BoxAxis) -> tuple[I64, I64]:
+    index = np.arange(axis.count, dtype=np.int64)
+    return index * axis.src, index * axis.dst
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """A copy as a list of contiguous pieces: int64 columns of equal length."""
+
+    src: I64
+    dst: I64
+    nbytes: I64
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Pieces]") -> "Pieces":
+        """Several lists behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        empty = cls(*np.zeros((3, 0), np.int64))
+        columns = zip(*((part.src, part.dst, part.nbytes) for part in (empty, *parts)), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+    def merged(self) -> "Pieces":
+        """The same copy with neighbours joined, in destination order."""
+        src, dst, nbytes = self.src, self.dst, self.nbytes
+        if (dst[1:] < dst[:-1]).any():
+            order = np.argsort(dst, kind="stable")  # enumerated lists are ascending runs, which this sort makes use of
+            src, dst, nbytes = src[order], dst[order], nbytes[order]
+        joins = (np.diff(src) == nbytes[:-1]) & (np.diff(dst) == nbytes[:-1])
+        if not joins.any():
+            return Pieces(src, dst, nbytes)
+        starts = np.concatenate([[0], np.flatnonzero(~joins) + 1])
+        return Pieces(src[starts], dst[starts], np.add.reduceat(nbytes, starts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Segments to copy, in any order; no two write the same byte."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the plan writes."""
+        return sum(segment.bytes for segment in self.segments)
+
+    @property
+    def pieces(self) -> int:
+        """Contiguous runs, before neighbours are merged."""
+        return sum(segment.pieces for segment in self.segments)
+
+    def enumerate(self) -> Pieces:
+        """List every piece. O(pieces): for routes that need descriptors, and for tests."""
+        return Pieces.joined([segment.enumerate() for segment in self.segments])
+
+
+def fold(axes: Iterable[BoxAxis], src_token: int, dst_token: int, item_bytes: int) -> tuple[Box, tuple[BoxAxis, ...]]:
+    """Find the longest run and merge what is contiguous.
+
+    The run starts as one element and takes in every axis that continues it on both sides; the token axis only as its
+    last, so that a row with fewer tokens is a shorter run of the same box.
+
+    Returns:
+        The box, and the axes beyond `MAX_OUTER_AXES`, to be unrolled into regions.
+    """
+    rest = [axis for axis in axes if axis.count > 1]
+    run, token_in_run = item_bytes, False
+    while not token_in_run:
+        inner = next((axis for axis in rest if axis.src == axis.dst == run), None)
+        if inner is not None:
+            rest.remove(inner)
+            run *= inner.count
+        elif src_token == dst_token == run:
+            token_in_run = True
+        else:
+            break
+    merged: list[BoxAxis] = []
+    for axis in sorted(rest, key=lambda a: (-a.dst, -a.src)):
+        last = merged[-1] if merged else None
+        if last is not None and (last.src, last.dst) == (axis.src * axis.count, axis.dst * axis.count):
+            merged[-1] = BoxAxis(last.count * axis.count, axis.src, axis.dst)
+        else:
+            merged.append(axis)
+    by_count = sorted(merged, key=lambda a: a.count)
+    unrolled = by_count[: max(0, len(merged) - MAX_OUTER_AXES)]
+    outer = tuple(axis for axis in merged if axis not in unrolled)
+    return Box(outer, src_token, dst_token, run, token_in_run), tuple(unrolled)

@@ -1,0 +1,202 @@
+"""What two ranks have in common: strides, boxes and base addresses of all that is selected between them.
+
+Each selected pair of tensors is intersected in global coordinates. Pairs with equal strides and extents on both sides
+form one class, whose members (regions) differ only in their base addresses.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.axes import Factor
+from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
+from kvxfer.geometry.resolve import Selection
+from kvxfer.geometry.rows import RowSide
+
+__all__ = ["SegmentClass", "SegmentKey", "intersect"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+_Place: TypeAlias = tuple[str, str, str, int]
+"""Group, part, kv, layer."""
+
+_Region: TypeAlias = tuple[int, int, int, int, int, int]
+"""Layer, kv, first head, first dim, base at the source, base at the destination. The first four are unique in a class
+and order its regions alike on both sides; addresses differ between the sides and must not."""
+
+_KV_ORDER: Final = ("", "k", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKey:
+    """What makes two pairs of tensors one class: equal strides, extents and item sizes on both sides.
+
+    The order of its fields is the order of segments in a staged chunk (protocol, section 6).
+    """
+
+    group: str
+    part: str
+    item_bytes: int
+    heads: tuple[BoxAxis, ...]
+    dims: tuple[BoxAxis, ...]
+    src_token: int
+    dst_token: int
+    src_block: int
+    dst_block: int
+    src_rows: RowSide
+    dst_rows: RowSide
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token row in one region."""
+        return self.item_bytes * prod(axis.count for axis in (*self.heads, *self.dims))
+
+    def sort_key(self) -> tuple[object, ...]:
+        """Total order; both sides sort by the same numbers."""
+        return (self.group, self.part, self.item_bytes, self.heads, self.dims, self.src_token, self.dst_token,
+                self.src_block, self.dst_block, self.src_rows.shape, self.dst_rows.shape)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentClass:
+    """One class of a pair: its key and its regions, ordered by (layer, kv, head, dim).
+
+    Attributes:
+        key: Strides and extents.
+        layers: int64 (R,): the layer of each region.
+        bases: int64 (R, 2): address of the region's first selected element in block 0, at the source and destination.
+    """
+
+    key: SegmentKey
+    layers: I64
+    bases: I64
+
+
+def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection]) -> tuple[SegmentClass, ...]:
+    """Intersect every selected pair of tensors and collect equal ones, in the order of staging.
+
+    Raises:
+        GeometryError: If a selection is not held by both sides, two selections name the same coordinates, or a pair of
+            tensors differs in what cannot be converted.
+    """
+    _check_disjoint(selections)
+    sources, targets = _by_place(src), _by_place(dst)
+    found: dict[SegmentKey, list[_Region]] = {}
+    for selection in selections:
+        heads = range(selection.head_start, selection.head_stop)
+        for place in _places(selection):
+            covered = 0  # neither side holds a coordinate twice, so counting is enough
+            for source, target in product(sources.get(place, ()), targets.get(place, ())):
+                common = range(
+                    max(source.heads.start, target.heads.start, heads.start),
+                    min(source.heads.stop, target.heads.stop, heads.stop),
+                )
+                if common:
+                    covered += len(common)
+                    _check_pair(source, target)
+                    for key, region in _regions(source, target, place, common):
+                        found.setdefault(key, []).append(region)
+            if not heads or covered != len(heads):
+                raise GeometryError(
+                    f"layer {place[3]}, heads {heads.start}..{heads.stop - 1}, kv {selection.kv or '-'} of group "
+                    f"{selection.group!r}, part {selection.part!r} were selected, but are not held by both sides"
+                )
+    classes: list[SegmentClass] = []
+    for key in sorted(found, key=SegmentKey.sort_key):
+        table = np.asarray(sorted(found[key]), np.int64)
+        classes.append(SegmentClass(key, table[:, 0], table[:, 4:]))
+    return tuple(classes)
+
+
+def _places(selection: Selection) -> Iterator[_Place]:
+    return ((selection.group, selection.part, selection.kv, layer) for layer in selection.layers)
+
+
+def _by_place(geometry: CacheGeometry) -> dict[_Place, list[TensorSpec]]:
+    found: dict[_Place, list[TensorSpec]] = {}
+    for spec in geometry.tensors:
+        for kv, layer in product(spec.kv, spec.layers):
+            found.setdefault((spec.group, spec.part, kv, layer), []).append(spec)
+    return found
+
+
+def _check_disjoint(selections: Iterable[Selection]) -> None:
+    """Selections come from a peer: what is named twice would be written twice."""
+    named: dict[_Place, list[Selection]] = {}
+    for selection in selections:
+        for place in _places(selection):
+            rivals = named.setdefault(place, [])
+            for other in rivals:
+                if selection.head_start < other.head_stop and other.head_start < selection.head_stop:
+                    raise GeometryError(
+                        f"layer {place[3]}, kv {selection.kv or '-'} of group {selection.group!r}, part "
+                        f"{selection.part!r} was selected twice: heads {other.head_start}..{other.head_stop - 1} "
+                        f"and {selection.head_start}..{selection.head_stop - 1}"
+                    )
+            rivals.append(selection)
+
+
+def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
+    for what, ours, theirs in (
+        ("dtype", src.dtype, dst.dtype),
+        ("item_bytes", src.item_bytes, dst.item_bytes),
+        ("dim", src.count("dim"), dst.count("dim")),
+        ("has_tokens", not src.is_state, not dst.is_state),
+        ("tokens_per_row", src.tokens_per_row, dst.tokens_per_row),
+    ):
+        if ours != theirs:
+            raise GeometryError(f"{src.name}: {what} is {ours} at the source, but {theirs} at the destination")
+
+
+def _regions(src: TensorSpec, dst: TensorSpec, place: _Place, common: range) -> Iterator[tuple[SegmentKey, _Region]]:
+    """One region for every patch of the common heads and dims of two tensors, in one layer and half."""
+    _, _, kv, layer = place
+    heads = _axis_patches(
+        src.factors.get("head", ()),
+        dst.factors.get("head", ()),
+        common.start - src.heads.start,
+        common.start - dst.heads.start,
+        len(common),
+    )
+    dims = _axis_patches(src.factors.get("dim", ()), dst.factors.get("dim", ()), 0, 0, src.count("dim"))
+    bases = [
+        spec.base + spec.stride("layer") * spec.layers.index(layer) + spec.stride("kv") * spec.kv.index(kv)
+        for spec in (src, dst)
+    ]
+    for (head_at, head), (dim_at, dim) in product(heads, dims):
+        key = SegmentKey(
+            src.group,
+            src.part,
+            src.item_bytes,
+            head.axes,
+            dim.axes,
+            src.stride("token"),
+            dst.stride("token"),
+            src.stride("block"),
+            dst.stride("block"),
+            RowSide.of_tensor(src),
+            RowSide.of_tensor(dst),
+        )
+        at = (bases[0] + head.src + dim.src, bases[1] + head.dst + dim.dst)
+        yield key, (layer, _KV_ORDER.index(kv), common.start + head_at, dim_at, *at)
+
+
+@lru_cache(maxsize=512)
+def _axis_patches(
+    src: tuple[Factor, ...], dst: tuple[Factor, ...], src_start: int, dst_start: int, count: int
+) -> tuple[tuple[int, Patch], ...]:
+    """Patches of one axis, each with the coordinate at which it begins. Cached: layers are alike."""
+    found = patches(
+        axis_offsets(src, src_start, src_start + count),
+        axis_offsets(dst, dst_start, dst_start + count),
+    )
+    starts = accumulate((patch.count for patch in found), initial=0)
+    return tuple(zip(starts, found, strict=False))  # the last start is the end of the axis

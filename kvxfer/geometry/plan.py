@@ -1,0 +1,202 @@
+"""The planner: from two geometries, two block lists and a token range to copy plans.
+
+    PairPlan      strides, boxes and base addresses of all that is selected between two ranks; made once a pair
+      .bind(...)  with block lists and a token range: a `TransferPlan`, checked to be covered
+        .chunk(n) one chunk of the grid (token window x run of layers): a `ChunkPlan`
+
+The planner is pure: numbers in, numbers out.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import BlocksError, TokensError
+from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
+from kvxfer.geometry.intersect import SegmentKey, intersect
+from kvxfer.geometry.resolve import Selection
+from kvxfer.geometry.rows import BlockLists, Rows, RowSide, check_spans, check_tokens, meet, period
+
+__all__ = ["PairPlan", "TransferPlan", "check_state"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+_Meeting: TypeAlias = tuple[str, RowSide, RowSide]
+"""Classes with equal group and row addressing share their rows."""
+
+
+class PairPlan:
+    """Everything about two ranks that does not depend on a request. Immutable; cache it per pair.
+
+    Args:
+        src: Geometry of the prefill rank.
+        dst: Geometry of the decode rank.
+        selections: What goes from one to the other.
+
+    Raises:
+        GeometryError: If a selection is not held by both sides, two of them overlap, or the two sides store it in
+            different ways that cannot be copied (dtype, dim, state against tokens).
+    """
+
+    def __init__(self, src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection]) -> None:
+        self.src = src
+        self.dst = dst
+        self.selections: Final = tuple(sorted(selections))
+        self.classes: Final = intersect(src, dst, self.selections)
+        self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups that take part."""
+        return tuple(sorted({selection.group for selection in self.selections}))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a group without tokens takes part."""
+        return any(c.key.src_rows.is_state for c in self.classes)
+
+    def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range) -> "TransferPlan":
+        """Add block lists and a token range.
+
+        Raises:
+            BlocksError: If a list is missing, ids are outside the pools, repeated at the destination, or do not cover
+                the range.
+            TokensError: If the range is empty.
+        """
+        check_tokens(tokens)
+        groups = self.groups
+        for spans, geometry, receiving in ((src_spans, self.src, False), (dst_spans, self.dst, True)):
+            missing = [name for name in groups if name not in spans]
+            if missing:
+                side = "destination" if receiving else "source"
+                raise BlocksError(f"group {missing[0]!r} has no block list at the {side}")
+            check_spans({name: spans[name] for name in groups}, geometry, receiving=receiving)
+        rows: dict[_Meeting, Rows] = {}
+        for key in (c.key for c in self.classes):
+            meeting = _meeting(key)
+            if meeting not in rows:
+                rows[meeting] = meet(*meeting, src_spans[key.group], dst_spans[key.group], tokens)
+        return TransferPlan(self, src_spans, dst_spans, tokens, rows)
+
+    def grid(self, tokens: range, *, target_bytes: int, layers_per_chunk: int | None = None) -> ChunkGrid:
+        """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so.
+
+        Whole runs of layers over all tokens while one layer fits; otherwise one layer cut into token windows. A chunk
+        exceeds the target only where a layer's state, or its smallest window, does.
+
+        Args:
+            tokens: The transfer's tokens.
+            target_bytes: Size to aim for.
+            layers_per_chunk: Upper bound, for streaming by layer.
+        """
+        align = self._window_tokens
+        touched = -(-tokens.stop // align) - tokens.start // align
+        sizes = list(self._layer_bytes.values())
+        most = max((per_window * touched + fixed for per_window, fixed in sizes), default=1)
+        fitting = max(1, target_bytes // most)
+        layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
+        window = tokens.stop
+        if most > target_bytes:
+            steps = [(target_bytes - fixed) // per_window for per_window, fixed in sizes if per_window]
+            window = min(window, align * max(1, min(steps, default=touched)))
+        return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
+
+    @cached_property
+    def _window_tokens(self) -> int:
+        """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
+        return lcm(*(period(c.key.src_rows, c.key.dst_rows) for c in self.classes))
+
+    @cached_property
+    def _layer_bytes(self) -> Mapping[int, tuple[int, int]]:
+        """By layer, bytes of staging for the smallest window, and in every chunk: state, and alignment."""
+        per_layer: dict[int, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
+        for c in self.classes:
+            src, dst, size = c.key.src_rows, c.key.dst_rows, c.key.token_bytes
+            rows = 0 if src.is_state else self._window_tokens // src.tokens_per_row // max(src.of, dst.of)
+            for layer in c.layers.tolist():
+                per_window, fixed = per_layer[layer]
+                per_layer[layer] = (
+                    per_window + rows * size,
+                    fixed + size * src.is_state + STAGING_ALIGNMENT,
+                )
+        return per_layer
+
+
+def _meeting(key: SegmentKey) -> _Meeting:
+    return key.group, key.src_rows, key.dst_rows
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet."""
+
+    pair: PairPlan
+    src_spans: BlockLists
+    dst_spans: BlockLists
+    tokens: range
+    rows: Mapping[_Meeting, Rows]
+
+    @cached_property
+    def whole(self) -> ChunkPlan:
+        """All of it as one chunk."""
+        return self.window(self.pair.layers, self.tokens.start, self.tokens.stop)
+
+    def chunk(self, grid: ChunkGrid, chunk: int) -> ChunkPlan:
+        """One chunk of the grid."""
+        return self.window(*grid.of(chunk))
+
+    def window(self, layers: Sequence[int], start: int, stop: int) -> ChunkPlan:
+        """The part that lies in a run of the pair's layers and in the tokens [start, stop)."""
+        rows = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
+        parts: list[tuple[SegmentKey, I64, Rows]] = []
+        for c in self.pair.classes:
+            low, high = np.searchsorted(c.layers, (layers[0], layers[-1] + 1)) if layers else (0, 0)
+            part = (c.key, c.bases[low:high], rows[_meeting(c.key)])
+            if len(part[1]) and len(part[2]):
+                parts.append(part)
+        return ChunkPlan(tuple(parts))
+
+    def digest(self, grid: ChunkGrid) -> bytes:
+        """SHA-256 over what both sides must agree on: selections, spans, token range, grid, element and row shapes.
+
+        Addresses and strides are not part of it; they differ between the sides by design.
+        """
+        digest = hashlib.sha256()
+        for selection in self.pair.selections:
+            digest.update(repr(selection).encode())
+        for c in self.pair.classes:
+            key = c.key
+            counts = [axis.count for axis in (*key.heads, *key.dims)]
+            rows = (key.src_rows.shape, key.src_rows.null_block, key.dst_rows.shape)
+            facts = (key.group, key.part, key.item_bytes, counts, len(c.layers), rows)
+            digest.update(repr(facts).encode())
+        for spans in (self.src_spans, self.dst_spans):
+            for group in self.pair.groups:
+                ids = np.asarray(spans[group].ids, "<u4")
+                digest.update(repr((group, spans[group].first_token, len(ids))).encode())
+                digest.update(ids.tobytes())
+        digest.update(
+            repr((self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk)).encode()
+        )
+        return digest.digest()
+
+
+def check_state(pair: PairPlan, tokens: range, offered: int) -> None:
+    """Refuse a range that ends before the last token when state takes part.
+
+    Raises:
+        TokensError: Naming the group.
+    """
+    if pair.has_state and tokens.stop != offered:
+        group = next(c.key.group for c in pair.classes if c.key.src_rows.is_state)
+        raise TokensError(
+            f"group {group!r} is state, which belongs to token {offered - 1}: "
+            f"a fetch cannot end at token {tokens.stop - 1}"
+        )

@@ -1,0 +1,312 @@
+"""Block lists, and the rows in which two of them meet.
+
+A row is a run of tokens that lies in one block on either side: source block and first token in it, destination block
+and first token in it, number of tokens. Rows are cut on the grid of common sub-blocks (the greatest common divisor of
+the two block sizes, and of the interleaving chunks) and clipped to the token range, so a row never carries a token that
+was not asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import BlocksError, TokensError
+from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+
+__all__ = [
+    "BlockLists",
+    "Blocks",
+    "RowSide",
+    "Rows",
+    "Span",
+    "check_spans",
+    "check_tokens",
+    "meet",
+    "normalise_blocks",
+    "period",
+    "row_grid",
+]
+
+Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
+I64: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """A block list that does not start at token 0 (a sliding window), or the normal form of any block list.
+
+    Attributes:
+        ids: Block ids in token order.
+        first_token: Global number of the first token of the first block.
+    """
+
+    ids: Ids
+    first_token: int = 0
+
+
+Blocks: TypeAlias = Ids | Span | Mapping[str, Ids | Span]
+"""What a caller may pass for `blocks`: ids for a cache of one group, or ids (or a `Span`) by group."""
+BlockLists: TypeAlias = Mapping[str, Span]
+"""The normal form: an int64 `Span` for every group."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSide:
+    """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
+
+    `block_tokens` counts token rows, and is 0 for state.
+    """
+
+    block_tokens: int
+    block_ratio: int
+    tokens_per_row: int
+    rank: int
+    of: int
+    chunk: int
+    null_block: int | None
+
+    @classmethod
+    def of_tensor(cls, spec: TensorSpec) -> "RowSide":
+        """The row addressing of one cache tensor."""
+        return cls(
+            0 if spec.is_state else spec.count("token"),
+            spec.block_ratio,
+            spec.tokens_per_row,
+            spec.tokens.rank,
+            spec.tokens.of,
+            spec.tokens.chunk,
+            spec.null_block,
+        )
+
+    @property
+    def is_state(self) -> bool:
+        """True without a token axis."""
+        return self.block_tokens == 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All but the null block: numbers, which have an order."""
+        return (self.block_tokens, self.block_ratio, self.tokens_per_row, self.rank, self.of, self.chunk)
+
+    @property
+    def grid(self) -> int:
+        """Rows never cross a multiple of this many token rows."""
+        return gcd(self.block_tokens, self.chunk) if self.of > 1 else self.block_tokens
+
+    def holds(self, tokens: I64) -> NDArray[np.bool_]:
+        """Which of these tokens are on this rank."""
+        if self.of == 1:
+            return np.ones(len(tokens), np.bool_)
+        return np.asarray((tokens // self.chunk) % self.of == self.rank)
+
+    def local(self, tokens: I64) -> I64:
+        """Position of tokens among those that this rank holds."""
+        if self.of == 1:
+            return tokens
+        turn = self.chunk * self.of
+        return tokens // turn * self.chunk + tokens % self.chunk
+
+    def kernel_blocks(self, ids: I64) -> I64:
+        """Kernel block numbers of a list of block ids."""
+        if self.block_ratio == 1:
+            return ids
+        return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Where two block lists meet, one row a run of tokens.
+
+    Attributes:
+        table: int64 (N, 5): source block, first token row there, destination block, first token row there, number of
+            token rows (1 for state); kernel block numbers.
+        begin: int64 (N,): global number of the first token row of each row, ascending; for state its last token.
+        grid: Largest number of token rows that a row can have.
+        unit: Tokens that a token row stands for.
+    """
+
+    table: I64
+    begin: I64
+    grid: int
+    unit: int = 1
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def total_tokens(self) -> int:
+        """Token rows in all."""
+        return int(self.table[:, 4].sum())
+
+    def within(self, start: int, stop: int) -> "Rows":
+        """What lies in the tokens [start, stop): a token row belongs to its last token, and state to the request's."""
+        first, last = start // self.unit, stop // self.unit
+        end = self.begin + self.table[:, 4]
+        low = int(np.searchsorted(end, first, side="right"))
+        high = max(low, int(np.searchsorted(self.begin, last, side="left"))) if last > first else low
+        table, begin = self.table[low:high], self.begin[low:high]
+        if len(table) and (begin[0] < first or end[high - 1] > last):
+            table, begin = table.copy(), begin.copy()
+            lead = max(0, first - int(begin[0]))
+            table[0, [1, 3]] += lead
+            table[0, 4] -= lead
+            begin[0] += lead
+            table[-1, 4] -= max(0, int(end[high - 1]) - last)
+        return Rows(table, begin, self.grid, self.unit)
+
+
+def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]:
+    """Bring `blocks` as the caller gave it into normal form: an int64 `Span` for every group.
+
+    Raises:
+        BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
+    """
+    groups = geometry.groups
+    given = dict(blocks) if isinstance(blocks, Mapping) else dict.fromkeys(groups, blocks)
+    if not isinstance(blocks, Mapping) and len(groups) != 1:
+        raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
+    if set(given) != set(groups):
+        raise BlocksError(f"blocks= names the groups {sorted(given)}, but this cache has {sorted(groups)}")
+    return {name: _normal_span(name, given[name]) for name in groups}
+
+
+def _normal_span(group: str, value: "Ids | Span") -> Span:
+    span = value if isinstance(value, Span) else Span(value)
+    ids = np.asarray(span.ids)
+    if ids.size == 0:
+        ids = ids.astype(np.int64).reshape(-1)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise BlocksError(
+            f"group {group!r}: block ids must be whole numbers in one dimension, not {ids.dtype} of shape {ids.shape}"
+        )
+    if span.first_token < 0:
+        raise BlocksError(f"group {group!r}: first_token must not be negative, not {span.first_token}")
+    return Span(ids.astype(np.int64), int(span.first_token))
+
+
+def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) -> None:
+    """Check ids against the pools: in range, not negative; at a receiver also distinct and never the null block.
+
+    Raises:
+        BlocksError: Naming the group, the position and the id.
+    """
+    for group, span in spans.items():
+        specs = geometry.groups[group]
+        ids, limit = np.asarray(span.ids, np.int64), min(spec.ids for spec in specs)
+        if ids.size == 0:
+            raise BlocksError(f"group {group!r}: the block list is empty")
+        outside = np.flatnonzero((ids < 0) | (ids >= limit))
+        if outside.size:
+            at = int(outside[0])
+            raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
+        cover = specs[0].id_tokens
+        if cover and _misaligned(specs[0], span.first_token):
+            raise BlocksError(
+                f"group {group!r}: first_token {span.first_token} is not at the start of a block of {cover}"
+            )
+        if not receiving:
+            continue
+        ordered = np.sort(ids.astype(np.uint32))  # shapes are below 2**32, so these are the same numbers
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if repeated.size:
+            first, second = np.flatnonzero(ids == repeated[0])[:2]
+            raise BlocksError(
+                f"group {group!r}: block id {repeated[0]} is named twice, at positions {first} and {second}"
+            )
+        null = specs[0].null_block
+        if null is not None and (ids == null).any():
+            raise BlocksError(
+                f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
+            )
+
+
+def _misaligned(spec: TensorSpec, first_token: int) -> bool:
+    side = RowSide.of_tensor(spec)
+    local = int(side.local(np.asarray([first_token], np.int64))[0])
+    owned = first_token == 0 or bool(side.holds(np.asarray([first_token], np.int64))[0])
+    return not owned or local % (spec.id_tokens or 1) != 0
+
+
+def row_grid(src: RowSide, dst: RowSide) -> int:
+    """Token rows of a common sub-block; 1 for state."""
+    return gcd(src.grid, dst.grid) or 1
+
+
+def period(src: RowSide, dst: RowSide) -> int:
+    """Tokens after which both sides are at the start of a common sub-block, and of a turn of the interleaving."""
+    turns = [side.chunk * side.of for side in (src, dst) if side.of > 1]
+    return lcm(row_grid(src, dst) * src.tokens_per_row, *turns)
+
+
+def meet(group: str, src: RowSide, dst: RowSide, src_span: Span, dst_span: Span, tokens: range) -> Rows:
+    """Rows in which two block lists meet within a token range.
+
+    Args:
+        group: For messages.
+        src: Addressing at the source.
+        dst: Addressing at the destination.
+        src_span: Source block list, ids in range.
+        dst_span: Destination block list; where it starts later than the range, the rows do too.
+        tokens: The transfer's tokens.
+
+    Raises:
+        BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
+    """
+    s_ids, d_ids = src.kernel_blocks(np.asarray(src_span.ids)), dst.kernel_blocks(np.asarray(dst_span.ids))
+    unit, grid = src.tokens_per_row, row_grid(src, dst)
+    if src.is_state:
+        if len(s_ids) != len(d_ids):
+            raise BlocksError(
+                f"group {group!r} is state: {len(s_ids)} slots at the source, {len(d_ids)} at the destination"
+            )
+        begin = np.full(len(s_ids), tokens.stop - 1, np.int64)
+        zero = np.zeros(len(s_ids), np.int64)
+        columns = (s_ids, zero, d_ids, zero, zero + 1)
+    else:
+        first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
+        cuts = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
+        cuts = cuts[src.holds(cuts) & dst.holds(cuts)]
+        begin = np.maximum(cuts, first)
+        count = np.minimum(cuts + grid, last) - begin
+        s_at = _position(group, "source", src, src_span, begin, count, len(s_ids))
+        d_at = _position(group, "destination", dst, dst_span, begin, count, len(d_ids))
+        columns = (
+            s_ids[s_at // src.block_tokens],
+            s_at % src.block_tokens,
+            d_ids[d_at // dst.block_tokens],
+            d_at % dst.block_tokens,
+            count,
+        )
+    table = np.stack(columns, axis=1)
+    if src.null_block is not None:
+        keep = table[:, 0] // src.block_ratio != src.null_block
+        table, begin = table[keep], begin[keep]
+    return Rows(table, begin, grid, unit)
+
+
+def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, tokens: I64, blocks: int) -> I64:
+    """Local position of each row in its block list, checked to lie inside."""
+    unit = at.tokens_per_row
+    origin = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
+    position = at.local(begin) - origin
+    if position.size and (position[0] < 0 or int((position + tokens).max()) > blocks * at.block_tokens):
+        have = f"{blocks} blocks of {at.block_tokens} from token {span.first_token}"
+        need = f"tokens {int(begin[0]) * unit}..{int(begin[-1] + tokens[-1]) * unit - 1}"
+        raise BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
+    return position
+
+
+def check_tokens(tokens: range, *, limit: int | None = None) -> None:
+    """Check a token range as a caller gave it.
+
+    Raises:
+        TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
+    """
+    if tokens.step != 1 or tokens.start < 0 or tokens.stop <= tokens.start:
+        raise TokensError(f"tokens must be a range of step 1 with at least one token, not {tokens}")
+    if limit is not None and tokens.stop > limit:
+        raise TokensError(f"tokens {tokens.start}..{tokens.stop - 1} reach beyond the {limit} tokens on offer")

@@ -1,0 +1,68 @@
+"""Trivial executors of copy plans, on memory that holds one identity per byte."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.geometry import CopyPlan, Pieces, Segment
+
+I64 = NDArray[np.int64]
+
+
+@dataclass
+class Space:
+    """Memory at an address: one int64 a byte. Nothing outside it may be touched."""
+
+    base: int
+    cells: I64
+
+    def at(self, addresses: I64) -> I64:
+        """Indices of byte addresses, checked to lie inside."""
+        index = addresses - self.base
+        assert index.size == 0 or (index.min() >= 0 and index.max() < len(self.cells)), "a piece reaches outside"
+        return index
+
+
+def byte_pairs(pieces: Pieces) -> I64:
+    """int64 (n, 2): every byte of every piece, source and destination address."""
+    ends = np.cumsum(pieces.nbytes)
+    inside = np.arange(int(pieces.nbytes.sum())) - np.repeat(ends - pieces.nbytes, pieces.nbytes)
+    return np.stack([np.repeat(pieces.src, pieces.nbytes) + inside, np.repeat(pieces.dst, pieces.nbytes) + inside], 1)
+
+
+def table_pairs(plan: CopyPlan) -> I64:
+    """The same from the segment tables, by the formula in the docstring of `kvxfer.geometry.copyplan`."""
+    found: list[I64] = [np.zeros((0, 2), np.int64)]
+    for segment in plan.segments:
+        found += [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.rows)]
+    return np.concatenate(found)
+
+
+def _row_pairs(segment: Segment, region: I64, row: I64) -> I64:
+    box = segment.box
+    sides: list[I64] = []
+    for side in (0, 1):
+        block_stride, token_stride = [(segment.src_block, box.src_token), (segment.dst_block, box.dst_token)][side]
+        first = region[side] + row[2 * side] * block_stride + row[2 * side + 1] * token_stride
+        index = np.indices((int(row[4]), *(axis.count for axis in box.outer), box.run_bytes), dtype=np.int64)
+        strides = [token_stride, *((axis.src, axis.dst)[side] for axis in box.outer), 1]
+        sides.append((first + sum(i * s for i, s in zip(index, strides, strict=True))).ravel())
+    if box.token_in_run:
+        assert box.src_token == box.dst_token == box.run_bytes
+    return np.stack(sides, axis=1)
+
+
+def by_destination(pairs: I64) -> I64:
+    """In a defined order, to compare."""
+    return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]
+
+
+def run(pieces: Pieces, src: Space, dst: Space) -> tuple[I64, I64]:
+    """Copy piece by piece, refusing to write a byte twice; returns the indices read and written."""
+    pairs = byte_pairs(pieces)
+    read, written = src.at(pairs[:, 0]), dst.at(pairs[:, 1])
+    assert len(np.unique(written)) == len(written), "a byte is written twice"
+    dst.cells[written] = src.cells[read]
+    return read, written

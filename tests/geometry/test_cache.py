@@ -1,0 +1,221 @@
+"""Cache geometries: what is described, and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
+
+NHD = "block token head dim"
+
+
+def cache(shape: tuple[int, ...] = (6, 4, 2, 8), axes: str = NHD, **rest: Any) -> CacheTensor:
+    given: dict[str, Any] = {"layers": [0], "heads": range(2), "kv": "k"} | rest
+    return CacheTensor(torch.zeros(shape, dtype=torch.bfloat16), axes, **given)
+
+
+def refused(tensors: list[CacheTensor], groups: tuple[Group, ...] = ()) -> str:
+    with pytest.raises(GeometryError) as caught:
+        CacheGeometry.of(tensors, groups)
+    return str(caught.value)
+
+
+def test_a_tensor_is_described_in_bytes() -> None:
+    whole = torch.zeros(6, 4, 2, 2, 8, dtype=torch.bfloat16)
+    value = whole[:, :, 1]  # K and V in one block: a view with an offset
+    spec = CacheTensor(value, NHD, layers=[7], heads=range(4, 6), kv="v", group="g", part="p").spec(3)
+    assert (spec.group, spec.part, spec.kv, spec.layers, spec.heads) == ("g", "p", ("v",), (7,), range(4, 6))
+    assert spec.shape == (6, 4, 2, 8)
+    assert spec.strides == (256, 64, 16, 2)
+    assert (spec.dtype, spec.item_bytes, spec.null_block) == ("bfloat16", 2, 3)
+    assert spec.base == whole.data_ptr() + 32
+    assert (spec.kind, spec.device) == ("cpu", 0)
+    assert (spec.ids, spec.id_tokens, spec.is_state) == (6, 4, False)
+    assert spec.extent_bytes == 6 * 256 - 32
+
+
+def test_counts_and_strides_by_axis() -> None:
+    spec = cache((6, 2, 4, 2, 8), "block dim/8 token head dim%8").spec()
+    assert spec.count("dim") == 16
+    assert spec.count("layer") == 1
+    assert spec.stride("token") == 32
+    assert spec.stride("layer") == 0
+
+
+@pytest.mark.parametrize(
+    ("kv", "axes", "held"),
+    [
+        (None, "kv block dim", ("k", "v")),
+        ("kv", "kv block dim", ("k", "v")),
+        ("vk", "kv block dim", ("v", "k")),
+    ],
+)
+def test_order_of_the_kv_axis(kv: str | None, axes: str, held: tuple[str, ...]) -> None:
+    assert cache((2, 6, 8), axes, kv=kv, heads=None).spec().kv == held
+
+
+def test_without_kv_and_heads() -> None:
+    spec = cache((6, 4, 8), "block token dim", kv=None, heads=None).spec()
+    assert (spec.kv, spec.heads) == (("",), range(1))
+
+
+def test_kernel_blocks_and_token_rows() -> None:
+    spec = cache(kernel_blocks_per_id=3, tokens_per_row=2).spec()
+    assert (spec.ids, spec.id_tokens) == (2, 24)
+
+
+def test_state_has_no_tokens() -> None:
+    spec = cache((6, 2, 8), "block head dim").spec()
+    assert spec.is_state
+    assert spec.id_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (cache(axes="block token head"), "name 3 axes, but the tensor has 4: shape (6, 4, 2, 8)"),
+        (cache(axes="block token head slot"), "'slot' is not one of"),
+        (cache((6, 4, 2, 2, 6), "block token head dim/8 dim%8"), "dim%8 must be 8 long, but the tensor has 6"),
+        (cache((6, 4, 0, 8)), "is empty: shape (6, 4, 0, 8)"),
+        (cache((0, 4, 2, 8)), "is empty"),
+        (cache(layers=[]), "is empty"),
+        (cache(heads=range(2, 2)), "is empty"),
+        (cache(heads=range(0, 4, 2)), "heads must be a range of step 1, not range(0, 4, 2)"),
+        (cache(heads=range(-1, 1)), "heads must be a range of step 1, not range(-1, 1)"),
+        (cache(heads=range(4)), "axis 'head' is 2 long, but 4 were named"),
+        (cache(heads=None), "so heads= must name its range"),
+        (cache((6, 4, 8), "block token dim"), "2 heads were named, but axes 'block token dim' have no 'head'"),
+        (cache(layers=[1, 2]), "2 layers were named, but axes 'block token head dim' have no 'layer'"),
+        (cache((2, 6, 4, 2, 8), f"layer {NHD}", layers=[1, 2, 3]), "axis 'layer' is 2 long, but 3 were named"),
+        (cache((2, 6, 4, 2, 8), f"layer {NHD}", layers=[1, 1]), "layers must be distinct and not negative, not [1, 1]"),
+        (cache(layers=[-1]), "layers must be distinct and not negative, not [-1]"),
+        (cache(kv="kv"), "2 kvs were named, but axes 'block token head dim' have no 'kv'"),
+        (cache((2, 6, 4, 2, 8), f"kv {NHD}", kv="k"), "axis 'kv' is 2 long, but 1 were named"),
+        (cache((2, 6, 4, 2, 8), f"kv {NHD}", kv="kk"), "kv must be 'k', 'v', both, or none, not ('k', 'k')"),
+        (cache(kv="q"), "kv must be 'k', 'v', both, or none, not ('q',)"),
+        (cache(kernel_blocks_per_id=4), "6 blocks are no multiple of kernel_blocks_per_id=4"),
+        (cache(kernel_blocks_per_id=0), "kernel_blocks_per_id=0"),
+        (cache(tokens_per_row=0), "tokens_per_row and tokens describe a token axis"),
+        (cache((6, 2, 8), "block head dim", tokens_per_row=2), "describe a token axis, which it does not have"),
+        (cache((6, 2, 8), "block head dim", tokens=Interleave(0, 2)), "describe a token axis, which it does not have"),
+        (cache(tokens_per_row=2, tokens=Interleave(0, 2)), "compressed rows cannot be interleaved"),
+        (cache(layers=[1 << 32]), "a coordinate is over 4294967295"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(tensor: CacheTensor, words: str) -> None:
+    assert words in refused([tensor])
+
+
+def test_expanded_and_overlapping_strides_are_refused() -> None:
+    expanded = CacheTensor(torch.zeros(6, 1, 2, 8).expand(6, 4, 2, 8), NHD, layers=[0], heads=range(2), kv="k")
+    assert "byte strides (64, 0, 32, 4) of shape (6, 4, 2, 8) overlap" in refused([expanded])
+    sliding = CacheTensor(torch.zeros(64).as_strided((4, 8), (7, 1)), "block dim", layers=[0])
+    assert "a stride of 28 steps inside 32 bytes" in refused([sliding])
+    touching = CacheTensor(torch.zeros(64).as_strided((4, 8), (8, 1)), "block dim", layers=[0])
+    assert CacheGeometry.of([touching]).tensors[0].extent_bytes == 128
+
+
+def test_memory_of_another_kind_is_refused() -> None:
+    meta = CacheTensor(torch.zeros(4, 8, device="meta"), "block dim", layers=[0])
+    assert "memory of kind 'meta' is not supported, only cpu and cuda" in refused([meta])
+    sparse = CacheTensor(torch.zeros(4, 8).to_sparse(), "block dim", layers=[0])
+    assert "torch.sparse_coo; only strided tensors are supported" in refused([sparse])
+
+
+def test_two_devices_are_refused() -> None:
+    spec = cache().spec()
+    with pytest.raises(GeometryError, match=r"must be on one device, not on \[\('cpu', 0\), \('cuda', 1\)\]"):
+        CacheGeometry((spec, replace(spec, layers=(1,), kind="cuda", device=1)))
+
+
+def test_nothing_is_refused() -> None:
+    assert refused([]) == "a cache needs at least one tensor"
+
+
+def test_the_same_coordinates_twice_are_refused() -> None:
+    words = refused([cache(), cache(heads=range(1, 3))])
+    assert "the same coordinates are given twice: layer 0, kv k, heads range(1, 3)" in words
+    assert "and heads range(0, 2)" in words
+    many = cache((3, 6, 4, 2, 8), f"layer {NHD}", layers=[5, 0, 2])
+    assert "twice: layer 0" in refused([many, cache()])
+    for other in (cache(kv="v"), cache(heads=range(2, 4)), cache(layers=[1]), cache(part="p"), cache(group="g")):
+        assert len(CacheGeometry.of([cache(), other]).tensors) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (cache((6, 8, 2, 8), kv="v"), "group 'default': one block id covers 4 tokens"),
+        (cache((6, 2, 8), "block head dim", kv="v"), "but 0 ("),
+        (cache(kv="v", tokens=Interleave(1, 2, 4)), "but 4 (Interleave(rank=1, of=2, chunk=4))"),
+        (cache((6, 4, 2, 8), layers=[1], part="p", kernel_blocks_per_id=2), "but 8 ("),
+    ],
+)
+def test_a_group_agrees_on_what_an_id_covers(other: CacheTensor, words: str) -> None:
+    assert words in refused([cache(), other])
+
+
+def test_parts_of_a_group_may_differ_in_rows_and_kernel_blocks() -> None:
+    rows = cache((6, 2, 2, 8), part="pooled", tokens_per_row=2)
+    kernel = cache((12, 2, 2, 8), part="index", kernel_blocks_per_id=2)
+    assert {spec.id_tokens for spec in CacheGeometry.of([cache(), rows, kernel]).tensors} == {4}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (CacheTensor(torch.zeros(6, 4, 2, 8), NHD, layers=[1], heads=range(2), kv="k"), "default/k.dtype is float32"),
+        (cache((6, 4, 2, 16), layers=[1]), "default/k.dim is 16, but another tensor has 8"),
+        (cache((6, 2, 2, 8), layers=[1], tokens_per_row=2), "default/k.tokens_per_row is 2, but another tensor has 1"),
+    ],
+)
+def test_a_class_agrees_on_its_elements(other: CacheTensor, words: str) -> None:
+    assert words in refused([cache(), other])
+
+
+def test_k_and_v_may_differ() -> None:
+    geometry = CacheGeometry.of([cache(), cache((6, 4, 2, 16), kv="v")])
+    assert dict(geometry.facts()) == {
+        "default/k.dim": "8",
+        "default/k.dtype": "bfloat16",
+        "default/k.has_tokens": "True",
+        "default/k.tokens_per_row": "1",
+        "default/v.dim": "16",
+        "default/v.dtype": "bfloat16",
+        "default/v.has_tokens": "True",
+        "default/v.tokens_per_row": "1",
+    }
+
+
+def test_groups_carry_their_null_block() -> None:
+    geometry = CacheGeometry.of([cache(group="a"), cache(group="b")], [Group("b", null_block=5)])
+    assert {name: specs[0].null_block for name, specs in geometry.groups.items()} == {"a": None, "b": 5}
+    assert "group 'c' is described twice, or no tensor" in refused([cache()], (Group("c"),))
+    assert "group 'default' is described twice" in refused([cache()], (Group("default"), Group("default")))
+    spec = cache().spec(1)
+    with pytest.raises(GeometryError, match=r"the null block is 1 in .* but 2 in"):
+        CacheGeometry((spec, replace(spec, kv=("v",), null_block=2)))
+
+
+@pytest.mark.parametrize(("rank", "of", "chunk"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
+def test_an_impossible_interleaving_is_refused(rank: int, of: int, chunk: int) -> None:
+    with pytest.raises(GeometryError, match="needs 0 <= rank < of and chunk >= 1"):
+        Interleave(rank, of, chunk)
+
+
+def test_messages_name_group_part_half_and_layers() -> None:
+    tensor = cache((3, 6, 4, 2, 8), f"layer {NHD}", layers=[5, 0, 2], group="g", part="p")
+    assert tensor.spec().name == "cache tensor (group 'g', part 'p', kv k, layers 0..5)"
+    assert cache((6, 4, 8), "block token dim", kv=None, heads=None).spec().name == (
+        "cache tensor (group 'default', kv -, layer 0)"
+    )
+
+
+def test_a_peers_description_is_checked_like_ours() -> None:
+    spec = cache().spec()
+    for strides in ((128, 32, -16, 2), (128, 32, 16, 1), (100, 32, 16, 2)):
+        with pytest.raises(GeometryError, match="overlap"):
+            TensorSpec("g", "", ("k",), (0,), range(2), NHD, spec.shape, strides, "bfloat16", 2)

@@ -1,0 +1,109 @@
+"""What two ranks have in common, and what cannot be paired."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from worlds import cache_tensor, contiguous
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry import CacheGeometry, PairPlan, Selection, TensorSpec
+
+SIZES = {"block": 4, "token": 4, "head": 4, "dim": 8}
+
+
+def spec(axes: str = "block token head dim", sizes: dict[str, int] = SIZES, **rest: object) -> TensorSpec:
+    tensor = contiguous(axes, {name: sizes[name] for name in sizes}, **({"kv": ("k",)} | rest))  # pyright: ignore
+    return cache_tensor(np.zeros(tensor["extent"] + 8, np.uint8), tensor).spec()
+
+
+def pair(src: TensorSpec, dst: TensorSpec, *selections: Selection) -> PairPlan:
+    chosen = selections or (Selection("default", "", "k", (0,), 0, 4),)
+    return PairPlan(CacheGeometry((src,)), CacheGeometry((dst,)), chosen)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "float16"}, "dtype is bfloat16 at the source, but float16 at the destination"),
+        # a peer that lies about the size of its elements must not make us write beyond ours
+        ({"item_bytes": 4, "strides": (512, 128, 32, 4)}, "item_bytes is 2 at the source, but 4 at the destination"),
+        ({"shape": (4, 4, 4, 7)}, "dim is 8 at the source, but 7 at the destination"),
+        ({"tokens_per_row": 2}, "tokens_per_row is 1 at the source, but 2 at the destination"),
+    ],
+)
+def test_elements_that_differ_are_refused_with_both_values(change: dict[str, object], words: str) -> None:
+    one = spec()
+    with pytest.raises(GeometryError) as caught:
+        pair(one, replace(one, **change))  # pyright: ignore[reportArgumentType]
+    assert words in str(caught.value)
+    assert "group 'default', kv k, layer 0" in str(caught.value)
+
+
+def test_state_is_not_tokens() -> None:
+    with pytest.raises(GeometryError, match="has_tokens is True at the source, but False at the destination"):
+        pair(spec(), spec("block head dim"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Selection("default", "", "k", (0,), 0, 5),
+        Selection("default", "", "k", (0,), 4, 4),
+        Selection("default", "", "k", (0,), 3, 1),
+        Selection("default", "", "v", (0,), 0, 4),
+        Selection("default", "", "x", (0,), 0, 4),
+        Selection("default", "p", "k", (0,), 0, 4),
+        Selection("g", "", "k", (0,), 0, 4),
+        Selection("default", "", "k", (0, 1), 0, 4),
+    ],
+)
+def test_a_selection_that_one_side_does_not_hold_is_refused(wrong: Selection) -> None:
+    with pytest.raises(GeometryError, match=r"were selected, but are not held by both sides"):
+        pair(spec(), spec(), wrong)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [Selection("default", "", "k", (0,), 0, 4)] * 2,
+        [Selection("default", "", "k", (0,), 0, 3), Selection("default", "", "k", (0,), 2, 4)],
+        [Selection("default", "", "k", (0, 0), 0, 4)],
+    ],
+)
+def test_selections_that_overlap_are_refused(chosen: list[Selection]) -> None:
+    """They come from a peer; the same byte would be written twice."""
+    with pytest.raises(GeometryError, match=r"layer 0, kv k of group 'default', part '' was selected twice: heads"):
+        pair(spec(), spec(), *chosen)
+
+
+def test_layers_of_equal_strides_are_one_class() -> None:
+    sizes = SIZES | {"layer": 3}
+    many = spec("layer block token head dim", sizes, layers=(7, 3, 5))
+    single = CacheGeometry(tuple(replace(spec(), layers=(n,), base=1000 * n) for n in (3, 5, 7)))
+    plan = PairPlan(CacheGeometry((many,)), single, [Selection("default", "", "k", (3, 5, 7), 1, 3)])
+    (found,) = plan.classes
+    assert found.layers.tolist() == [3, 5, 7]
+    step = many.stride("layer")
+    assert (found.bases[:, 0] - many.base).tolist() == [step + 16, 2 * step + 16, 16]
+    assert found.bases[:, 1].tolist() == [3016, 5016, 7016]
+
+
+def test_addresses_do_not_order_regions() -> None:
+    """Each side knows only its own; regions of one layer and several halves must not depend on them."""
+    halves = [replace(spec(), kv=(kv,), base=base) for kv, base in (("k", 3 << 40), ("v", 2 << 40), ("", 5 << 40))]
+    cache = CacheGeometry(tuple(halves))
+    blind = CacheGeometry(tuple(replace(half, base=0) for half in halves))
+    chosen = [Selection("default", "", kv, (0,), 0, 4) for kv in ("v", "k", "")]
+    for src, dst in ((cache, blind), (blind, cache)):
+        (found,) = PairPlan(src, dst, chosen).classes
+        known = found.bases[:, 0 if src is cache else 1]
+        assert known.tolist() == [5 << 40, 3 << 40, 2 << 40]
+
+
+def test_bases_near_the_top_of_the_address_space() -> None:
+    top = (1 << 47) - (1 << 20)
+    src, dst = replace(spec(), base=top), replace(spec("block head token dim"), base=top // 2)
+    (found,) = pair(src, dst).classes
+    assert found.bases.tolist() == [[top, top // 2]]
+    assert found.bases.dtype == np.int64

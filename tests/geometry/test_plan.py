@@ -1,0 +1,490 @@
+"""The planner against the brute-force oracle: whole copies, staged chunks, merged pieces, both ends."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from execute import I64, Space, by_destination, byte_pairs, run, table_pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import Rank, World, contiguous, make_world
+
+from kvxfer.errors import BlocksError, GeometryError, TokensError
+from kvxfer.geometry import (
+    STAGING_ALIGNMENT,
+    CacheGeometry,
+    CacheTensor,
+    ChunkGrid,
+    PairPlan,
+    Selection,
+    Span,
+    TensorSpec,
+    TransferPlan,
+    check_state,
+    normalise_blocks,
+    resolve,
+)
+
+CANARY = -(1 << 62)
+GUARD = 64
+STAGING = 1 << 46  # where the staging buffer pretends to lie
+
+
+def plain(selections: Sequence[Selection]) -> list[oracle.Selection]:
+    return [(s.group, s.part, s.kv, s.layers, s.head_start, s.head_stop) for s in selections]
+
+
+def without_bases(geometry: CacheGeometry) -> CacheGeometry:
+    """As the peer sees it."""
+    return CacheGeometry(tuple(replace(spec, base=0) for spec in geometry.tensors))
+
+
+def identities(size: int, owner: int) -> I64:
+    return np.arange(size, dtype=np.int64) + (owner << 40)
+
+
+def check_world(world: World, rng: Random) -> int:
+    """Everything that must hold of every world; returns the bytes that moved."""
+    moved = 0
+    have = [rank.geometry for rank in world.prefill]
+    for number, target in enumerate(world.decode):
+        shares = resolve(target.geometry, have, rank=number)
+        check_division(world, target, shares)
+        for owner, (source, selections) in enumerate(zip(world.prefill, shares, strict=True)):
+            if selections:
+                moved += check_pair(source, target, selections, world.tokens, owner + 1, rng)
+    return moved
+
+
+def check_division(world: World, target: Rank, shares: Sequence[Sequence[Selection]]) -> None:
+    """Every coordinate that the decode rank holds comes from one prefill rank that holds it."""
+    stop = world.tokens[1]
+    everything = [(t["group"], t["part"], kv, t["layers"], *t["heads"]) for t in target.tensors for kv in t["kv"]]
+    needed = oracle.holders(target.tensors, everything, stop)
+    assert set(needed.values()) <= {1}
+    sent: dict[tuple[str, str, str, int, int, int], int] = {}
+    for source, selections in zip(world.prefill, shares, strict=True):
+        for key, count in oracle.holders(source.tensors, plain(selections), stop).items():
+            sent[key] = sent.get(key, 0) + count
+    assert {key: sent.get(key, 0) for key in needed} == needed
+
+
+def check_pair(
+    source: Rank, target: Rank, selections: Sequence[Selection], tokens: tuple[int, int], owner: int, rng: Random
+) -> int:
+    """One prefill rank and one decode rank: three executions against the oracle, and both ends against each other."""
+    mine = oracle.byte_pairs(source.tensors, target.tensors, plain(selections), source.blocks, target.blocks, tokens)
+    before = identities(len(target.memory), 0)
+    data = identities(len(source.memory), owner)
+    expected = before.copy()
+    expected[mine[:, 1]] = data[mine[:, 0]]
+
+    pair = PairPlan(source.geometry, target.geometry, selections)
+    transfer = pair.bind(source.spans, target.spans, range(*tokens))
+    whole = transfer.whole
+    plan = whole.copy()
+    pieces = plan.enumerate()
+    assert len(mine) == whole.bytes == plan.bytes == pieces.nbytes.sum()
+    assert plan.pieces == len(pieces)
+    assert (pieces.nbytes > 0).all()
+    assert np.array_equal(by_destination(table_pairs(plan)), by_destination(byte_pairs(pieces)))
+    assert np.array_equal(by_destination(byte_pairs(pieces)) - [source.base, target.base], by_destination(mine))
+    for listed in (pieces, pieces.merged()):
+        memory = Space(target.base, before.copy())
+        run(listed, Space(source.base, data), memory)
+        assert np.array_equal(memory.cells, expected)
+    merged = pieces.merged()
+    assert (np.diff(merged.dst) > 0).all()
+    joins = (merged.src[:-1] + merged.nbytes[:-1] == merged.src[1:]) & (
+        merged.dst[:-1] + merged.nbytes[:-1] == merged.dst[1:]
+    )
+    assert not joins.any()
+
+    # each end knows the peer's addresses as 0
+    there = PairPlan(source.geometry, without_bases(target.geometry), selections)
+    here = PairPlan(without_bases(source.geometry), target.geometry, selections)
+    ends = [end.bind(source.spans, target.spans, range(*tokens)) for end in (there, here)]
+    target_bytes = rng.choice([1, 100, 1000, 10_000, 1 << 30])
+    chosen = pair.grid(range(*tokens), target_bytes=target_bytes)
+    check_chosen_grid(transfer, chosen, target_bytes)
+    for grid in (draw_grid(pair, tokens, rng), chosen):
+        check_chunks(ends, grid, Space(source.base, data), Space(target.base, before.copy()), expected, mine)
+    return len(mine)
+
+
+def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid:
+    """Any grid, also one that cuts sub-blocks."""
+    window = rng.choice([tokens[1], rng.randint(1, 20)])
+    return ChunkGrid(pair.layers, rng.randint(1, len(pair.layers)), window, *tokens)
+
+
+def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> None:
+    """A grid of the planner's choice cuts no row, and keeps to its target unless it is as small as can be."""
+    chunks = [transfer.chunk(grid, number) for number in range(len(grid))]
+    rows = [sum(len(s.rows) * len(s.regions) for s in plan.copy().segments) for plan in (transfer.whole, *chunks)]
+    assert rows[0] == sum(rows[1:])
+    smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair._window_tokens
+    if not smallest and not transfer.pair.has_state:
+        assert max(chunk.staged_bytes for chunk in chunks) <= target
+
+
+def check_chunks(
+    ends: Sequence[TransferPlan], grid: ChunkGrid, data: Space, memory: Space, expected: I64, mine: I64
+) -> None:
+    """Gather at one end, scatter at the other, chunk by chunk in any order."""
+    sender, receiver = ends
+    assert sender.digest(grid) == receiver.digest(grid)
+    everything: list[I64] = []
+    total = 0
+    for number in range(len(grid)):
+        give, take = sender.chunk(grid, number), receiver.chunk(grid, number)
+        assert (give.staged_bytes, give.bytes) == (take.staged_bytes, take.bytes)
+        assert give.staged_bytes % STAGING_ALIGNMENT == 0
+        assert give.staged_bytes >= give.bytes
+        cells = np.full(give.staged_bytes + 2 * GUARD, CANARY, np.int64)
+        staging = Space(STAGING - GUARD, cells)
+        gather, scatter = give.gather(STAGING), take.scatter(STAGING)
+        assert gather.bytes == scatter.bytes == give.bytes
+        assert all((segment.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
+        filled = run(gather.enumerate(), data, staging)[1]
+        assert np.array_equal(by_destination(table_pairs(gather)), by_destination(byte_pairs(gather.enumerate())))
+        assert (cells[:GUARD] == CANARY).all()
+        assert (cells[GUARD + give.staged_bytes :] == CANARY).all()
+        read, written = run(scatter.enumerate(), staging, memory)
+        assert np.array_equal(np.sort(read), np.sort(filled))
+        everything.append(written)
+        total += take.bytes
+    assert total == len(mine)
+    assert np.array_equal(np.sort(np.concatenate(everything)), mine[:, 1])
+    assert np.array_equal(memory.cells, expected)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.integers(0, 1 << 32))
+def test_every_world_agrees_with_the_oracle(seed: int) -> None:
+    rng = Random(seed)
+    check_world(make_world(rng), rng)
+
+
+# fixed cases, each named after what it shows
+
+KV = ("k", "v")
+HEADS = 8
+
+
+def laid_out(
+    axes: str,
+    heads: tuple[int, int],
+    block: int,
+    tokens: range,
+    seed: int,
+    *,
+    layers: Sequence[int] = (0, 1),
+    **rest: Any,
+) -> Rank:
+    """A rank with one tensor, and blocks in a random order that cover the tokens."""
+    count = -(-tokens.stop // (block * rest.get("unit", 1)))
+    ratio = rest.get("ratio", 1)
+    sizes = {
+        "block": (count + 2) * ratio,
+        "layer": len(layers),
+        "kv": 2,
+        "head": heads[1] - heads[0],
+        "token": block // ratio,
+        "dim": rest.pop("dim", 32),
+    }
+    kv = rest.pop("kv", KV)
+    tensor = contiguous(axes, sizes, layers=layers, heads=heads, kv=kv, **rest)
+    ids = Random(seed).sample(range(count + 2), count)
+    return Rank([tensor], {"default": (ids, 0)}, {}, (0, 1, 1))
+
+
+def check_ranks(prefill: Sequence[Rank], decode: Sequence[Rank], tokens: range) -> int:
+    return check_world(World(list(prefill), list(decode), (tokens.start, tokens.stop)), Random(0))
+
+
+@pytest.mark.parametrize("tokens", [range(64), range(5, 61), range(17, 19), range(63, 64)])
+@pytest.mark.parametrize(("src", "dst"), [(16, 64), (64, 16), (16, 48), (48, 32), (32, 48), (16, 16)])
+def test_block_sizes(src: int, dst: int, tokens: range) -> None:
+    axes = "layer block kv token head dim"
+    prefill, decode = (laid_out(axes, (0, 2), size, tokens, size, dim=3) for size in (src, dst))
+    assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 2 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("layer kv block token head dim", "layer kv block head token dim"),
+        ("block layer kv head token dim", "kv block layer token head dim"),
+        ("layer kv block head dim/8 token dim%8", "layer kv block token head dim"),
+        ("layer kv block head dim/8 token dim%8", "layer kv block head dim/4 token dim%4"),
+        ("layer kv block head dim/8 token dim%8", "layer kv block token dim/16 head dim%16"),
+        ("layer kv block head dim token", "layer kv block head dim/8 token dim%8"),
+        ("layer kv block head dim token", "dim block kv token head layer"),
+        ("block layer kv head/2 token head%2 dim", "block kv layer head token dim"),
+        ("block layer kv head/2 token head%2 dim", "head%4 layer dim%2 block kv head/4 token dim/2"),
+        ("token head block dim kv layer", "dim kv head token layer block"),
+    ],
+)
+def test_axis_orders_and_splits(src: str, dst: str) -> None:
+    tokens = range(3, 14)
+    for there, back in ((src, dst), (dst, src)):
+        prefill, decode = laid_out(there, (0, 4), 4, tokens, 1), laid_out(back, (0, 4), 8, tokens, 2)
+        assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 2 * 4 * 32 * 2
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 2), (2, 3), (8, 3)])
+def test_tensor_parallel_sizes(prefill: int, decode: int) -> None:
+    tokens = range(1, 10)
+
+    def ranks(ways: int, axes: str) -> list[Rank]:
+        cuts = [(r * HEADS // ways, (r + 1) * HEADS // ways) for r in range(ways)]
+        return [laid_out(axes, cut, 4, tokens, number, dim=3) for number, cut in enumerate(cuts)]
+
+    moved = check_ranks(
+        ranks(prefill, "layer kv block token head dim"), ranks(decode, "block layer kv head token dim"), tokens
+    )
+    assert moved == len(tokens) * 2 * 2 * HEADS * 3 * 2
+
+
+def test_replicated_heads_and_latents_come_from_one_rank() -> None:
+    tokens = range(6)
+    heads = [laid_out("layer kv block token head dim", (h, h + 1), 4, tokens, n) for n, h in enumerate((0, 0, 1, 1))]
+    both = [laid_out("layer kv block token head dim", (0, 2), 4, tokens, n) for n in (5, 6)]
+    assert check_ranks(heads, both, tokens) == 2 * len(tokens) * 2 * 2 * 2 * 32 * 2
+    latents = [laid_out("layer block token dim", (0, 1), 4, tokens, n, kv=("",)) for n in range(3)]
+    assert check_ranks(latents, latents[:2], tokens) == 2 * len(tokens) * 2 * 32 * 2
+
+
+def test_pipeline_stages() -> None:
+    tokens = range(2, 7)
+    axes = "block layer kv token head dim"
+    prefill = [laid_out(axes, (0, 2), 4, tokens, n, layers=run) for n, run in enumerate([(0, 1, 2), (3,)])]
+    decode = [laid_out(axes, (0, 2), 4, tokens, n, layers=run) for n, run in enumerate([(3, 1), (2, 0)])]
+    assert check_ranks(prefill, decode, tokens) == len(tokens) * 4 * 2 * 2 * 32 * 2
+
+
+def test_an_indexer_row_of_132_bytes() -> None:
+    tokens = range(5, 23)
+    prefill, decode = (
+        laid_out("layer block token dim", (0, 1), size, tokens, size, dim=132, item=1, kv=("",)) for size in (16, 4)
+    )
+    assert check_ranks([prefill], [decode], tokens) == len(tokens) * 2 * 132
+
+
+def test_compressed_rows_and_kernel_blocks() -> None:
+    tokens = range(7, 45)
+    prefill = laid_out("layer block token dim", (0, 1), 8, tokens, 1, kv=("",), unit=4, ratio=2)
+    decode = laid_out("layer block token dim", (0, 1), 4, tokens, 2, kv=("",), unit=4)
+    assert check_ranks([prefill], [decode], tokens) == 10 * 2 * 32 * 2  # rows 1..10; row 11 ends with token 47
+
+
+def test_real_memory_and_torch() -> None:
+    """NHD in blocks of 16 to two heads of HND in blocks of 4: copied with memmove, compared with torch indexing."""
+    rng = np.random.default_rng(0)
+    key, value = (torch.from_numpy(rng.integers(0, 1 << 15, (6, 16, 4, 8)).astype(np.int16)) for _ in range(2))
+    both = torch.full((2, 20, 2, 4, 8), -1, dtype=torch.int16)
+    source = CacheGeometry.of(
+        CacheTensor(half, "block token head dim", layers=[3], heads=range(4), kv=kv)
+        for half, kv in ((key, "k"), (value, "v"))
+    )
+    target = CacheGeometry.of([CacheTensor(both, "kv block head token dim", layers=[3], heads=range(1, 3))])
+    src_ids, dst_ids, tokens = [4, 0, 5], [7, 19, 2, 11, 3, 0, 18, 5, 1, 10], range(5, 39)
+    pair = PairPlan(source, target, resolve(target, [source])[0])
+    plan = pair.bind(normalise_blocks(src_ids, source), normalise_blocks(dst_ids, target), tokens).whole.copy()
+    pieces = plan.enumerate().merged()
+    for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
+        ctypes.memmove(dst, src, nbytes)
+    expected = torch.full_like(both, -1)
+    for token in tokens:
+        for index, half in enumerate((key, value)):
+            expected[index, dst_ids[token // 4], :, token % 4] = half[src_ids[token // 16], token % 16, 1:3]
+    assert torch.equal(both, expected)
+
+
+def test_views_of_different_groups_may_share_memory() -> None:
+    """A hybrid pool: state and tokens are two views of one allocation, in blocks of their own."""
+    pools = [torch.arange(8 * 64, dtype=torch.int16).reshape(8, 64) * sign for sign in (1, -1)]
+    source, target = (
+        CacheGeometry.of(
+            [
+                CacheTensor(pool.view(8, 4, 16), "block token dim", layers=[0], group="full"),
+                CacheTensor(pool[:, :48].view(8, 3, 16), "block head dim", layers=[0], heads=range(3), group="state"),
+            ]
+        )
+        for pool in pools
+    )
+    pair = PairPlan(source, target, resolve(target, [source])[0])
+    blocks = [{"full": [3, 1], "state": [6]}, {"full": [2, 5], "state": [0]}]
+    spans = [normalise_blocks(given, source) for given in blocks]
+    expected = pools[1].clone()
+    expected[2], expected[5, :32], expected[0, :48] = pools[0][3], pools[0][1, :32], pools[0][6, :48]
+    pieces = pair.bind(spans[0], spans[1], range(6)).whole.copy().enumerate()
+    for src, dst, nbytes in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True):
+        ctypes.memmove(dst, src, nbytes)
+    assert torch.equal(pools[1], expected)
+
+
+# binding and refusing
+
+
+def simple_pair(tokens: range = range(12)) -> tuple[PairPlan, Rank, Rank]:
+    source, target = (laid_out("layer kv block token head dim", (0, 2), 4, tokens, n) for n in (1, 2))
+    return PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0]), source, target
+
+
+def test_binding_checks_the_lists() -> None:
+    pair, source, target = simple_pair()
+    good = source.spans, target.spans
+    short = {"default": Span(target.spans["default"].ids[:2])}
+    for lists, words in (
+        (({}, good[1]), "group 'default' has no block list at the source"),
+        ((good[0], {}), "group 'default' has no block list at the destination"),
+        ((short, good[1]), "the block list of the source (2 blocks of 4 from token 0) does not cover tokens 0..11"),
+        (
+            (good[0], short),
+            "the block list of the destination (2 blocks of 4 from token 0) does not cover tokens 0..11",
+        ),
+        ((good[0], {"default": Span([1, 0, 1])}), "block id 1 is named twice, at positions 0 and 2"),
+        (({"default": Span([1, 5, 0])}, good[1]), "block id 5 at position 1 is outside 0..4"),
+    ):
+        with pytest.raises(BlocksError) as caught:
+            pair.bind(*lists, range(12))
+        assert words in str(caught.value)
+    with pytest.raises(TokensError, match="with at least one token"):
+        pair.bind(*good, range(3, 3))
+
+
+def test_a_repeated_source_block_is_read_twice() -> None:
+    pair, _, target = simple_pair()
+    plan = pair.bind({"default": Span([1, 1, 1])}, target.spans, range(12))
+    assert plan.whole.bytes == 12 * 2 * 2 * 2 * 32 * 2
+
+
+def test_digest_covers_what_must_agree() -> None:
+    pair, source, target = simple_pair()
+    tokens = range(1, 12)
+    grid = pair.grid(tokens, target_bytes=1 << 30)
+    ids, to = source.spans["default"].ids, target.spans["default"].ids
+
+    def digest(plan: PairPlan, src: Span, dst: Span, asked: range = tokens, cut: ChunkGrid = grid) -> bytes:
+        return plan.bind({"default": src}, {"default": dst}, asked).digest(cut)
+
+    base = digest(pair, Span(ids), Span(to))
+    assert len(base) == 32
+    assert base == digest(pair, Span(list(map(int, ids))), Span(to))
+    blind = PairPlan(without_bases(source.geometry), without_bases(target.geometry), pair.selections)
+    assert base == digest(blind, Span(ids), Span(to))
+    coarser = CacheGeometry(
+        tuple(replace(spec, shape=(2, 2, 5, 2, 2, 32), block_ratio=1) for spec in source.geometry.tensors)
+    )
+    nulls = CacheGeometry(tuple(replace(spec, null_block=0) for spec in source.geometry.tensors))
+    fewer = PairPlan(source.geometry, target.geometry, pair.selections[:1])
+    narrower = PairPlan(source.geometry, target.geometry, [replace(s, head_stop=1) for s in pair.selections])
+    others = [
+        digest(pair, Span(ids[::-1]), Span(to)),
+        digest(pair, Span(ids), Span(to[::-1])),
+        digest(pair, Span(to), Span(ids)),
+        digest(pair, Span(ids), Span(to), range(2, 12)),
+        digest(pair, Span(ids), Span(to), range(1, 11)),
+        digest(pair, Span(ids), Span(to[1:], 4)),
+        digest(pair, Span([*ids, 0]), Span(to)),
+        digest(pair, Span(ids), Span(to), cut=replace(grid, layers_per_chunk=1)),
+        digest(pair, Span(ids), Span(to), cut=replace(grid, tokens_per_chunk=4)),
+        digest(fewer, Span(ids), Span(to)),
+        digest(narrower, Span(ids), Span(to)),
+        digest(PairPlan(nulls, target.geometry, pair.selections), Span(ids), Span(to)),
+        digest(PairPlan(coarser, target.geometry, pair.selections), Span([0, 1, 2, 3, 4, 0]), Span(to)),
+    ]
+    assert len({base, *others}) == len(others) + 1
+
+
+def test_state_needs_the_last_token() -> None:
+    tensors = [contiguous("block head dim", {"block": 3, "head": 4, "dim": 8}) for _ in range(2)]
+    source, target = (Rank([tensor], {"default": ([1], 0)}, {}, (0, 1, 1)) for tensor in tensors)
+    pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
+    assert pair.has_state
+    check_state(pair, range(90, 100), 100)
+    with pytest.raises(TokensError, match=r"group 'default' is state, which belongs to token 99: .* end at token 98"):
+        check_state(pair, range(99), 100)
+    without, *_ = simple_pair()
+    assert not without.has_state
+    check_state(without, range(99), 100)
+    plan = pair.bind(source.spans, target.spans, range(90, 100))
+    grid = ChunkGrid((0,), 1, 4, 90, 100)
+    assert [plan.chunk(grid, n).bytes for n in range(len(grid))] == [0, 0, 64]
+
+
+def test_nothing_selected_is_nothing_to_cut() -> None:
+    _, source, target = simple_pair()
+    pair = PairPlan(source.geometry, target.geometry, ())
+    assert pair.bind({}, {}, range(4)).whole.staged_bytes == 0
+    with pytest.raises(GeometryError, match="a chunk grid needs layers"):
+        pair.grid(range(4), target_bytes=100)
+
+
+# size of the tables, and large numbers
+
+
+def spec_at(base: int, layer: int, kv: str, blocks: int, heads: int = 8) -> TensorSpec:
+    strides = (16 * heads * 256, heads * 256, 256, 2)
+    shape = (blocks, 16, heads, 128)
+    return TensorSpec(
+        "g", "", (kv,), (layer,), range(heads), "block token head dim", shape, strides, "bfloat16", 2, base
+    )
+
+
+def large_pair(layers: int, blocks: int, base: int) -> PairPlan:
+    size = blocks * 16 * 8 * 256
+    cache = CacheGeometry(
+        tuple(
+            spec_at(base + (2 * layer + at) * size, layer, kv, blocks)
+            for layer in range(layers)
+            for at, kv in enumerate(KV)
+        )
+    )
+    return PairPlan(cache, cache, resolve(cache, [cache])[0])
+
+
+def test_tables_are_regions_plus_rows() -> None:
+    """1 GiB in pieces of 32 KiB."""
+    pair = large_pair(32, 600, 1 << 40)
+    ids = np.random.default_rng(0).permutation(600)[:512]
+    whole = pair.bind({"g": Span(ids)}, {"g": Span(ids[::-1])}, range(512 * 16)).whole
+    assert whole.bytes == whole.staged_bytes == 1 << 30
+    for plan in (whole.copy(), whole.gather(0), whole.scatter(0)):
+        (segment,) = plan.segments
+        assert (segment.regions.shape, segment.rows.shape) == ((64, 2), (512, 5))
+        assert plan.bytes == 1 << 30
+    assert whole.copy().pieces == 32768
+
+
+def test_addresses_are_64_bits_wide() -> None:
+    """A pool of 2**41 bytes that ends near 2**47."""
+    blocks, top = 1 << 22, 1 << 47
+    base = top - 2 * blocks * 32768 * 8
+    pair = large_pair(8, blocks, base)
+    last = blocks - 1
+    whole = pair.bind({"g": Span([last, 0])}, {"g": Span([0, last])}, range(3, 30)).whole
+    staging = top - (1 << 20)
+    size = blocks * 32768
+    for plan in (whole.copy(), whole.gather(staging), whole.scatter(staging)):
+        found = plan.enumerate()
+        assert found.nbytes.sum() == 27 * 2048 * 16
+        assert min(found.src.min(), found.dst.min()) >= base
+        assert max((found.src + found.nbytes).max(), (found.dst + found.nbytes).max()) <= top
+    copied = whole.copy().enumerate().merged()
+    expected = []
+    for region in range(16):
+        at = base + region * size
+        expected += [
+            (at + last * 32768 + 3 * 2048, at + 3 * 2048, 13 * 2048),
+            (at, at + last * 32768, 14 * 2048),
+        ]
+    assert list(zip(copied.src.tolist(), copied.dst.tolist(), copied.nbytes.tolist(), strict=True)) == expected

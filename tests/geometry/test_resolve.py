@@ -1,0 +1,108 @@
+"""Who sends what."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from worlds import cache_tensor, contiguous
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry import CacheGeometry, Selection, resolve
+
+
+def rank(
+    heads: tuple[int, int] | None = (0, 8),
+    *,
+    layers: tuple[int, ...] = (0,),
+    interleave: tuple[int, int, int] = (0, 1, 1),
+    group: str = "default",
+) -> CacheGeometry:
+    """A rank with K of some heads and layers, or with an MLA cache where `heads` is None."""
+    sizes = {"block": 2, "layer": len(layers), "token": 4, "dim": 2}
+    axes, kv = "layer block token dim", ("",)
+    if heads is not None:
+        axes, kv, sizes["head"] = "layer block token head dim", ("k",), heads[1] - heads[0]
+    tensor = contiguous(axes, sizes, layers=layers, heads=heads, kv=kv, interleave=interleave, group=group)
+    return CacheGeometry.of([cache_tensor(np.zeros(tensor["extent"] + 8, np.uint8), tensor)])
+
+
+def even(heads: int, ways: int) -> list[CacheGeometry]:
+    return [rank((r * heads // ways, (r + 1) * heads // ways)) for r in range(ways)]
+
+
+def shares(need: CacheGeometry, have: list[CacheGeometry], turn: int = 0) -> list[list[tuple[int, int]]]:
+    """Head ranges by prefill rank."""
+    return [[(s.head_start, s.head_stop) for s in found] for found in resolve(need, have, rank=turn)]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        (1, 1, [[[(0, 8)]]]),
+        (2, 1, [[[(0, 4)], [(4, 8)]]]),
+        (1, 2, [[[(0, 4)]], [[(4, 8)]]]),
+        (4, 2, [[[(0, 2)], [(2, 4)], [], []], [[], [], [(4, 6)], [(6, 8)]]]),
+        (3, 2, [[[(0, 2)], [(2, 4)], []], [[], [(4, 5)], [(5, 8)]]]),
+        (2, 3, [[[(0, 2)], []], [[(2, 4)], [(4, 5)]], [[], [(5, 8)]]]),
+    ],
+)
+def test_heads_go_by_overlap(prefill: int, decode: int, expected: list[list[list[tuple[int, int]]]]) -> None:
+    have = even(8, prefill)
+    assert [shares(need, have, turn) for turn, need in enumerate(even(8, decode))] == expected
+
+
+def test_layers_go_by_stage() -> None:
+    have = [rank(layers=(0, 1, 2)), rank(layers=(5, 4, 3))]
+    found = resolve(rank(layers=(4, 1, 2)), have)
+    assert found == [(Selection("default", "", "k", (1, 2), 0, 8),), (Selection("default", "", "k", (4,), 0, 8),)]
+
+
+@pytest.mark.parametrize("heads", [None, (0, 1)])
+def test_replicated_data_has_one_owner_which_rotates(heads: tuple[int, int] | None) -> None:
+    have = [rank(heads) for _ in range(4)]
+    owners: Counter[int] = Counter()
+    for turn in range(8):
+        given = [number for number, found in enumerate(resolve(rank(heads), have, rank=turn)) if found]
+        assert len(given) == 1
+        owners[given[0]] += 1
+    assert owners == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_replicated_heads_beside_each_other() -> None:
+    have = [rank((0, 1)), rank((0, 1)), rank((1, 2)), rank((1, 2))]
+    assert shares(rank((0, 2)), have, 0) == [[(0, 1)], [], [(1, 2)], []]
+    assert shares(rank((0, 2)), have, 1) == [[], [(0, 1)], [], [(1, 2)]]
+    assert shares(rank((1, 2)), have, 1) == [[], [], [], [(1, 2)]]
+
+
+def test_unequal_overlapping_holders_are_cut_at_every_edge() -> None:
+    have = [rank((0, 5)), rank((3, 8))]
+    assert shares(rank(), have, 0) == [[(0, 5)], [(5, 8)]]
+    assert shares(rank(), have, 1) == [[(0, 3)], [(3, 8)]]
+
+
+def test_every_residue_of_an_interleaving_has_an_owner() -> None:
+    have = [rank((lo, lo + 4), interleave=(r, 2, 4)) for lo in (0, 4) for r in (0, 1)]
+    assert shares(rank(), have) == [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]]
+    whole = [rank((0, 8), interleave=(r, 2, 4)) for r in (0, 1)]
+    edge = rank((2, 4))  # its edges cut the heads of the others into three runs, which are joined again
+    assert shares(rank(), [*whole, edge]) == [[(0, 2), (4, 8)], [(0, 2), (4, 8)], [(2, 4)]]
+    assert shares(rank(), [*whole, rank((2, 4), interleave=(0, 3, 4))]) == [[(0, 8)], [(0, 8)], []]
+
+
+@pytest.mark.parametrize(
+    ("have", "words"),
+    [
+        ([rank((0, 5))], "layer 0, kv k, heads 5..7 of group 'default', part ''"),
+        ([rank((0, 3)), rank((4, 8))], "layer 0, kv k, heads 3..3 of group"),
+        ([rank(layers=(1,))], "layer 0, kv k, heads 0..7 of group"),
+        ([rank(None)], "layer 0, kv k, heads 0..7 of group"),
+        ([rank(group="g")], "of group 'default'"),
+        ([rank(interleave=(0, 2, 4))], "no prefill rank holds all tokens of layer 0"),
+        ([rank(interleave=(0, 2, 4)), rank(interleave=(1, 2, 8))], "no prefill rank holds all tokens of layer 0"),
+    ],
+)
+def test_what_nobody_holds_is_named(have: list[CacheGeometry], words: str) -> None:
+    with pytest.raises(GeometryError) as caught:
+        resolve(rank(), have)
+    assert words in str(caught.value)

@@ -1,0 +1,268 @@
+"""Block lists and the rows in which they meet."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvxfer.errors import BlocksError, TokensError
+from kvxfer.geometry import (
+    CacheGeometry,
+    CacheTensor,
+    Group,
+    Interleave,
+    Span,
+    check_spans,
+    check_tokens,
+    normalise_blocks,
+)
+from kvxfer.geometry.rows import Rows, RowSide, meet, period, row_grid
+
+PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
+STATE = replace(PLAIN, block_tokens=0)
+
+
+def geometry(*groups: str, null: int | None = None, **rest: Any) -> CacheGeometry:
+    made = [CacheTensor(torch.zeros(10, 4, 8), "block token dim", layers=[0], group=group, **rest) for group in groups]
+    return CacheGeometry.of(made, [Group(group, null) for group in groups])
+
+
+def span(*ids: int, first: int = 0) -> Span:
+    return Span(np.asarray(ids, np.int64), first)
+
+
+def table(rows: Rows) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in rows.table.tolist()]
+
+
+# what a caller may pass
+
+
+@pytest.mark.parametrize("ids", [[3, 1], (3, 1), np.asarray([3, 1], np.uint8), torch.tensor([3, 1]), Span([3, 1])])
+def test_ids_of_any_kind_become_one_form(ids: Sequence[int]) -> None:
+    found = normalise_blocks(ids, geometry("a"))
+    assert list(found) == ["a"]
+    assert found["a"].ids.dtype == np.int64  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(found["a"].ids) == [3, 1]
+    assert found["a"].first_token == 0
+
+
+def test_several_groups_need_a_mapping() -> None:
+    both = geometry("a", "b")
+    found = normalise_blocks({"b": [1], "a": Span([2], 8)}, both)
+    assert [(name, list(s.ids), s.first_token) for name, s in found.items()] == [("a", [2], 8), ("b", [1], 0)]
+    with pytest.raises(BlocksError, match=r"groups \['a', 'b'\]: give blocks= as a mapping"):
+        normalise_blocks([1], both)
+    with pytest.raises(BlocksError, match=r"names the groups \['a'\], but this cache has \['a', 'b'\]"):
+        normalise_blocks({"a": [1]}, both)
+    with pytest.raises(BlocksError, match=r"names the groups \['a', 'b', 'c'\]"):
+        normalise_blocks({"a": [1], "b": [1], "c": [1]}, both)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([1.5], "not float64 of shape \\(1,\\)"),
+        ([True], "not bool"),
+        ([[1], [2]], "of shape \\(2, 1\\)"),
+        (Span([1], -4), "first_token must not be negative, not -4"),
+    ],
+)
+def test_other_values_are_refused(ids: Sequence[int], words: str) -> None:
+    with pytest.raises(BlocksError, match=f"group 'a': .*{words}"):
+        normalise_blocks(ids, geometry("a"))
+
+
+def test_an_empty_list_is_refused_by_its_own_message() -> None:
+    cache = geometry("a")
+    with pytest.raises(BlocksError, match="group 'a': the block list is empty"):
+        check_spans(normalise_blocks([], cache), cache, receiving=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (span(1, 10, 2), "block id 10 at position 1 is outside 0..9"),
+        (span(1, 2, -1), "block id -1 at position 2 is outside 0..9"),
+        (span(1, first=6), "first_token 6 is not at the start of a block of 4"),
+    ],
+)
+def test_ids_outside_the_pool_are_refused_on_both_sides(given: Span, words: str) -> None:
+    for receiving in (False, True):
+        with pytest.raises(BlocksError, match=f"group 'a': {words}"):
+            check_spans({"a": given}, geometry("a"), receiving=receiving)
+
+
+def test_kernel_blocks_count_as_one_id() -> None:
+    cache = geometry("a", kernel_blocks_per_id=2)
+    check_spans({"a": span(4)}, cache, receiving=True)
+    with pytest.raises(BlocksError, match=r"block id 5 at position 0 is outside 0\.\.4"):
+        check_spans({"a": span(5)}, cache, receiving=True)
+
+
+def test_repeated_and_null_blocks_are_refused_at_the_receiver_only() -> None:
+    cache = geometry("a", null=7)
+    for given, words in (
+        (span(3, 5, 9, 5), "block id 5 is named twice, at positions 1 and 3"),
+        (span(3, 7, 5), r"the null block 7 cannot receive \(position 1\)"),
+    ):
+        check_spans({"a": given}, cache, receiving=False)
+        with pytest.raises(BlocksError, match=f"group 'a': {words}"):
+            check_spans({"a": given}, cache, receiving=True)
+    check_spans({"a": span(*range(7), 8, 9)}, cache, receiving=True)
+
+
+def test_block_zero_is_a_block_unless_declared_null() -> None:
+    check_spans({"a": span(0)}, geometry("a"), receiving=True)
+    with pytest.raises(BlocksError, match="the null block 0"):
+        check_spans({"a": span(0)}, geometry("a", null=0), receiving=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "good"), [(0, True), (2, True), (12, False), (10, True), (8, False), (4, False), (18, True)]
+)
+def test_first_token_of_an_interleaved_list_is_one_that_the_rank_holds(first: int, good: bool) -> None:
+    cache = geometry("a", tokens=Interleave(1, 2, 2))  # holds 2 3 6 7 | 10 11 14 15 | 18 ...
+    if good:
+        check_spans({"a": span(1, first=first)}, cache, receiving=True)
+    else:
+        with pytest.raises(BlocksError, match=f"first_token {first} is not at the start of a block of 4"):
+            check_spans({"a": span(1, first=first)}, cache, receiving=True)
+
+
+@pytest.mark.parametrize("tokens", [range(0), range(4, 4), range(5, 3), range(0, 8, 2), range(-1, 3), range(8, 0, -1)])
+def test_token_ranges_that_cannot_be_asked_for(tokens: range) -> None:
+    with pytest.raises(TokensError, match="must be a range of step 1 with at least one token, not range"):
+        check_tokens(tokens)
+
+
+def test_token_ranges_have_a_limit() -> None:
+    check_tokens(range(3, 8), limit=8)
+    with pytest.raises(TokensError, match=r"tokens 3\.\.8 reach beyond the 8 tokens on offer"):
+        check_tokens(range(3, 9), limit=8)
+
+
+# rows
+
+
+def test_equal_blocks_give_a_row_each() -> None:
+    rows = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(12))
+    assert table(rows) == [(5, 0, 1, 0, 4), (2, 0, 9, 0, 4), (8, 0, 0, 0, 4)]
+    assert rows.begin.tolist() == [0, 4, 8]
+    assert (rows.grid, rows.total_tokens) == (4, 12)
+
+
+def test_rows_are_clipped_to_the_range() -> None:
+    rows = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(3, 10))
+    assert table(rows) == [(5, 3, 1, 3, 1), (2, 0, 9, 0, 4), (8, 0, 0, 0, 2)]
+    assert table(meet("a", PLAIN, PLAIN, span(5), span(1), range(1, 3))) == [(5, 1, 1, 1, 2)]
+
+
+def test_unequal_blocks_meet_in_their_common_sub_blocks() -> None:
+    wide, narrow = replace(PLAIN, block_tokens=6), PLAIN
+    assert row_grid(wide, narrow) == 2
+    rows = meet("a", wide, narrow, span(5, 2), span(1, 9, 0), range(1, 12))
+    assert table(rows) == [
+        (5, 1, 1, 1, 1),
+        (5, 2, 1, 2, 2),
+        (5, 4, 9, 0, 2),
+        (2, 0, 9, 2, 2),
+        (2, 2, 0, 0, 2),
+        (2, 4, 0, 2, 2),
+    ]
+
+
+def test_lists_that_start_later() -> None:
+    rows = meet("a", PLAIN, PLAIN, span(5, 2, first=4), span(1, first=8), range(2, 12))
+    assert table(rows) == [(2, 0, 1, 0, 4)]
+    assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(1, first=40), range(8))) == 0
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        (span(5, 2), span(1, 9, 0), r"source \(2 blocks of 4 from token 0\) does not cover tokens 0\.\.9"),
+        (span(5, 2, 3), span(1, 9), r"destination \(2 blocks of 4 from token 0\) does not cover tokens 0\.\.9"),
+        (span(5, 2, 3, first=4), span(1, 9, 0), r"source \(3 blocks of 4 from token 4\) does not cover tokens 0\.\.9"),
+    ],
+)
+def test_lists_that_are_too_short(src: Span, dst: Span, words: str) -> None:
+    with pytest.raises(BlocksError, match=f"group 'a': the block list of the {words}"):
+        meet("a", PLAIN, PLAIN, src, dst, range(10))
+
+
+def test_null_blocks_are_skipped_at_the_source_alone() -> None:
+    null = replace(PLAIN, null_block=2)
+    rows = meet("a", null, null, span(5, 2, 8), span(1, 2, 0), range(12))
+    assert table(rows) == [(5, 0, 1, 0, 4), (8, 0, 0, 0, 4)]
+    split = replace(null, block_ratio=2, block_tokens=2)
+    rows = meet("a", split, PLAIN, span(2, 3), span(1, 9), range(8))
+    assert table(rows) == [(6, 0, 9, 0, 2), (7, 0, 9, 2, 2)]
+
+
+def test_kernel_blocks_of_an_id_are_its_own() -> None:
+    """Each side expands its ids with its own ratio."""
+    kernel = replace(PLAIN, block_tokens=2, block_ratio=2)
+    assert table(meet("a", kernel, PLAIN, span(5), span(1), range(4))) == [(10, 0, 1, 0, 2), (11, 0, 1, 2, 2)]
+    assert table(meet("a", PLAIN, kernel, span(5), span(1), range(4))) == [(5, 0, 2, 0, 2), (5, 2, 3, 0, 2)]
+
+
+def test_interleaved_tokens() -> None:
+    second = replace(PLAIN, rank=1, of=2, chunk=2)  # holds 2 3 6 7 | 10 11
+    rows = meet("a", second, PLAIN, span(5, 8), span(1, 9, 0), range(3, 11))
+    assert table(rows) == [(5, 1, 1, 3, 1), (5, 2, 9, 2, 2), (8, 0, 0, 2, 1)]
+    assert rows.begin.tolist() == [3, 6, 10]
+    assert period(second, PLAIN) == 4
+    assert period(replace(second, chunk=3), PLAIN) == 6
+    first = replace(second, rank=0)
+    assert len(meet("a", second, first, span(5), span(1), range(8))) == 0
+
+
+def test_compressed_rows_belong_to_their_last_token() -> None:
+    pooled = replace(PLAIN, block_tokens=2, tokens_per_row=4)
+    rows = meet("a", pooled, pooled, span(5, 2), span(1, 9), range(3, 15))
+    assert table(rows) == [(5, 0, 1, 0, 2), (2, 0, 9, 0, 1)]
+    assert len(meet("a", pooled, pooled, span(5), span(1), range(4, 7))) == 0
+    assert [table(rows.within(a, b)) for a, b in ((3, 5), (5, 8), (8, 11), (11, 15))] == [
+        [(5, 0, 1, 0, 1)],
+        [(5, 1, 1, 1, 1)],
+        [],
+        [(2, 0, 9, 0, 1)],
+    ]
+    assert len(rows.within(4, 7)) == 0  # inside a row, but no token row ends there
+
+
+def test_state_belongs_to_the_last_token() -> None:
+    rows = meet("a", STATE, STATE, span(5, 2), span(1, 9), range(3, 12))
+    assert table(rows) == [(5, 0, 1, 0, 1), (2, 0, 9, 0, 1)]
+    assert len(rows.within(3, 11)) == 0
+    assert table(rows.within(11, 12)) == table(rows.within(3, 12)) == table(rows)
+    with pytest.raises(BlocksError, match="group 'a' is state: 2 slots at the source, 1 at the destination"):
+        meet("a", STATE, STATE, span(5, 2), span(1), range(12))
+
+
+def test_windows_partition_the_rows() -> None:
+    rows = meet("a", replace(PLAIN, block_tokens=6), PLAIN, span(5, 2), span(1, 9, 0), range(1, 12))
+    for cut in range(1, 13):
+        parts = [rows.within(1, cut), rows.within(cut, 12)]
+        tokens = [
+            (block, first + i, to, at + i)
+            for part in parts
+            for block, first, to, at, count in part.table.tolist()
+            for i in range(count)
+        ]
+        whole = [(b, f + i, to, at + i) for b, f, to, at, n in rows.table.tolist() for i in range(n)]
+        assert tokens == whole
+        assert all(part.table[:, 4].min(initial=1) > 0 for part in parts)
+    assert rows.within(1, 12).table.base is not None  # an uncut window is a view
+
+
+def test_a_window_leaves_the_rows_alone() -> None:
+    rows = meet("a", PLAIN, PLAIN, span(5, 2), span(1, 9), range(8))
+    before = rows.table.copy()
+    rows.within(1, 3)
+    rows.within(2, 7)
+    assert (rows.table == before).all()

@@ -166,26 +166,39 @@ class TransferPlan:
     def digest(self, grid: ChunkGrid) -> bytes:
         """SHA-256 over what both sides must agree on: selections, spans, token range, grid, element and row shapes.
 
-        Addresses and strides are not part of it; they differ between the sides by design.
+        Addresses and strides are not part of it; they differ between the sides by design. The bytes that are hashed are
+        part of the protocol (section 6.5).
         """
         digest = hashlib.sha256()
-        for selection in self.pair.selections:
-            digest.update(repr(selection).encode())
+        selections = self.pair.selections
+        _hash(digest, len(selections))
+        for s in selections:
+            _hash(digest, s.group, s.part, s.kv, len(s.layers), *s.layers, s.head_start, s.head_stop)
+        _hash(digest, len(self.pair.classes))
         for c in self.pair.classes:
             key = c.key
-            counts = [axis.count for axis in (*key.heads, *key.dims)]
-            rows = (key.src_rows.shape, key.src_rows.null_block, key.dst_rows.shape)
-            facts = (key.group, key.part, key.item_bytes, counts, len(c.layers), rows)
-            digest.update(repr(facts).encode())
+            null = -1 if key.src_rows.null_block is None else key.src_rows.null_block
+            _hash(digest, key.group, key.part, key.item_bytes)
+            for axes in (key.heads, key.dims):
+                _hash(digest, len(axes), *(axis.count for axis in axes))
+            _hash(digest, len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape)
         for spans in (self.src_spans, self.dst_spans):
             for group in self.pair.groups:
                 ids = np.asarray(spans[group].ids, "<u4")
-                digest.update(repr((group, spans[group].first_token, len(ids))).encode())
+                _hash(digest, group, spans[group].first_token, len(ids))
                 digest.update(ids.tobytes())
-        digest.update(
-            repr((self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk)).encode()
-        )
+        _hash(digest, self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk)
         return digest.digest()
+
+
+def _hash(digest: "hashlib._Hash", *values: int | str) -> None:
+    """Whole numbers as 8 bytes, little-endian, signed; text as its length in bytes (so written) and its UTF-8."""
+    for value in values:
+        if isinstance(value, str):
+            text = value.encode()
+            digest.update(len(text).to_bytes(8, "little") + text)
+        else:
+            digest.update(value.to_bytes(8, "little", signed=True))
 
 
 def check_state(pair: PairPlan, tokens: range, offered: int) -> None:

@@ -4,7 +4,7 @@ Messages and news go in; messages to send and work for the shell come out. What 
 chunks are granted: those may be written by the peer, and only a result takes a chunk out of its hands.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Final
 
@@ -62,9 +62,13 @@ RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
 class _Chunk(Enum):
     OPEN = "open"
     WANTED = "wanted"
+    READING = "reading"  # route pull: we read it; only then may the peer confirm it
     GRANTED = "granted"
     LANDED = "landed"
     DONE = "done"
+
+
+_THERE: Final = frozenset({_Chunk.LANDED, _Chunk.DONE})
 
 
 class Receiving:
@@ -95,13 +99,13 @@ class Receiving:
 
     @property
     def granted(self) -> list[int]:
-        """Chunks that the peer may write."""
+        """Chunks in the peer's hands: it may write them, or (`pull`) is to confirm that they were read unchanged."""
         return [chunk for chunk, state in enumerate(self._chunks) if state is _Chunk.GRANTED]
 
     @property
     def outstanding(self) -> int:
-        """Chunks granted or landed and not yet done: what the credit window counts."""
-        return sum(state in (_Chunk.GRANTED, _Chunk.LANDED) for state in self._chunks)
+        """Chunks granted, being read or landed, and not yet done: what the credit window counts."""
+        return sum(state in (_Chunk.READING, _Chunk.GRANTED, _Chunk.LANDED) for state in self._chunks)
 
     def accept(self, message: Accept) -> bool:
         """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile."""
@@ -121,31 +125,28 @@ class Receiving:
         """Chunks that became ready at the peer.
 
         Raises:
-            ProtocolError: If a chunk does not exist or was announced before.
+            ProtocolError: If a chunk does not exist (nothing was accepted yet) or was announced before.
         """
-        if self.state is not ReceiveState.MOVING:
-            return []
+        if self.state not in (ReceiveState.ASKED, ReceiveState.MOVING):
+            return []  # it crossed our Cancel
         chunks = list(unpack_u32(message.chunks))
-        for chunk in chunks:
-            self._expect(chunk, _Chunk.OPEN)
-            self._chunks[chunk] = _Chunk.WANTED
+        self._advance(chunks, _Chunk.OPEN, _Chunk.WANTED)
         return chunks
 
     def grant(self, grants: Sequence[Grant], lease_ms: int, generation: int = 0) -> list[Message]:
-        """Put wanted chunks into the peer's hands."""
-        for grant in grants:
-            self._expect(grant.chunk, _Chunk.WANTED)
-            self._chunks[grant.chunk] = _Chunk.GRANTED
+        """Put wanted chunks into the peer's hands; not while the transfer is being stopped."""
+        self._begin("grant")
+        self._advance([grant.chunk for grant in grants], _Chunk.WANTED, _Chunk.GRANTED)
         return [Reserve(self.transfer, list(grants), lease_ms, generation)]
 
-    def reading(self, chunks: Iterable[int]) -> None:
-        """Route `pull`: this side has begun to read wanted chunks."""
-        for chunk in chunks:
-            self._expect(chunk, _Chunk.WANTED)
-            self._chunks[chunk] = _Chunk.GRANTED
+    def reading(self, chunks: Sequence[int]) -> None:
+        """Route `pull`: this side begins to read wanted chunks; not while the transfer is being stopped."""
+        self._begin("read")
+        self._advance(chunks, _Chunk.WANTED, _Chunk.READING)
 
     def landed(self, chunks: Sequence[int]) -> list[Message]:
         """Route `pull`: chunks have been read; the peer confirms them with a result."""
+        self._advance(chunks, _Chunk.READING, _Chunk.GRANTED)
         return [Landed(self.transfer, pack_u32(chunks))]
 
     def result(self, message: KvAgentResult) -> int | None:
@@ -153,22 +154,24 @@ class Receiving:
 
         Returns:
             The chunk that has landed, to be scattered (and then reported by `chunk_done`), or None.
+
+        Raises:
+            ProtocolError: If it reports as `OK` what was not granted, or the transfer as complete when it is not.
         """
         if message.chunk == WHOLE:
             self._whole(message)
             return None
-        state = self._chunks[message.chunk] if message.chunk < len(self._chunks) else _Chunk.DONE
-        if message.status is not Status.OK and state in (_Chunk.WANTED, _Chunk.GRANTED):
+        state = self._chunks[message.chunk] if message.chunk < len(self._chunks) else None
+        if message.status is not Status.OK and state in (_Chunk.WANTED, _Chunk.READING, _Chunk.GRANTED):
             # the chunk stays granted: only the terminal result says that nothing of it is in flight
             self.failure = self.failure or Failure(message.status, message.code, message.reason)
             return None
-        if message.status is not Status.OK or state is not _Chunk.GRANTED:
-            self.stale += 1
-            return None
-        self._chunks[message.chunk] = _Chunk.LANDED
-        if message.last:
-            self._finished(message)
-        return message.chunk
+        if message.status is Status.OK and state is _Chunk.GRANTED:
+            return self._landed(message)
+        if message.status is Status.OK and state not in _THERE and self.state is ReceiveState.MOVING:
+            self._expect(message.chunk, _Chunk.GRANTED)
+        self.stale += 1
+        return None
 
     def chunk_done(self, chunk: int) -> None:
         """A landed chunk is where it belongs, and visible."""
@@ -178,19 +181,25 @@ class Receiving:
         self._complete()
 
     def cancel(self, failure: Failure) -> list[Message]:
-        """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent."""
+        """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent.
+
+        After the last result there is nothing to ask: the peer is through, and only our own copies are stopped.
+        """
         if self.ended or self.state is ReceiveState.LOST:
             return []
         again = self.state is ReceiveState.STOPPING
         self.failure = self.failure or failure
+        if self._last:
+            self._event("terminal")
+            return []
         self._event("cancel")
         return [] if again else [Cancel(self.transfer, failure.code)]
 
     def lost(self, failure: Failure) -> None:
-        """The session is gone."""
+        """The session is gone. After the last result nothing is in doubt for it, but nothing new is begun either."""
         if not self.ended:
             self.failure = self.failure or failure
-            self._event("lost")
+            self._event("terminal" if self._last else "lost")
 
     def resume(self) -> list[Message]:
         """The same incarnation is back: ask what became of the transfer."""
@@ -198,26 +207,51 @@ class Receiving:
         return [Cancel(self.transfer, Code.PEER_LOST)]
 
     def _whole(self, message: KvAgentResult) -> None:
-        if self.ended:
+        if self.ended or self._last:
             self.stale += 1
         elif message.status is Status.OK:
-            self._finished(message)
+            self._finished(message, self._chunks)
         elif message.status is Status.IN_DOUBT:
-            self.failure = Failure(message.status, Code.IN_DOUBT, message.reason)
+            self.failure = self.failure or Failure(message.status, message.code, message.reason)
             self._event("lost")
         else:
             self.failure = self.failure or Failure(message.status, message.code, message.reason)
             self._event("terminal")
 
-    def _finished(self, message: KvAgentResult) -> None:
+    def _landed(self, message: KvAgentResult) -> int:
+        chunk = message.chunk
+        if message.last:
+            self._finished(message, [*self._chunks[:chunk], *self._chunks[chunk + 1 :]])
+        self._chunks[chunk] = _Chunk.LANDED
+        return chunk
+
+    def _finished(self, message: KvAgentResult, others: Sequence[_Chunk]) -> None:
+        """The last result of a success, which every one of the other chunks must have gone before."""
+        running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
+        if running and (self.state is ReceiveState.ASKED or not _THERE.issuperset(others)):
+            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk had landed")
         self._last, self.payload = True, message.payload
         if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
             self._event("terminal")
         self._complete()
 
     def _complete(self) -> None:
-        if self.state is ReceiveState.MOVING and self._last and self._done == len(self._chunks):
+        whole = self._last and self._done == len(self._chunks) and self.failure is None
+        if self.state is ReceiveState.MOVING and whole:
             self._event("complete")
+
+    def _begin(self, what: str) -> None:
+        if self.state is not ReceiveState.MOVING:
+            raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
+
+    def _advance(self, chunks: Sequence[int], before: _Chunk, after: _Chunk) -> None:
+        """Chunks go on by one step: all of them, or none if one of them must not."""
+        for chunk in chunks:
+            self._expect(chunk, before)
+        if len(set(chunks)) < len(chunks):
+            raise ProtocolError(f"a chunk of transfer {self.transfer} is named twice")
+        for chunk in chunks:
+            self._chunks[chunk] = after
 
     def _expect(self, chunk: int, state: _Chunk) -> None:
         if chunk >= len(self._chunks) or self._chunks[chunk] is not state:

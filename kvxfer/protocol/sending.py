@@ -49,7 +49,9 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
     (SendState.STOPPING, "stop"): SendState.STOPPING,
     (SendState.STOPPING, "finish"): SendState.ENDED,
 }
-"""Legal events of `SendState`."""
+"""Legal events of `SendState`. ENDED is final."""
+
+_OVER: Final = (SendState.STOPPING, SendState.ENDED)
 
 
 class _Chunk(Enum):
@@ -142,7 +144,7 @@ class Sending:
         self._event("accept")
         self.route = message.route
         self._chunks = [_Chunk.WAITING] * message.chunks
-        return [message]
+        return [message, *self._complete()]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
         """This transfer will not happen."""
@@ -170,14 +172,11 @@ class Sending:
         Raises:
             ProtocolError: If a chunk does not exist, was not announced, or was granted before.
         """
-        if self.state is not SendState.MOVING:
+        if self.state in _OVER:
             return []  # it crossed our stop; the terminal result answers it
         if self.route is Route.PULL:
             raise ProtocolError("Reserve is no message of the route pull")
-        for grant in message.grants:
-            self._expect(grant.chunk, _Chunk.WANTED)
-            self._chunks[grant.chunk] = _Chunk.MOVING
-            self._moving += 1
+        self._take([grant.chunk for grant in message.grants])
         return list(message.grants)
 
     def landed(self, message: Landed) -> list[int]:
@@ -186,16 +185,13 @@ class Sending:
         Raises:
             ProtocolError: If a chunk does not exist or was not announced.
         """
-        if self.state is not SendState.MOVING:
+        if self.state in _OVER:
             return []
         if self.route is not Route.PULL:
             raise ProtocolError("Landed is a message of the route pull only")
         chunks = list(unpack_u32(message.chunks))
-        for chunk in chunks:
-            self._expect(chunk, _Chunk.WANTED)
-            self._chunks[chunk] = _Chunk.MOVING
-            self._moving += 1
-            self._announced -= 1
+        self._take(chunks)
+        self._announced -= len(chunks)
         return chunks
 
     def unread(self, *, in_doubt: bool = False) -> list[Message]:
@@ -225,8 +221,13 @@ class Sending:
         return [result, *self._complete()]
 
     def dropped(self, chunk: int, *, in_doubt: bool = False) -> list[Message]:
-        """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight."""
+        """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight.
+
+        It ends the transfer; who can say why calls `stop` before.
+        """
         self._report(chunk, _Chunk.IN_DOUBT if in_doubt else _Chunk.DEAD)
+        if self.state is SendState.MOVING:
+            return self.stop(Failure(Status.FAILED, Code.FAILED, f"chunk {chunk} could not be moved"))
         return self._complete()
 
     def stop(self, failure: Failure) -> list[Message]:
@@ -268,6 +269,16 @@ class Sending:
         if chunk >= len(self._chunks) or self._chunks[chunk] is not state:
             found = self._chunks[chunk].value if chunk < len(self._chunks) else "unknown"
             raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is {found}, not {state.value}")
+
+    def _take(self, chunks: list[int]) -> None:
+        """Chunks come into the shell's hands: all of them, or none if one of them must not."""
+        for chunk in chunks:
+            self._expect(chunk, _Chunk.WANTED)
+        if len(set(chunks)) < len(chunks):
+            raise ProtocolError(f"a chunk of transfer {self.transfer} is named twice in one message")
+        for chunk in chunks:
+            self._chunks[chunk] = _Chunk.MOVING
+        self._moving += len(chunks)
 
     def _report(self, chunk: int, state: _Chunk) -> None:
         self._expect(chunk, _Chunk.MOVING)

@@ -9,6 +9,7 @@ anything else is a `ProtocolError`, after which the session is closed.
 
 import hashlib
 import hmac
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,16 +22,27 @@ from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_bod
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
+    Accept,
     Agent,
     AgentBody,
+    Cancel,
+    Claim,
+    Fetch,
     Goodbye,
     Hello,
+    KvAgentResult,
+    Landed,
     Message,
     Ping,
+    Refuse,
+    Release,
+    Reserve,
+    Want,
     Welcome,
 )
 
 __all__ = [
+    "RECEIVED_WHEN_OPEN",
     "TRANSITIONS",
     "Identity",
     "Opened",
@@ -66,9 +78,13 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
     (Role.CLIENT, State.NEW, Welcome): State.GREETED,
     (Role.CLIENT, State.GREETED, Agent): State.OPEN,
 }
-"""Legal messages of the handshake. `Goodbye` is legal everywhere; the rest only when open."""
+"""Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
-_HANDSHAKE: Final = (Hello, Welcome, Agent)
+RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release}),
+    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult}),
+}
+"""Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +138,7 @@ class Received:
 SessionEvent: TypeAlias = Opened | Received
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Terms:
     """What a session is opened with, besides who this side is.
 
@@ -190,12 +206,14 @@ class Session:
         Raises:
             ProtocolError: If the peer broke the protocol.
             MismatchError: If the two sides cannot work together; names each field.
-            UnreachableError: If the server is not the one that the ticket names, or cannot prove who it is.
+            UnreachableError: If the peer does not know the secret, or says goodbye before the session is open.
         """
+        if self._closed():
+            return
         self._clock.heard = now
         try:
             for message in self._reader.feed(data):
-                if self.state is State.CLOSED:
+                if self._closed():  # by whoever handled the last event
                     return
                 event = self._take(message, now)
                 if event is not None:
@@ -220,8 +238,10 @@ class Session:
         return b"".join(pending)
 
     def next_deadline(self) -> float:
-        """When `tick` wants to be called, at the latest."""
+        """When `tick` wants to be called, at the latest; infinity once closed."""
         clock, terms = self._clock, self._terms
+        if self.state is State.CLOSED:
+            return math.inf
         if self.state is not State.OPEN:
             return clock.opened + terms.handshake_timeout
         return min(clock.spoke + terms.heartbeat, clock.heard + terms.peer_timeout)
@@ -257,22 +277,32 @@ class Session:
 
     # --- handshake
 
+    def _closed(self) -> bool:
+        return self.state is State.CLOSED
+
     def _take(self, message: Message, now: float) -> SessionEvent | None:
         if isinstance(message, Goodbye) and self.state is not State.OPEN:
             raise UnreachableError(f"the peer said goodbye: {message.reason or message.code.name}")
-        if isinstance(message, _HANDSHAKE) or self.state is not State.OPEN:
+        if self.state is not State.OPEN:
             following = TRANSITIONS.get((self.role, self.state, type(message)))
             if following is None:
-                name, role, state = type(message).__name__, self.role.value, self.state.value
-                raise ProtocolError(f"{name} is illegal for a {role} whose session is {state}")
+                raise self._illegal(message)
             event = self._advance(message, now)
             self.state = following
             return event
+        if type(message) not in RECEIVED_WHEN_OPEN[self.role]:
+            raise self._illegal(message)
         if isinstance(message, Ping):
             return None
         if isinstance(message, Goodbye):
             self.draining = True
         return Received(message)
+
+    def _illegal(self, message: Message) -> ProtocolError:
+        name, role, state = type(message).__name__, self.role.value, self.state.value
+        return ProtocolError(
+            f"{name} is illegal for a {role} whose session is {state}", peer=self.peer.name if self.peer else ""
+        )
 
     def _advance(self, message: Message, now: float) -> SessionEvent | None:
         match message:

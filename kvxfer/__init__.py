@@ -1,0 +1,130 @@
+"""kvxfer moves the KV cache of a request between GPUs, from any layout to any layout, as one await.
+
+    async with kvxfer.Worker(tensors) as worker:
+        result = await worker.fetch(ticket, blocks, after=kvxfer.READY)
+
+Names are imported when they are first used, so `import kvxfer` costs nothing and needs neither torch nor a GPU. What
+only a router needs (tickets and engine cards) is in `kvxfer.tickets`, which needs msgspec alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.blocking import BlockingWorker as BlockingWorker
+    from kvxfer.config import Config as Config
+    from kvxfer.copy.port import READY as READY
+    from kvxfer.errors import ArenaError as ArenaError
+    from kvxfer.errors import BlocksError as BlocksError
+    from kvxfer.errors import ClosedError as ClosedError
+    from kvxfer.errors import Code as Code
+    from kvxfer.errors import ConfigError as ConfigError
+    from kvxfer.errors import EventError as EventError
+    from kvxfer.errors import FabricError as FabricError
+    from kvxfer.errors import GeometryError as GeometryError
+    from kvxfer.errors import KvxferError as KvxferError
+    from kvxfer.errors import MemoryInDoubt as MemoryInDoubt
+    from kvxfer.errors import MemoryInDoubtError as MemoryInDoubtError
+    from kvxfer.errors import MismatchError as MismatchError
+    from kvxfer.errors import MissingExtraError as MissingExtraError
+    from kvxfer.errors import PeerError as PeerError
+    from kvxfer.errors import PeerLostError as PeerLostError
+    from kvxfer.errors import ProtocolError as ProtocolError
+    from kvxfer.errors import RefusedError as RefusedError
+    from kvxfer.errors import RequestError as RequestError
+    from kvxfer.errors import TicketError as TicketError
+    from kvxfer.errors import TokensError as TokensError
+    from kvxfer.errors import TransferError as TransferError
+    from kvxfer.errors import TransferFailedError as TransferFailedError
+    from kvxfer.errors import TransferTimeoutError as TransferTimeoutError
+    from kvxfer.errors import UnreachableError as UnreachableError
+    from kvxfer.errors import UsageError as UsageError
+    from kvxfer.geometry import CacheTensor as CacheTensor
+    from kvxfer.geometry import Group as Group
+    from kvxfer.geometry import Interleave as Interleave
+    from kvxfer.geometry import Span as Span
+    from kvxfer.offers import Expired as Expired
+    from kvxfer.offers import Offer as Offer
+    from kvxfer.offers import Released as Released
+    from kvxfer.offers import Withdrawn as Withdrawn
+    from kvxfer.transfers import Claim as Claim
+    from kvxfer.transfers import FetchResult as FetchResult
+    from kvxfer.transfers import Transfer as Transfer
+    from kvxfer.worker import Worker as Worker
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "READY",
+    "ArenaError",
+    "BlockingWorker",
+    "BlocksError",
+    "CacheTensor",
+    "Claim",
+    "ClosedError",
+    "Code",
+    "Config",
+    "ConfigError",
+    "EventError",
+    "Expired",
+    "FabricError",
+    "FetchResult",
+    "GeometryError",
+    "Group",
+    "Interleave",
+    "KvxferError",
+    "MemoryInDoubt",
+    "MemoryInDoubtError",
+    "MismatchError",
+    "MissingExtraError",
+    "Offer",
+    "PeerError",
+    "PeerLostError",
+    "ProtocolError",
+    "RefusedError",
+    "Released",
+    "RequestError",
+    "Span",
+    "TicketError",
+    "TokensError",
+    "Transfer",
+    "TransferError",
+    "TransferFailedError",
+    "TransferTimeoutError",
+    "UnreachableError",
+    "UsageError",
+    "Withdrawn",
+    "Worker",
+    "__version__",
+]
+
+# every exported name that is not an error, and the module that it lives in; errors are the rest
+_HOMES = {
+    "READY": "kvxfer.copy.port",
+    "BlockingWorker": "kvxfer.blocking",
+    "CacheTensor": "kvxfer.geometry",
+    "Claim": "kvxfer.transfers",
+    "Config": "kvxfer.config",
+    "Expired": "kvxfer.offers",
+    "FetchResult": "kvxfer.transfers",
+    "Group": "kvxfer.geometry",
+    "Interleave": "kvxfer.geometry",
+    "Offer": "kvxfer.offers",
+    "Released": "kvxfer.offers",
+    "Span": "kvxfer.geometry",
+    "Transfer": "kvxfer.transfers",
+    "Withdrawn": "kvxfer.offers",
+    "Worker": "kvxfer.worker",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'kvxfer' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "kvxfer.errors")), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

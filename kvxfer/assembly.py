@@ -1,0 +1,230 @@
+"""Puts a worker's site together and takes it apart: memory, transport, copies, and what peers are told of them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvxfer.config import Config
+from kvxfer.copy.port import Executor
+from kvxfer.desk import Desk
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Memory, Transport
+from kvxfer.fabric.pump import Fabric
+from kvxfer.geometry import CacheGeometry, CacheTensor, Group
+from kvxfer.lanes import Lanes
+from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
+from kvxfer.planning import PairPlans, geometry_to_wire
+from kvxfer.protocol.framing import encode_body
+from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
+from kvxfer.runtime import Runtime
+from kvxfer.site import Site
+from kvxfer.telemetry import Metrics, logger
+
+__all__ = ["Assembly", "assemble"]
+
+_log: Final = logger("kvxfer.worker")
+_INCARNATION_BYTES: Final = 16
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What a worker is made of.
+
+    Attributes:
+        tensors: The caller's cache tensors; this reference keeps them alive.
+        groups: Properties of their groups.
+        config: Settings.
+        transport: Given by the caller, or None for NIXL.
+        runtime: Clock, randomness, threads.
+        backing: The arena's memory, once it is allocated.
+    """
+
+    tensors: tuple[CacheTensor, ...]
+    groups: tuple[Group, ...]
+    config: Config
+    transport: Transport | None
+    runtime: Runtime
+    backing: Backing | None = None
+
+    async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
+        """Undo a half-made site, in which nobody knows of the memory yet."""
+        timeout = self.config.close_timeout
+        if fabric is not None:
+            await asyncio.wrap_future(fabric.close(timeout))
+        if executor is not None:
+            await self.runtime.in_thread(lambda: executor.close(timeout))
+        if self.backing is not None:
+            self.backing.close()
+            self.backing = None
+
+    async def dismantle(self, site: Site) -> None:
+        """Stop the threads and give the memory back; what is not quiescent is leaked, never freed."""
+        timeout = site.config.close_timeout
+        site.send_desk.close()
+        site.receive_desk.close()
+        try:
+            quiet = await asyncio.wrap_future(site.fabric.close(timeout))
+        except FabricError as error:
+            _log.error("fabric_not_closed", error=str(error))
+            quiet = False
+        stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
+        doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
+        if self.backing is not None:
+            if quiet and stopped and not doubt:
+                self.backing.close()
+            else:
+                self.backing.leak()
+                _log.warning("memory_leaked", bytes=self.backing.length, reason="it may still be written")
+            self.backing = None
+
+
+async def assemble(parts: Assembly) -> Site:
+    """Allocate, register, start threads.
+
+    Raises:
+        KvxferError: Whatever failed; nothing is left behind.
+    """
+    config, runtime = parts.config, parts.runtime
+    loop = asyncio.get_running_loop()
+    geometry = CacheGeometry.of(parts.tensors, parts.groups)
+    incarnation = runtime.token(_INCARNATION_BYTES)
+    if config.arena_bytes:
+        parts.backing = allocate(_arena_kind(config, geometry), config.arena_bytes, geometry.device)
+    backing = parts.backing
+    staging = _staging(backing, geometry)
+    in_place = config.trust != "none" and config.route != "staged"
+    fabric: Fabric | None = None
+    executor: Executor | None = None
+    try:
+        arena = Arena.split(backing.address if backing else 0, config.arena_bytes, config.send_share)
+        transport = parts.transport or _nixl(config, geometry, f"kvxfer-{incarnation.hex()}")
+        fabric = _fabric(config, transport, runtime)
+        executor = _executor(config, geometry, runtime)
+        fabric.start()
+        body = await _register(parts, fabric, geometry, staging, in_place=in_place, name=transport.name)
+    except BaseException:
+        await asyncio.shield(parts.abandon(fabric, executor))
+        raise
+    return Site(
+        config=config,
+        runtime=runtime,
+        loop=loop,
+        hand_over=runtime.hand_over(loop),
+        geometry=geometry,
+        custody=Custody(),
+        send_desk=Desk(arena.sending, runtime.now, loop),
+        receive_desk=Desk(arena.receiving, runtime.now, loop),
+        plans=PairPlans(geometry, runtime),
+        fabric=fabric,
+        lanes=Lanes(fabric),
+        executor=executor,
+        metrics=Metrics(),
+        incarnation=incarnation,
+        body=body,
+        facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
+        capabilities=_capabilities(staging=staging is not None, in_place=in_place),
+        staging=staging,
+        in_place=in_place,
+    )
+
+
+def _capabilities(*, staging: bool, in_place: bool) -> Capability:
+    """What this rank tells its peers that it can do."""
+    capabilities = Capability.STREAMING
+    if staging:
+        capabilities |= Capability.STAGED
+    if in_place:
+        capabilities |= Capability.DIRECT | Capability.PULL
+    return capabilities
+
+
+async def _register(
+    parts: Assembly,
+    fabric: Fabric,
+    geometry: CacheGeometry,
+    staging: MemorySpan | None,
+    *,
+    in_place: bool,
+    name: str,
+) -> dict[bool, bytes]:
+    """Register memory and encode what peers are told, by whether they are trusted with addresses.
+
+    An untrusted peer gets the metadata of the receiving share alone.
+    """
+    tokens: list[object] = []
+    if staging is not None:
+        memory = Memory(staging.kind, staging.device, staging.address, staging.length)
+        tokens.append(await asyncio.wrap_future(fabric.register([memory])))
+    bounded = await asyncio.wrap_future(fabric.metadata(tokens))
+    full = bounded
+    if in_place:
+        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
+        full = await asyncio.wrap_future(fabric.metadata([*tokens, blocks]))
+    spans = [staging] if staging is not None else []
+    return {
+        trusted: encode_body(
+            AgentBody(
+                fabric=name,
+                metadata=full if trusted else bounded,
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
+                staging=spans,
+            )
+        )
+        for trusted in (False, True)
+    }
+
+
+def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:
+    """The memory of all tensors, each allocation once."""
+    kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
+    found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
+    return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
+
+
+def _staging(backing: Backing | None, geometry: CacheGeometry) -> MemorySpan | None:
+    if backing is None:
+        return None
+    device_memory = backing.kind == "cuda"
+    return MemorySpan(
+        "VRAM" if device_memory else "DRAM", geometry.device if device_memory else 0, backing.address, backing.length
+    )
+
+
+def _arena_kind(config: Config, geometry: CacheGeometry) -> Kind:
+    if config.arena_kind != "auto":
+        return config.arena_kind
+    return "cuda" if geometry.kind == "cuda" else "cpu"
+
+
+def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
+    return Fabric(
+        transport,
+        runtime,
+        max_descriptors=config.fabric.max_descriptors,
+        max_post_bytes=config.fabric.max_post_bytes,
+        no_progress_timeout=config.no_progress_timeout,
+    )
+
+
+def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime) -> Executor:
+    if geometry.kind == "cuda":
+        from kvxfer.copy.cuda import CudaExecutor
+
+        return CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas)
+    from kvxfer.copy.host import HostExecutor
+
+    return HostExecutor(runtime)
+
+
+def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:
+    from kvxfer.fabric.nixl import NixlTransport
+
+    return NixlTransport(
+        name,
+        backends=config.fabric.backends,
+        backend_params=config.fabric.backend_params,
+        num_workers=config.fabric.num_workers,
+        devices=config.fabric.devices,
+        device=geometry.device if geometry.kind == "cuda" else None,
+    )

@@ -1,0 +1,156 @@
+"""The command `kvxfer`: look at settings, read frames, show versions.
+
+Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
+exit code 2, never a traceback.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvxfer.errors import KvxferError, UsageError
+
+if TYPE_CHECKING:
+    from kvxfer.config import Config
+
+__all__ = ["app", "main"]
+
+_FAILED: Final = 2
+_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+
+app: Final = typer.Typer(
+    name="kvxfer",
+    help="Moves the KV cache of an LLM request between GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command; the entry point of the package."""
+    try:
+        app()
+    except KvxferError as error:
+        sys.stderr.write(f"kvxfer: {' '.join(str(error).split())}\n")
+        raise SystemExit(_FAILED) from None
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from kvxfer import __version__
+    from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION
+
+    typer.echo(f"kvxfer {__version__}")
+    typer.echo(f"wire {WIRE_VERSION} (speaks {WIRE_MIN} to {WIRE_VERSION})")
+    for package in ("torch", "nixl"):
+        try:
+            typer.echo(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            typer.echo(f"{package} is not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Moves the KV cache of an LLM request between GPUs."""
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Option("--file", help="TOML or JSON file with settings.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print every effective setting with its source, and after how long each kind of failure is heard of."""
+    import json
+
+    from kvxfer.config import Config
+
+    effective = Config.load(file)
+    if as_json:
+        settings = {
+            setting.name: {"value": setting.value, "source": setting.source} for setting in effective.effective()
+        }
+        typer.echo(json.dumps({"settings": settings, "bounds": dict(effective.bounds())}, indent=2))
+    else:
+        _print_tables(effective)
+
+
+def _print_tables(effective: "Config") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    settings = Table(box=None, pad_edge=False)
+    for heading in ("setting", "value", "source"):
+        settings.add_column(heading, overflow="fold")
+    for setting in effective.effective():
+        shown = "none" if setting.value is None else str(setting.value)
+        style = "" if setting.source == "default" else "bold"
+        settings.add_row(Text(setting.name, style), Text(shown, style), Text(setting.source, style))
+    bounds = Table("failure", "heard of within", box=None, pad_edge=False)
+    for kind, seconds in effective.bounds().items():
+        bounds.add_row(kind, f"{seconds:g} s")
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    console.print(settings)
+    console.print()
+    console.print(bounds)
+
+
+@app.command()
+def inspect(
+    frames: Annotated[
+        str | None, typer.Argument(metavar="[HEX|-]", help="Frames in hexadecimal; - reads them from stdin.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="File that holds frames as they travel.")] = None,
+) -> None:
+    """Say what control frames mean."""
+    if (frames is None) == (file is None):
+        raise UsageError("give either frames in hexadecimal (or - for stdin) or --file, not both and not neither")
+    from kvxfer.protocol.inspect import describe, from_hex
+
+    try:
+        data = file.read_bytes() if file is not None else from_hex(sys.stdin.read() if frames == "-" else frames or "")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UsageError(f"this is not hexadecimal: {error}") from error
+    for line in describe(data):
+        typer.echo(line)
+
+
+@app.command()
+def demo(
+    route: Annotated[str, typer.Option(help="staged, direct, pull or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, or cuda (prefill on GPU 0, decode on GPU 1 or the same).")] = "cpu",
+    sabotage: Annotated[
+        str, typer.Option(help="Damage the received cache to see the checks fail: zero-block, swap-blocks, ...")
+    ] = "none",
+) -> None:
+    """Prefill a real model in one process, decode it in another, and check every byte of its cache."""
+    from rich.console import Console
+
+    from kvxfer.demo.run import run
+    from kvxfer.demo.script import Sabotage, Script
+
+    if route not in ("staged", "direct", "pull", "auto") or device not in ("cpu", "cuda"):
+        raise UsageError(f"--route {route} --device {device}: routes are staged, direct, pull, auto; devices cpu, cuda")
+    try:
+        damage = Sabotage(sabotage)
+    except ValueError as error:
+        raise UsageError(f"--sabotage {sabotage}: one of {', '.join(kind.value for kind in Sabotage)}") from error
+    if not run(Script(route=route, device=device, sabotage=damage), Console()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What the two processes of the demo agree on beforehand: model, prompts, caches, and what they tell their parent."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.connection import Connection
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from kvxfer.telemetry import TransferStats
+
+__all__ = [
+    "Broken",
+    "Decoded",
+    "Fetched",
+    "LayerLanded",
+    "LayerReady",
+    "News",
+    "Offered",
+    "Parent",
+    "Prefilled",
+    "Reference",
+    "Sabotage",
+    "Script",
+]
+
+_VOCABULARY: Final = 512
+
+
+class Sabotage(Enum):
+    """Damage done to the received cache before it is checked, to show that the checks would notice."""
+
+    NONE = "none"
+    ZERO_BLOCK = "zero-block"
+    SWAP_BLOCKS = "swap-blocks"
+    SWAP_HEADS = "swap-heads"
+    CUT_TAIL = "cut-tail"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Everything about one run of the demo.
+
+    Attributes:
+        route: As in `Config.route`.
+        device: `"cpu"` or `"cuda"`.
+        sabotage: Damage to do, if any.
+        prompts: Lengths of the prompts in tokens.
+        steps: Tokens to decode for each.
+        layers: Layers of the model.
+        kv_heads: KV heads; there are twice as many query heads.
+        head_dim: Elements per head.
+        hidden: Width of the model.
+        seed: Of weights, prompts and block order.
+    """
+
+    route: str = "auto"
+    device: str = "cpu"
+    sabotage: Sabotage = Sabotage.NONE
+    prompts: tuple[int, ...] = (1, 15, 17, 64, 130, 400, 1000, 1500)
+    steps: int = 24
+    layers: int = 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    hidden: int = 256
+    seed: int = 7
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers (float32)."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 4
+
+    @property
+    def total_bytes(self) -> int:
+        """K and V of all prompts."""
+        return self.token_bytes * sum(self.prompts)
+
+    def token_ids(self, prompt: int) -> list[int]:
+        """The tokens of a prompt; the same in both processes."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + prompt)
+        return torch.randint(0, _VOCABULARY, (self.prompts[prompt],), generator=generator).tolist()
+
+    def model(self, device: str) -> Any:
+        """The model; the same weights in both processes."""
+        from kvxfer.integrations.transformers import tiny_llama
+
+        return tiny_llama(
+            self.seed,
+            layers=self.layers,
+            heads=2 * self.kv_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            hidden=self.hidden,
+            vocabulary=_VOCABULARY,
+            device=device,
+        )
+
+    def config(self, role: str) -> Mapping[str, Any]:
+        """Settings of the worker of one side."""
+        return {"engine": role, "model": f"tiny-llama-{self.seed}", "route": self.route, "arena_bytes": "128MiB",
+                "chunk_bytes": "8MiB"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Prefill: a prompt is on offer; its ticket goes to the decode side."""
+
+    prompt: int
+    ticket: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReady:
+    """Prefill: the model has written this layer of a prompt."""
+
+    prompt: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill: the prompt is complete; what its cache and its continuation must look like.
+
+    Attributes:
+        prompt: Number of the prompt.
+        digests: By layer, digests of K and of V, token by token in logical order.
+    """
+
+    prompt: int
+    digests: list[tuple[list[bytes], list[bytes]]] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Prefill: what one process alone generates."""
+
+    prompt: int
+    tokens: list[int]
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLanded:
+    """Decode: this layer of a prompt is in place."""
+
+    prompt: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Decode: the prompt's cache is here."""
+
+    prompt: int
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Decode: tokens generated, and the first difference between the caches if there is one."""
+
+    prompt: int
+    tokens: list[int]
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A side failed."""
+
+    side: str
+    error: str
+
+
+News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | Fetched | Decoded | Broken
+
+
+class Parent:
+    """A side's pipe to the process that shows the demo; its model thread and its loop may both send.
+
+    Args:
+        pipe: This side's end.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def send(self, news: News) -> None:
+        """Report an event."""
+        with self._lock:
+            self._pipe.send(news)
+
+    def recv(self) -> Any:
+        """What the other side said, passed on by the parent; None at the end."""
+        return self._pipe.recv()

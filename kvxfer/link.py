@@ -1,0 +1,333 @@
+"""A control stream on the event loop: the thin asyncio shell around a sans-I/O `Session`.
+
+`asyncio.Protocol` rather than streams: a frame is handled in the callback that received it, which halves latency
+of a small transfer. A reader never waits for a writer: replies go to the transport's buffer, and a peer that lets the
+buffer grow beyond its bound is dropped.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.protocol.messages import Goodbye, Message
+from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, State
+from kvxfer.runtime import Runtime
+from kvxfer.telemetry import logger
+
+__all__ = ["Link", "LinkHandler", "Listener", "connect", "listen"]
+
+_WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
+_CREDENTIALS: Final = struct.Struct("3i")
+_log: Final = logger("kvxfer.link")
+
+
+class LinkHandler(Protocol):
+    """What the worker does with a link."""
+
+    def session(self, role: Role, *, local: bool, endpoint: str) -> tuple[Session, bool]:
+        """A fresh session, and whether the peer will be trusted with addresses.
+
+        Args:
+            role: Which side of the stream this is.
+            local: Same host and same user, by the credentials of a Unix socket.
+            endpoint: Where the peer is.
+        """
+        ...
+
+    def opened(self, link: "Link", peer: PeerInfo) -> None:
+        """The handshake is complete."""
+        ...
+
+    def received(self, link: "Link", message: Message) -> None:
+        """A message came in. May raise `ProtocolError`, which closes the link."""
+        ...
+
+    def lost(self, link: "Link", error: KvxferError) -> None:
+        """The link is gone. Called once, and only if `opened` was."""
+        ...
+
+
+class Link(asyncio.Protocol):
+    """One control stream.
+
+    Attributes:
+        role: Which side of it this is.
+        endpoint: Where the peer is, as far as it is known.
+        trusted: Whether this side shares addresses with the peer.
+        ready: Resolves when the handshake is complete, or with the error that prevented it.
+    """
+
+    def __init__(self, role: Role, endpoint: str, handler: LinkHandler, runtime: Runtime) -> None:
+        self.role: Final = role
+        self.endpoint: Final = endpoint
+        self.trusted = False
+        self._handler = handler
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
+        self._session: Session | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: KvxferError | None = None
+        self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
+
+    @property
+    def peer(self) -> PeerInfo:
+        """Who the other side is.
+
+        Raises:
+            PeerLostError: If the handshake is not complete.
+        """
+        session = self._session
+        if session is None or session.peer is None:
+            raise PeerLostError("the handshake is not complete", peer=self.endpoint)
+        return session.peer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._session is not None and self._session.state is State.OPEN
+
+    @property
+    def draining(self) -> bool:
+        """Whether the peer has said goodbye."""
+        return self._session is not None and self._session.draining
+
+    def send(self, *messages: Message) -> bool:
+        """Send messages. False if the link is gone; who must know hears it from `LinkHandler.lost`."""
+        session = self._session
+        if session is None or session.state is not State.OPEN:
+            return False
+        for message in messages:
+            session.send(message, self._runtime.now())
+        self._flush()
+        return True
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye and close the stream. Idempotent."""
+        if self.is_open:
+            self.send(Goodbye(Code.DRAINING, reason))
+        self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
+
+    async def wait_gone(self, timeout: float) -> None:
+        """Wait until the stream of a closed link is gone; cut it if the peer does not take what is left to send."""
+        if self._transport is None:
+            return
+        await asyncio.wait({self._gone}, timeout=timeout)
+        if not self._gone.done():
+            self._transport.abort()
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The stream is connected; begin the handshake."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a link needs a stream transport")
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER_LIMIT)
+        self._transport = transport
+        local = _same_user(transport.get_extra_info("socket"))
+        self._session, self.trusted = self._handler.session(self.role, local=local, endpoint=self.endpoint)
+        self._flush()
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came in: run the session and hand over its messages."""
+        session = self._session
+        if session is None:
+            return
+        try:
+            for event in session.receive(data, self._runtime.now()):
+                match event:
+                    case Opened(peer):
+                        self._arm()
+                        self._handler.opened(self, peer)
+                        if not self.ready.done():
+                            self.ready.set_result(peer)
+                    case Received(message):
+                        self._handler.received(self, message)
+            self._flush()
+        except KvxferError as error:
+            if isinstance(error, ProtocolError):
+                _log.warning("protocol_violated", peer=self.endpoint, error=str(error))
+            elif not self.ready.done():
+                _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
+            self._flush()
+            self._fail(error)
+
+    def pause_writing(self) -> None:
+        """The peer does not read what it asked for."""
+        self._fail(ProtocolError(f"the peer let {_WRITE_BUFFER_LIMIT} bytes of replies pile up", peer=self.endpoint))
+        if self._transport is not None:
+            self._transport.abort()  # a plain close would wait for the peer to read
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The stream is gone."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+        why = f": {exc}" if exc else ""
+        self._fail(PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint))
+
+    # --- inside
+
+    def _flush(self) -> None:
+        session, transport = self._session, self._transport
+        if session is not None and transport is not None and not transport.is_closing():
+            data = session.take_output()
+            if data:
+                transport.write(data)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        session = self._session
+        if session is not None and session.state is not State.CLOSED:
+            delay = max(0.0, session.next_deadline() - self._runtime.now())
+            self._timer = self._loop.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        try:
+            session.tick(self._runtime.now())
+        except KvxferError as error:
+            self._fail(error)
+            if self._transport is not None:
+                self._transport.abort()  # who is silent does not read what is left to send either
+            return
+        self._flush()
+        self._arm()
+
+    def _fail(self, error: KvxferError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        if self._timer is not None:
+            self._timer.cancel()
+        was_open = self._session is not None and self._session.peer is not None
+        if self._session is not None:
+            self._session.close()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+        if not self.ready.done():
+            self.ready.set_exception(_unreachable(error, self.endpoint))
+            self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
+        if was_open:
+            self._handler.lost(self, error)
+
+
+def _unreachable(error: KvxferError, endpoint: str) -> KvxferError:
+    """What a failed handshake means to somebody who wanted to connect."""
+    if isinstance(error, PeerLostError):
+        return UnreachableError(f"{endpoint} closed the stream during the handshake: {error}", peer=endpoint)
+    return error
+
+
+def _same_user(sock: socket.socket | None) -> bool:
+    """Whether the other end of a Unix socket is a process of this user on this host (`SO_PEERCRED`)."""
+    if sock is None or sock.family != socket.AF_UNIX:
+        return False
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(uid) == os.geteuid()
+
+
+class Listener:
+    """A listening endpoint.
+
+    Attributes:
+        endpoint: Where peers can connect: `unix:/path` or `tcp:host:port`.
+    """
+
+    def __init__(self, server: asyncio.Server, endpoint: str, folder: Path | None) -> None:
+        self.endpoint: Final = endpoint
+        self._server = server
+        self._folder = folder
+
+    def reached_at(self, advertised: str | None) -> str:
+        """Where peers connect: the advertised endpoint, whose port 0 stands for the port that this one got."""
+        if advertised is None or not advertised.startswith("tcp:") or not advertised.endswith(":0"):
+            return advertised or self.endpoint
+        return advertised.removesuffix("0") + self.endpoint.rpartition(":")[2]
+
+    def close(self) -> None:
+        """Stop listening and remove the socket's file. Links stay open. Idempotent."""
+        self._server.close()
+        kind, _, path = self.endpoint.partition(":")
+        if kind == "unix":
+            Path(path).unlink(missing_ok=True)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
+                self._folder.rmdir()
+
+
+async def listen(where: str, factory: Callable[[str], Link]) -> Listener:
+    """Listen for links.
+
+    Args:
+        where: `"unix"` for a socket in a fresh private directory, `"unix:/path"`, or `"tcp:host:port"`.
+        factory: Makes a link for a new stream from that endpoint.
+
+    Raises:
+        ConfigError: If the endpoint cannot be used.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        if where.startswith("tcp:"):
+            host, _, port = where.removeprefix("tcp:").rpartition(":")
+            server = await loop.create_server(lambda: factory(where), host.strip("[]"), int(port))
+            bound = server.sockets[0].getsockname()
+            return Listener(server, f"tcp:{host}:{bound[1]}", None)
+        folder = Path(tempfile.mkdtemp(prefix="kvxfer-")) if where == "unix" else None
+        path = folder / "worker.sock" if folder else Path(where.removeprefix("unix:"))
+        _clear_stale(path)
+        server = await loop.create_unix_server(lambda: factory(where), str(path))
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot listen at {where!r}: {error}") from error
+    return Listener(server, f"unix:{path}", folder)
+
+
+def _clear_stale(path: Path) -> None:
+    """Remove a socket file that nobody listens at (its worker was killed)."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        else:
+            raise OSError(f"somebody listens at {path} already")
+
+
+async def connect(endpoint: str, factory: Callable[[], Link], timeout: float) -> Link:
+    """Open a link and complete its handshake.
+
+    Raises:
+        UnreachableError: If nobody answers within `timeout` seconds.
+        MismatchError: If the peer cannot work with this side.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout):
+            if endpoint.startswith("unix:"):
+                _, link = await loop.create_unix_connection(factory, endpoint.removeprefix("unix:"))
+            else:
+                host, _, port = endpoint.removeprefix("tcp:").rpartition(":")
+                _, link = await loop.create_connection(factory, host.strip("[]"), int(port))
+    except TimeoutError as error:
+        raise UnreachableError(f"{endpoint} did not answer within {timeout:g} s", peer=endpoint) from error
+    except (OSError, ValueError, OverflowError) as error:  # a port beyond 65535 overflows
+        raise UnreachableError(f"cannot connect to {endpoint}: {error}", peer=endpoint) from error
+    await asyncio.shield(link.ready)
+    return link

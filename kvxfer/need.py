@@ -1,0 +1,48 @@
+"""What a fetch asks of one prefill rank, and what it wants to hear of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvxfer.copy.port import Event
+from kvxfer.geometry import BlockLists, Selection
+from kvxfer.protocol.messages import TicketRef
+
+__all__ = ["Need", "Owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a fetch asks of one prefill rank.
+
+    Attributes:
+        ticket: The request.
+        selections: Which part of the cache.
+        spans: Destination blocks of every group.
+        tokens: Token range.
+        after: The blocks may be written when this has fired.
+        deadline: When the caller gives up, by the runtime's clock; None if never.
+    """
+
+    ticket: TicketRef
+    selections: tuple[Selection, ...]
+    spans: BlockLists
+    tokens: range
+    after: Event
+    deadline: float | None
+
+
+class Owner(Protocol):
+    """The fetch that a transfer with one rank is part of."""
+
+    def planned(self, needed: Sequence[int], parts: Mapping[int, int]) -> None:
+        """A rank's plan is made: of each of the layers that it sends, so many parts will land."""
+        ...
+
+    def landed(self, layers: Sequence[int]) -> None:
+        """One chunk of these layers is in place."""
+        ...
+
+    def settled(self) -> None:
+        """A transfer has finished: nothing of it is under way or in doubt."""
+        ...

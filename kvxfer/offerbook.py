@@ -1,0 +1,216 @@
+"""The books of all offers of one rank: leases, claims, releases, and what came before its offer.
+
+An offer is bound to the decode engine that claims or fetches it first. A fetch or claim by another one takes it over;
+what the superseded engine still sends of its own accord (renewals, a late release) changes nothing any more.
+"""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvxfer.errors import Code, RequestError, TicketError
+from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, OutgoingTransfer, Released, Withdrawn
+from kvxfer.protocol.messages import Status
+from kvxfer.protocol.sending import Failure
+from kvxfer.site import Site
+from kvxfer.telemetry import logger
+
+__all__ = ["OfferBook"]
+
+_log: Final = logger("kvxfer.offer")
+
+
+@dataclass(slots=True)
+class Early:
+    """What came for a request before its offer did."""
+
+    until: float
+    fetches: list[OutgoingTransfer] = field(default_factory=list[OutgoingTransfer])
+    claims: dict[bytes, int] = field(default_factory=dict[bytes, int])  # world by engine
+    releases: set[tuple[bytes, int, int]] = field(default_factory=set[tuple[bytes, int, int]])  # engine, world, rank
+
+
+class OfferBook:
+    """All offers of one rank: leases, claims, releases, and what came before its offer."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._offers: dict[OfferKey, Offer] = {}
+        self._early: dict[OfferKey, Early] = {}
+        self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """Every offer that has not ended."""
+        return list(self._offers.values())
+
+    def open(self, request: str, attempt: int) -> Offer:
+        """A new offer.
+
+        Raises:
+            RequestError: If the id is malformed or live, was used less than `request_memory` ago, or there are too many
+                offers.
+        """
+        issuer = self._site.joined
+        try:
+            issuer.ticket(request, attempt=attempt)
+        except TicketError as error:
+            raise RequestError(f"no ticket can be made for request {request!r}, attempt {attempt}: {error}") from error
+        key = (request, attempt)
+        self._forget()
+        if key in self._offers or key in self._past:
+            when = "live" if key in self._offers else "just used"
+            raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
+        if len(self._offers) >= self._site.config.max_offers:
+            raise RequestError(
+                f"there are {len(self._offers)} offers already; max_offers is {self._site.config.max_offers}"
+            )
+        offer = Offer(self, self._site, key)
+        self._offers[key] = offer
+        return offer
+
+    def discard(self, offer: Offer) -> None:
+        """Forget an offer that was never published."""
+        self._offers.pop(offer.key, None)
+        offer.state = OfferState.ENDED
+
+    def publish(self, offer: Offer) -> None:
+        """The offer is complete enough to be found: hand it what came early."""
+        early = self._early.pop(offer.key, None)
+        if early is not None:
+            for engine, world in early.claims.items():
+                self.bind(offer, engine, world)
+            for fetch in early.fetches:
+                who = fetch.peer.identity
+                self.bind(offer, who.epoch, who.world)
+                fetch.attach(offer)
+            for engine, world, rank in early.releases:
+                self.release(offer.key, engine, world, rank)
+        self._arm()
+
+    def find(self, key: OfferKey) -> Offer | Code | None:
+        """The live offer; or why there is none any more; or None if it has not come yet."""
+        offer = self._offers.get(key)
+        if offer is not None and offer.state is OfferState.LIVE:
+            return offer
+        if offer is not None:
+            return Code.OFFER_WITHDRAWN
+        past = self._past.get(key)
+        return past[1] if past is not None else None
+
+    def early(self, key: OfferKey) -> Early | None:
+        """Where to keep what came before the offer; None if there is no room."""
+        early = self._early.get(key)
+        if early is None:
+            if len(self._early) >= self._site.config.max_parked:
+                return None
+            early = self._early[key] = Early(self._site.now() + self._site.config.unclaimed_timeout)
+            self._arm()
+        return early
+
+    def park(self, key: OfferKey, fetch: OutgoingTransfer) -> bool:
+        """Keep a fetch that came before its offer. False if there is no room."""
+        early = self.early(key)
+        if early is None:
+            return False
+        early.fetches.append(fetch)
+        return True
+
+    def unpark(self, key: OfferKey, fetch: OutgoingTransfer) -> None:
+        """A fetch ended before its offer came."""
+        early = self._early.get(key)
+        if early is not None and fetch in early.fetches:
+            early.fetches.remove(fetch)
+
+    def renew(self, offer: Offer, engine: bytes, world: int) -> None:
+        """A decode engine claims the offer. One that was superseded renews in vain: it does not know it yet."""
+        if engine not in offer.superseded:
+            self.bind(offer, engine, world)
+
+    def bind(self, offer: Offer, engine: bytes, world: int) -> None:
+        """A decode engine claims or fetches the offer; renews its lease. Another engine takes it over."""
+        offer.superseded.discard(engine)
+        if offer.engine is not None and offer.engine != engine:
+            offer.superseded.add(offer.engine)
+            failure = Failure(Status.CANCELLED, Code.SUPERSEDED, "another decode engine claimed this request")
+            for transfer in list(offer.transfers):
+                transfer.stop(failure)
+            offer.released_ranks = set()
+        offer.engine, offer.world = engine, world
+        offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
+        self._arm()
+
+    def release(self, key: OfferKey, engine: bytes, world: int, rank: int) -> None:
+        """One rank of a decode engine is done with the request."""
+        found = self.find(key)
+        if isinstance(found, Offer):
+            if found.engine is None:
+                self.bind(found, engine, world)
+            if found.engine != engine:
+                return  # of an engine that was superseded: the offer is another one's now
+            found.released_ranks.add(rank)
+            if len(found.released_ranks) >= found.world:
+                found.end(Released(), Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released"))
+        elif found is None and (early := self.early(key)) is not None:
+            early.releases.add((engine, world, rank))
+
+    def grew(self, offer: Offer) -> None:
+        """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
+        offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
+
+    def ended(self, offer: Offer, ending: Ending) -> None:
+        """Books of an offer that is over."""
+        code = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
+        self._offers.pop(offer.key, None)
+        self._past[offer.key] = (self._site.now(), code[type(ending)])
+        self._forget()
+        _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=type(ending).__name__.lower())
+
+    def close(self) -> None:
+        """Stop the timers; for shutdown, after every offer was withdrawn and had time to end."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for offer in self.offers:
+            offer.forsake()
+
+    def _arm(self) -> None:
+        """One timer for all leases: set to the nearest end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        live = [o.lease for o in self._offers.values() if o.state is OfferState.LIVE]
+        ends = [*live, *(early.until for early in self._early.values())]
+        if ends:
+            self._timer = self._site.at(min(ends), self._expire)
+
+    def _expire(self) -> None:
+        now, config = self._site.now(), self._site.config
+        for offer in list(self._offers.values()):
+            if offer.state is not OfferState.LIVE or offer.lease > now:
+                continue
+            if offer.transfers:  # a transfer at work keeps its offer; its own leases bound it
+                offer.lease = now + config.offer_lease
+                continue
+            waited = config.offer_lease if offer.engine else config.unclaimed_timeout
+            who = "its decode engine stopped renewing it" if offer.engine else "nobody claimed it"
+            failure = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the offer's lease ran out")
+            offer.end(Expired(f"{who} for {waited:g} s"), failure)
+        for key, early in list(self._early.items()):
+            if early.until <= now:
+                del self._early[key]
+                for fetch in early.fetches:
+                    reason = f"the request was not offered within {config.unclaimed_timeout:g} s"
+                    fetch.refuse(Code.NEVER_OFFERED, reason)
+        self._arm()
+
+    def _forget(self) -> None:
+        """Forget old ids: by age, and so that the memory of them stays bounded."""
+        oldest = self._site.now() - self._site.config.request_memory
+        limit = 16 * self._site.config.max_offers
+        while self._past and (len(self._past) > limit or next(iter(self._past.values()))[0] < oldest):
+            self._past.popitem(last=False)

@@ -1,0 +1,395 @@
+"""What a prefill worker offers: the offer as its owner sees it.
+
+An offer ends when every rank of the decode engine has released it, when its lease runs out, or when it is withdrawn; in
+each case only after the last transfer that touches its blocks is quiescent.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+from kvxfer.copy.port import READY, Event
+from kvxfer.errors import (
+    BlocksError,
+    ClosedError,
+    Code,
+    MemoryInDoubtError,
+    RequestError,
+    TokensError,
+)
+from kvxfer.events import as_event
+from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, Span, check_spans, check_tokens, normalise_blocks
+from kvxfer.protocol.messages import Status
+from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.site import Site
+from kvxfer.telemetry import TransferStats
+
+__all__ = [
+    "MAX_TOKENS",
+    "Ending",
+    "Expired",
+    "Offer",
+    "OfferKeeper",
+    "OfferKey",
+    "OfferState",
+    "OutgoingTransfer",
+    "Released",
+    "Withdrawn",
+    "check_cover",
+]
+
+OfferKey: TypeAlias = tuple[str, int]
+"""Request id and attempt."""
+MAX_TOKENS: Final = 0xFFFF_FFFF
+"""Token numbers travel in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Every rank of the decode engine is done; the blocks are the caller's again."""
+
+    stats: tuple[TransferStats, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Nobody claimed or renewed the offer in time; the blocks are the caller's again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The owner withdrew the offer; the blocks are the caller's again."""
+
+
+Ending: TypeAlias = Released | Expired | Withdrawn
+
+
+class OutgoingTransfer(Protocol):
+    """What an offer needs to know of a transfer that reads it."""
+
+    stats: TransferStats | None
+
+    @property
+    def peer(self) -> PeerInfo:
+        """The decode rank."""
+        ...
+
+    def attach(self, offer: "Offer") -> None:
+        """The offer that it waited for is there."""
+        ...
+
+    def refuse(self, code: Code, reason: str) -> None:
+        """End before anything moved."""
+        ...
+
+    def offer_grew(self) -> None:
+        """Something became ready, or the offer was finished."""
+        ...
+
+    def stop(self, failure: Failure) -> None:
+        """Give up; leaves the offer's set once nothing reads its blocks."""
+        ...
+
+
+class OfferKeeper(Protocol):
+    """The books that an offer is in."""
+
+    def grew(self, offer: "Offer") -> None:
+        """Its owner added something."""
+        ...
+
+    def ended(self, offer: "Offer", ending: "Ending") -> None:
+        """It is over."""
+        ...
+
+
+class OfferState(Enum):
+    """Life of an offer."""
+
+    LIVE = "live"
+    ENDING = "ending"  # no new transfer; the last ones are waited for
+    ENDED = "ended"
+
+
+class Readiness:
+    """Up to which token each layer is ready, and after which events."""
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self._marks: dict[int, list[tuple[int, Event]]] = {layer: [] for layer in layers}
+
+    def reached(self, layer: int) -> int:
+        """One past the last token of a layer that is (or will be, after its events) ready."""
+        marks = self._marks[layer]
+        return marks[-1][0] if marks else 0
+
+    def mark(self, layers: Sequence[int], stop: int, event: Event) -> None:
+        """Tokens up to `stop` of these layers are ready once `event` has fired.
+
+        Raises:
+            TokensError: If a layer is unknown here; nothing is marked then.
+        """
+        for layer in layers:
+            if layer not in self._marks:
+                raise TokensError(f"layer {layer} is not held here; this cache has {sorted(self._marks)}")
+        for layer in layers:
+            if stop > self.reached(layer):
+                self._marks[layer].append((stop, event))
+
+    def missing(self, stop: int) -> list[int]:
+        """Layers of which some tokens before `stop` were never marked."""
+        return sorted(layer for layer in self._marks if self.reached(layer) < stop)
+
+    def events(self, layers: Sequence[int], start: int, stop: int) -> list[Event] | None:
+        """Events after which the tokens [start, stop) of these layers may be read; None if some are not marked yet."""
+        found: list[Event] = []
+        for layer in layers:
+            if self.reached(layer) < stop:
+                return None
+            begin = 0
+            for end, event in self._marks[layer]:
+                if begin < stop and start < end and event is not READY and event not in found:
+                    found.append(event)
+                begin = end
+        return found
+
+
+class Offer:
+    """One request on offer, as its owner sees it. Made by `Worker.offer`.
+
+    Attributes:
+        request: Its id.
+        attempt: Which attempt at this id.
+        tokens: Tokens on offer so far; final once the offer is finished.
+    """
+
+    def __init__(self, book: OfferKeeper, site: Site, key: OfferKey) -> None:
+        self.request: Final = key[0]
+        self.attempt: Final = key[1]
+        self.tokens = 0
+        self.spans: dict[str, Span] = {}
+        self.readiness: Final = Readiness({layer for spec in site.geometry.tensors for layer in spec.layers})
+        self.finished = False
+        self.payload = b""
+        self.state = OfferState.LIVE
+        self.transfers: Final[set[OutgoingTransfer]] = set()
+        self.doubtful: Final[dict[OutgoingTransfer, str]] = {}  # over, but its reads may be in flight; with the peer
+        self.stats: Final[list[TransferStats]] = []
+        self._book = book
+        self._site = site
+        self._ending: Ending | None = None
+        self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
+        self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()
+        # the engine that claimed it, the ranks of it that released it, and until when its lease runs
+        self.engine: bytes | None = None
+        self.superseded: set[bytes] = set()
+        self.world = 0
+        self.released_ranks: set[int] = set()
+        self.lease: float = site.now() + site.config.unclaimed_timeout
+
+    @property
+    def key(self) -> OfferKey:
+        """Request id and attempt."""
+        return self.request, self.attempt
+
+    def __repr__(self) -> str:
+        return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
+
+    def extend(self, blocks: Blocks, *, tokens: range) -> None:
+        """Add blocks and the tokens that they hold; for streaming offers.
+
+        Args:
+            blocks: Ids appended to those given before, by group.
+            tokens: The tokens that become part of the offer; starts where the last range ended.
+
+        Raises:
+            BlocksError: If ids are out of range, in custody, or too few for the tokens.
+            TokensError: If the range does not continue the last one.
+            RequestError: If the offer is finished or ended.
+        """
+        self._check_open("extend")
+        check_tokens(tokens, limit=MAX_TOKENS)
+        if tokens.start != self.tokens:
+            raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
+        added = normalise_blocks(blocks, self._site.geometry)
+        check_spans({g: s for g, s in added.items() if len(s.ids)}, self._site.geometry, receiving=False)
+        self._site.custody.check({group: np.asarray(span.ids).tolist() for group, span in added.items()})
+        spans = {group: self._appended(group, span) for group, span in added.items()}
+        check_cover(spans, self._site.geometry, tokens.stop)
+        self.spans = spans
+        self.tokens = tokens.stop
+        self._grew()
+
+    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
+        """Say that K and V may be read once `after` has fired.
+
+        Args:
+            layers: These layers; all if left out.
+            tokens: Up to this token; all that were added so far if left out.
+            after: CUDA event, stream, or `kvxfer.READY`; required for CUDA memory.
+
+        Raises:
+            TokensError: If a layer is unknown, or `tokens` is beyond the offer.
+            EventError: If `after` is missing or was never recorded.
+            RequestError: If the offer has ended.
+        """
+        self._check_open("mark ready")
+        stop = self.tokens if tokens is None else tokens
+        if not 0 < stop <= self.tokens:
+            raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
+        event = as_event(after, self._site.geometry)
+        every = sorted({layer for spec in self._site.geometry.tensors for layer in spec.layers})
+        self.readiness.mark(every if layers is None else layers, stop, event)
+        self._grew()
+
+    def finish(self, payload: bytes = b"") -> None:
+        """Everything is on offer; no blocks or tokens follow. `payload` travels with the last result.
+
+        Args:
+            payload: Up to 64 KiB for the decoder (the first token, sampling state).
+
+        Raises:
+            RequestError: If the offer is finished already, or has ended.
+            TokensError: If nothing was offered, a layer was not marked as ready up to the last token, or the payload is
+                too large.
+        """
+        self._check_open("finish")
+        if self.tokens == 0:
+            raise TokensError(f"offer {self.request!r} is finished without any token")
+        missing = self.readiness.missing(self.tokens)
+        if missing:
+            raise TokensError(
+                f"offer {self.request!r} cannot finish: layer {missing[0]} is ready up to token "
+                f"{self.readiness.reached(missing[0])} of {self.tokens}; call ready() first"
+            )
+        if len(payload) > 65536:
+            raise TokensError(f"a payload has at most 65536 bytes, not {len(payload)}")
+        self.payload, self.finished = payload, True
+        self._grew()
+
+    async def released(self) -> Ending:
+        """Wait until the blocks are the caller's again, and say why. Cancelling the wait changes nothing.
+
+        Raises:
+            MemoryInDoubtError: If a silent peer or a stuck post may still read them.
+        """
+        return await asyncio.shield(self._ended)
+
+    def wait_end(self) -> "asyncio.Future[Ending]":
+        """Resolves when the offer has ended; for the worker's drain."""
+        return self._ended
+
+    async def withdraw(self) -> Ending:
+        """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
+        self.end(Withdrawn(), Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn"))
+        return await self.released()
+
+    # --- for the sending side
+
+    def end(self, ending: Ending, failure: Failure) -> None:
+        """Begin to end: stop what still reads the blocks."""
+        if self.state is not OfferState.LIVE:
+            return
+        self.state, self._ending = OfferState.ENDING, ending
+        for transfer in list(self.transfers):
+            transfer.stop(failure)
+        self.settle()
+
+    def settle(self) -> None:
+        """End if nothing reads the blocks any more."""
+        if self.state is not OfferState.ENDING or self.transfers or self._ending is None:
+            return
+        if self.doubtful:
+            self._doubt(",".join(sorted(set(self.doubtful.values()))))
+            return
+        self.state = OfferState.ENDED
+        ending = self._ending
+        if isinstance(ending, Released):
+            ending = Released(tuple(self.stats))
+        self._book.ended(self, ending)
+        if not self._ended.done():
+            self._ended.set_result(ending)
+        else:
+            self._site.custody.settle(self._holder)
+            self._quiescent.set_result(None)
+
+    def left(self, transfer: OutgoingTransfer, *, in_doubt: str = "") -> None:
+        """A transfer is over; `in_doubt` names the peer if its reads of the blocks may still be in flight."""
+        self.transfers.discard(transfer)
+        self.doubtful.pop(transfer, None)
+        if in_doubt:
+            self.doubtful[transfer] = in_doubt
+        self.settle()
+
+    def forsake(self) -> None:
+        """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""
+        if self.state is OfferState.ENDED:
+            return
+        self._doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
+        if not self._quiescent.done():
+            self._quiescent.set_exception(
+                ClosedError(f"the worker was closed while offer {self.request!r} was in doubt: never reuse its blocks")
+            )
+            self._quiescent.exception()
+
+    @property
+    def _holder(self) -> str:
+        """Its name in the custody books."""
+        return f"offer {self.request}/{self.attempt}"
+
+    def _doubt(self, peer: str) -> None:
+        """Reads of the blocks did not end: tell whoever waits, and keep the blocks in custody."""
+        if self._ended.done():
+            return
+        blocks = {group: np.asarray(span.ids).tolist() for group, span in self.spans.items()}
+        self._site.custody.doubt_reads(self._holder, blocks)
+        error = MemoryInDoubtError(
+            f"the blocks of offer {self.request!r} may still be read by a post of ours or by {peer}, which is silent",
+            settled=lambda: asyncio.shield(self._quiescent),
+            peer=peer,
+            blocks=blocks,
+        )
+        self._ended.set_exception(error)
+        self._ended.exception()
+
+    def _grew(self) -> None:
+        for transfer in list(self.transfers):
+            transfer.offer_grew()
+        self._book.grew(self)
+
+    def _check_open(self, what: str) -> None:
+        if self.finished or self.state is not OfferState.LIVE:
+            state = self.state.value if self.state is not OfferState.LIVE else "finished"
+            raise RequestError(f"cannot {what}: offer {self.request!r} is {state}")
+
+    def _appended(self, group: str, span: Span) -> Span:
+        before = self.spans.get(group)
+        if before is None:
+            return span
+        if span.first_token:
+            raise BlocksError(f"group {group!r}: first_token belongs to the first block list of an offer only")
+        return Span(np.concatenate([np.asarray(before.ids), np.asarray(span.ids)]), before.first_token)
+
+
+def check_cover(spans: BlockLists, geometry: CacheGeometry, stop: int) -> None:
+    """Check that block lists reach up to a token; where tokens are interleaved over ranks, the planner does.
+
+    Raises:
+        BlocksError: Naming the group and both numbers.
+    """
+    for group, span in spans.items():
+        spec = geometry.groups[group][0]
+        if spec.is_state or spec.tokens.of > 1:
+            continue
+        cover = span.first_token + len(span.ids) * spec.id_tokens
+        if cover < stop:
+            raise BlocksError(
+                f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "
+                f"but {stop} are needed"
+            )

@@ -1,0 +1,347 @@
+"""`Worker` with `loop="own"`: the service runs on a loop in a thread of its own, the caller awaits on another one.
+
+For servers whose own loop also runs the model: while that loop stands still, leases are renewed, peers are answered and
+bytes move all the same. Offers and transfers look and behave as those of any worker. Methods that are not awaited
+(`offer`, `start_fetch`, `Offer.extend`, ...) raise their errors at once, so they wait for the worker's loop: a hop from
+thread to thread, tens of microseconds.
+"""
+
+import asyncio
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+from kvxfer.config import Config
+from kvxfer.errors import ClosedError, KvxferError
+from kvxfer.events import as_event
+from kvxfer.fabric.port import Transport
+from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group
+from kvxfer.loop_thread import LoopThread, ServedWorker, state_under_way, withdraw
+from kvxfer.offers import Ending, Offer
+from kvxfer.runtime import Runtime
+from kvxfer.telemetry import logger
+from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
+from kvxfer.transfers import Claim, FetchResult, Transfer, TransferState
+from kvxfer.worker import Worker
+
+__all__ = ["OwnLoopOffer", "OwnLoopTransfer", "OwnLoopWorker"]
+
+_log: Final = logger("kvxfer.worker")
+
+
+class OwnLoopWorker(Worker):
+    """What `Worker(tensors, config)` makes if `config.loop` is `"own"`; arguments, methods and errors are the same.
+
+    It may be used from any loop of the process, a `start_fetch` from a running one.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[CacheTensor],
+        config: Config | None = None,
+        *,
+        groups: Iterable[Group] = (),
+        transport: Transport | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._thread: LoopThread | None = None
+        super().__init__(tensors, config, groups=groups, transport=transport, runtime=runtime)
+        parts = self._assembly
+        self._inner: Final = ServedWorker(
+            parts.tensors, parts.config, groups=parts.groups, transport=transport, runtime=parts.runtime
+        )
+        self._geometry: CacheGeometry | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._thread is not None:
+            raise ClosedError("a worker is entered once")
+        parts = self._assembly
+        self._geometry = CacheGeometry.of(parts.tensors, parts.groups)
+        thread = self._thread = LoopThread("kvxfer-loop", parts.runtime)
+        opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
+        try:
+            await asyncio.shield(opening)
+        except BaseException:
+            # opened to its end, so that closing finds all that is to be given back
+            await asyncio.gather(asyncio.shield(opening), return_exceptions=True)
+            await self.aclose(drain=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=error is None)
+
+    def __del__(self) -> None:
+        if self._thread is not None and self._closing is None:
+            warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
+
+    def __repr__(self) -> str:
+        state = "new" if self._thread is None else "closed" if self._closing is not None else "open"
+        config = self._assembly.config
+        return f"<kvxfer.Worker {config.engine}[{config.rank}/{config.world}] {state}, on its own loop>"
+
+    # --- identity
+
+    @property
+    def card(self) -> RankCard:
+        """See `Worker.card`."""
+        return self._inner.card
+
+    @property
+    def engine(self) -> Issuer:
+        """See `Worker.engine`."""
+        return self._inner.engine
+
+    def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
+        """See `Worker.join`."""
+        self._served[0].call(lambda: self._inner.join(card, key=key))
+
+    # --- prefill
+
+    def offer(
+        self,
+        request: str,
+        blocks: Blocks | None = None,
+        *,
+        tokens: int | None = None,
+        after: Any = None,
+        attempt: int = 0,
+        streaming: bool = False,
+        payload: bytes = b"",
+    ) -> Offer:
+        """See `Worker.offer`."""
+        thread, geometry = self._served
+        event = after if streaming else as_event(after, geometry)
+
+        def make() -> OwnLoopOffer:
+            inner = self._inner.offer(
+                request, blocks, tokens=tokens, after=event, attempt=attempt, streaming=streaming, payload=payload
+            )
+            return OwnLoopOffer(inner, thread, geometry)
+
+        return cast("Any", thread.call(make))  # type: ignore[no-any-return]  # it has the public half of an Offer
+
+    # --- decode
+
+    def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
+        """See `Worker.claim`."""
+        thread, _ = self._served
+        inner = thread.call(lambda: self._inner.claim(ticket))
+
+        def close() -> None:
+            thread.post(inner.close)
+
+        return Claim(inner.ticket, close)
+
+    def start_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """See `Worker.start_fetch`."""
+        thread, geometry = self._served
+        loop, event = asyncio.get_running_loop(), as_event(after, geometry)
+
+        def start() -> OwnLoopTransfer:
+            inner = self._inner.start_fetch(ticket, blocks, tokens=tokens, after=event, timeout=timeout)
+            return OwnLoopTransfer(inner, thread, loop)
+
+        return cast("Any", thread.call(start))  # type: ignore[no-any-return]  # it has the public half of a Transfer
+
+    async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
+        """See `Worker.decline`."""
+        await self._served[0].awaits(self._inner.decline(ticket))
+
+    # --- watching and closing
+
+    def describe(self) -> dict[str, Any]:
+        """See `Worker.describe`."""
+        return self._served[0].call(self._inner.describe)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """See `Worker.drain`."""
+        return await self._served[0].awaits(self._inner.drain(timeout))
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """See `Worker.aclose`. The thread has ended when it returns."""
+        if self._thread is None:
+            return
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._shut(self._thread, drain=drain), name="kvxfer close")
+        await asyncio.shield(self._closing)
+
+    async def _shut(self, thread: LoopThread, *, drain: bool) -> None:
+        timeout = self.config.close_timeout
+        try:
+            await thread.awaits(self._inner.aclose(drain=drain))
+        finally:
+            if not await thread.aclose(timeout):
+                _log.error("loop_thread_stuck", timeout=timeout)
+
+    @property
+    def _served(self) -> tuple[LoopThread, CacheGeometry]:
+        if self._thread is None or self._geometry is None:
+            raise ClosedError("this worker is not open: enter it with `async with`")
+        return self._thread, self._geometry
+
+
+class OwnLoopOffer:
+    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop. See `Offer`.
+
+    Args:
+        inner: The offer on the worker's loop, where this is called.
+        thread: That loop.
+        geometry: What the worker holds.
+    """
+
+    def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
+        self.request: Final = inner.request
+        self.attempt: Final = inner.attempt
+        self._inner = inner
+        self._thread = thread
+        self._geometry = geometry
+        self._ended: Final[Future[Ending]] = Future()
+        inner.wait_end().add_done_callback(self._over)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Request id and attempt."""
+        return self._inner.key
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on offer so far."""
+        return self._inner.tokens
+
+    def extend(self, blocks: Blocks, *, tokens: range) -> None:
+        """See `Offer.extend`."""
+        self._thread.call(lambda: self._inner.extend(blocks, tokens=tokens))
+
+    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
+        """See `Offer.ready`."""
+        event = as_event(after, self._geometry)
+        self._thread.call(lambda: self._inner.ready(layers=layers, tokens=tokens, after=event))
+
+    def finish(self, payload: bytes = b"") -> None:
+        """See `Offer.finish`."""
+        self._thread.call(lambda: self._inner.finish(payload))
+
+    async def released(self) -> Ending:
+        """See `Offer.released`."""
+        return await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    async def withdraw(self) -> Ending:
+        """See `Offer.withdraw`."""
+        if not self._ended.done():
+            self._thread.submit(withdraw(self._inner))  # goes on though the caller is cancelled
+        return await self.released()
+
+    def _over(self, ended: "asyncio.Future[Ending]") -> None:
+        error = ended.exception()
+        if error is None:
+            self._ended.set_result(ended.result())
+        else:
+            self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
+
+
+class OwnLoopTransfer:
+    """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop. See `Transfer`.
+
+    Waiting is that of a `Transfer` of the caller's loop, which ends as the one on the worker's loop does. So cancelling
+    the waiting task cancels the one there and waits until its memory is safe.
+
+    Args:
+        inner: The transfer on the worker's loop, where this is called.
+        thread: That loop.
+        loop: The caller's loop.
+    """
+
+    def __init__(self, inner: Transfer, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
+        self.id: Final = inner.id
+        self.request: Final = inner.request
+        self._inner = inner
+        self._thread = thread
+        self._loop = loop
+        self._here: Final = Transfer(inner.id, inner.request, loop, self.cancel)
+        inner.outcome.add_done_callback(self._over)
+
+    def __await__(self) -> Generator[Any, None, FetchResult]:
+        return self._here.__await__()
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.id}, request={self.request!r}, {self.state.name})"
+
+    @property
+    def state(self) -> TransferState:
+        """See `Transfer`."""
+        return self._here.state if self._here.done else state_under_way(self._inner)
+
+    @property
+    def memory_safe(self) -> bool:
+        """See `Transfer`."""
+        return self._inner.memory_safe
+
+    @property
+    def failed_blocks(self) -> Mapping[str, Sequence[int]]:
+        """See `Transfer`."""
+        return self._inner.failed_blocks if self._here.done else {}
+
+    @property
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+        return self._here.done
+
+    @property
+    def outcome(self) -> "asyncio.Future[FetchResult]":
+        """See `Transfer.outcome`."""
+        return self._here.outcome
+
+    def cancel(self) -> None:
+        """See `Transfer.cancel`."""
+        self._thread.post(self._inner.cancel)
+
+    def result(self) -> FetchResult:
+        """See `Transfer.result`."""
+        return self._here.result()
+
+    async def layers(self, start: int, stop: int) -> None:
+        """See `Transfer.layers`."""
+        if self._here.done or not await self._thread.awaits(self._landed(start, stop)):
+            await asyncio.shield(self._here.outcome)
+
+    async def _landed(self, start: int, stop: int) -> bool:
+        """Whether these layers landed; False if the transfer failed before. Runs on the worker's loop."""
+        try:
+            await self._inner.layers(start, stop)
+        except (KvxferError, asyncio.CancelledError):
+            if not self._inner.done:
+                raise
+            return False
+        return True
+
+    def _over(self, outcome: "asyncio.Future[FetchResult]") -> None:
+        """Runs on the worker's loop."""
+        with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
+            self._loop.call_soon_threadsafe(self._end_here, outcome)
+
+    def _end_here(self, outcome: "asyncio.Future[FetchResult]") -> None:
+        """Runs on the caller's loop. The outcome is set for good, so it may be read from here."""
+        error = outcome.exception()
+        if error is None:
+            self._here.succeed(outcome.result())
+        elif isinstance(error, KvxferError):
+            self._here.fail(self._thread.moved(error))
+        else:
+            self._here.fail(asyncio.CancelledError(*error.args))

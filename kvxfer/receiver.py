@@ -1,0 +1,254 @@
+"""The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
+
+import asyncio
+from itertools import count
+from typing import Any, Final
+
+from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError
+from kvxfer.events import as_event
+from kvxfer.fetching import Demand, Fetching, written_blocks
+from kvxfer.geometry import Blocks, check_spans, check_tokens, normalise_blocks
+from kvxfer.incoming import Incoming
+from kvxfer.link import Link
+from kvxfer.offers import MAX_TOKENS, check_cover
+from kvxfer.peers import Peers
+from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Refuse, Release, Status, Want
+from kvxfer.protocol.messages import Claim as ClaimMessage
+from kvxfer.protocol.receiving import ReceiveState
+from kvxfer.protocol.sending import Failure
+from kvxfer.site import Site
+from kvxfer.telemetry import logger
+from kvxfer.tickets import Ticket
+from kvxfer.transfers import Claim, Transfer, TransferState
+
+__all__ = ["Receiver"]
+
+_log: Final = logger("kvxfer.receive")
+_RETRY_SECONDS: Final = 0.5
+_RETRY_SECONDS_MAX: Final = 10.0
+_RENEWALS: Final = 3
+"""A claim is renewed so many times within a lease."""
+
+
+class Receiver:
+    """Everything that this rank fetches from peers.
+
+    Args:
+        site: The worker.
+        peers: Links to prefill ranks.
+    """
+
+    def __init__(self, site: Site, peers: Peers) -> None:
+        self._site: Final = site
+        self._peers: Final = peers
+        self._numbers = count(1)
+        self._fetches: set[Fetching] = set()
+        self._incoming: dict[int, Incoming] = {}
+        self._claims: dict[tuple[str, str, int], Ticket] = {}
+        self._renewal: asyncio.TimerHandle | None = None
+        self._recoveries: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    @property
+    def doubtful(self) -> int:
+        """Fetches that ended while a peer's answer was missing."""
+        return sum(fetching.transfer.done for fetching in self._fetches)
+
+    # --- what callers do
+
+    def start(self, ticket: Ticket, blocks: Blocks, *, tokens: range, after: Any, timeout: float | None) -> Transfer:
+        """Begin a fetch. Everything that can be checked here is checked before anything is sent.
+
+        Raises:
+            UsageError: See `Worker.fetch`.
+        """
+        site = self._site
+        if site.draining:
+            raise ClosedError("this worker is draining: fetch on another one")
+        if len(self._fetches) >= site.config.max_transfers:
+            raise ClosedError(
+                f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}"
+            )
+        check_tokens(tokens, limit=MAX_TOKENS)
+        spans = normalise_blocks(blocks, site.geometry)
+        check_spans(spans, site.geometry, receiving=True)
+        check_cover(spans, site.geometry, tokens.stop)
+        written = written_blocks(spans, site.geometry, tokens)
+        event = as_event(after, site.geometry)
+        ident = f"{site.incarnation.hex()[:8]}-{next(self._numbers)}"
+        site.custody.hold(ident, written)
+        demand = Demand(ticket, spans, tokens, event, timeout, written)
+        fetching = Fetching(site, self._peers, ident, demand, lambda: next(self._numbers), self._known, self._ended)
+        self._fetches.add(fetching)
+        site.tasks.spawn(fetching.run(), f"kvxfer fetch {ident}", failed=fetching.broken)
+        return fetching.transfer
+
+    def claim(self, ticket: Ticket) -> Claim:
+        """Keep a request's lease until it is fetched, declined, or the claim is closed."""
+        self._claims[ticket.key] = ticket
+        self._site.tasks.spawn(self._send_claim(ticket), f"kvxfer claim {ticket.request}")
+        self._arm()
+        return Claim(ticket, lambda: self._unclaim(ticket))
+
+    async def decline(self, ticket: Ticket) -> None:
+        """Tell every prefill rank that no fetch will come.
+
+        Raises:
+            PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
+        """
+        self._unclaim(ticket)
+        epoch = bytes.fromhex(ticket.epoch)
+        links = await asyncio.gather(
+            *(self._peers.link(endpoint, epoch) for endpoint in ticket.rank_endpoints), return_exceptions=True
+        )
+        for link in links:
+            if isinstance(link, Link):
+                link.send(Release(ticket.ref(), Code.CANCELLED))
+        for link in links:
+            if isinstance(link, BaseException):
+                raise link
+
+    # --- messages
+
+    def accept(self, link: Link, message: Accept) -> None:
+        """A prefill rank made its plan."""
+        if (incoming := self._find(link, message.transfer)) is not None:
+            incoming.accepted(message)
+
+    def refuse(self, link: Link, message: Refuse) -> None:
+        """A prefill rank refused."""
+        if (incoming := self._find(link, message.transfer)) is not None:
+            incoming.refused(message)
+
+    def want(self, link: Link, message: Want) -> None:
+        """Chunks are ready."""
+        if (incoming := self._find(link, message.transfer)) is not None:
+            incoming.wanted(message)
+
+    def result(self, link: Link, message: KvAgentResult) -> None:
+        """A chunk landed, or a transfer ended."""
+        incoming = self._find(link, message.transfer)
+        if incoming is None:
+            self._site.metrics.result_dropped("stale")
+            return
+        incoming.result(message)
+
+    def opened(self, link: Link) -> None:
+        """A link to a prefill rank is open: ask about what was lost with the last one."""
+        for incoming in list(self._incoming.values()):
+            same = incoming.peer.identity.incarnation == link.peer.identity.incarnation
+            if same and incoming.machine.state is ReceiveState.LOST:
+                incoming.resume(link)
+
+    def lost(self, link: Link, error: KvxferError) -> None:
+        """A link is gone: every transfer on it fails."""
+        failure = Failure(Status.FAILED, Code.PEER_LOST, str(error))
+        for incoming in list(self._incoming.values()):
+            if incoming.link is link and not incoming.machine.ended:
+                incoming.lost(failure)
+                if not incoming.finished:
+                    task = self._site.tasks.spawn(
+                        self._recover(incoming), f"kvxfer recover {incoming.machine.transfer}"
+                    )
+                    self._recoveries.add(task)
+                    task.add_done_callback(self._recoveries.discard)
+
+    def close(self) -> None:
+        """Stop renewing; for shutdown, after `cancel_all`."""
+        self._claims.clear()
+        if self._renewal is not None:
+            self._renewal.cancel()
+        for fetching in self._fetches:
+            fetching.forsake()
+
+    def outcomes(self) -> "list[asyncio.Future[Any]]":
+        """Resolve as fetches end; for the worker's drain."""
+        return [fetching.transfer.outcome for fetching in self._fetches if not fetching.transfer.done]
+
+    def cancel_all(self) -> None:
+        """Give up every fetch; for shutdown."""
+        for task in self._recoveries:
+            task.cancel()
+        for fetching in list(self._fetches):
+            if not fetching.transfer.done:
+                fetching.close()
+
+    # --- inside
+
+    def _known(self, incoming: Incoming) -> None:
+        self._incoming[incoming.machine.transfer] = incoming
+
+    def _find(self, link: Link, transfer: int) -> Incoming | None:
+        incoming = self._incoming.get(transfer)
+        if incoming is not None and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
+            raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
+        return incoming
+
+    def _ended(self, fetching: Fetching) -> None:
+        """A fetch is over; forget it once it leaves nothing in doubt."""
+        if fetching.transfer.state is TransferState.DONE:
+            self._unclaim_key(fetching.ticket.key)
+        if not fetching.doubtful:
+            self._fetches.discard(fetching)
+            fetching.settle()
+            for incoming in fetching.incoming:
+                self._incoming.pop(incoming.machine.transfer, None)
+
+    async def _recover(self, incoming: Incoming) -> None:
+        """Reach the same incarnation again, so that it can say what became of its writes.
+
+        It goes on until there is an answer, because nothing else is evidence; the memory stays in quarantine meanwhile.
+        """
+        delay = _RETRY_SECONDS
+        while not incoming.machine.ended and not self._site.draining:
+            try:
+                link = await self._peers.link(incoming.link.endpoint, None)
+            except KvxferError:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _RETRY_SECONDS_MAX)
+                continue
+            if link.peer.identity.incarnation != incoming.peer.identity.incarnation:
+                _log.warning("peer_replaced", peer=incoming.peer.name, incarnation=link.peer.name)
+                return
+            if incoming.machine.state is ReceiveState.LOST:
+                incoming.resume(link)
+            return
+
+    async def _send_claim(self, ticket: Ticket) -> None:
+        epoch = bytes.fromhex(ticket.epoch)
+        for endpoint in ticket.rank_endpoints:
+            try:
+                link = await self._peers.link(endpoint, epoch)
+            except KvxferError as error:
+                _log.warning("claim_not_sent", request=ticket.request, endpoint=endpoint, error=str(error))
+                continue
+            link.send(ClaimMessage([ticket.ref()]))
+
+    def _renew(self) -> None:
+        """Renew all claims: one frame a prefill rank."""
+        by_endpoint: dict[str, list[Ticket]] = {}
+        for ticket in self._claims.values():
+            for endpoint in ticket.rank_endpoints:
+                by_endpoint.setdefault(endpoint, []).append(ticket)
+        for link in self._peers.links:
+            refs = [ticket.ref() for ticket in by_endpoint.pop(link.endpoint, [])]
+            for first in range(0, len(refs), MAX_TICKETS):
+                link.send(ClaimMessage(refs[first : first + MAX_TICKETS]))
+        missed = {ticket.key: ticket for tickets in by_endpoint.values() for ticket in tickets}
+        for ticket in missed.values():  # no link (any more): open one
+            self._site.tasks.spawn(self._send_claim(ticket), f"kvxfer claim {ticket.request}")
+        self._renewal = None
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._renewal is None and self._claims:
+            period = self._site.config.offer_lease / _RENEWALS
+            self._renewal = self._site.at(self._site.now() + period, self._renew)
+
+    def _unclaim(self, ticket: Ticket) -> None:
+        self._unclaim_key(ticket.key)
+
+    def _unclaim_key(self, key: tuple[str, str, int]) -> None:
+        self._claims.pop(key, None)

@@ -1,0 +1,1 @@
+"""How the bytes of a transfer travel, and how the way is chosen."""

@@ -1,0 +1,105 @@
+"""Which route a transfer takes, and why: by trust, by what both ends can do, by piece size and count."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvxfer.errors import Code, RefusedError
+from kvxfer.protocol.messages import Route
+
+__all__ = ["Choice", "Means", "acceptable", "choose"]
+
+_LARGE_PIECE_BYTES: Final = 256 * 1024
+"""From this mean piece size on, a post per piece runs as fast as one contiguous write, and saves two copies."""
+_FEW_PIECES: Final = 16
+"""Up to this many pieces, posting them costs less than a gather and a scatter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What one pair of ranks can do.
+
+    Attributes:
+        staged: Both sides have staging memory.
+        direct: The sender knows the receiver's addresses, and both have registered their blocks.
+        pull: The receiver knows the sender's addresses, and both have registered their blocks.
+    """
+
+    staged: bool
+    direct: bool
+    pull: bool
+
+    def can(self, route: Route) -> bool:
+        """Whether a route is possible."""
+        return {Route.STAGED: self.staged, Route.DIRECT: self.direct, Route.PULL: self.pull}.get(route, False)
+
+    def __str__(self) -> str:
+        return "+".join(r.name.lower() for r in (Route.STAGED, Route.DIRECT, Route.PULL) if self.can(r)) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A route and the reason for it.
+
+    Attributes:
+        route: Chosen.
+        why: For stats and log.
+        fallback: Why it is not the route that the settings prefer, or an empty string.
+    """
+
+    route: Route
+    why: str
+    fallback: str = ""
+
+
+def acceptable(preference: str, means: Means) -> list[Route]:
+    """Routes that a decode rank accepts, best first: the one that its settings prefer, then what it falls back to.
+
+    `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
+    """
+    order = {
+        "auto": (Route.STAGED, Route.DIRECT),
+        "staged": (Route.STAGED,),
+        "direct": (Route.DIRECT, Route.STAGED),
+        "pull": (Route.PULL, Route.STAGED, Route.DIRECT),
+    }[preference]
+    return [route for route in order if means.can(route)]
+
+
+def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: int, pieces: int) -> Choice:
+    """The sender's choice among the routes that the decode rank accepts.
+
+    Args:
+        preference: The sender's own `route` setting.
+        means: What the pair can do, as the sender sees it.
+        wanted: Routes that the decode rank accepts, best first.
+        nbytes: Size of the transfer.
+        pieces: Contiguous pieces after merging neighbours.
+
+    Raises:
+        RefusedError: If no route is left.
+    """
+    possible = [route for route in wanted if means.can(route)]
+    if not possible:
+        asked = "+".join(route.name.lower() for route in wanted) or "none"
+        raise RefusedError(
+            f"no common route: the decode rank accepts {asked}, this pair can do {means}", reason=Code.NO_COMMON_ROUTE
+        )
+    own = Route[preference.upper()] if preference != "auto" else None
+    if own is not None and own in possible:
+        return Choice(own, f"route={preference} is set at the sender")
+    if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is Route.STAGED:
+        return _by_pieces(nbytes, pieces)
+    best = possible[0]
+    why = "the only common route" if len(possible) == 1 else "preferred by the decode rank"
+    missed = own or wanted[0]
+    return Choice(best, why, "" if missed is best else f"{missed.name.lower()} is not possible for this pair")
+
+
+def _by_pieces(nbytes: int, pieces: int) -> Choice:
+    mean = nbytes // max(pieces, 1)
+    if pieces <= _FEW_PIECES:
+        return Choice(Route.DIRECT, f"only {pieces} pieces")
+    if mean >= _LARGE_PIECE_BYTES:
+        return Choice(Route.DIRECT, f"pieces of {mean} bytes on average")
+    return Choice(Route.STAGED, f"{pieces} pieces of {mean} bytes on average")

@@ -1,0 +1,182 @@
+"""The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from kvxfer.errors import Code, ProtocolError
+from kvxfer.link import Link
+from kvxfer.offerbook import OfferBook
+from kvxfer.offers import Offer, Withdrawn
+from kvxfer.outgoing import Outgoing
+from kvxfer.protocol.messages import (
+    Cancel,
+    Claim,
+    Fetch,
+    KvAgentResult,
+    Landed,
+    Refuse,
+    Release,
+    Reserve,
+    Status,
+    TicketRef,
+)
+from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.site import Site
+
+__all__ = ["Sender"]
+
+_RETRY_MS: Final = 1000
+
+
+class Sender:
+    """Everything that peers fetch from this rank.
+
+    Args:
+        site: The worker.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.book: Final = OfferBook(site)
+        self._site: Final = site
+        self._transfers: dict[tuple[bytes, int], Outgoing] = {}
+        self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def fetch(self, link: Link, message: Fetch) -> None:
+        """A decode rank asks for a part of a request."""
+        key = (link.peer.identity.incarnation, message.transfer)
+        if key in self._transfers:
+            raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
+        refusal = self._refusal(message.ticket)
+        if refusal is None and len(self._transfers) >= self._site.config.max_transfers:
+            refusal = Code.TOO_MANY
+        if refusal is not None:
+            self._refuse(link, message.transfer, refusal)
+            return
+        offer_key = (message.ticket.request, message.ticket.attempt)
+        found = self.book.find(offer_key)
+        if found is not None and not isinstance(found, Offer):
+            self._refuse(link, message.transfer, found)
+            return
+        if found is None and self._site.draining:
+            self._refuse(link, message.transfer, Code.DRAINING)
+            return
+        outgoing = Outgoing(self._site, link, message, self._ended)
+        self._transfers[key] = outgoing
+        if isinstance(found, Offer):
+            self._attach(outgoing, found)
+        elif not self.book.park(offer_key, outgoing):
+            outgoing.refuse(Code.TOO_MANY, f"max_parked={self._site.config.max_parked} fetches wait for their offers")
+
+    def reserve(self, link: Link, message: Reserve) -> None:
+        """Memory for chunks."""
+        self._with(link, message.transfer, lambda outgoing: outgoing.reserve(message))
+
+    def landed(self, link: Link, message: Landed) -> None:
+        """Chunks were read."""
+        self._with(link, message.transfer, lambda outgoing: outgoing.landed(message))
+
+    def cancel(self, link: Link, message: Cancel) -> None:
+        """The decode rank gives up, or asks after a lost session what became of a transfer."""
+        key = (link.peer.identity.incarnation, message.transfer)
+        failure = Failure(Status.CANCELLED, message.code, "cancelled by the decode rank")
+        if (outgoing := self._transfers.get(key)) is not None:
+            outgoing.link = link
+            outgoing.cancelled(failure)
+            return
+        if (outgoing := self._doubtful.get(key)) is not None:
+            if not outgoing.unread_at_last():
+                link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=outgoing.machine.failure))
+                return
+            del self._doubtful[key]
+        link.send(_terminal(message.transfer, failure))
+
+    def claim(self, link: Link, message: Claim) -> None:
+        """Requests still wait for a place at the decode rank."""
+        who = link.peer.identity
+        for ref in message.tickets:
+            if self._refusal(ref) is not None:
+                continue
+            key = (ref.request, ref.attempt)
+            found = self.book.find(key)
+            if isinstance(found, Offer):
+                self.book.renew(found, who.epoch, who.world)
+            elif found is None and (early := self.book.early(key)) is not None:
+                early.claims[who.epoch] = who.world
+
+    def release(self, link: Link, message: Release) -> None:
+        """A decode rank is done with a request."""
+        who = link.peer.identity
+        if self._refusal(message.ticket) is None:
+            self.book.release((message.ticket.request, message.ticket.attempt), who.epoch, who.world, who.rank)
+
+    def lost(self, link: Link) -> None:
+        """A session is gone: nothing new is posted for it. The transfers stay known until they have ended."""
+        failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
+        for outgoing in list(self._transfers.values()):
+            if outgoing.link is link:
+                outgoing.stop(failure)
+
+    def withdraw_all(self) -> None:
+        """Take every offer back; for shutdown."""
+        failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
+        for offer in self.book.offers:
+            offer.end(Withdrawn(), failure)
+        for outgoing in list(self._transfers.values()):
+            outgoing.refuse(Code.DRAINING, "the prefill worker is closing")  # those whose offers never came
+        ends = [offer.wait_end() for offer in self.book.offers]
+        if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
+            self._site.tasks.spawn(asyncio.wait(ends), "kvxfer withdraw all")
+
+    # --- inside
+
+    def _attach(self, outgoing: Outgoing, offer: Offer) -> None:
+        who = outgoing.peer.identity
+        self.book.bind(offer, who.epoch, who.world)
+        outgoing.attach(offer)
+
+    def _refusal(self, ref: TicketRef) -> Code | None:
+        """Why a ticket is not honoured here, or None."""
+        site = self._site
+        if site.issuer is None:
+            return Code.TICKET_UNKNOWN
+        return None if site.issuer.verify(ref) else Code.TICKET_FORGED
+
+    def _refuse(self, link: Link, transfer: int, code: Code) -> None:
+        self._site.metrics.refused(code, by_peer=False)
+        retry = _RETRY_MS if code in (Code.TOO_MANY, Code.DRAINING) else 0
+        link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), retry))
+
+    def _with(self, link: Link, transfer: int, act: Callable[[Outgoing], None]) -> None:
+        """Messages for a transfer that has just ended here are answered by its result, which is on its way."""
+        outgoing = self._transfers.get((link.peer.identity.incarnation, transfer))
+        if outgoing is not None:
+            act(outgoing)
+
+    def _ended(self, outgoing: Outgoing) -> None:
+        key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)
+        self._transfers.pop(key, None)
+        if outgoing.offer is None:
+            ticket = outgoing.machine.fetch.ticket
+            self.book.unpark((ticket.request, ticket.attempt), outgoing)
+        if outgoing.machine.in_doubt:
+            self._doubtful[key] = outgoing
+
+
+_REASONS: Final = {
+    Code.TICKET_UNKNOWN: "this rank has not joined its engine yet",
+    Code.TICKET_FORGED: "this engine did not issue the ticket in its present epoch",
+    Code.TICKET_EXPIRED: "the offer's lease ran out",
+    Code.TICKET_RELEASED: "the request was released already",
+    Code.OFFER_WITHDRAWN: "the offer was withdrawn",
+    Code.TOO_MANY: "max_transfers is reached at the prefill rank",
+    Code.DRAINING: "the prefill rank is draining",
+}
+
+
+def _terminal(transfer: int, failure: Failure) -> KvAgentResult:
+    """The answer for a transfer that is not known (any more): nothing of it is posted, and nothing will be."""
+    return build_result(transfer, failure.status, last=True, failure=failure)

@@ -1,0 +1,199 @@
+"""What one open worker has: books, threads, clock and tasks, shared by its sending and its receiving side."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from kvxfer.config import Config
+from kvxfer.copy.port import Executor
+from kvxfer.desk import Desk
+from kvxfer.errors import ArenaError, KvxferError, TicketError
+from kvxfer.fabric.pump import Fabric
+from kvxfer.geometry import CacheGeometry
+from kvxfer.lanes import Lanes
+from kvxfer.memory import Custody
+from kvxfer.planning import PairPlans
+from kvxfer.protocol.messages import Capability, MemorySpan
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.routes.chooser import Means
+from kvxfer.runtime import HandOver, Runtime
+from kvxfer.telemetry import Metrics, logger
+from kvxfer.tickets import Issuer
+
+__all__ = ["Site", "Tasks"]
+
+_log: Final = logger("kvxfer.worker")
+
+Callback: TypeAlias = Callable[[], None]
+
+
+class Tasks:
+    """Tasks that the worker owns: whoever waits for them only looks on, and closing waits for all of them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], name: str, failed: Callable[[BaseException], None] | None = None
+    ) -> "asyncio.Task[Any]":
+        """Start a task. An exception that it lets out is a defect: it is logged.
+
+        Args:
+            work: What to run.
+            name: For logs.
+            failed: Called with an exception that was let out, or with the cancellation that ended the task, so that
+                nobody waits for ever for what it was to do.
+        """
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+
+        def ended(task: "asyncio.Task[Any]") -> None:
+            self._tasks.discard(task)
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            if error is not None and not task.cancelled():
+                _log.error("task_failed", task=task.get_name(), error=repr(error), exc_info=error)
+            if error is not None and failed is not None:
+                failed(error)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def drain(self, timeout: float) -> bool:
+        """Wait for every task, also those that are started meanwhile. False if some did not end in time."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        except TimeoutError:
+            return False
+        return True
+
+    def cancel(self) -> None:
+        """Cancel what is left; for shutdown, after `drain`."""
+        for task in list(self._tasks):
+            task.cancel()
+
+
+@dataclass(slots=True)
+class Site:
+    """Everything that the two sides of a worker share.
+
+    Attributes:
+        config: Effective settings.
+        runtime: Clock, randomness, services.
+        loop: The worker's event loop.
+        hand_over: Way back to it from any thread.
+        geometry: What this rank holds.
+        custody: Books of the caller's blocks.
+        send_desk: Staging memory to gather into.
+        receive_desk: Staging memory that peers may write.
+        plans: Plans with peers.
+        fabric: The transport.
+        lanes: Peers that the fabric knows.
+        executor: Copies.
+        metrics: Counters.
+        incarnation: Random bytes drawn at start.
+        body: Encoded `AgentBody`, by whether the peer is trusted with addresses.
+        facts: (name, value) pairs on which peers must agree.
+        capabilities: What this rank can do.
+        staging: The arena as a peer sees it; None without one.
+        in_place: Whether the caller's blocks are registered, so that `direct` and `pull` are possible.
+        issuer: Makes and checks tickets; None until the engine is joined.
+        tasks: Work that the worker owns.
+        warming: By incarnation of the peer, the task that compiles the kernels for it.
+        draining: True once new work is refused.
+    """
+
+    config: Config
+    runtime: Runtime
+    loop: asyncio.AbstractEventLoop
+    hand_over: HandOver
+    geometry: CacheGeometry
+    custody: Custody
+    send_desk: Desk
+    receive_desk: Desk
+    plans: PairPlans
+    fabric: Fabric
+    lanes: Lanes
+    executor: Executor
+    metrics: Metrics
+    incarnation: bytes
+    body: Mapping[bool, bytes]
+    facts: Sequence[tuple[str, str]]
+    capabilities: Capability
+    staging: MemorySpan | None
+    in_place: bool
+    issuer: Issuer | None = None
+    tasks: Tasks = field(default_factory=Tasks)
+    warming: dict[bytes, "asyncio.Task[None]"] = field(default_factory=dict)
+    draining: bool = False
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self.runtime.now()
+
+    def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
+        """Call `callback` on the loop at `when` (by `now`)."""
+        return self.loop.call_later(max(0.0, when - self.now()), callback)
+
+    def warm(self, peer: PeerInfo) -> None:
+        """Begin to compile what copies with a new peer need, so that none compiles later. Nothing to do on a CPU."""
+        key = peer.identity.incarnation
+        if self.geometry.kind == "cuda" and key not in self.warming:
+            self.warming[key] = self.tasks.spawn(self._warm(peer), f"kvxfer warm {peer.name}")
+
+    async def warmed(self, peer: PeerInfo) -> None:
+        """Wait until kernels for this peer are compiled."""
+        task = self.warming.get(peer.identity.incarnation)
+        if task is not None:
+            await asyncio.shield(task)
+
+    async def _warm(self, peer: PeerInfo) -> None:
+        try:
+            samples = [plan for sending in (True, False) for plan in self.plans.samples(peer, sending=sending)]
+            await self.runtime.in_thread(lambda: self.executor.warm(samples))
+        except KvxferError as error:  # an odd pair compiles when it first copies
+            _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
+
+    @property
+    def arena(self) -> MemorySpan:
+        """The arena as descriptors name it.
+
+        Raises:
+            ArenaError: If there is none.
+        """
+        if self.staging is None:
+            raise ArenaError("the route staged is off here: arena_bytes is 0")
+        return self.staging
+
+    def means(self, peer: PeerInfo, *, trusted: bool) -> Means:
+        """What this rank and a peer can do together.
+
+        Args:
+            peer: The other side; whether it shared its addresses shows in its geometry.
+            trusted: Whether this side shared its own.
+        """
+        theirs = Capability(peer.identity.capabilities)
+        knows = all(spec.base for spec in self.plans.geometry(peer).tensors)
+        return Means(
+            staged=self.staging is not None and Capability.STAGED in theirs,
+            direct=self.in_place and knows and trusted and Capability.DIRECT in theirs,
+            pull=self.in_place and knows and trusted and Capability.PULL in theirs,
+        )
+
+    @property
+    def joined(self) -> Issuer:
+        """The issuer of this engine.
+
+        Raises:
+            TicketError: If the worker has not joined its engine yet.
+        """
+        if self.issuer is None:
+            raise TicketError(
+                f"this is rank {self.config.rank} of {self.config.world}: call worker.join(card, key=...) first"
+            )
+        return self.issuer

@@ -1,0 +1,182 @@
+"""Transfers as their caller sees them: `await transfer` looks on while a task of the worker does the work."""
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+from kvxfer.errors import KvxferError, MemoryInDoubtError
+from kvxfer.telemetry import TransferStats
+from kvxfer.tickets import Ticket
+
+__all__ = ["Claim", "FetchResult", "Transfer", "TransferState"]
+
+
+class TransferState(IntEnum):
+    """Where a transfer stands; ordered, so that ranks may all-reduce the minimum."""
+
+    FAILED = 0
+    CONNECTING = 1
+    WAITING = 2
+    MOVING = 3
+    DONE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """Every byte that was asked for has landed and is visible.
+
+    Attributes:
+        request: The request's id.
+        payload: What the prefill side attached when it finished the offer.
+        stats: Bytes, pieces, route and where the time went.
+    """
+
+    request: str
+    payload: bytes
+    stats: TransferStats
+
+
+class Claim:
+    """Keeps a request's lease at the prefill engine while it waits for a place here. Made by `Worker.claim`.
+
+    It ends with a successful fetch, `Worker.decline`, or `close`.
+    """
+
+    def __init__(self, ticket: Ticket, close: Callable[[], None]) -> None:
+        self.ticket: Final = ticket
+        self._close = close
+
+    def close(self) -> None:
+        """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent."""
+        self._close()
+
+
+class Transfer:
+    """One fetch under way. Made by `Worker.start_fetch`; await it for its `FetchResult`.
+
+    Cancelling the waiting task cancels the transfer, waits (bounded by `revoke_timeout`) until its memory is safe, and
+    then lets the cancellation through; if memory is not safe by then, `MemoryInDoubt` is raised instead.
+
+    Attributes:
+        id: As in the logs of both sides.
+        request: The request's id.
+        state: See `TransferState`.
+        memory_safe: Whether no peer can write the destination blocks (any more).
+        failed_blocks: Destination blocks that hold no usable data, by group; empty unless the transfer failed.
+    """
+
+    def __init__(self, ident: str, request: str, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
+        self.id: Final = ident
+        self.request: Final = request
+        self.state = TransferState.CONNECTING
+        self.memory_safe = True
+        self.failed_blocks: Mapping[str, Sequence[int]] = {}
+        self._cancel = cancel
+        self._loop = loop
+        self._outcome: asyncio.Future[FetchResult] = loop.create_future()
+        self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
+        self._layer_waiters: list[tuple[range, asyncio.Future[None]]] = []
+
+    def __await__(self) -> Generator[Any, None, FetchResult]:
+        return self._wait().__await__()
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.id}, request={self.request!r}, {self.state.name})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._outcome.done()
+
+    def cancel(self) -> None:
+        """Give up. Returns at once; await the transfer to know that its memory is safe. Idempotent."""
+        self._cancel()
+
+    @property
+    def outcome(self) -> "asyncio.Future[FetchResult]":
+        """Resolves when it has ended. Do not cancel it; `cancel` gives up."""
+        return self._outcome
+
+    async def layers(self, start: int, stop: int) -> None:
+        """Wait until every byte of the layers [start, stop) has landed. Cancelling the wait leaves the transfer alone.
+
+        Raises:
+            KvxferError: If the transfer fails before; the same error that awaiting it raises.
+        """
+        if self._outcome.done():
+            self._outcome.result()
+            return
+        if all(self._layers.get(layer, 1) == 0 for layer in range(start, stop)):
+            return
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._layer_waiters.append((range(start, stop), waiter))
+        await waiter
+
+    def result(self) -> FetchResult:
+        """The result of a transfer that is done.
+
+        Raises:
+            KvxferError: If it failed.
+            asyncio.InvalidStateError: If it is not done.
+        """
+        return self._outcome.result()
+
+    async def _wait(self) -> FetchResult:
+        try:
+            return await asyncio.shield(self._outcome)
+        except asyncio.CancelledError as cancelled:
+            if self._outcome.done() and not self._outcome.cancelled():
+                self._outcome.exception()
+            self.cancel()
+            while not self._outcome.done():
+                try:
+                    await asyncio.shield(self._outcome)
+                except asyncio.CancelledError:
+                    continue  # cancelled again: memory is still not safe
+                except KvxferError:
+                    break
+            error = self._outcome.exception()
+            if isinstance(error, MemoryInDoubtError):
+                raise error from cancelled
+            raise
+
+    # --- for the worker
+
+    def expect(self, layers: Mapping[int, int]) -> None:
+        """So many parts of each layer are to land."""
+        for layer, parts in layers.items():
+            self._layers[layer] = self._layers.get(layer, 0) + parts
+
+    def landed(self, layers: Sequence[int]) -> None:
+        """One part of each of these layers has landed."""
+        for layer in layers:
+            self._layers[layer] -= 1
+        for span, waiter in list(self._layer_waiters):
+            if all(self._layers.get(layer, 1) == 0 for layer in span):
+                self._layer_waiters.remove((span, waiter))
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def succeed(self, result: FetchResult) -> None:
+        """Every byte is there."""
+        self.state = TransferState.DONE
+        self._end(lambda waiter: waiter.set_result(None))
+        self._outcome.set_result(result)
+
+    def fail(self, error: KvxferError | asyncio.CancelledError) -> None:
+        """It is over without success, and its memory is safe (unless the error says otherwise)."""
+        self.state = TransferState.FAILED
+        self.memory_safe = not isinstance(error, MemoryInDoubtError)
+        self._end(lambda waiter: waiter.set_exception(error))
+        self._outcome.set_exception(error)
+        self._outcome.exception()  # whoever waits sees it; if nobody does, the log line does
+
+    def _end(self, tell: "Callable[[asyncio.Future[None]], None]") -> None:
+        for _, waiter in self._layer_waiters:
+            if not waiter.done():
+                tell(waiter)
+                if waiter.exception() is not None:
+                    waiter.exception()
+        self._layer_waiters.clear()

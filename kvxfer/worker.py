@@ -1,0 +1,500 @@
+"""The worker: one rank's service, composed of its books, its threads and its two roles.
+
+    async with kvxfer.Worker(tensors, config) as worker:
+        offer = worker.offer("req-1", blocks, tokens=4096, after=event)      # prefill
+        result = await worker.fetch(ticket, blocks, tokens=range(0, 4096), after=event)   # decode
+
+Everything below runs on the loop that entered it; copies and posts run in threads of its own.
+"""
+
+import asyncio
+import warnings
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self, assert_never, cast
+
+from kvxfer import __version__
+from kvxfer.assembly import Assembly, assemble
+from kvxfer.config import Config
+from kvxfer.errors import ClosedError, KvxferError, RequestError, TicketError
+from kvxfer.fabric.port import Transport
+from kvxfer.geometry import Blocks, CacheTensor, Group
+from kvxfer.link import Link, Listener, listen
+from kvxfer.offers import Offer
+from kvxfer.peers import Peers
+from kvxfer.protocol.messages import (
+    Accept,
+    Agent,
+    Cancel,
+    Claim,
+    Fetch,
+    Goodbye,
+    Hello,
+    KvAgentResult,
+    Landed,
+    Message,
+    Ping,
+    Refuse,
+    Release,
+    Reserve,
+    Want,
+    Welcome,
+)
+from kvxfer.protocol.session import Identity, PeerInfo, Role, Session, Terms
+from kvxfer.receiver import Receiver
+from kvxfer.runtime import Runtime, ThreadRuntime
+from kvxfer.sender import Sender
+from kvxfer.site import Site
+from kvxfer.telemetry import logger
+from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
+from kvxfer.transfers import Claim as ClaimHandle
+from kvxfer.transfers import FetchResult, Transfer
+from kvxfer.watch import LoopWatch
+
+__all__ = ["Worker"]
+
+_log: Final = logger("kvxfer.worker")
+_INCARNATION_BYTES: Final = 16
+_NONCE_BYTES: Final = 32
+
+
+class Worker:
+    """One rank's transfer service. Enter it with `async with`; it may offer and fetch at once.
+
+    Args:
+        tensors: The cache tensors of this rank, all on one device. They stay registered, and must stay allocated, until
+            the worker is closed.
+        config: Settings; `Config.load()` (environment, file, defaults) if left out.
+        groups: Properties of layer groups that their tensors do not show.
+        transport: What moves the bytes; NIXL if left out. `kvxfer.testing` has an in-process one.
+        runtime: Clock, randomness and threads; tests pass a deterministic one.
+
+    Raises:
+        GeometryError: If the tensors contradict each other or cannot be expressed.
+        ConfigError: If a setting is wrong.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An `OwnLoopWorker` if the setting `loop` is `own`."""
+        config: Config | None = args[1] if len(args) > 1 else kwargs.get("config")
+        own = cls is Worker and (config or Config.load()).loop == "own"
+        return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)
+
+    def __init__(
+        self,
+        tensors: Iterable[CacheTensor],
+        config: Config | None = None,
+        *,
+        groups: Iterable[Group] = (),
+        transport: Transport | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._assembly: Final = Assembly(
+            tuple(tensors), tuple(groups), config or Config.load(), transport, runtime or ThreadRuntime()
+        )
+        self._site: Site | None = None
+        self._listener: Listener | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._peers: Peers | None = None
+        self._watch: Final = LoopWatch()
+        self._links: set[Link] = set()
+        self._greeting: set[Link] = set()  # links whose handshake is not complete
+        self._closing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._site is not None:
+            raise ClosedError("a worker is entered once")
+        site = self._site = await assemble(self._assembly)
+        self._sender = Sender(site)
+        self._peers = Peers(site, lambda endpoint: self._link(Role.CLIENT, endpoint))
+        self._receiver = Receiver(site, self._peers)
+        self._watch.start(site.now, site.at, site.metrics, own=site.config.loop == "own")
+        try:
+            self._listener = await listen(site.config.listen, lambda endpoint: self._link(Role.SERVER, endpoint))
+        except BaseException:
+            await self.aclose()
+            raise
+        if site.config.world == 1:
+            self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
+        _log.info("worker_opened", endpoint=self._listener.endpoint, rank=site.config.rank, world=site.config.world)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=error is None)
+
+    def __del__(self) -> None:
+        if self._site is not None and self._closing is None:
+            warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
+
+    def __repr__(self) -> str:
+        state = "new" if self._site is None else "closed" if self._closing is not None else "open"
+        config = self._assembly.config
+        return f"<kvxfer.Worker {config.engine}[{config.rank}/{config.world}] {state}>"
+
+    # --- identity
+
+    @property
+    def config(self) -> Config:
+        """Effective settings."""
+        return self._assembly.config
+
+    @property
+    def card(self) -> RankCard:
+        """What this rank says of itself; the launcher collects one of each rank.
+
+        Raises:
+            ClosedError: If the worker is not open.
+        """
+        site, listener = self._open, self._listener
+        if listener is None:
+            raise ClosedError("the worker does not listen yet")
+        return RankCard(
+            engine=site.config.engine,
+            rank=site.config.rank,
+            world=site.config.world,
+            endpoint=listener.reached_at(site.config.advertise),
+            incarnation=site.incarnation.hex(),
+        )
+
+    @property
+    def engine(self) -> Issuer:
+        """The engine that this rank belongs to: `worker.engine.ticket(request)`.
+
+        Raises:
+            TicketError: If it has not joined yet.
+        """
+        return self._open.joined
+
+    def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
+        """Join an engine of several ranks. One of a single rank has joined itself.
+
+        Args:
+            card: Made of the cards of all ranks.
+            key: 32 random bytes that all ranks (and the scheduler, if it issues tickets) share.
+
+        Raises:
+            TicketError: If this rank is not part of the card, or the key has the wrong length.
+        """
+        joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
+        mine = self.card
+        if (mine.engine, mine.world) != (joined.engine, joined.world):
+            raise TicketError(
+                f"this is a rank of {mine.engine!r} with {mine.world} ranks, but the card is of {joined.engine!r} with "
+                f"{joined.world}"
+            )
+        if joined.rank_endpoints[mine.rank] != mine.endpoint:
+            raise TicketError(f"rank {mine.rank} at {mine.endpoint} is not part of this engine card")
+        site = self._open
+        issuer = Issuer(joined, key)
+        if site.issuer is None or site.issuer.card.epoch != joined.epoch:
+            for link in [*self._links, *self._greeting]:  # these were told another epoch
+                link.close("this rank joined an engine")
+        site.issuer = issuer
+
+    # --- prefill
+
+    def offer(
+        self,
+        request: str,
+        blocks: Blocks | None = None,
+        *,
+        tokens: int | None = None,
+        after: Any = None,
+        attempt: int = 0,
+        streaming: bool = False,
+        payload: bytes = b"",
+    ) -> Offer:
+        """Offer a request's cache to whoever holds its ticket.
+
+        The blocks belong to the offer until `released()` returns; until then they must not change, beyond what a
+        streaming offer has not yet marked as ready.
+
+        Args:
+            request: Unique id of the request.
+            blocks: Its block ids: a list, an array, or a mapping from group to ids or `Span`.
+            tokens: How many tokens the blocks hold, from token 0.
+            after: On CUDA required: the blocks may be read once this event (or the work on this stream) has completed.
+            attempt: Raise it to offer the same id again.
+            streaming: Layers and tokens become ready step by step (`Offer.extend`, `Offer.ready`, `Offer.finish`).
+                `blocks` and `tokens` may be given at once or step by step.
+            payload: Travels with the last result; for streaming offers give it to `Offer.finish`.
+
+        Raises:
+            RequestError: If the id is in use or was just used.
+            BlocksError: If ids are out of range, too few, or in custody.
+            TokensError: If there are no tokens.
+            EventError: If `after` is missing or was never recorded.
+            ClosedError: If the worker is draining.
+        """
+        site, sender = self._open, self._roles[0]
+        if site.draining or self._closing is not None:
+            raise ClosedError("this worker is draining or closed: offer on another one")
+        if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
+            raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
+        if streaming and (payload or after is not None):
+            raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
+        offer = sender.book.open(request, attempt)
+        try:
+            if blocks is not None and tokens is not None:
+                offer.extend(blocks, tokens=range(tokens))
+            if not streaming:
+                offer.ready(after=after)
+                offer.finish(payload)
+        except BaseException:
+            sender.book.discard(offer)
+            raise
+        sender.book.publish(offer)
+        return offer
+
+    # --- decode
+
+    def claim(self, ticket: Mapping[str, Any] | Ticket) -> ClaimHandle:
+        """Keep a request's lease while it waits for blocks here.
+
+        Raises:
+            TicketError: If the ticket is malformed.
+            ClosedError: If the worker is not open.
+        """
+        return self._roles[1].claim(self._ticket(ticket))
+
+    async def fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> FetchResult:
+        """Bring a request's cache into these blocks. `start_fetch` and waiting in one.
+
+        When it returns or raises, no peer writes the blocks any more (`MemoryInDoubt` alone says otherwise).
+
+        Args:
+            ticket: As the prefill side issued it.
+            blocks: Destination ids, covering `tokens`; they are the fetch's until it ends.
+            tokens: Which tokens; blocks keep what they hold of others, byte for byte.
+            after: On CUDA required: the blocks may be written once this event (or the work on this stream) has
+                completed.
+            timeout: Seconds; the setting `fetch_timeout` if left out.
+
+        Raises:
+            UsageError: If an argument is wrong; nothing was sent.
+            PeerError: If the peer cannot be reached, differs, refuses, or is lost.
+            TransferError: If the transfer fails or times out.
+        """
+        return await self.start_fetch(ticket, blocks, tokens=tokens, after=after, timeout=timeout)
+
+    def start_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Begin a fetch and return at once; see `fetch` for arguments and errors."""
+        limit = self._open.config.fetch_timeout if timeout is None else timeout
+        return self._roles[1].start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit)
+
+    async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
+        """No fetch will come: every prefill rank frees the request's blocks at once.
+
+        Raises:
+            PeerError: If a rank could not be told; its lease bounds the wait.
+        """
+        await self._roles[1].decline(self._ticket(ticket))
+
+    # --- watching and closing
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's state as plain data: identity, peers, arena, offers, transfers and counters."""
+        site, (sender, receiver) = self._open, self._roles
+        return {
+            "card": self.card.to_dict(),
+            "epoch": site.issuer.card.epoch if site.issuer else None,
+            "draining": site.draining,
+            "peers": [
+                {"peer": link.peer.name, "role": link.role.value, "trusted": link.trusted, "endpoint": link.endpoint}
+                for link in self._links
+            ],
+            "arena": {
+                "kind": site.staging.kind if site.staging else None,
+                "send": site.send_desk.share.snapshot(),
+                "receive": site.receive_desk.share.snapshot(),
+            },
+            "offers": len(sender.book),
+            "sending": len(sender),
+            "receiving": len(receiver),
+            "in_doubt": receiver.doubtful,
+            "custody": site.custody.snapshot(),
+            "metrics": site.metrics.snapshot(),
+        }
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new work and wait for what is under way. False if some of it did not end in time."""
+        site, (sender, receiver) = self._open, self._roles
+        site.draining = True
+        deadline = site.now() + (site.config.drain_timeout if timeout is None else timeout)
+        ends = [offer.wait_end() for offer in sender.book.offers] + receiver.outcomes()
+        if ends:
+            await asyncio.wait(ends, timeout=max(0.0, deadline - site.now()))
+        return all(end.done() for end in ends)
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """Close the worker: drain (bounded), stop the rest, close links, stop threads, give memory back. Idempotent.
+
+        Memory that a silent peer may still write is not given back but left to the process's end.
+        """
+        if self._site is None:
+            return
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain=drain), name="kvxfer close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, *, drain: bool) -> None:
+        site = self._site
+        if site is None:
+            return
+        if drain and self._sender is not None and self._receiver is not None:
+            await self.drain()
+        site.draining = True
+        self._watch.stop()
+        if self._listener is not None:
+            self._listener.close()
+        if self._receiver is not None:
+            self._receiver.cancel_all()
+        if self._sender is not None:
+            self._sender.withdraw_all()
+        await site.tasks.drain(site.config.revoke_timeout + site.config.close_timeout)
+        site.tasks.cancel()
+        await site.tasks.drain(site.config.close_timeout)
+        links = [*self._links, *self._greeting]
+        for link in links:
+            link.close("the worker was closed")
+        await asyncio.gather(*(link.wait_gone(site.config.close_timeout) for link in links))
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._sender is not None:
+            self._sender.book.close()
+        await self._assembly.dismantle(site)
+        _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
+
+    # --- LinkHandler
+
+    def session(self, role: Role, *, local: bool, endpoint: str) -> tuple[Session, bool]:
+        """A fresh session for a new stream, and whether its peer is trusted with addresses."""
+        site, config = self._open, self.config
+        secret = config.secret.get_secret_value().encode() if config.secret is not None else None
+        trusted = {"full": True, "none": False, "auto": local or secret is not None}[config.trust]
+        epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
+        identity = Identity(
+            config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
+        )
+        terms = Terms(
+            facts=site.facts,
+            body=site.body[trusted],
+            forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
+            secret=secret,
+            heartbeat=config.heartbeat,
+            peer_timeout=config.peer_timeout,
+            handshake_timeout=config.handshake_timeout,
+        )
+        return Session(role, identity, terms, nonce=site.runtime.token(_NONCE_BYTES), now=site.now()), trusted
+
+    def opened(self, link: Link, peer: PeerInfo) -> None:
+        """A handshake is complete. A new session of an incarnation ends its old one."""
+        for other in list(self._links):
+            same = other.peer.identity.incarnation == peer.identity.incarnation
+            if same and other.role is link.role and other is not link:
+                other.close("a newer session of the same peer was opened")
+        self._links.add(link)
+        self._open.plans.meet(peer)
+        self._open.lanes.wanted(peer)
+        self._open.warm(peer)
+        _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
+        if link.role is Role.CLIENT:
+            self._roles[1].opened(link)
+
+    def lost(self, link: Link, error: KvxferError) -> None:
+        """A link is gone."""
+        site, (sender, receiver) = self._open, self._roles
+        self._links.discard(link)
+        _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
+        if link.role is Role.CLIENT:
+            if self._peers is not None:
+                self._peers.lost(link)
+            receiver.lost(link, error)
+        else:
+            sender.lost(link)
+        incarnation = link.peer.identity.incarnation
+        if all(other.peer.identity.incarnation != incarnation for other in self._links):
+            site.lanes.forget(link.peer)
+            site.plans.forget(link.peer)
+
+    def received(self, link: Link, message: Message) -> None:
+        """Hand a message to the role that it is for."""
+        sender, receiver = self._roles
+        self._open.metrics.frame_received(type(message).__name__)
+        match message:
+            case Fetch():
+                sender.fetch(link, message)
+            case Reserve():
+                sender.reserve(link, message)
+            case Landed():
+                sender.landed(link, message)
+            case Cancel():
+                sender.cancel(link, message)
+            case Claim():
+                sender.claim(link, message)
+            case Release():
+                sender.release(link, message)
+            case Accept():
+                receiver.accept(link, message)
+            case Refuse():
+                receiver.refuse(link, message)
+            case Want():
+                receiver.want(link, message)
+            case KvAgentResult():
+                receiver.result(link, message)
+            case Goodbye() | Ping() | Hello() | Welcome() | Agent():
+                pass  # the session has dealt with these
+            case _:
+                assert_never(message)
+
+    # --- inside
+
+    def _link(self, role: Role, endpoint: str) -> Link:
+        link = Link(role, endpoint, self, self._open.runtime)
+        self._greeting.add(link)
+        link.ready.add_done_callback(lambda _: self._greeting.discard(link))
+        return link
+
+    @property
+    def _open(self) -> Site:
+        if self._site is None:
+            raise ClosedError("this worker is not open: enter it with `async with`")
+        return self._site
+
+    @property
+    def _roles(self) -> tuple[Sender, Receiver]:
+        if self._sender is None or self._receiver is None:
+            raise ClosedError("this worker is not open: enter it with `async with`")
+        return self._sender, self._receiver
+
+    def _ticket(self, ticket: Mapping[str, Any] | Ticket) -> Ticket:
+        site = self._open
+        if self._closing is not None or site.draining:
+            raise ClosedError("this worker is draining or closed: use another one")
+        _ = site.joined  # ranks of one engine must be known as such before they fetch
+        return Ticket.parse(ticket)
+
+
+def _own_loop_worker() -> type[Worker]:
+    from kvxfer.own_loop import OwnLoopWorker  # it stands on this module
+
+    return OwnLoopWorker

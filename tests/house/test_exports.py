@@ -1,0 +1,135 @@
+"""What is public exists, is in order, and every error explains itself."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import kvxfer
+from kvxfer import errors
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
+NEEDS = {"kvxfer.copy.kernel": "triton", "kvxfer.fabric.nixl": "nixl"}  # where the package may be missing
+# groups that are caught and never raised, so that they have neither a cause nor a remedy of their own
+GROUPS = {errors.KvxferError, errors.PeerError, errors.TransferError}
+CLASSES = [
+    value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.KvxferError) and name == value.__name__
+]
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def declared(path):
+    """The literal `__all__` of a module, or None."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return None
+
+
+def public_definitions(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def in_order(names):
+    """Constants, then classes, then the rest, each alphabetically: the order that ruff keeps."""
+    return sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_all_is_declared_and_in_order(path):
+    names = declared(path)
+    if names is None:
+        assert list(public_definitions(path)) == [], "a module with public definitions declares __all__"
+    else:
+        assert names == in_order(set(names))
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if declared(path)], ids=module_name)
+def test_every_exported_name_exists(path):
+    name = module_name(path)
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}, which is not installed here")
+    module = importlib.import_module(name)
+    assert [exported for exported in declared(path) or [] if not hasattr(module, exported)] == []
+
+
+def test_the_package_exports_every_error():
+    assert set(errors.__all__) <= set(kvxfer.__all__)
+    assert all(getattr(kvxfer, name) is getattr(errors, name) for name in errors.__all__)
+
+
+def test_type_checkers_see_what_the_package_exports():
+    tree = ast.parse((ROOT / "kvxfer/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert all(f" {name} as {name}" in ast.unparse(block) for name in seen), "only `X as X` is a re-export to them"
+    assert set(seen) | {"__version__"} == set(kvxfer.__all__)
+    homes = {name: kvxfer._HOMES.get(name, "kvxfer.errors") for name in seen}
+    assert homes == seen, "the lazy table and the block for type checkers name the same modules"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Wroker'"):
+        _ = kvxfer.Wroker
+    assert dir(kvxfer) == sorted(kvxfer.__all__)
+
+
+def tree_of_errors():
+    """(class, parent) as the drawing in the module's docstring has it."""
+    stack = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"^    ([| +-]*)(\w*Error)\b", line):
+            depth = len(match[1]) // 4
+            stack[depth:] = [match[2]]
+            yield match[2], stack[depth - 1] if depth else None
+
+
+def test_the_drawn_tree_is_the_real_tree():
+    real = [
+        (cls.__name__, None if cls is errors.KvxferError else next(b.__name__ for b in cls.__mro__[1:] if b in CLASSES))
+        for cls in CLASSES
+    ]
+    assert sorted(tree_of_errors(), key=str) == sorted(real, key=str)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_an_error_explains_itself(cls):
+    assert cls.__name__ in errors.__all__
+    text = inspect.getdoc(cls) or ""
+    if cls not in GROUPS:
+        assert re.search(r"^Cause: \S", text, re.MULTILINE)
+        assert re.search(r"^Remedy: \S", text, re.MULTILINE)
+    for attribute in [name for name in vars(cls).get("__annotations__", {}) if cls is errors.KvxferError]:
+        assert f"{attribute}: " in text
+
+
+def test_codes_are_unique_and_each_error_has_its_own():
+    codes = [cls.code for cls in CLASSES]
+    assert len(set(codes)) == len(codes)
+    assert all("code" in vars(cls) for cls in CLASSES)
+    assert errors.Code(12_345) is errors.Code.UNKNOWN
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_groups_of_errors_are_never_raised(path):
+    if "demo" in path.parts:
+        return  # a program on top of the library, which may fail with any words
+    groups = {cls.__name__ for cls in GROUPS}
+    raised = [
+        ast.unparse(node.exc.func).rpartition(".")[2]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+    assert not groups & set(raised)

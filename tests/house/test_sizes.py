@@ -1,0 +1,116 @@
+"""A module over 500 lines or a function over 50 is two ideas; and a few things are done in one place only."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
+MODULE_LINES = 500
+FUNCTION_LINES = 50
+ENVIRONMENT = {
+    "kvxfer/config.py",  # settings
+    "kvxfer/fabric/nixl.py",  # UCX and NIXL are configured by the environment only
+}
+# broad excepts that do not raise again, and how many; the reason stands beside each of them
+BROAD = {
+    ("kvxfer/copy/cuda.py", "CudaExecutor._launch_held"): 3,  # the job fails with it; the service goes on
+    ("kvxfer/copy/cuda.py", "CudaExecutor._launch_ready"): 1,  # likewise
+    ("kvxfer/copy/cuda.py", "CudaExecutor._reap"): 1,  # a broken device reports itself there
+    ("kvxfer/copy/host.py", "_Step.__call__"): 1,  # the job fails with it; the service goes on
+    ("kvxfer/copy/jobs.py", "Backlog.pop_ready"): 1,  # an event of the caller's
+    ("kvxfer/copy/jobs.py", "Backlog.report"): 1,  # a callback that must not raise, and did
+    ("kvxfer/fabric/pump.py", "Fabric._deliver"): 1,  # one broken callback must not strand the rest of its batch
+    ("kvxfer/fabric/pump.py", "Fabric._release"): 1,  # the pass goes on to keep its books, then reports the defect
+    ("kvxfer/fabric/pump.py", "Fabric._set_up"): 1,  # the first step reports it
+    ("kvxfer/fabric/pump.py", "Fabric._step"): 1,  # the service is supervised there
+    ("kvxfer/fabric/pump.py", "Fabric._undo"): 1,  # the last step of the service
+    ("kvxfer/runtime.py", "_Batch._run"): 1,  # one broken callback must not strand the rest of its batch
+}
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(tree, prefix=""):
+    """(qualified name, node) of every function, methods and inner functions included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+        named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from functions(node, f"{prefix}{node.name}." if named else prefix)
+
+
+def code_lines(node):
+    """Lines of a function without its docstring, which is not code."""
+    return lines(node) - (lines(node.body[0]) if ast.get_docstring(node) is not None else 0)
+
+
+def lines(node):
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def is_broad(handler):
+    caught = ast.unparse(handler.type) if handler.type else "BaseException"
+    names = {part.strip(" ()") for part in caught.split(",")}
+    raises_again = isinstance(handler.body[-1], ast.Raise)
+    return bool(names & {"Exception", "BaseException"}) and not raises_again
+
+
+def broad_excepts(tree):
+    covered = set()
+    # inner functions last, so that each handler is counted for the innermost function around it
+    for qualified, function in sorted(functions(tree), key=lambda item: -item[0].count(".")):
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and node not in covered and is_broad(node):
+                covered.add(node)
+                yield qualified
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node not in covered and is_broad(node):
+            yield "<module>"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_modules_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MODULE_LINES
+    long = {qualified: n for qualified, node in functions(ast.parse(text)) if (n := code_lines(node)) > FUNCTION_LINES}
+    assert long == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_nothing_is_checked_with_assert(path):
+    assert [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_the_environment_is_read_in_one_place(path):
+    reads = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv"}
+        )
+    ]
+    assert reads == [] or name(path) in ENVIRONMENT
+
+
+def test_every_broad_except_is_listed():
+    found = Counter((name(path), where) for path in MODULES for where in broad_excepts(ast.parse(path.read_text())))
+    assert dict(found) == BROAD
+
+
+def test_the_rules_see_what_they_forbid():
+    tree = ast.parse(
+        "class A:\n  def f(self):\n    try: pass\n    except (KeyError, Exception): pass\n    except OSError: pass"
+    )
+    assert list(broad_excepts(tree)) == ["A.f"]
+    assert list(broad_excepts(ast.parse("try: pass\nexcept: pass"))) == ["<module>"]
+    assert list(broad_excepts(ast.parse("try: pass\nexcept BaseException:\n  raise"))) == []
+    assert [code_lines(node) for _, node in functions(ast.parse('def f():\n  """a\n  b"""\n  return 1'))] == [2]

@@ -1,0 +1,194 @@
+"""Workers over the loopback network, with caches small enough to check every byte of them."""
+
+import asyncio
+import itertools
+
+import torch
+
+from kvxfer.config import Config
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.geometry import CacheTensor
+from kvxfer.tickets import EngineCard
+from kvxfer.worker import Worker
+
+KEY = bytes(range(32))
+DEFAULTS = {
+    "arena_bytes": "64KiB",
+    "chunk_bytes": "2KiB",
+    "trust": "full",
+    "revoke_timeout": 0.3,
+    "close_timeout": 2.0,
+    "drain_timeout": 2.0,
+    "connect_timeout": 1.0,
+    "handshake_timeout": 2.0,
+    "heartbeat": 0.5,
+    "peer_timeout": 5.0,
+}
+
+
+class Cache:
+    """Layers of K and V (or of latents, without heads) in CPU memory; every element has a value of its own.
+
+    `logical` and `expect` speak of tokens in the order layer, kv, token, head, dim, whatever the layout.
+    """
+
+    _values = itertools.count(1)
+
+    def __init__(
+        self,
+        *,
+        blocks=16,
+        block_tokens=4,
+        layers=range(2),
+        heads=range(4),
+        dim=8,
+        layout="NHD",
+        dtype=torch.int32,
+        group="default",
+    ):
+        self.block_tokens = block_tokens
+        self.heads, self.layers, self.group, self.layout = heads, list(layers), group, layout
+        shape, self.axes, self._order = {
+            "NHD": ((2, blocks, block_tokens, len(heads), dim), "kv block token head dim", (0, 1, 2, 3, 4)),
+            "HND": ((2, blocks, len(heads), block_tokens, dim), "kv block head token dim", (0, 1, 3, 2, 4)),
+            "MLA": ((1, blocks, block_tokens, 1, dim), "block token dim", (0, 1, 2, 3, 4)),
+            "state": ((1, blocks, 1, len(heads), dim), "block head dim", (0, 1, 2, 3, 4)),
+        }[layout]
+        count = torch.Size(shape).numel()
+        self.memory = {
+            layer: (torch.arange(count) + next(self._values) * 1_000_003).to(dtype).reshape(shape)
+            for layer in self.layers
+        }
+
+    @property
+    def tensors(self):
+        headless = self.layout == "MLA"
+        drop = {"MLA": lambda t: t[0, :, :, 0], "state": lambda t: t[0, :, 0]}.get(self.layout, lambda t: t)
+        return [
+            CacheTensor(
+                drop(memory), self.axes, layers=[layer], heads=None if headless else self.heads, group=self.group
+            )
+            for layer, memory in self.memory.items()
+        ]
+
+    def view(self, layer):
+        """(kv, block, token, head, dim), writing through."""
+        return self.memory[layer].permute(self._order)
+
+    def clone(self):
+        return {layer: memory.clone() for layer, memory in self.memory.items()}
+
+    def at(self, ids, tokens, first=0):
+        """Block and slot of each token."""
+        where = torch.tensor([t - first for t in tokens])
+        return torch.tensor(ids)[where // self.block_tokens], where % self.block_tokens
+
+    def logical(self, ids, tokens, heads=None, first=0):
+        block, slot = self.at(ids, tokens, first)
+        chosen = [self.heads.index(h) for h in (heads if heads is not None else self.heads)]
+        return torch.stack([self.view(layer)[:, block, slot][:, :, chosen] for layer in self.layers])
+
+
+class Copied:
+    """What a fetch must make of a destination: taken before it, compared with after it, every byte of it."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.expected = cache.clone()
+
+    def bring(self, source, source_ids, ids, tokens, source_first=0, first=0):
+        """These tokens come from `source`; only layers and heads that both have."""
+        cache = self.cache
+        block, slot = cache.at(ids, tokens, first)
+        for layer in set(cache.layers) & set(source.layers):
+            view = self.expected[layer].permute(cache._order)
+            from_block, from_slot = source.at(source_ids, tokens, source_first)
+            taken = source.view(layer)[:, from_block, from_slot]
+            for head in set(cache.heads) & set(source.heads):
+                view[:, block, slot, cache.heads.index(head)] = taken[:, :, source.heads.index(head)]
+        return self
+
+    def check(self):
+        for layer, expected in self.expected.items():
+            found = self.cache.memory[layer]
+            assert torch.equal(found, expected), f"layer {layer} differs in {(found != expected).sum()} elements"
+
+
+class Gate:
+    """An event of the caller's that fires when it is told to."""
+
+    def __init__(self):
+        self.fired = False
+
+    def query(self):
+        return self.fired
+
+
+class Stage:
+    """Opens workers on one loopback network and closes them all at the end."""
+
+    def __init__(self, network, stack):
+        self.network = network
+        self.stack = stack
+        self.workers = []
+
+    async def worker(self, name, caches, *, tensors=None, groups=(), **config):
+        settings = {**DEFAULTS, **config}
+        settings.setdefault("engine", name.rstrip("0123456789"))
+        worker = Worker(
+            tensors if tensors is not None else [t for cache in listed(caches) for t in cache.tensors],
+            Config(**settings),
+            groups=groups,
+            transport=LoopbackTransport(name, self.network),
+        )
+        await worker.__aenter__()
+        self.stack.push_async_callback(worker.aclose, drain=False)
+        self.workers.append(worker)
+        return worker
+
+    async def pair(self, source, target, *, prefill=None, decode=None, **config):
+        return (
+            await self.worker("prefill", source, **{**config, **(prefill or {})}),
+            await self.worker("decode", target, **{**config, **(decode or {})}),
+        )
+
+    async def engine(self, name, caches, *, join=True, **config):
+        world = len(caches)
+        ranks = [
+            await self.worker(f"{name}{rank}", cache, engine=name, rank=rank, world=world, **config)
+            for rank, cache in enumerate(caches)
+        ]
+        card = EngineCard.of([rank.card for rank in ranks])
+        if join and world > 1:
+            for rank in ranks:
+                rank.join(card, key=KEY)
+        return ranks, card
+
+
+def listed(caches):
+    return caches if isinstance(caches, list | tuple) else [caches]
+
+
+async def eventually(condition, timeout=3.0):
+    """Wait until a condition holds that no event tells of."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - nobody sets an event for it
+            await asyncio.sleep(0.001)
+
+
+def is_quiet(worker):
+    """Nothing under way, nothing held: the arena is whole and custody empty."""
+    seen = worker.describe()
+    shares = (seen["arena"]["send"], seen["arena"]["receive"])
+    return (
+        all(share.free_bytes == share.capacity_bytes and share.waiting_requests == 0 for share in shares)
+        and not seen["custody"].holders
+        and seen["sending"] == seen["receiving"] == seen["in_doubt"] == 0
+    )
+
+
+async def quiet(*workers):
+    try:
+        await eventually(lambda: all(is_quiet(worker) for worker in workers))
+    except TimeoutError:
+        raise AssertionError([worker.describe() for worker in workers if not is_quiet(worker)]) from None

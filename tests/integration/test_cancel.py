@@ -1,0 +1,430 @@
+"""Cancellation at every step and by every means: when the await returns, memory is safe, or says that it is not."""
+
+import asyncio
+import contextlib
+
+import anyio
+import pytest
+import torch
+from stage import Cache, Copied, Gate, eventually, is_quiet, quiet
+
+from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
+
+TOKENS = range(8)
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+class Step:
+    """Brings a fetch to one step and keeps it there until `go`."""
+
+    def __init__(self, stage, prefill, decode, source, target):
+        self.stage, self.prefill, self.decode = stage, prefill, decode
+        self.source, self.target = source, target
+        self.offer = None
+        self.after = None
+        self.go = lambda: None
+        self.reached = lambda: True
+
+    def fetch(self):
+        return self.decode.fetch(
+            self.prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, **({"after": self.after} if self.after else {})
+        )
+
+    def offered(self):
+        self.offer = self.prefill.offer("r", [1, 2], tokens=8)
+
+
+def held(step):
+    step.offered()
+    network = step.stage.network
+    network.hold("*")
+    step.reached = lambda: network.held("*")
+    step.go = lambda: network.release("*")
+
+
+def connecting(step):
+    step.offered()
+    task = None
+
+    async def never(*_):
+        nonlocal task
+        task = asyncio.current_task()
+        await asyncio.get_running_loop().create_future()
+
+    step.decode._peers._connect = never
+    step.reached = lambda: task is not None
+
+    def go():
+        task.cancel()
+        del step.decode._peers._connect
+
+    step.go = go
+
+
+def parked(step):
+    step.reached = lambda: step.prefill.describe()["sending"] == 1
+
+
+def prefill_not_ready(step):
+    gate = Gate()
+    step.offer = step.prefill.offer("r", [1, 2], tokens=8, after=gate)
+    step.reached = lambda: step.decode.describe()["metrics"]["frames_received"].get("Accept")
+    step.go = lambda: setattr(gate, "fired", True)
+
+
+def own_event(step):
+    step.offered()
+    step.after = Gate()
+    step.reached = lambda: step.decode.describe()["metrics"]["frames_received"].get("Accept")
+    step.go = lambda: setattr(step.after, "fired", True)
+
+
+def full(worker_name, share_name):
+    def hold(step):
+        step.offered()
+        desk = getattr(getattr(step, worker_name)._site, share_name)
+        extents = []
+
+        async def fill():
+            extents.append(await desk.acquire("somebody", desk.share.capacity, 1))
+
+        step.prepare = fill
+        step.reached = lambda: desk.share.snapshot().waiting_requests
+
+        def go():
+            while extents:
+                desk.release(extents.pop())
+
+        step.go = go
+
+    hold.__name__ = f"no_room_to_{'send' if worker_name == 'prefill' else 'receive'}"
+    return hold
+
+
+def executor(worker_name, name):
+    """A gather or a scatter that takes its time."""
+
+    def slow(step):
+        step.offered()
+        real, jobs = getattr(step, worker_name)._site.executor.submit, []
+
+        def submit(job, direction):
+            (jobs.append((job, direction)) if job.plan.segments else real(job, direction))
+
+        getattr(step, worker_name)._site.executor.submit = submit
+        step.reached = lambda: jobs
+
+        def go():
+            while jobs:
+                real(*jobs.pop())
+            getattr(step, worker_name)._site.executor.submit = real
+
+        step.go = go
+
+    slow.__name__ = name
+    return slow
+
+
+EVERY = [connecting, parked, prefill_not_ready, own_event, held]
+STAGED = [
+    full("prefill", "send_desk"),
+    full("decode", "receive_desk"),
+    executor("prefill", "gathering"),
+    executor("decode", "scattering"),
+]
+CASES = [(route, step) for route in ("staged", "direct", "pull") for step in EVERY] + [
+    ("staged", step) for step in STAGED
+]
+NOT_SAFE_AT_ONCE = {("direct", "held"), ("pull", "held"), ("staged", "scattering")}
+"""Only what may write the caller's blocks at that moment."""
+
+
+@pytest.mark.parametrize(("route", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+async def test_cancel_at_every_step(stage, source, target, route, step, again):
+    prefill, decode = await stage.pair(source, target, route=route, window=2)
+    at = Step(stage, prefill, decode, source, target)
+    step(at)
+    if hasattr(at, "prepare"):
+        await at.prepare()
+    untouched = Copied(target)
+    task = asyncio.create_task(at.fetch())
+    await eventually(at.reached)
+    untouched.check()
+    task.cancel()
+    if again:
+        await asyncio.sleep(0)
+        task.cancel()
+    if (route, step.__name__) in NOT_SAFE_AT_ONCE:
+        await eventually(lambda: decode._receiver._fetches)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not task.done()
+        at.go()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        canary = target.clone()
+    else:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # what is held at the peer keeps the answer back; what is not does not have to be waited for
+        if not (route == "staged" and step.__name__ in {"held", "gathering"}):
+            assert loop.time() - began < 0.25
+        untouched.check()
+        canary = target.clone()
+        for memory in target.memory.values():
+            memory.add_(1)  # the caller uses its blocks again
+        at.go()
+        canary = target.clone()
+    assert task.cancelled()
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
+    # the same ticket, the same blocks
+    if at.offer is None:
+        at.offered()
+    at.after = None
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await asyncio.wait_for(at.fetch(), 5)
+    copied.check()
+    assert isinstance(await at.offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+async def wait_for(fetch):
+    await asyncio.wait_for(fetch, 0.05)
+
+
+async def timeout(fetch):
+    async with asyncio.timeout(0.05):
+        await fetch
+
+
+async def fail_after(fetch):
+    with anyio.fail_after(0.05):
+        await fetch
+
+
+async def sibling(fetch):
+    async def fail():
+        await asyncio.sleep(0.05)
+        raise TimeoutError
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fetch)
+            group.create_task(fail())
+    except* TimeoutError:
+        raise TimeoutError from None
+
+
+@pytest.mark.parametrize("means", [wait_for, timeout, fail_after, sibling], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_every_means_of_cancellation_waits_for_memory(stage, source, target, route, means):
+    prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=5)
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("*")
+    task = asyncio.create_task(means(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)))
+    await eventually(lambda: stage.network.held("*"))
+    stops = lambda: [i.machine.failure for f in decode._receiver._fetches for i in f.incoming if i.machine.failure]  # noqa: E731
+    await eventually(lambda: stops() or task.done())
+    assert not task.done() or route == "staged"
+    stage.network.release("*")
+    with pytest.raises(TimeoutError):
+        await task
+    canary = target.clone()
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
+
+
+async def test_the_timeout_of_the_fetch_is_an_error_of_its_own(stage, source, target):
+    prefill, decode = await stage.pair(source, target, decode={"fetch_timeout": 0.05})
+    with pytest.raises(TransferTimeoutError, match=r"0\.05 s") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert caught.value.blocks == {"default": (3, 4)}
+    assert caught.value.memory_safe
+    await quiet(prefill, decode)
+
+
+async def test_cancel_between_chunks(stage, target):
+    source = Cache(blocks=64)
+    target = Cache(blocks=64)
+    prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", window=1)
+    offer = prefill.offer("r", list(range(64)), tokens=256)
+    stage.network.hold("decode")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256))
+    for _ in range(3):
+        await eventually(lambda: stage.network.held("decode"))
+        stage.network.release("decode", 1)
+    await eventually(lambda: stage.network.held("decode"))
+    transfer.cancel()
+    transfer.cancel()
+    assert stage.network.release("decode") == 1
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    canary = target.clone()
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
+    assert len(stage.network.log) == 4  # no chunk was begun after the cancel
+    copied = Copied(target).bring(source, list(range(64)), list(range(64)), range(256))
+    await decode.fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256), timeout=10)
+    copied.check()
+    await offer.released()
+
+
+# --- longer than revoke_timeout
+
+
+async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+    await eventually(lambda: stage.network.held("decode"))
+    task.cancel()
+    with pytest.raises(MemoryInDoubt) as caught:
+        await task
+    doubt = caught.value
+    assert isinstance(doubt.__cause__, asyncio.CancelledError)
+    assert not doubt.memory_safe
+    assert doubt.blocks == {"default": (3, 4)}
+    assert doubt.peer.startswith("prefill")
+    for use in (
+        lambda: decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4)),
+        lambda: decode.offer("mine", [3], tokens=4),
+    ):
+        with pytest.raises(BlocksError, match="may still write it; await settled"):
+            use()
+    settling = asyncio.create_task(doubt.settled())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not settling.done()
+    assert decode.describe()["in_doubt"] == 1
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    stage.network.release("decode")  # the late bytes land
+    async with asyncio.timeout(2):
+        await settling
+        await doubt.settled()
+    copied.expected = target.clone()
+    await quiet(prefill, decode)
+    copied.check()
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_pull_in_doubt_on_both_sides_until_the_read_has_ended(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="pull")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("prefill")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("prefill"))
+    with pytest.raises(MemoryInDoubt) as reading:
+        await offer.withdraw()  # the puller does not answer while it reads
+    with pytest.raises(MemoryInDoubt) as writing:
+        await transfer
+    assert reading.value.blocks == {"default": [1, 2]} or reading.value.blocks == {"default": (1, 2)}
+    with pytest.raises(BlocksError, match="may still read it"):
+        prefill.offer("again", [2], tokens=4)
+    with pytest.raises(BlocksError, match="may still write it"):
+        decode.offer("again", [3], tokens=4)
+    stage.network.release("prefill")
+    async with asyncio.timeout(2):
+        await reading.value.settled()
+        await writing.value.settled()
+    await quiet(prefill, decode)
+    prefill.offer("again", [2], tokens=4)
+    copied = Copied(target).bring(source, [2], [3], range(4))
+    await decode.fetch(prefill.engine.ticket("again"), [3], tokens=range(4), timeout=5)
+    copied.check()
+
+
+async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+    await eventually(lambda: stage.network.held("decode"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    share = decode._site.receive_desk.share
+    assert share.quarantined_bytes() > 0
+    assert decode.describe()["metrics"]["quarantined_bytes"] == share.quarantined_bytes()
+    assert not decode.describe()["custody"].holders
+    untouched = Copied(target)
+    stage.network.release("decode")
+    await quiet(prefill, decode)
+    assert decode.describe()["metrics"]["quarantined_bytes"] == 0
+    untouched.check()
+
+
+async def test_cancelling_in_the_middle_of_the_clean_up(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+    await eventually(lambda: stage.network.held("decode"))
+    for _ in range(20):
+        task.cancel()
+        await asyncio.sleep(0.001)
+        assert not task.done()
+    stage.network.release("decode")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await quiet(prefill, decode)
+
+
+async def test_cancelling_a_wait_for_layers_leaves_the_transfer_alone(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    waiting = asyncio.create_task(transfer.layers(0, 2))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    offer.ready()
+    offer.finish()
+    await transfer
+
+
+async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    waiting = asyncio.create_task(transfer.layers(0, 1))
+    await eventually(lambda: prefill.describe()["sending"])
+    await offer.withdraw()
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await waiting
+    with pytest.raises(KvxferError, match="withdrawn"):
+        await transfer.layers(1, 2)
+    assert transfer.failed_blocks == {"default": [3, 4]}
+    assert transfer.memory_safe
+    assert is_quiet(decode)
+
+
+async def test_a_success_in_the_moment_of_the_cancel_is_no_leak(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    for n in range(60):
+        offer = prefill.offer(f"r{n}", [1, 2], tokens=8)
+        task = asyncio.create_task(decode.fetch(prefill.engine.ticket(f"r{n}"), [3, 4], tokens=TOKENS))
+        for _ in range(n):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await offer.withdraw()
+    await quiet(prefill, decode)

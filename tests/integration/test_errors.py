@@ -1,0 +1,461 @@
+"""Bad input of every kind: a clear error of the right type, and a good fetch with the same blocks works afterwards."""
+
+import asyncio
+import json
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from stage import Cache, Copied, eventually, is_quiet, quiet
+
+from kvxfer import (
+    ArenaError,
+    BlocksError,
+    ClosedError,
+    Code,
+    EventError,
+    Group,
+    MismatchError,
+    RefusedError,
+    Released,
+    TokensError,
+    TransferFailedError,
+    UnreachableError,
+    UsageError,
+)
+from kvxfer.protocol.framing import encode
+from kvxfer.protocol.messages import Cancel, Goodbye, Hello, Ping
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+@pytest.fixture
+async def pair(stage, source, target):
+    return await stage.pair(source, target)
+
+
+async def works(prefill, decode, source, target, ids=(1, 2), into=(1, 2)):
+    """A good fetch: what went wrong before has left nothing behind."""
+    copied = Copied(target).bring(source, list(ids), list(into), range(8))
+    request = f"good-{os.urandom(4).hex()}"
+    offer = prefill.offer(request, list(ids), tokens=8)
+    await decode.fetch(prefill.engine.ticket(request), list(into), tokens=range(8), timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "error", "words"),
+    [
+        ([1, 16], range(8), BlocksError, "block id 16 at position 1 is outside 0..15"),
+        ([-1, 2], range(8), BlocksError, "block id -1 at position 0"),
+        ([1, 1], range(8), BlocksError, "named twice, at positions 0 and 1"),
+        ([1], range(8), BlocksError, "1 blocks of 4 tokens reach up to token 4, but 8 are needed"),
+        ([], range(8), BlocksError, "is empty"),
+        ([1.5, 2], range(8), BlocksError, "whole numbers"),
+        ([[1, 2]], range(8), BlocksError, "one dimension"),
+        ({"other": [1, 2]}, range(8), BlocksError, r"names the groups \['other'\]"),
+        ({}, range(8), BlocksError, "names the groups"),
+        ([1, 2], range(0), TokensError, "at least one token"),
+        ([1, 2], range(5, 3), TokensError, "at least one token"),
+        ([1, 2], range(8, 0, -1), TokensError, "step 1"),
+        ([1, 2], range(0, 8, 2), TokensError, "step 1"),
+        ([1, 2], range(-1, 4), TokensError, "step 1"),
+        ([1, 2], range(1 << 33), TokensError, "4294967295"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_here_is_said_here(stage, pair, source, target, blocks, tokens, error, words):
+    prefill, decode = pair
+    untouched = Copied(target)
+    with pytest.raises(error, match=words) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), blocks, tokens=tokens, timeout=5)
+    assert isinstance(caught.value, UsageError)
+    assert not decode._links  # nothing was sent
+    untouched.check()
+    await works(prefill, decode, source, target)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "error", "words"),
+    [
+        ([1, 16], 8, BlocksError, "block id 16 at position 1"),
+        ([-1, 2], 8, BlocksError, "block id -1"),
+        ([1], 8, BlocksError, "reach up to token 4, but 8 are needed"),
+        ([1, 2], 0, TokensError, "at least one token"),
+        ([1, 2], -3, TokensError, "at least one token"),
+        ({"other": [1]}, 4, BlocksError, "names the groups"),
+        ([1, 2], "8", TypeError, "integer"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_offer_leaves_its_id_free(pair, blocks, tokens, error, words):
+    prefill, _ = pair
+    with pytest.raises(error, match=words):
+        prefill.offer("r", blocks, tokens=tokens)
+    offer = prefill.offer("r", np.asarray([2, 1]), tokens=8)
+    assert prefill.describe()["offers"] == 1
+    await offer.withdraw()
+
+
+async def test_ids_come_as_list_array_tensor_or_by_group(stage, pair, source, target):
+    prefill, decode = pair
+    for n, ids in enumerate(([1, 2], (1, 2), np.array([1, 2], np.int32), torch.tensor([1, 2]), {"default": [1, 2]})):
+        copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+        prefill.offer(f"r{n}", ids, tokens=8)
+        into = {"default": [3, 4]} if isinstance(ids, dict) else type(ids)([3, 4]) if n < 2 else ids + 2
+        await decode.fetch(prefill.engine.ticket(f"r{n}"), into, tokens=range(8), timeout=5)
+        copied.check()
+
+
+@pytest.mark.parametrize("tokens", [range(9), range(8, 9), range(12, 16)], ids=str)
+async def test_tokens_outside_the_offer(pair, source, target, tokens):
+    prefill, decode = pair
+    prefill.offer("r", [1, 2], tokens=8)
+    with pytest.raises(RefusedError, match="8 are on offer") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2, 3, 4], tokens=tokens, timeout=5)
+    assert caught.value.reason is Code.TOKENS_OUTSIDE_OFFER
+    await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    await quiet(*pair)
+
+
+async def test_a_window_that_does_not_hold_the_tokens(pair, source, target):
+    from kvxfer import Span
+
+    prefill, decode = pair
+    prefill.offer("r", Span([1], 4), tokens=8)
+    with pytest.raises(RefusedError, match=r"source .* does not cover tokens 0\.\.7") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    assert caught.value.reason is Code.BLOCKS
+    copied = Copied(target).bring(source, [1], [2], range(4, 8), source_first=4, first=4)
+    await decode.fetch(prefill.engine.ticket("r"), Span([2], 4), tokens=range(4, 8), timeout=5)
+    copied.check()
+
+
+async def test_the_null_block_receives_nothing(stage, source, target):
+    prefill = await stage.worker("prefill", source)
+    nulls = await stage.worker("nulls", target, groups=[Group("default", null_block=0)])
+    with pytest.raises(BlocksError, match="null block 0 cannot receive"):
+        await nulls.fetch(prefill.engine.ticket("r"), [0, 1], tokens=range(8), timeout=5)
+
+
+async def test_padding_at_the_source_is_skipped(stage, target):
+    source = Cache()
+    for route in ("staged", "direct", "pull"):
+        prefill = await stage.worker(f"p{route}", source, groups=[Group("default", null_block=0)], route=route)
+        decode = await stage.worker(f"d{route}", target, route=route)
+        copied = Copied(target).bring(source, [0, 3], [1, 2], range(4, 8))
+        prefill.offer("r", [0, 3, 0, 0], tokens=16)
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2, 4, 5], tokens=range(16), timeout=5)
+        copied.check()
+        await quiet(prefill, decode)
+
+
+async def test_an_event_that_is_none(pair):
+    prefill, decode = pair
+    with pytest.raises(EventError, match="not object"):
+        prefill.offer("r", [1], tokens=4, after=object())
+    with pytest.raises(EventError, match="not int"):
+        decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4), after=3)
+    assert is_quiet(decode)
+    assert prefill.describe()["offers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "field", "values"),
+    [
+        ({}, {"dtype": torch.float32}, "default/k.dtype", ("float32", "int32")),
+        ({"dim": 16}, {}, "default/k.dim", ("8", "16")),
+        ({"config": {"model": "a"}}, {"config": {"model": "b"}}, "model", ("b", "a")),
+    ],
+    ids=str,
+)
+async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs, ours, field, values, caplog):
+    prefill = await stage.worker(
+        "prefill", Cache(**{k: v for k, v in theirs.items() if k != "config"}), **theirs.get("config", {})
+    )
+    decode = await stage.worker(
+        "decode", Cache(**{k: v for k, v in ours.items() if k != "config"}), **ours.get("config", {})
+    )
+    prefill.offer("r", [1], tokens=4)
+    with pytest.raises(MismatchError) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    assert caught.value.fields[field] == values
+    mine, their = values
+    await eventually(lambda: f"{field}: {their!r} here, {mine!r} there" in caplog.text)  # the other side's log
+    await quiet(prefill, decode)
+
+
+async def test_names_may_be_forgiven(stage, source, target):
+    workers = await stage.pair(
+        source, target, compat="geometry", prefill={"model": "a", "engine": "x"}, decode={"model": "b"}
+    )
+    await works(*workers, source, target)
+
+
+async def test_a_cache_that_the_other_side_does_not_hold(stage):
+    prefill, decode = await stage.pair(Cache(layers=[0]), Cache(layers=[0, 1]))
+    prefill.offer("r", [1], tokens=4)
+    with pytest.raises(UsageError, match="layer 1"):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    await quiet(prefill, decode)
+
+
+async def test_no_common_route(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill={"arena_bytes": 0}, decode={"trust": "none"})
+    offer = prefill.offer("r", [1], tokens=4)
+    with pytest.raises(RefusedError, match="no common route") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    assert caught.value.reason is Code.NO_COMMON_ROUTE
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_no_arena_and_staged_is_a_contradiction(stage, source):
+    with pytest.raises(ValueError, match="arena_bytes is 0"):
+        await stage.worker("one", source, arena_bytes=0, route="staged")
+
+
+async def test_a_chunk_that_no_extent_can_hold(stage):
+    source, target = Cache(heads=range(32), block_tokens=64), Cache(heads=range(32), block_tokens=64)
+    prefill, decode = await stage.pair(source, target, route="staged")
+    prefill.offer("r", [1], tokens=64)
+    with pytest.raises(RefusedError, match="2048 are the limit") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(64), timeout=5)
+    assert caught.value.reason is Code.CHUNK_TOO_LARGE
+    await quiet(prefill, decode)
+
+
+async def test_blocks_that_another_fetch_writes(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    running = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
+    with pytest.raises(BlocksError, match=f"block 2 .*{running.id} is fetching into it"):
+        decode.start_fetch(prefill.engine.ticket("s"), [2, 3], tokens=range(8))
+    with pytest.raises(BlocksError, match="is fetching into it"):
+        decode.offer("mine", [4, 1], tokens=8)
+    decode.offer("mine", [3, 4], tokens=8)
+    only_the_first = decode.start_fetch(prefill.engine.ticket("t"), [5, 1], tokens=range(4))  # writes block 5 alone
+    running.cancel()
+    only_the_first.cancel()
+    await quiet(decode)
+    await works(prefill, decode, source, target)
+
+
+async def test_too_many_fetches_at_once(stage, source, target):
+    prefill, decode = await stage.pair(source, target, decode={"max_transfers": 2})
+    running = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
+    with pytest.raises(ClosedError, match="max_transfers is 2"):
+        decode.start_fetch(prefill.engine.ticket("r2"), [2], tokens=range(4))
+    for transfer in running:
+        transfer.cancel()
+    await quiet(decode)
+    await works(prefill, decode, source, target)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e-9])
+async def test_no_time_at_all(pair, source, target, timeout):
+    prefill, decode = pair
+    prefill.offer("r", [1], tokens=4)
+    with pytest.raises(TimeoutError):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=timeout)
+    await works(prefill, decode, source, target)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["unix:/nowhere/worker.sock", "tcp:127.0.0.1:1", "tcp:127.0.0.1:99999", "tcp:nohost", "tcp::", "unix:/\0"],
+)
+async def test_nobody_at_the_endpoint(pair, source, target, endpoint):
+    prefill, decode = pair
+    ticket = {**prefill.engine.ticket("r"), "endpoints": {"prefix": endpoint}}
+    with pytest.raises(UnreachableError):
+        await decode.fetch(ticket, [1, 2], tokens=range(8), timeout=5)
+    await works(prefill, decode, source, target)
+
+
+async def test_an_endpoint_that_is_not_admitted(stage, source, target):
+    prefill, decode = await stage.pair(source, target, decode={"allow_peers": "tcp:10.*"})
+    with pytest.raises(UnreachableError, match="not admitted"):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    await quiet(prefill, decode)
+
+
+async def test_another_secret(stage, source, target):
+    workers = await stage.pair(
+        source, target, prefill={"secret": "one secret of 24 letters"}, decode={"secret": "two secret of 24 letters"}
+    )
+    with pytest.raises(UnreachableError):
+        await workers[1].fetch(workers[0].engine.ticket("r"), [1], tokens=range(4), timeout=5)
+
+
+async def test_a_worker_that_does_not_answer_in_time(stage, source, target):
+    decode = await stage.worker("decode", target, handshake_timeout=0.05)
+    heard = []
+    silent = await asyncio.start_unix_server(
+        lambda *streams: heard.append(streams), decode.card.endpoint[5:] + ".silent"
+    )
+    ticket = {**decode.engine.ticket("r"), "endpoints": {"prefix": decode.card.endpoint + ".silent"}}
+    try:
+        with pytest.raises(UnreachableError, match=r"no handshake within 0\.05 s"):
+            await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
+    finally:
+        silent.close()
+        heard[0][1].close()
+        Path(decode.card.endpoint[5:] + ".silent").unlink()  # noqa: ASYNC240 - takes no time
+
+
+# --- what strangers send to the listening socket
+
+
+def frame(payload):
+    return struct.pack("<I", len(payload)) + payload
+
+
+HELLO = Hello(1, 1, "x", "stranger", b"e" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 500)
+STRANGE = {
+    "nothing": b"",
+    "half a length": b"\x01",
+    "half a frame": frame(b"\x91\x01" * 20)[:-3],
+    "oversized": struct.pack("<I", 0xFFFF_FFFF) + b"x" * 100,
+    "oversized before hello": struct.pack("<I", 65537) + b"x" * 100,
+    "garbage": frame(os.urandom(200)),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "json": frame(json.dumps({"hello": 1}).encode()),
+    "nested": frame(b"\x91" * 60000),
+    "empty frame": frame(b""),
+    "a message before hello": encode(Ping()),
+    "hello twice": encode(HELLO) * 2,
+    "goodbye": encode(Goodbye()),
+    "a session frame after hello": encode(HELLO) + encode(Cancel(1)),
+    "impossible rank": encode(msgspec.structs.replace(HELLO, rank=5)),
+    "other version": encode(msgspec.structs.replace(HELLO, wire=9, wire_min=9)),
+}
+
+
+@pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE.keys())
+async def test_strangers_disturb_nobody(pair, source, target, data, network):
+    prefill, decode = pair
+    network.hold("decode")
+    offer = prefill.offer("r", [1], tokens=4)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4))
+    reader, writer = await asyncio.open_unix_connection(prefill.card.endpoint[5:])
+    writer.write(data)
+    if data and not STRANGE["half a frame"].startswith(data):
+        async with asyncio.timeout(3):  # answered or not, it is closed: at once, or when the handshake took too long
+            await reader.read()
+    writer.close()
+    network.release("decode")
+    await transfer
+    await offer.released()
+    await works(prefill, decode, source, target)
+    await eventually(lambda: not prefill._greeting)
+    assert len(prefill._links) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("Accept", {"digest": b"x" * 32}),
+        ("Accept", {"bytes": 1}),
+        ("Accept", {"chunks": 7}),
+        ("Accept", {"tokens_per_chunk": 0}),
+        ("Accept", {"route": 2}),
+        ("Accept", {"route": 77}),
+        ("Accept", {"spans": []}),
+    ],
+    ids=str,
+)
+async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, monkeypatch, kind, change):
+    from kvxfer.protocol.messages import Route
+
+    if "route" in change:
+        change = {"route": Route(change["route"])}
+    prefill, decode = await stage.pair(source, target, trust="none")
+    real = type(decode).received
+
+    def received(self, link, message):
+        edited = msgspec.structs.replace(message, **change) if type(message).__name__ == kind else message
+        real(self, link, edited)
+
+    monkeypatch.setattr(type(decode), "received", received)
+    untouched = Copied(target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    with pytest.raises((TransferFailedError, RefusedError)) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    assert caught.value.reason is (Code.NO_COMMON_ROUTE if "route" in change else Code.PLAN_DIFFERS)
+    untouched.check()
+    monkeypatch.setattr(type(decode), "received", real)
+    await quiet(prefill, decode)
+    await works(prefill, decode, source, target)
+    await offer.withdraw()
+
+
+@pytest.mark.parametrize("grant", ["short", "outside", "own arena"])
+async def test_a_grant_that_does_not_fit_is_not_written(stage, source, target, monkeypatch, grant):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    real = type(prefill).received
+    arena = decode._site.staging
+
+    def received(self, link, message):
+        if type(message).__name__ == "Reserve":
+            change = {
+                "short": {"length": message.grants[0].length - 1},
+                "outside": {"address": arena.address + arena.length - 8},
+                "own arena": {"address": target.memory[0].data_ptr()},
+            }[grant]
+            message = msgspec.structs.replace(
+                message, grants=[msgspec.structs.replace(one, **change) for one in message.grants]
+            )
+        real(self, link, message)
+
+    monkeypatch.setattr(type(prefill), "received", received)
+    untouched = Copied(target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    with pytest.raises(TransferFailedError):
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    untouched.check()
+    assert not stage.network.log
+    monkeypatch.setattr(type(prefill), "received", real)
+    await quiet(prefill, decode)
+    await works(prefill, decode, source, target)
+    await offer.withdraw()
+
+
+async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, target):
+    prefill, decode = await stage.pair(
+        source, target, route="staged", decode={"grant_lease": 0.2}, prefill={"grant_lease": 5}
+    )
+    share = decode._site.receive_desk.share
+    full = await decode._site.receive_desk.acquire("other", share.capacity, 1)
+    prefill.offer("r", [1, 2], tokens=8)
+    with pytest.raises(TransferFailedError, match=r"receive share of the arena and passed its deadline") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
+    assert caught.value.reason is Code.ARENA
+    decode._site.receive_desk.release(full)
+    await quiet(prefill, decode)
+    await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+
+
+async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target):
+    decode = await stage.worker("decode", target, grant_lease=100)
+    desk = decode._site.receive_desk
+    full = await desk.acquire("a", desk.share.capacity, 1)
+    waiting = asyncio.create_task(desk.acquire("b", desk.share.capacity, 100))
+    await asyncio.sleep(0)
+    desk.quarantine(full, "silent")
+    with pytest.raises(ArenaError, match="in quarantine"):
+        async with asyncio.timeout(2):
+            await waiting
+    desk.settle(full)

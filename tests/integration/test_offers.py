@@ -1,0 +1,498 @@
+"""Offers: in whatever order things happen, how they end, and what a ticket is worth."""
+
+import asyncio
+
+import pytest
+import torch
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import (
+    BlocksError,
+    Code,
+    Expired,
+    MismatchError,
+    RefusedError,
+    Released,
+    RequestError,
+    TicketError,
+    TokensError,
+    TransferFailedError,
+    Withdrawn,
+)
+
+FAST = {"heartbeat": 0.02, "peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
+TOKENS = range(8)
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+@pytest.fixture
+async def pair(stage, source, target):
+    return await stage.pair(source, target)
+
+
+def frames(worker, kind):
+    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
+
+
+async def parked(prefill, kind="Fetch", count=1):
+    await eventually(lambda: frames(prefill, kind) >= count)
+
+
+def refused(code):
+    """What a fetch raises that the peer refused with this code."""
+    return pytest.raises(RefusedError, check=lambda error: error.reason is code)
+
+
+# --- in any order
+
+
+async def test_a_fetch_may_come_before_its_offer(pair, source, target):
+    prefill, decode = pair
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4, 5], tokens=TOKENS, timeout=5)
+    await parked(prefill)
+    copied = Copied(target).bring(source, [1, 2], [4, 5], TOKENS)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await transfer
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(*pair)
+
+
+async def test_a_claim_may_come_before_its_offer(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill=FAST, decode=FAST)
+    claim = decode.claim(prefill.engine.ticket("r"))
+    await parked(prefill, "Claim")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await parked(prefill, "Claim", 12)  # many renewals: longer than any lease
+    assert not offer.wait_end().done()
+    claim.close()
+    claim.close()
+    ending = await offer.released()
+    assert isinstance(ending, Expired)
+    assert "stopped renewing" in ending.reason
+
+
+async def test_a_release_may_come_before_its_offer(pair):
+    prefill, decode = pair
+    await decode.decline(prefill.engine.ticket("r"))
+    await parked(prefill, "Release")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_a_fetch_that_was_cancelled_before_its_offer_does_not_hold_it(pair, source, target):
+    prefill, decode = pair
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4)))
+    await parked(prefill)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await quiet(*pair)
+    offer = prefill.offer("r", [1], tokens=4)
+    copied = Copied(target).bring(source, [1], [4], range(4))
+    await decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4), timeout=5)
+    copied.check()
+    async with asyncio.timeout(2):
+        assert isinstance(await offer.released(), Released)
+
+
+async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair):
+    prefill, decode = pair
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4))
+    await parked(prefill)
+    transfer.cancel()
+    await quiet(*pair)
+    offer = prefill.offer("r", [1], tokens=4)
+    async with asyncio.timeout(2):
+        assert isinstance(await offer.withdraw(), Withdrawn)
+
+
+async def test_what_is_parked_is_bounded(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill={"max_parked": 2})
+    waiting = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
+    await parked(prefill, count=2)
+    with refused(Code.TOO_MANY):
+        await decode.fetch(prefill.engine.ticket("r2"), [2], tokens=range(4), timeout=5)
+    again = decode.start_fetch(prefill.engine.ticket("r1"), [3], tokens=range(4))  # of a request that is parked
+    await parked(prefill, count=4)
+    offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(2)]
+    await asyncio.gather(*waiting, again, return_exceptions=True)
+    assert {type(await offer.released()) for offer in offers} == {Released}
+
+
+async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill={"max_transfers": 1})
+    waiting = decode.start_fetch(prefill.engine.ticket("late"), [0], tokens=range(4))
+    await parked(prefill)
+    with refused(Code.TOO_MANY):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    offer = prefill.offer("r", [1], tokens=4)
+    await decode.decline(prefill.engine.ticket("r"))
+    async with asyncio.timeout(2):
+        assert isinstance(await offer.released(), Released)
+    waiting.cancel()
+
+
+# --- leases
+
+
+async def test_an_offer_that_nobody_claims_expires(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill=FAST)
+    offer = prefill.offer("r", [1], tokens=4)
+    ending = await offer.released()
+    assert isinstance(ending, Expired)
+    assert "nobody claimed it" in ending.reason
+    with refused(Code.TICKET_EXPIRED):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+
+
+async def test_a_fetch_whose_offer_never_comes_is_told_so(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill=FAST)
+    with refused(Code.NEVER_OFFERED):
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    await quiet(prefill, decode)
+
+
+async def test_a_transfer_at_work_keeps_its_offer(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill=FAST, route="staged")
+    stage.network.hold("decode")
+    offer = prefill.offer("r", [1], tokens=4)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    loop = asyncio.get_running_loop()
+    beyond = loop.create_future()
+    loop.call_later(0.4, beyond.set_result, None)  # two leases
+    await beyond
+    assert not offer.wait_end().done()
+    stage.network.release("decode")
+    await transfer
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_decline_frees_at_once_though_a_transfer_runs(stage, pair):
+    prefill, decode = pair
+    offer = prefill.offer("r", [1], tokens=4, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
+    await parked(prefill)
+    await decode.decline(prefill.engine.ticket("r"))
+    async with asyncio.timeout(2):
+        assert isinstance(await offer.released(), Released)
+    with pytest.raises(TransferFailedError) as caught:
+        await transfer
+    assert caught.value.reason is Code.TICKET_RELEASED
+    await quiet(*pair)
+
+
+# --- withdrawn in every state
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+@pytest.mark.parametrize("state", ["unclaimed", "claimed", "waiting", "in flight", "released", "withdrawn"])
+async def test_withdraw(stage, source, target, route, state):
+    prefill, decode = await stage.pair(source, target, route=route)
+    ticket = prefill.engine.ticket("r")
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=state == "waiting")
+    untouched = Copied(target)
+    transfer = None
+    if state == "claimed":
+        decode.claim(ticket)
+        await parked(prefill, "Claim")
+    elif state == "waiting":
+        transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
+        await eventually(lambda: transfer._layers and frames(decode, "Accept"))
+    elif state == "in flight":
+        stage.network.hold("*")
+        transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
+        await eventually(lambda: stage.network.held("*"))
+    elif state == "released":
+        await decode.fetch(ticket, [1, 2], tokens=TOKENS)
+        await offer.released()
+    elif state == "withdrawn":
+        await offer.withdraw()
+    withdrawing = asyncio.create_task(offer.withdraw())
+    if state == "in flight":
+        await eventually(lambda: offer.state.value == "ending")
+        await asyncio.sleep(0)
+        assert not withdrawing.done()  # our post still reads the blocks, or the peer does
+        stage.network.release("*")
+    async with asyncio.timeout(2):
+        ending = await withdrawing
+    assert isinstance(ending, Released if state == "released" else Withdrawn)
+    if transfer is not None:
+        with pytest.raises(TransferFailedError, match="withdrawn"):
+            await transfer
+    if state not in {"released", "in flight"}:
+        untouched.check()
+    code = Code.TICKET_RELEASED if state == "released" else Code.OFFER_WITHDRAWN
+    with refused(code):
+        await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
+    await quiet(prefill, decode)
+
+
+# --- again, and by somebody else
+
+
+async def test_the_same_ticket_may_be_tried_again(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    for _ in range(3):
+        stage.network.refuse_next("decode")
+        with pytest.raises(TransferFailedError) as caught:
+            await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=TOKENS, timeout=5)
+        assert caught.value.reason is Code.FABRIC
+    copied = Copied(target).bring(source, [1, 2], [1, 2], TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert len((await offer.released()).stats) == 4
+    await quiet(prefill, decode)
+
+
+async def test_another_decode_engine_takes_over(stage, source, target):
+    prefill, first = await stage.pair(source, target, prefill={"route": "staged"})
+    other = Cache()
+    second = await stage.worker("second", other)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    ticket = prefill.engine.ticket("r")
+    stage.network.hold("decode")
+    started = first.start_fetch(ticket, [1, 2], tokens=TOKENS, timeout=5)
+    await eventually(lambda: stage.network.held("decode"))
+    stage.network.hold("second")
+    taken = second.start_fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
+    await eventually(lambda: stage.network.held("second"))
+    stage.network.release("decode")
+    with pytest.raises(TransferFailedError) as caught:
+        await started
+    assert caught.value.reason is Code.SUPERSEDED
+    # what the first engine still sends of its own accord does not take it back
+    await first.decline(ticket)
+    before = frames(prefill, "Claim")
+    first.claim(ticket).close()
+    await parked(prefill, "Claim", before + 1)
+    assert not offer.wait_end().done()
+    copied = Copied(other).bring(source, [1, 2], [3, 4], TOKENS)
+    stage.network.release("second")
+    await taken
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, first, second)
+
+
+async def test_a_ticket_is_worth_nothing_after_the_release(pair):
+    prefill, decode = pair
+    offer = prefill.offer("r", [1], tokens=4)
+    await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    await offer.released()
+    with refused(Code.TICKET_RELEASED):
+        await decode.fetch(prefill.engine.ticket("r"), [2], tokens=range(4), timeout=5)
+    decode.claim(prefill.engine.ticket("r")).close()
+    await decode.decline(prefill.engine.ticket("r"))
+    await quiet(*pair)
+
+
+async def test_an_id_is_used_once(stage, source, target):
+    prefill, decode = await stage.pair(source, target, prefill={"max_offers": 2})
+    offer = prefill.offer("r", [1], tokens=4)
+    with pytest.raises(RequestError, match="is live"):
+        prefill.offer("r", [2], tokens=4)
+    again = prefill.offer("r", [2], tokens=4, attempt=1)
+    with pytest.raises(RequestError, match="max_offers is 2"):
+        prefill.offer("s", [2], tokens=4)
+    await offer.withdraw()
+    with pytest.raises(RequestError, match="just used"):
+        prefill.offer("r", [2], tokens=4)
+    copied = Copied(target).bring(source, [2], [2], range(4))
+    await decode.fetch(prefill.engine.ticket("r", attempt=1), [2], tokens=range(4), timeout=5)
+    copied.check()
+    await again.released()
+
+
+async def test_an_offer_needs_an_id_that_fits_a_ticket(pair):
+    for request_id, attempt in (("", 0), ("x" * 257, 0), ("r", -1)):
+        with pytest.raises(RequestError, match="no ticket can be made"):
+            pair[0].offer(request_id, [1], tokens=4, attempt=attempt)
+    assert pair[0].describe()["offers"] == 0
+
+
+async def test_tickets_that_were_forged_cut_or_edited(pair):
+    prefill, decode = pair
+    prefill.offer("r", [1], tokens=4)
+    ticket = prefill.engine.ticket("r")
+    edits = [{"mac": "00" * 16}, {"request": "s"}, {"attempt": 1}, {"mac": ticket["mac"][:-2]}]
+    for edit in edits:
+        with refused(Code.TICKET_FORGED):
+            await decode.fetch({**ticket, **edit}, [1], tokens=range(4), timeout=5)
+    with pytest.raises(MismatchError) as caught:
+        await decode.fetch({**ticket, "epoch": "ab" * 16}, [1], tokens=range(4), timeout=5)
+    assert caught.value.fields == {"epoch": ("ab" * 16, ticket["epoch"])}
+    broken = [{}, None, [], "ticket", {**ticket, "v": 2}, {**ticket, "mac": "zz"}, {**ticket, "more": 1}]
+    broken += [{key: value for key, value in ticket.items() if key != gone} for gone in ("mac", "epoch", "request")]
+    for one in broken:
+        with pytest.raises(TicketError):
+            decode.start_fetch(one, [1], tokens=range(4))
+        with pytest.raises(TicketError):
+            decode.claim(one)
+    decode.claim({**ticket, "request": "forged"}).close()
+    await parked(prefill, "Claim")
+    assert not prefill._sender.book._early
+    await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
+    await quiet(*pair)
+
+
+# --- streaming
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_streaming_by_layers(stage, route):
+    source, target = Cache(layers=range(4)), Cache(layers=range(4), layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(1, 8), timeout=5)
+    for layer in range(4):
+        source.memory[layer] += 1  # the layer is computed now
+        copied = Copied(target)
+        copied.expected = {
+            one: Copied(target).bring(source, [1, 2], [3, 4], range(1, 8)).expected[one]
+            if one <= layer
+            else target.memory[one].clone()
+            for one in range(4)
+        }
+        offer.ready(layers=[layer])
+        await transfer.layers(0, layer + 1)
+        copied.check()
+        assert not transfer.done
+    offer.finish(b"the first token")
+    assert (await transfer).payload == b"the first token"
+    await transfer.layers(0, 4)
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_streaming_step_by_step_and_by_tokens(stage, route):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4, 5, 6, 7], tokens=range(2, 14), timeout=5)
+    copied = Copied(target).bring(source, [3, 2, 1, 0], [4, 5, 6, 7], range(2, 14))
+    for start, stop, blocks in ((0, 3, [3]), (3, 4, []), (4, 9, [2, 1]), (9, 16, [0])):
+        offer.extend(blocks, tokens=range(start, stop))
+        offer.ready(tokens=stop)
+    offer.finish(b"done")
+    assert (await transfer).payload == b"done"
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_a_prefix_goes_before_the_offer_is_complete(pair, source, target):
+    prefill, decode = pair
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4), timeout=5)
+    offer.extend([1], tokens=range(4))
+    offer.ready()
+    copied = Copied(target).bring(source, [1], [4], range(4))
+    await transfer.layers(0, 2)
+    copied.check()
+    offer.extend([2], tokens=range(4, 6))
+    offer.ready()
+    offer.finish()
+    await transfer
+
+
+async def test_streaming_mistakes_change_nothing(pair, source, target):
+    prefill, decode = pair
+    for wrong in ({"payload": b"x"}, {"after": object()}, {"blocks": [1]}, {"tokens": 4}):
+        with pytest.raises(RequestError):
+            prefill.offer("w", streaming=True, **wrong)
+    with pytest.raises(RequestError, match="needs blocks= and tokens="):
+        prefill.offer("w", [1])
+    offer = prefill.offer("r", streaming=True)
+    with pytest.raises(TokensError, match="without any token"):
+        offer.finish()
+    with pytest.raises(TokensError, match="outside the 0 tokens"):
+        offer.ready()
+    with pytest.raises(TokensError, match="do not continue"):
+        offer.extend([1], tokens=range(4, 8))
+    offer.extend([1], tokens=range(4))
+    for tokens in (range(3, 8), range(5, 8), range(8)):
+        with pytest.raises(TokensError, match="do not continue"):
+            offer.extend([2], tokens=tokens)
+    with pytest.raises(BlocksError, match="reach up to token 4, but 8 are needed"):
+        offer.extend([], tokens=range(4, 8))
+    with pytest.raises(BlocksError, match="outside"):
+        offer.extend([99], tokens=range(4, 8))
+    with pytest.raises(TokensError, match="layer 9 is not held"):
+        offer.ready(layers=[0, 9])
+    with pytest.raises(TokensError, match="outside the 4 tokens"):
+        offer.ready(tokens=5)
+    with pytest.raises(TokensError, match="layer 0 is ready up to token 0 of 4; call ready"):
+        offer.finish()
+    offer.ready(layers=[1])
+    with pytest.raises(TokensError, match="layer 0"):
+        offer.finish()
+    offer.ready(tokens=2)
+    with pytest.raises(TokensError, match="layer 0 is ready up to token 2 of 4"):
+        offer.finish()
+    offer.ready()
+    with pytest.raises(TokensError, match="65536"):
+        offer.finish(b"x" * 65537)
+    offer.finish(b"y")
+    for late in (offer.finish, offer.ready, lambda: offer.extend([2], tokens=range(4, 8))):
+        with pytest.raises(RequestError, match="finished"):
+            late()
+    copied = Copied(target).bring(source, [1], [5], range(4))
+    result = await decode.fetch(prefill.engine.ticket("r"), [5], tokens=range(4), timeout=5)
+    assert result.payload == b"y"
+    copied.check()
+    await offer.released()
+    with pytest.raises(RequestError, match="ended"):
+        offer.ready()
+
+
+async def test_state_is_never_that_of_another_token(stage):
+    sources = [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+    targets = [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+    prefill, decode = await stage.pair(sources, targets)
+    offer = prefill.offer("r", streaming=True)
+    offer.extend({"full": [1, 2], "state": [0]}, tokens=range(4))
+    offer.ready()
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
+    await transfer.layers(0, 1)
+    offer.extend({"full": [], "state": []}, tokens=range(4, 8))
+    with pytest.raises(TransferFailedError) as caught:
+        await transfer
+    assert caught.value.reason is Code.TOKENS
+    sources[1].memory[7] += 1
+    offer.ready()
+    offer.finish()
+    await decode.fetch(prefill.engine.ticket("r"), {"full": [1, 2], "state": [1]}, tokens=range(8), timeout=5)
+    assert torch.equal(targets[1].memory[7][:, 1], sources[1].memory[7][:, 0])
+    with refused(Code.TICKET_RELEASED):
+        await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
+
+
+async def test_a_fetch_that_ends_before_the_state_is_refused(stage):
+    caches = [[Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)] for _ in range(2)]
+    prefill, decode = await stage.pair(*caches)
+    prefill.offer("r", {"full": [1, 2], "state": [0]}, tokens=8)
+    with refused(Code.TOKENS):
+        await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
+
+
+async def test_cancelling_released_changes_nothing(pair):
+    prefill, decode = pair
+    offer = prefill.offer("r", [1], tokens=4)
+    waiting = asyncio.create_task(offer.released())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    assert isinstance(await offer.released(), Released)

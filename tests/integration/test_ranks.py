@@ -1,0 +1,175 @@
+"""Engines of several ranks: who sends what to whom, whose ticket it is, and when the blocks are free."""
+
+import asyncio
+import itertools
+
+import pytest
+from stage import KEY, Cache, Copied, eventually, quiet
+
+from kvxfer import MismatchError, Released, TicketError, UnreachableError
+from kvxfer.tickets import Issuer
+
+HEADS = 8
+
+
+def split(ranks):
+    """Ranges of heads that cover all, as even as they come."""
+    edges = [HEADS * rank // ranks for rank in range(ranks + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+async def engines(stage, theirs, ours, **config):
+    sources = [Cache(heads=heads) for heads in theirs]
+    targets = [Cache(heads=heads, layout="HND", block_tokens=8) for heads in ours]
+    prefill, card = await stage.engine("prefill", sources, **config)
+    decode, _ = await stage.engine("decode", targets, **config)
+    return prefill, decode, sources, targets, card
+
+
+@pytest.mark.parametrize("issuer", ["first", "last", "scheduler"])
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (4, 2), (2, 4), (3, 2)])
+async def test_heads_are_divided_and_every_offer_is_released(stage, theirs, ours, issuer):
+    prefill, decode, sources, targets, card = await engines(stage, split(theirs), split(ours))
+    tokens = range(2, 15)
+    offers = [rank.offer("r", [3, 1, 2, 0], tokens=16, payload=b"p") for rank in prefill]
+    by = {"first": prefill[0].engine, "last": prefill[-1].engine}
+    ticket = (
+        by[issuer].ticket("r") if issuer in by else Issuer(prefill[0].engine.card, prefill[0].engine._key).ticket("r")
+    )
+    copied = [Copied(target) for target in targets]
+    for one in copied:
+        for source in sources:
+            one.bring(source, [3, 1, 2, 0], [5, 4], tokens)
+    results = await asyncio.gather(*(rank.fetch(ticket, [5, 4], tokens=tokens, timeout=10) for rank in decode))
+    for one in copied:
+        one.check()
+    assert all(result.payload == b"p" for result in results)
+    endings = await asyncio.gather(*(offer.released() for offer in offers))
+    assert {type(ending) for ending in endings} == {Released}
+    assert sum(stats.bytes for ending in endings for stats in ending.stats) == 13 * HEADS * 2 * 2 * 32
+    await quiet(*prefill, *decode)
+    assert card.world == theirs
+
+
+async def test_replicated_latents_come_from_one_owner_each(stage):
+    sources = [Cache(layout="MLA", heads=range(1), dim=16) for _ in range(2)]
+    for layer, memory in sources[1].memory.items():
+        memory.copy_(sources[0].memory[layer])
+    targets = [Cache(layout="MLA", heads=range(1), dim=16) for _ in range(2)]
+    prefill, _ = await stage.engine("prefill", sources)
+    decode, _ = await stage.engine("decode", targets)
+    offers = [rank.offer("r", [1, 2], tokens=8) for rank in prefill]
+    copied = [Copied(target).bring(sources[0], [1, 2], [3, 4], range(8)) for target in targets]
+    ticket = prefill[0].engine.ticket("r")
+    results = await asyncio.gather(*(rank.fetch(ticket, [3, 4], tokens=range(8), timeout=10) for rank in decode))
+    for one in copied:
+        one.check()
+    assert all(len(result.stats.peers) == 1 for result in results)
+    assert results[0].stats.peers[0].split("@")[0] != results[1].stats.peers[0].split("@")[0]  # the load is spread
+    assert {type(await offer.released()) for offer in offers} == {Released}
+    await quiet(*prefill, *decode)
+
+
+async def test_a_rank_from_which_nothing_is_needed_may_be_away(stage):
+    sources = [Cache(layers=[0]), Cache(layers=[1])]
+    target = Cache(layers=[1])
+    prefill, _ = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", target)
+    offer = prefill[1].offer("r", [1], tokens=4)
+    ticket = prefill[1].engine.ticket("r")
+    await prefill[0].aclose()
+    copied = Copied(target).bring(sources[1], [1], [2], range(4))
+    await decode.fetch(ticket, [2], tokens=range(4), timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill[1], decode)
+
+
+async def test_a_rank_that_is_needed_and_away_fails_the_fetch_by_its_name(stage):
+    sources, target = [Cache(layers=[0]), Cache(layers=[1])], Cache(layers=[0, 1])
+    prefill, _ = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", target)
+    offer = prefill[1].offer("r", [1], tokens=4)
+    ticket = prefill[1].engine.ticket("r")
+    away = prefill[0].card.endpoint
+    await prefill[0].aclose()
+    untouched = Copied(target)
+    with pytest.raises(UnreachableError) as caught:
+        await decode.fetch(ticket, [2], tokens=range(4), timeout=5)
+    assert caught.value.peer == away
+    untouched.check()
+    await offer.withdraw()
+    await quiet(prefill[1], decode)
+
+
+async def test_one_failing_rank_stops_the_others(stage):
+    prefill, (decode,), sources, (target,), _ = await engines(stage, split(2), split(1), route="staged")
+    offers = [rank.offer("r", [0, 1], tokens=8) for rank in prefill]
+    stage.network.refuse_next("decode0")
+    with pytest.raises(Exception, match="refuse") as caught:
+        await decode.fetch(prefill[0].engine.ticket("r"), [2], tokens=range(8), timeout=5)
+    assert caught.value.blocks == {"default": (2,)}
+    await quiet(*prefill, decode)
+    copied = Copied(target)  # the same ticket again
+    for source in sources:
+        copied.bring(source, [0, 1], [2], range(8))
+    await decode.fetch(prefill[0].engine.ticket("r"), [2], tokens=range(8), timeout=5)
+    copied.check()
+    assert {type(await offer.released()) for offer in offers} == {Released}
+
+
+async def test_nothing_goes_before_join(stage):
+    sources = [Cache(heads=heads) for heads in split(2)]
+    prefill, card = await stage.engine("prefill", sources, join=False)
+    decode = await stage.worker("decode", Cache(heads=range(8)))
+    with pytest.raises(TicketError, match=r"rank 0 of 2: call worker\.join"):
+        prefill[0].offer("r", [0], tokens=4)
+    with pytest.raises(TicketError, match=r"call worker\.join"):
+        _ = prefill[1].engine
+    with pytest.raises(TicketError, match=r"call worker\.join"):
+        prefill[1].start_fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4))
+    assert len(prefill[0]._sender.book) == 0
+    # a decode rank that comes too early is not shut out for good
+    with pytest.raises(MismatchError):
+        await decode.fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=5)
+    for rank in prefill:
+        rank.join(card, key=KEY)
+    offers = [rank.offer("r", [0], tokens=4) for rank in prefill]
+    await decode.fetch(Issuer(card, KEY).ticket("r"), [0], tokens=range(4), timeout=5)
+    assert {type(await offer.released()) for offer in offers} == {Released}
+
+
+async def test_join_refuses_what_is_not_its_engine(stage):
+    prefill, card = await stage.engine("prefill", [Cache(), Cache()], join=False)
+    one = await stage.worker("other", Cache())
+    with pytest.raises(TicketError, match="the card is of"):
+        one.join(card, key=KEY)
+    with pytest.raises(TicketError, match="32 bytes"):
+        prefill[0].join(card, key=b"short")
+    with pytest.raises(TicketError, match="no engine card"):
+        prefill[0].join({"engine": "x"}, key=KEY)
+    prefill[0].join(card.to_dict(), key=KEY)
+    assert prefill[0].engine.ticket("r") == Issuer(card, KEY).ticket("r")
+
+
+async def test_a_decode_rank_that_declines_alone_does_not_free_the_others_blocks(stage):
+    prefill, decode, sources, targets, _ = await engines(stage, split(1), split(2))
+    offer = prefill[0].offer("r", [0, 1], tokens=8)
+    ticket = prefill[0].engine.ticket("r")
+    await decode[0].decline(ticket)
+    copied = Copied(targets[1]).bring(sources[0], [0, 1], [3], range(8))
+    await decode[1].fetch(ticket, [3], tokens=range(8), timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+async def test_each_rank_releases_for_itself(stage):
+    prefill, decode, _, _, _ = await engines(stage, split(1), split(2))
+    offer = prefill[0].offer("r", [0, 1], tokens=8)
+    ticket = prefill[0].engine.ticket("r")
+    await decode[0].fetch(ticket, [3], tokens=range(8), timeout=5)
+    await decode[0].decline(ticket)  # the same rank twice is one rank
+    await eventually(lambda: prefill[0].describe()["metrics"]["frames_received"]["Release"] == 2)
+    assert not offer.wait_end().done()
+    await decode[1].fetch(ticket, [3], tokens=range(8), timeout=5)
+    assert isinstance(await offer.released(), Released)

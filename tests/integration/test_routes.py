@@ -1,0 +1,292 @@
+"""Every route with every shape of request: every byte of the destination, and what both ends say of it."""
+
+import asyncio
+
+import pytest
+import torch
+from stage import Cache, Copied, quiet
+
+from kvxfer import READY, Released, Span
+from kvxfer.fabric.loopback import LoopbackTransport
+
+ROUTES = ["staged", "direct", "pull"]
+
+
+@pytest.fixture(params=ROUTES)
+def route(request):
+    return request.param
+
+
+async def move(prefill, decode, source, target, ids, into, tokens, *, offered=None, request="r", payload=b""):
+    """Offer, fetch, compare every byte, release, and see that nothing is left."""
+    offered = tokens.stop if offered is None else offered
+    copied = Copied(target).bring(source, ids, into, tokens)
+    before = source.clone()
+    offer = prefill.offer(request, ids, tokens=offered, payload=payload)
+    result = await decode.fetch(prefill.engine.ticket(request), into, tokens=tokens, timeout=10)
+    copied.check()
+    ending = await offer.released()
+    assert isinstance(ending, Released)
+    assert all(torch.equal(source.memory[layer], kept) for layer, kept in before.items())
+    await quiet(prefill, decode)
+    return result, ending
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "into"),
+    [
+        (range(1), [3], [5]),
+        (range(4), [3], [0]),
+        (range(7), [3, 1], [15, 0]),
+        (range(2, 7), [3, 1], [15, 0]),
+        (range(5, 6), [3, 1], [7, 8]),
+        (range(64), list(range(15, -1, -1)), list(range(16))),
+        (range(33, 61), list(range(16)), [5, 3, 1, 0, 2, 4, 6, 8, 10, 12, 14, 7, 9, 11, 13, 15]),
+    ],
+    ids=str,
+)
+async def test_every_byte_of_a_request(stage, route, tokens, ids, into):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    await move(prefill, decode, source, target, ids, into, tokens, offered=len(ids) * 4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"block_tokens": 4}, {"block_tokens": 8}),
+        ({"block_tokens": 8}, {"block_tokens": 4, "blocks": 20}),
+        ({"block_tokens": 6, "layout": "HND"}, {"block_tokens": 4}),
+        ({"layout": "NHD"}, {"layout": "HND"}),
+        ({"layout": "HND", "dtype": torch.float64}, {"layout": "HND", "dtype": torch.float64}),
+        ({"layout": "MLA", "heads": range(1), "dim": 33}, {"layout": "MLA", "heads": range(1), "dim": 33}),
+        ({"layers": range(6)}, {"layers": [1, 4]}),
+        ({"heads": range(8)}, {"heads": range(2, 5)}),
+    ],
+    ids=str,
+)
+async def test_any_layout_to_any_layout(stage, route, theirs, ours):
+    source, target = Cache(**theirs), Cache(**ours)
+    prefill, decode = await stage.pair(source, target, route=route)
+    tokens = range(3, 29)
+    ids = list(range(1, 2 - (-32 // source.block_tokens)))
+    into = list(range(-(-32 // target.block_tokens), 0, -1))
+    await move(prefill, decode, source, target, ids, into, tokens, offered=29)
+
+
+async def test_a_request_larger_than_the_arena_goes_through_it(stage):
+    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
+    config = {"route": "staged", "arena_bytes": "8KiB", "chunk_bytes": "1KiB", "window": 3}
+    prefill, decode = await stage.pair(source, target, **config)
+    result, ending = await move(prefill, decode, source, target, list(range(64)), list(range(64)), range(256))
+    assert result.stats.bytes == 2 * 2 * 256 * 4 * 8 * 4 > 8 * 8192
+    assert result.stats.chunks == ending.stats[0].chunks >= 128
+    written = [entry for entry in stage.network.log if entry.dst == "decode"]
+    assert len({entry.address for entry in written}) < 16  # the same extents again and again
+
+
+async def test_chunks_of_different_ends_agree(stage, route):
+    source, target = Cache(blocks=32), Cache(blocks=32)
+    prefill, decode = await stage.pair(source, target, route=route, prefill={"chunk_bytes": "8KiB"})
+    await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(9, 126), offered=128)
+
+
+async def test_several_groups_and_state_without_tokens(stage, route):
+    def caches(layout):
+        return [
+            Cache(group="full", layout=layout),
+            Cache(group="window", layers=[2, 3], heads=range(2), block_tokens=2, layout=layout),
+            Cache(group="state", layers=[4], layout="state", blocks=5, dim=5),
+        ]
+
+    sources, targets = caches("NHD"), caches("HND")
+    prefill, decode = await stage.pair(sources, targets, route=route)
+    given = {"full": [4, 2, 0], "window": Span([9, 7], 8), "state": [1]}
+    wanted = {"full": [1, 3, 5], "window": Span([0, 1], 8), "state": [4]}
+    copied = [Copied(target) for target in targets]
+    copied[0].bring(sources[0], [4, 2, 0], [1, 3, 5], range(2, 11))
+    copied[1].bring(sources[1], [9, 7], [0, 1], range(8, 11), source_first=8, first=8)
+    copied[2].expected[4][:, 4] = sources[2].memory[4][:, 1]
+    offer = prefill.offer("r", given, tokens=11)
+    await decode.fetch(prefill.engine.ticket("r"), wanted, tokens=range(2, 11), timeout=10)
+    for one in copied:
+        one.check()
+    await offer.released()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("size", [0, 1, 65536])
+async def test_the_payload_arrives(stage, route, size):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    payload = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    result, _ = await move(prefill, decode, source, target, [1], [2], range(3), payload=payload)
+    assert result.payload == payload
+    assert result.request == "r"
+
+
+async def test_both_ends_say_what_happened(stage, route):
+    source, target = Cache(blocks=32), Cache(blocks=32, layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route)
+    result, ending = await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(128))
+    (sent,), got = ending.stats, result.stats
+    nbytes = 2 * 2 * 128 * 4 * 8 * 4
+    assert sent.route == got.route == route
+    assert route in sent.why
+    assert sent.bytes == got.bytes == nbytes
+    assert sent.chunks == got.chunks > 8
+    assert sent.pieces == got.pieces > 0
+    mine, theirs = (got, sent) if route == "pull" else (sent, got)
+    assert theirs.descriptors == 0
+    assert mine.descriptors >= (got.chunks if route == "staged" else 128 * 2 * 2)
+    assert len(got.peers) == len(sent.peers) == 1
+    assert got.peers[0].startswith("prefill[0/1]@")
+    assert sent.peers[0].startswith("decode[0/1]@")
+    for stats in (sent, got):
+        assert 0 < stats.duration < 10
+        assert 0 <= stats.wire <= stats.duration
+    assert mine.wire > 0
+    assert 0 < mine.posting <= mine.duration
+    assert (sent.gathering > 0) == (got.scattering > 0) == (route == "staged")
+    assert got.started <= got.first_byte <= got.finished
+    assert (decode.describe()["metrics"]["bytes"], decode.describe()["metrics"]["transfers"]) == (
+        {route: nbytes},
+        {"ok": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "taken"),
+    [
+        ({"route": "auto"}, {"route": "auto"}, "direct"),  # few pieces
+        ({"route": "direct"}, {"route": "staged"}, "staged"),
+        ({"route": "staged"}, {"route": "pull"}, "staged"),
+        ({"route": "auto"}, {"route": "pull"}, "pull"),
+        ({"route": "direct", "trust": "none"}, {"route": "direct"}, "staged"),
+        ({"route": "direct"}, {"route": "direct", "trust": "none"}, "staged"),
+        ({"arena_bytes": 0}, {}, "direct"),
+    ],
+    ids=str,
+)
+async def test_the_route_is_one_that_both_can(stage, prefill, decode, taken):
+    source, target = Cache(), Cache()
+    workers = await stage.pair(source, target, prefill=prefill, decode=decode)
+    result, _ = await move(*workers, source, target, [1, 2], [3, 4], range(1, 8), offered=8)
+    assert result.stats.route == taken
+
+
+async def test_an_untrusted_peer_is_told_no_address(stage):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, trust="none")
+    await move(prefill, decode, source, target, [1], [1], range(4))
+    for worker in (prefill, decode):
+        (link,) = worker._links
+        assert all(tensor.base == 0 for tensor in link.peer.body.tensors)
+    arenas = [worker._site.staging for worker in (prefill, decode)]
+    for entry in stage.network.log:
+        assert any(arena.address <= entry.address < arena.address + arena.length for arena in arenas)
+
+
+async def test_a_fetch_waits_for_after_before_it_writes(stage, route):
+    from stage import Gate
+
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    copied, untouched = Copied(target).bring(source, [1, 2], [3, 4], range(8)), Copied(target)
+    prefill.offer("r", [1, 2], tokens=8)
+    gate = Gate()
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
+    other = prefill.offer("other", [0], tokens=4)
+    await decode.fetch(prefill.engine.ticket("other"), [0], tokens=range(4), after=READY)
+    await other.released()
+    untouched.bring(source, [0], [0], range(4)).check()
+    assert not transfer.done
+    gate.fired = True
+    await transfer
+    copied.bring(source, [0], [0], range(4)).check()
+
+
+async def test_an_offer_is_read_only_after_its_event(stage, route):
+    from stage import Gate
+
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    gate = Gate()
+    prefill.offer("r", [1, 2], tokens=8, after=gate)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    prefill.offer("other", [0], tokens=4)
+    await decode.fetch(prefill.engine.ticket("other"), [0], tokens=range(4))
+    assert not transfer.done
+    source.memory[0] += 7  # prefill's last kernel
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    gate.fired = True
+    await transfer
+    copied.check()
+
+
+async def test_two_workers_that_fetch_from_each_other_with_small_arenas(stage):
+    caches = [Cache(blocks=64), Cache(blocks=64)]
+    config = {"route": "staged", "arena_bytes": "4KiB", "chunk_bytes": "1KiB"}
+    left, right = await stage.pair(*caches, **config)
+    halves = list(range(32)), list(range(32, 64))
+    copied = [
+        Copied(caches[1]).bring(caches[0], halves[0], halves[1], range(128)),
+        Copied(caches[0]).bring(caches[1], halves[0], halves[1], range(128)),
+    ]
+    for worker in (left, right):
+        for part in range(4):
+            worker.offer(f"r{part}", halves[0][part * 8 : part * 8 + 8], tokens=32)
+    await asyncio.gather(
+        *(
+            ours.fetch(
+                theirs.engine.ticket(f"r{part}"), halves[1][part * 8 : part * 8 + 8], tokens=range(32), timeout=10
+            )
+            for ours, theirs in ((left, right), (right, left))
+            for part in range(4)
+        )
+    )
+    for one in copied:
+        one.check()
+    await quiet(left, right)
+
+
+async def test_a_worker_may_fetch_from_itself(stage, route):
+    cache = Cache()
+    worker = await stage.worker("one", cache, route=route)
+    copied = Copied(cache).bring(cache, [0, 1], [8, 9], range(6))
+    worker.offer("r", [0, 1], tokens=6)
+    await worker.fetch(worker.engine.ticket("r"), [8, 9], tokens=range(6), timeout=5)
+    copied.check()
+    await quiet(worker)
+
+
+async def test_200_fetches_at_once(stage, route):
+    source, target = Cache(blocks=256, heads=range(2)), Cache(blocks=256, heads=range(2), layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route)
+    copied = Copied(target)
+    offers = []
+    for n in range(200):
+        offers.append(prefill.offer(f"r{n}", [n], tokens=4))
+        copied.bring(source, [n], [255 - n], range(n % 3, 4))
+    results = await asyncio.gather(
+        *(
+            decode.fetch(prefill.engine.ticket(f"r{n}"), [255 - n], tokens=range(n % 3, 4), timeout=20)
+            for n in range(200)
+        )
+    )
+    copied.check()
+    assert [result.request for result in results] == [f"r{n}" for n in range(200)]
+    assert {type(ending) for ending in await asyncio.gather(*(offer.released() for offer in offers))} == {Released}
+    await quiet(prefill, decode)
+
+
+async def test_links_and_lanes_are_opened_once(stage):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target)
+    for n in range(4):
+        prefill.offer(f"r{n}", [n], tokens=4)
+    fetches = [decode.fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=5) for n in range(4)]
+    await asyncio.gather(*fetches)
+    assert len(prefill._links) == len(decode._links) == 1
+    assert len(prefill._site.lanes) == 1
+    assert isinstance(prefill._assembly.transport, LoopbackTransport)

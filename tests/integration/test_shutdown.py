@@ -1,0 +1,319 @@
+"""Closing: twice, under way, after an exception, never; and nothing that is left behind."""
+# ruff: noqa: ASYNC240 - looking at a socket file takes no time
+
+import asyncio
+import gc
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+from stage import DEFAULTS, Cache, Copied, Gate, eventually, quiet
+
+from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, RequestError, Withdrawn
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.worker import Worker
+
+TOKENS = range(8)
+
+
+def make(name, cache, network, **config):
+    return Worker(cache.tensors, Config(**{**DEFAULTS, **config}), transport=LoopbackTransport(name, network))
+
+
+def left():
+    """What workers leave behind: threads, tasks, socket folders."""
+    return (
+        {thread.name for thread in threading.enumerate() if thread.name.startswith("kvxfer")},
+        {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("kvxfer")},
+        {path.name for path in Path(tempfile.gettempdir()).glob("kvxfer-*")},
+    )
+
+
+NOTHING = (set(), set(), set())
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    """Sockets of these tests alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+async def test_nothing_is_left(network):
+    source, target = Cache(), Cache()
+    async with make("p", source, network) as prefill, make("d", target, network) as decode:
+        prefill.offer("r", [1, 2], tokens=8)
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+        prefill.offer("never", [1], tokens=4)
+        waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4))
+        endpoint = Path(prefill.card.endpoint[5:])
+        assert endpoint.is_socket()
+        assert endpoint.parent.stat().st_mode & 0o777 == 0o700
+        assert all(left())
+        waiting.cancel()
+        await prefill._sender.book.offers[-1].withdraw()
+    assert left() == NOTHING
+    assert not network._agents
+
+
+async def test_close_twice_and_at_once(network):
+    worker = make("p", Cache(), network)
+    await worker.aclose()  # never entered: nothing to do
+    async with worker:
+        await asyncio.gather(worker.aclose(), worker.aclose(), worker.aclose(drain=False))
+        await worker.aclose()
+    await worker.aclose()
+    with pytest.raises(ClosedError, match="entered once"):
+        await worker.__aenter__()
+
+
+async def test_a_closed_worker_says_so(network):
+    other = make("o", Cache(), network)
+    worker = make("p", Cache(), network)
+    for call in (
+        lambda: worker.card,
+        lambda: worker.engine,
+        lambda: worker.offer("r", [1], tokens=4),
+        lambda: worker.start_fetch({}, [1], tokens=range(4)),
+    ):
+        with pytest.raises(ClosedError, match="not open"):
+            call()
+    async with other, worker:
+        ticket = other.engine.ticket("r")
+    for call in (
+        lambda: worker.offer("r", [1], tokens=4),
+        lambda: worker.claim(ticket),
+        lambda: worker.start_fetch(ticket, [1], tokens=range(4)),
+    ):
+        with pytest.raises(ClosedError, match="draining or closed"):
+            call()
+
+
+async def test_work_under_way_may_end(network):
+    source, target = Cache(), Cache()
+    async with make("p", source, network) as prefill, make("d", target, network) as decode:
+        offer = prefill.offer("r", streaming=True)
+        transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        await eventually(lambda: prefill.describe()["sending"])
+        closing = [asyncio.create_task(prefill.aclose()), asyncio.create_task(decode.aclose())]
+        await eventually(lambda: prefill.describe()["draining"] and decode.describe()["draining"])
+        with pytest.raises(ClosedError):
+            prefill.offer("s", [1], tokens=4)
+        with pytest.raises(ClosedError):
+            decode.start_fetch(prefill._site.issuer.ticket("s"), [1], tokens=range(4))
+        copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+        offer.extend([1, 2], tokens=TOKENS)
+        offer.ready()
+        offer.finish(b"end")
+        assert (await transfer).payload == b"end"
+        copied.check()
+        assert isinstance(await offer.released(), Released)
+        await asyncio.gather(*closing)
+
+
+async def test_a_drain_is_bounded(network):
+    source, target = Cache(), Cache()
+    async with make("p", source, network, drain_timeout=0.1) as prefill, make("d", target, network) as decode:
+        offer = prefill.offer("r", [1], tokens=4)
+        stream = prefill.offer("s", streaming=True)
+        transfer = decode.start_fetch(prefill.engine.ticket("s"), [3], tokens=range(4))
+        await eventually(lambda: prefill.describe()["sending"])
+        assert await prefill.drain() is False
+        began = time.monotonic()
+        await prefill.aclose()
+        assert time.monotonic() - began < 1
+        assert isinstance(await offer.released(), Withdrawn)
+        assert isinstance(await stream.released(), Withdrawn)
+        with pytest.raises(KvxferError, match="closing"):
+            await transfer
+        with pytest.raises(RequestError, match="ended"):
+            stream.extend([1], tokens=range(4))
+
+
+async def test_a_drain_tells_when_all_is_done(network):
+    source, target = Cache(), Cache()
+    async with make("p", source, network) as prefill, make("d", target, network) as decode:
+        prefill.offer("r", [1], tokens=4)
+        draining = asyncio.create_task(prefill.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
+        assert await draining is True
+        with pytest.raises(KvxferError, match="draining"):  # an offer that can never come
+            await decode.fetch(prefill.engine.ticket("s"), [3], tokens=range(4), timeout=5)
+
+
+async def test_an_exception_does_not_wait_for_the_drain(network):
+    began = time.monotonic()
+    offers = []
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the block is what is tested
+        async with make("p", Cache(), network, drain_timeout=60) as prefill:
+            offers.append(prefill.offer("r", [1], tokens=4))
+            raise ZeroDivisionError
+    assert time.monotonic() - began < 2
+    assert isinstance(await offers[0].released(), Withdrawn)
+
+
+def posted(worker):
+    """Whether a write is in flight."""
+    cells = [cell for outgoing in worker._sender._transfers.values() for cell in outgoing._cells.values()]
+    return any(cell.state.value == "posted" for cell in cells)
+
+
+async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):
+    """What may still be written is leaked, never freed, and whoever waits is told."""
+    source, target = Cache(), Cache()
+    prefill, decode = make("p", source, network, route="direct"), make("d", target, network)
+    async with prefill, decode:
+        offer = prefill.offer("r", [1, 2], tokens=8)
+        network.wedge("d")
+        transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        await eventually(lambda: posted(prefill))
+        began = time.monotonic()
+        await asyncio.gather(prefill.aclose(drain=False), decode.aclose(drain=False))
+        assert time.monotonic() - began < 6
+    with pytest.raises(MemoryInDoubt) as reading:
+        await offer.released()
+    with pytest.raises(MemoryInDoubt) as writing:
+        await transfer
+    for doubt in (reading, writing):
+        with pytest.raises(ClosedError, match="never reuse"):
+            await doubt.value.settled()
+    assert "fabric_left_open" in caplog.text
+    assert "memory_leaked" in caplog.text
+
+
+async def test_events_that_never_fire_do_not_keep_anything(network):
+    source, target = Cache(), Cache()
+    async with make("p", source, network) as prefill, make("d", target, network) as decode:
+        offer = prefill.offer("r", [1, 2], tokens=8, after=Gate())
+        prefill.offer("s", [1, 2], tokens=8)
+        first = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        second = decode.start_fetch(prefill.engine.ticket("s"), [5, 6], tokens=TOKENS, after=Gate())
+        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Accept") == 2)
+        first.cancel()
+        second.cancel()
+        async with asyncio.timeout(1):
+            await offer.withdraw()
+        await quiet(decode)
+        await eventually(lambda: prefill.describe()["sending"] == 0)
+        await prefill.aclose(drain=False)
+        await decode.aclose(drain=False)
+    assert left() == NOTHING
+
+
+async def test_strangers_do_not_outlive_the_worker(network):
+    async with make("p", Cache(), network, handshake_timeout=60) as worker:
+        reader, writer = await asyncio.open_unix_connection(worker.card.endpoint[5:])
+        await eventually(lambda: worker._greeting)
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_closing_while_connecting(network):
+    quiet_server = []
+    decode = make("d", Cache(), network, handshake_timeout=60)
+    async with decode:
+        path = decode.card.endpoint[5:] + ".silent"
+        server = await asyncio.start_unix_server(lambda *streams: quiet_server.append(streams), path)
+        ticket = {**decode.engine.ticket("r"), "endpoints": {"prefix": f"unix:{path}"}}
+        transfer = decode.start_fetch(ticket, [1], tokens=range(4))
+        decode.claim(ticket)
+        await eventually(lambda: quiet_server)
+        began = time.monotonic()
+        await decode.aclose(drain=False)
+        assert time.monotonic() - began < 3
+        with pytest.raises(ClosedError):
+            await transfer
+        server.close()
+        quiet_server[0][1].close()
+        Path(path).unlink()
+        Path(path).parent.rmdir()
+
+
+async def test_a_worker_that_was_never_closed_is_reported(network):
+    async with make("p", Cache(), network) as worker:
+        with pytest.warns(ResourceWarning, match="open> was never closed: use `async with`"):
+            worker.__del__()
+    worker.__del__()  # closed now: not a word
+
+
+async def test_a_closed_worker_is_collected(network):
+    async with make("p", Cache(), network) as worker:
+        ref = weakref.ref(worker)
+    del worker
+    await eventually(lambda: gc.collect() >= 0 and ref() is None)
+
+
+async def test_the_loop_is_never_blocked_for_long(network):
+    source, target = Cache(blocks=512), Cache(blocks=512, layout="HND")
+    gaps = []
+
+    async def watch():
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    async with make("p", source, network) as prefill, make("d", target, network) as decode:
+        watching = asyncio.create_task(watch())
+        for n in range(16):
+            prefill.offer(f"r{n}", list(range(n * 32, n * 32 + 32)), tokens=128)
+        into = [list(range(n * 32, n * 32 + 32)) for n in range(16)]
+        await asyncio.gather(
+            *(decode.fetch(prefill.engine.ticket(f"r{n}"), into[n], tokens=range(128), timeout=20) for n in range(16))
+        )
+        watching.cancel()
+    gaps.sort()
+    assert gaps[int(len(gaps) * 0.99)] < 0.02
+
+
+async def test_a_failed_opening_leaves_nothing(network, tmp_path):
+    async with make("p", Cache(), network, listen=f"unix:{tmp_path}/w.sock"):
+        second = make("q", Cache(), network, listen=f"unix:{tmp_path}/w.sock")
+        with pytest.raises(ConfigError, match=r"listens at .* already"):
+            await second.__aenter__()
+        with pytest.raises(KvxferError, match="'p' is open already"):
+            await make("p", Cache(), network).__aenter__()
+        await eventually(lambda: [thread.name for thread in threading.enumerate()].count("kvxfer-fabric") == 1)
+        assert (tmp_path / "w.sock").is_socket()
+    assert left() == NOTHING
+
+
+async def test_an_opening_that_is_cancelled_leaves_nothing(network):
+    worker = make("p", Cache(), network)
+    task = asyncio.create_task(worker.__aenter__())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await worker.aclose()
+    await eventually(lambda: left() == NOTHING)
+    assert not network._agents
+
+
+async def test_a_socket_that_was_left_by_a_killed_worker_is_taken_over(network, tmp_path):
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{tmp_path}/w.sock")
+    async with make("p", Cache(), network, listen=f"unix:{tmp_path}/w.sock") as worker:
+        assert worker.card.endpoint == f"unix:{tmp_path}/w.sock"
+    assert not (tmp_path / "w.sock").exists()
+
+
+async def test_tcp_and_what_is_advertised(network):
+    source, target = Cache(), Cache()
+    config = {"listen": "tcp:127.0.0.1:0", "advertise": "tcp:localhost:0", "secret": "a secret of 20 letters"}
+    async with make("p", source, network, **config) as prefill, make("d", target, network, **config) as decode:
+        host, _, port = prefill.card.endpoint.rpartition(":")
+        assert (host, int(port) > 0) == ("tcp:localhost", True)
+        prefill.offer("r", [1], tokens=4)
+        copied = Copied(target).bring(source, [1], [2], range(4))
+        await decode.fetch(prefill.engine.ticket("r"), [2], tokens=range(4), timeout=5)
+        copied.check()

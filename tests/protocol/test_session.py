@@ -1,0 +1,624 @@
+"""Two sessions joined by bytes: every message in every state, every way in which a handshake fails, and the clock."""
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.protocol import session as module
+from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
+from kvxfer.protocol.messages import (
+    Accept,
+    Agent,
+    AgentBody,
+    Cancel,
+    Claim,
+    Fetch,
+    Goodbye,
+    Hello,
+    KvAgentResult,
+    Landed,
+    Message,
+    Ping,
+    Refuse,
+    Release,
+    Reserve,
+    Route,
+    Status,
+    TicketRef,
+    Want,
+    Welcome,
+    pack_u32,
+)
+from kvxfer.protocol.session import (
+    RECEIVED_WHEN_OPEN,
+    TRANSITIONS,
+    Identity,
+    Opened,
+    Received,
+    Role,
+    Session,
+    State,
+    Terms,
+)
+
+BODY = AgentBody("loopback", b"meta", [])
+FACTS = [("default.dtype", "float16"), ("model", "llama")]
+WHO = {
+    Role.CLIENT: Identity("decode", b"D" * 16, b"d" * 16, 1, 4, 3, "kvxfer 1.0"),
+    Role.SERVER: Identity("prefill", b"P" * 16, b"p" * 16, 0, 2, 7, "kvxfer 1.1"),
+}
+TICKET = TicketRef("r", 0, b"m" * 16)
+SAMPLES = {
+    type(message): message
+    for message in (
+        Hello(1, 1, "", "e", b"E" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 2000),
+        Welcome(1, 1, "", "e", b"E" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 2000),
+        Agent([], encode_body(BODY)),
+        Ping(),
+        Claim([TICKET]),
+        Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
+        Accept(1, Route.STAGED, 1, [], 1, 1, 1, b""),
+        Refuse(1, Code.TOO_MANY, "no"),
+        Want(1, pack_u32([0])),
+        Reserve(1, [], 1),
+        Landed(1, pack_u32([0])),
+        KvAgentResult(1, 0, Status.OK, 1, False),
+        Cancel(1),
+        Release(TICKET),
+        Goodbye(),
+    )
+}
+OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
+
+
+def make(role, *, secret=None, facts=FACTS, now=0.0, who=None, nonce=None, **terms):
+    nonce = nonce or role.value.encode().ljust(32, b".")
+    return Session(role, who or WHO[role], Terms(facts, encode_body(BODY), secret=secret, **terms), nonce=nonce, now=now)
+
+
+def pair(client=None, server=None, **both):
+    return make(Role.CLIENT, **{**both, **(client or {})}), make(Role.SERVER, **{**both, **(server or {})})
+
+
+def pump(client, server, now=0.0):
+    """Carry bytes both ways until there are none; what each side saw, and the error that each raised."""
+    seen = {Role.CLIENT: [], Role.SERVER: []}
+    errors = {}
+    while moved := [(side, data) for side in (client, server) if (data := side.take_output())]:
+        for side, data in moved:
+            receiver = server if side is client else client
+            try:
+                for event in receiver.receive(data, now):
+                    seen[receiver.role].append(event)
+            except KvxferError as error:
+                errors[receiver.role] = error
+    return seen, errors
+
+
+def opened(**both):
+    client, server = pair(**both)
+    seen, errors = pump(client, server)
+    assert not errors
+    assert [type(event) for events in seen.values() for event in events] == [Opened, Opened]
+    return client, server
+
+
+def in_state(role, state):
+    """A session of this role in this state."""
+    client, server = pair()
+    sessions = {Role.CLIENT: client, Role.SERVER: server}
+    if state is State.OPEN:
+        pump(client, server)
+    elif state is State.GREETED:
+        list(server.receive(client.take_output(), 0.0))
+        if role is Role.CLIENT:
+            list(client.receive(server.take_output(), 0.0))
+    elif state is State.CLOSED:
+        sessions[role].close()
+    chosen = sessions[role]
+    assert chosen.state is state
+    chosen.take_output()
+    return chosen
+
+
+# --- the handshake
+
+
+def test_a_handshake_completes_on_both_sides():
+    client, server = pair()
+    seen, errors = pump(client, server)
+    assert not errors
+    assert client.state is server.state is State.OPEN
+    for side, theirs in ((client, WHO[Role.SERVER]), (server, WHO[Role.CLIENT])):
+        (event,) = seen[side.role]
+        assert event == Opened(side.peer)
+        assert side.peer.identity == theirs
+        assert (side.peer.identity.epoch, side.peer.identity.incarnation) == (theirs.epoch, theirs.incarnation)
+        assert side.peer.body == BODY
+        assert side.peer.wire == 1
+    assert client.peer.name == "prefill[0/2]@70707070"
+
+
+def test_messages_flow_after_it_and_pings_are_kept_below():
+    client, server = opened()
+    server.send(Ping(), 1.0)
+    server.send(Want(7, pack_u32([1, 2])), 1.0)
+    client.send(Cancel(7), 1.0)
+    seen, errors = pump(client, server, 1.0)
+    assert not errors
+    assert seen == {Role.CLIENT: [Received(Want(7, pack_u32([1, 2])))], Role.SERVER: [Received(Cancel(7))]}
+
+
+@pytest.mark.parametrize(
+    ("role", "state", "kind", "following"), [(*key, after) for key, after in TRANSITIONS.items()]
+)
+def test_every_entry_of_the_table_is_taken(role, state, kind, following):
+    client, server = pair()
+    side = client if role is Role.CLIENT else server
+    before = []
+    for _ in range(4):  # frame by frame, until this side is about to receive that message
+        for sender, receiver in ((client, server), (server, client)):
+            for message in FrameReader(1 << 20).feed(sender.take_output()):
+                if receiver is side:
+                    before.append((side.state, type(message)))
+                list(receiver.receive(encode(message), 0.0))
+                if receiver is side and before[-1] == (state, kind):
+                    assert side.state is following
+                    return
+    pytest.fail(f"never taken; seen {before}")
+
+
+def test_the_tables_name_every_message():
+    every = set(Message.__args__)
+    assert set(SAMPLES) == every
+    handshake = {kind for _, _, kind in TRANSITIONS}
+    assert handshake | RECEIVED_WHEN_OPEN[Role.CLIENT] | RECEIVED_WHEN_OPEN[Role.SERVER] == every
+    assert RECEIVED_WHEN_OPEN[Role.CLIENT] & RECEIVED_WHEN_OPEN[Role.SERVER] == {Ping, Goodbye}
+    assert set(TRANSITIONS.values()) == {State.GREETED, State.OPEN}
+
+
+@pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_every_message_in_every_state(role, state, kind):
+    side = in_state(role, state)
+    frame = encode(SAMPLES[kind])
+    if state is State.CLOSED:
+        assert list(side.receive(frame, 1.0)) == []
+    elif state is State.OPEN and kind in RECEIVED_WHEN_OPEN[role]:
+        assert list(side.receive(frame, 1.0)) == ([] if kind is Ping else [Received(SAMPLES[kind])])
+        assert side.state is State.OPEN
+        assert side.draining == (kind is Goodbye)
+    elif kind is Goodbye:
+        with pytest.raises(UnreachableError, match="goodbye: DRAINING"):
+            list(side.receive(frame, 1.0))
+        assert side.state is State.CLOSED
+    elif (role, state, kind) in TRANSITIONS:
+        list(side.receive(frame, 1.0))
+        assert side.state is TRANSITIONS[role, state, kind]
+    else:
+        with pytest.raises(ProtocolError, match=f"{kind.__name__} is illegal for a {role.value} .* {state.value}"):
+            list(side.receive(frame, 1.0))
+        assert side.state is State.CLOSED
+        assert side.take_output() == b""
+
+
+def test_an_illegal_message_does_not_undo_what_came_before_it():
+    _, server = opened()
+    events = []
+    with pytest.raises(ProtocolError):
+        for event in server.receive(encode(Cancel(1)) + encode(SAMPLES[Accept]) + encode(Cancel(2)), 1.0):
+            events.append(event)
+    assert events == [Received(Cancel(1))]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"world": 0}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}], ids=lambda wrong: str(wrong)
+)
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_impossible_greetings_are_refused(role, wrong):
+    liar = dataclasses.replace(WHO[role], **wrong)
+    client, server = pair(**{role.value: {"who": liar}})
+    _, errors = pump(client, server)
+    assert isinstance(errors[OTHER[role]], ProtocolError)
+    assert {client.state, server.state} != {State.OPEN}
+
+
+def test_goodbye_in_an_open_session_only_drains():
+    client, server = opened()
+    server.send(Goodbye(reason="moving away"), 1.0)
+    server.send(Want(1, pack_u32([0])), 1.0)
+    assert list(client.receive(server.take_output(), 1.0)) == [
+        Received(Goodbye(reason="moving away")),
+        Received(Want(1, pack_u32([0]))),
+    ]
+    assert client.draining
+    assert not server.draining
+
+
+def test_goodbye_before_it_is_open_gives_the_reason():
+    client, _ = pair()
+    with pytest.raises(UnreachableError, match="goodbye: full up"):
+        list(client.receive(encode(Goodbye(Code.TOO_MANY, "full up")), 0.0))
+
+
+# --- versions
+
+
+@pytest.mark.parametrize("newer", list(Role), ids=lambda role: role.value)
+def test_no_common_version_is_named_by_both_sides(monkeypatch, newer):
+    """Both sides run in one process, so what a side speaks is changed in the frames that it writes."""
+    client, server = pair()
+    errors = {}
+    data = client.take_output()
+    for receiver in (server, client):
+        if OTHER[receiver.role] is newer:
+            data = encode(msgspec.structs.replace(decode(data[4:]), wire=3, wire_min=2))
+            with pytest.raises(MismatchError) as caught:
+                list(receiver.receive(data, 0.0))
+        else:
+            monkeypatch.setattr(module, "WIRE_VERSION", 3)
+            monkeypatch.setattr(module, "WIRE_MIN", 2)
+            with pytest.raises(MismatchError) as caught:
+                list(receiver.receive(data, 0.0))
+            monkeypatch.undo()
+        errors[receiver.role] = caught.value
+        assert receiver.state is State.CLOSED
+        data = receiver.take_output()  # the server says Welcome before it raises
+        if receiver is server:
+            assert isinstance(decode(data[4:]), Welcome)
+    assert data == b""
+    here = {newer: "2..3", OTHER[newer]: "1..1"}
+    for role, error in errors.items():
+        assert error.fields == {"wire": (here[role], here[OTHER[role]])}
+        assert f"{here[role]} here, {here[OTHER[role]]} there" in str(error)
+
+
+def test_the_smaller_version_is_spoken():
+    client, server = pair()
+    hello = msgspec.structs.replace(decode(client.take_output()[4:]), wire=9)
+    list(server.receive(encode(hello), 0.0))
+    list(server.receive(encode(Agent(FACTS, encode_body(BODY))), 0.0))
+    assert server.peer.wire == 1
+
+
+# --- secrets
+
+
+def test_one_secret_on_both_sides():
+    client, server = opened(secret=b"hunter2")
+    assert client.state is server.state is State.OPEN
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "finder", "about"),
+    [
+        (b"one", b"two", Role.CLIENT, "server"),
+        (b"one", None, Role.CLIENT, "server"),
+        (None, b"two", Role.SERVER, "client"),
+    ],
+)
+def test_a_wrong_or_missing_secret(client, server, finder, about):
+    left, right = pair({"secret": client}, {"secret": server})
+    seen, errors = pump(left, right)
+    assert set(errors) == {finder}
+    with pytest.raises(UnreachableError, match=f"the {about} does not know the shared secret"):
+        raise errors[finder]
+    assert seen == {Role.CLIENT: [], Role.SERVER: []}
+    side = left if finder is Role.CLIENT else right
+    assert side.state is State.CLOSED
+    assert side.take_output() == b""  # neither facts nor body are told to a stranger
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 31), st.integers(1, 255), st.sampled_from(list(Role)))
+def test_an_edited_proof_is_found(at, flip, prover):
+    client, server = pair(secret=b"s")
+    list(server.receive(client.take_output(), 0.0))
+    welcome = decode(server.take_output()[4:])
+
+    def edited(message):
+        proof = bytearray(message.proof)
+        proof[at] ^= flip
+        return encode(msgspec.structs.replace(message, proof=bytes(proof)))
+
+    if prover is Role.SERVER:
+        with pytest.raises(UnreachableError, match="server does not know"):
+            list(client.receive(edited(welcome), 0.0))
+        return
+    list(client.receive(encode(welcome), 0.0))
+    with pytest.raises(UnreachableError, match="client does not know"):
+        list(server.receive(edited(decode(client.take_output()[4:])), 0.0))
+    assert server.take_output() == b""
+
+
+@pytest.mark.parametrize("proof", [b"", b"x" * 31, b"x" * 33, b"x" * 64])
+def test_a_proof_of_another_length_is_no_proof(proof):
+    client, server = pair(secret=b"s")
+    list(server.receive(client.take_output(), 0.0))
+    welcome = decode(server.take_output()[4:])
+    with pytest.raises(UnreachableError):
+        list(client.receive(encode(msgspec.structs.replace(welcome, proof=proof)), 0.0))
+
+
+@pytest.mark.parametrize("replayed", list(Role), ids=lambda role: role.value)
+def test_a_replayed_proof_is_worth_nothing(replayed):
+    """An eavesdropper of one handshake says the same bytes to a side with another nonce."""
+    client, server = pair(secret=b"s")
+    heard = {Role.CLIENT: client.take_output()}
+    list(server.receive(heard[Role.CLIENT], 0.0))
+    heard[Role.SERVER] = server.take_output()
+    list(client.receive(heard[Role.SERVER], 0.0))
+    heard[Role.CLIENT] += client.take_output()
+    victim = make(OTHER[replayed], secret=b"s", nonce=b"another".ljust(32, b"!"))
+    with pytest.raises(UnreachableError, match="does not know"):
+        list(victim.receive(heard[replayed], 0.0))
+    assert victim.state is State.CLOSED
+
+
+def test_a_proof_cannot_be_sent_back():
+    """The roles are part of it: a client that knows no secret cannot use the server's own proof."""
+    client, server = pair({"secret": None}, {"secret": b"s"})
+    list(server.receive(client.take_output(), 0.0))
+    stolen = decode(server.take_output()[4:]).proof
+    with pytest.raises(UnreachableError):
+        list(server.receive(encode(Agent(FACTS, encode_body(BODY), stolen)), 0.0))
+
+
+@pytest.mark.parametrize(
+    "field", ["wire", "package", "engine", "epoch", "incarnation", "rank", "capabilities", "nonce", "heartbeat_ms"]
+)
+def test_every_field_of_a_greeting_is_proved(field):
+    client, server = pair(secret=b"s")
+    hello = decode(client.take_output()[4:])
+    value = getattr(hello, field)
+    other = value + 1 if isinstance(value, int) else value[:-1] + (b"?" if isinstance(value, bytes) else "?")
+    list(server.receive(encode(msgspec.structs.replace(hello, **{field: other})), 0.0))
+    with pytest.raises(UnreachableError):
+        list(client.receive(server.take_output(), 0.0))
+
+
+def test_proofs_are_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(a, b):
+        compared.append((len(a), len(b)))
+        return True
+
+    monkeypatch.setattr(module.hmac, "compare_digest", compare)
+    opened(secret=b"s")
+    assert compared == [(32, 32), (32, 32)]
+
+
+# --- facts
+
+NAMES = st.sampled_from(["model", "a.dtype", "b.dtype", "a.dim", "engine"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(NAMES, st.sampled_from(["x", "y"])),
+    st.dictionaries(NAMES, st.sampled_from(["x", "y"])),
+    st.sets(NAMES),
+)
+def test_facts_are_compared_field_by_field_on_both_sides(ours, theirs, forgiven):
+    forgiven = frozenset(forgiven)
+    client, server = pair({"facts": list(ours.items())}, {"facts": list(theirs.items())}, forgiven=forgiven)
+    _, errors = pump(client, server)
+    different = {n: (v, theirs[n]) for n, v in ours.items() if theirs.get(n, v) != v and n not in forgiven}
+    if not different:
+        assert not errors
+        return
+    assert {role: error.fields for role, error in errors.items()} == {
+        Role.CLIENT: different,
+        Role.SERVER: {name: (b, a) for name, (a, b) in different.items()},
+    }
+    for name, (a, b) in different.items():
+        assert f"{name}: {a!r} here, {b!r} there" in str(errors[Role.CLIENT])
+    assert client.state is server.state is State.CLOSED
+
+
+def test_each_side_forgives_for_itself():
+    client, server = pair({"facts": [("model", "a")], "forgiven": frozenset({"model"})}, {"facts": [("model", "b")]})
+    _, errors = pump(client, server)
+    assert set(errors) == {Role.SERVER}
+
+
+def test_facts_come_before_the_body():
+    """What cannot even be decoded is a mismatch if the facts differ: those explain it."""
+    client, _ = pair()
+    server = in_state(Role.SERVER, State.GREETED)
+    with pytest.raises(MismatchError, match="model"):
+        list(server.receive(encode(Agent([("model", "other")], b"\xc1")), 0.0))
+    server = in_state(Role.SERVER, State.GREETED)
+    with pytest.raises(ProtocolError, match="agent body"):
+        list(server.receive(encode(Agent([("model", "llama")], b"\xc1")), 0.0))
+    assert server.state is State.CLOSED
+    assert client.state is State.NEW
+
+
+# --- the clock
+
+
+def test_a_ping_when_nothing_else_was_sent():
+    client, _ = opened(heartbeat=2.0)
+    client.tick(1.9)
+    assert client.take_output() == b""
+    client.tick(2.0)
+    assert client.take_output() == encode(Ping())
+    client.tick(3.9)
+    assert client.take_output() == b""
+    assert client.next_deadline() == 4.0
+
+
+def test_no_ping_when_something_was_sent():
+    client, _ = opened(heartbeat=2.0)
+    client.send(Cancel(1), 1.5)
+    client.take_output()
+    client.tick(2.0)
+    assert client.take_output() == b""
+    assert client.next_deadline() == 3.5
+
+
+def test_what_is_received_is_no_substitute_for_sending():
+    client, _ = opened(heartbeat=2.0)
+    list(client.receive(encode(Ping()), 1.9))
+    client.tick(2.0)
+    assert client.take_output() == encode(Ping())
+
+
+def test_two_idle_sessions_stay_open():
+    client, server = opened(heartbeat=2.0, peer_timeout=5.0)
+    now = 0.0
+    while now < 100.0:
+        now = min(client.next_deadline(), server.next_deadline())
+        client.tick(now)
+        server.tick(now)
+        seen, errors = pump(client, server, now)
+        assert not errors
+        assert not any(seen.values())
+
+
+def test_silence_is_a_lost_peer():
+    client, _ = opened(heartbeat=2.0, peer_timeout=5.0)
+    list(client.receive(encode(Ping())[:3], 3.0))  # a part of a frame is a sign of life as well
+    client.tick(7.999)
+    with pytest.raises(PeerLostError, match="silent for 5 s") as caught:
+        client.tick(8.0)
+    assert caught.value.peer == client.peer.name
+    assert client.state is State.CLOSED
+    with pytest.raises(PeerLostError):
+        client.send(Cancel(1), 8.0)
+    client.tick(100.0)
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.GREETED], ids=lambda state: state.value)
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_a_handshake_has_a_bound_that_bytes_do_not_extend(role, state):
+    side = in_state(role, state)
+    assert side.next_deadline() == 30.0
+    list(side.receive(b"\x05", 29.0))
+    side.tick(29.9)
+    assert side.take_output() == b""  # no heartbeat before it is open
+    with pytest.raises(UnreachableError, match=f"no handshake within 30 s .*{state.value}"):
+        side.tick(30.0)
+    assert side.state is State.CLOSED
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["tick", "send", "hear"]), st.floats(0.001, 4.0)), max_size=25),
+    st.sampled_from(list(Role)),
+    st.sampled_from([State.NEW, State.GREETED, State.OPEN]),
+)
+def test_the_next_deadline_is_never_in_the_past(steps, role, state):
+    side = in_state(role, state)
+    now = 0.0
+    for what, delay in steps:
+        now += delay
+        try:
+            if what == "send" and side.state is State.OPEN:
+                side.send(Ping(), now)
+            elif what == "hear" and side.state is State.OPEN:
+                list(side.receive(encode(Ping()), now))
+            side.tick(now)
+        except (PeerLostError, UnreachableError):
+            assert side.next_deadline() == math.inf
+            return
+        assert side.next_deadline() > now
+
+
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_a_closed_session_does_nothing(role):
+    side = in_state(role, State.OPEN)
+    side.close()
+    side.close()
+    side.tick(1e9)
+    assert list(side.receive(b"\xff" * 200_000, 1.0)) == []
+    assert list(side.receive(b"\xff" * 200_000, 1.0)) == []
+    assert side.take_output() == b""
+    assert side.next_deadline() == math.inf
+    with pytest.raises(PeerLostError, match="closed"):
+        side.send(Ping(), 1.0)
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.GREETED], ids=lambda state: state.value)
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_nothing_can_be_sent_before_it_is_open(role, state):
+    with pytest.raises(PeerLostError, match=state.value):
+        in_state(role, state).send(Ping(), 0.0)
+
+
+# --- bytes
+
+
+def test_closing_in_the_middle_of_a_read_drops_the_rest():
+    _, server = opened()
+    events = server.receive(encode(Cancel(1)) + encode(Cancel(2)), 1.0)
+    assert next(iter(events)) == Received(Cancel(1))
+    server.close()
+    assert list(events) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.booleans())
+def test_bytes_may_be_cut_anywhere(sizes, secret):
+    terms = {"secret": b"s" if secret else None}
+    client, server = pair(**terms)
+    wire = {Role.CLIENT: b"", Role.SERVER: b""}
+    seen = {Role.CLIENT: [], Role.SERVER: []}
+    sizes, sent = list(sizes), False
+    while True:
+        for sender, receiver in ((client, server), (server, client)):
+            wire[sender.role] += sender.take_output()
+            size = sizes.pop() if sizes else 7
+            data, wire[sender.role] = wire[sender.role][:size], wire[sender.role][size:]
+            seen[receiver.role] += receiver.receive(data, 0.0)
+        if not sent and client.state is server.state is State.OPEN:
+            client.send(Cancel(3), 0.0)
+            server.send(Want(4, pack_u32(range(50))), 0.0)
+            sent = True
+        elif sent and not any(wire.values()):
+            break
+    assert seen[Role.CLIENT] == [Opened(client.peer), Received(Want(4, pack_u32(range(50))))]
+    assert seen[Role.SERVER] == [Opened(server.peer), Received(Cancel(3))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=200),
+    st.sampled_from(list(Role)),
+    st.sampled_from(list(State)),
+    st.lists(st.integers(0, 200), max_size=4),
+)
+def test_garbage_closes_or_waits_for_more(data, role, state, cuts):
+    side = in_state(role, state)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    for start, stop in pairwise(edges):
+        try:
+            assert all(isinstance(event, Received | Opened) for event in side.receive(data[start:stop], 1.0))
+        except (ProtocolError, UnreachableError, MismatchError):
+            assert side.state is State.CLOSED
+
+
+def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
+    large = encode(Agent([], b"x" * 100_000))
+    for role in Role:
+        with pytest.raises(ProtocolError, match="over the limit"):
+            list(in_state(role, State.NEW).receive(large[:4], 0.0))
+        with pytest.raises(ProtocolError, match="agent body"):
+            list(in_state(role, State.GREETED).receive(large, 0.0))
+
+
+def test_unknown_messages_that_may_be_ignored_are():
+    _, server = opened()
+    assert list(server.receive(b"\x05\x00\x00\x00\x94\xcc\x80\xc0\xc0", 1.0)) == []
+    assert list(server.receive(encode(Cancel(1)), 1.0)) == [Received(Cancel(1))]
+    with pytest.raises(ProtocolError):
+        list(server.receive(b"\x02\x00\x00\x00\x91\x7f", 1.0))

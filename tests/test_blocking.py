@@ -1,0 +1,753 @@
+"""The polling face: nothing blocks, every fetch and offer ends with one event, and nothing is left behind."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from kvxfer.blocking import BlockingWorker
+from kvxfer.config import Config
+from kvxfer.copy.port import READY
+from kvxfer.errors import (
+    BlocksError,
+    ClosedError,
+    Code,
+    ConfigError,
+    EventError,
+    GeometryError,
+    KvxferError,
+    MemoryInDoubtError,
+    RefusedError,
+    RequestError,
+    TicketError,
+    TokensError,
+    TransferFailedError,
+    TransferTimeoutError,
+)
+from kvxfer.geometry import CacheTensor, Group
+from kvxfer.handles import BlockingOffer, BlockingTransfer
+from kvxfer.polling import (
+    Fetched,
+    FetchFailed,
+    OfferExpired,
+    OfferFailed,
+    OfferInDoubt,
+    OfferReleased,
+    OfferWithdrawn,
+    Outbox,
+    PollEvent,
+    Settled,
+)
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.tickets import EngineCard
+from kvxfer.transfers import TransferState
+
+LAYERS, BLOCKS, BLOCK_TOKENS, HEADS = 4, 32, 16, 2
+PATIENCE = 20.0
+
+
+class Cache:
+    """Tensors of one rank."""
+
+    def __init__(self, seed=None):
+        shape = (2, BLOCKS, BLOCK_TOKENS, HEADS, 8)
+        generator = torch.Generator().manual_seed(seed or 0)
+        make = torch.zeros if seed is None else lambda s: torch.randn(s, generator=generator)
+        self.layers = [make(shape) for _ in range(LAYERS)]
+
+    @property
+    def tensors(self):
+        axes = "kv block token head dim"
+        return [CacheTensor(t, axes, layers=[n], heads=range(HEADS)) for n, t in enumerate(self.layers)]
+
+    def tokens(self, blocks, layer, tokens):
+        return self.layers[layer][:, blocks].flatten(1, 2)[:, :tokens]
+
+    def holds(self, blocks, other, others, tokens, layers=range(LAYERS)):
+        return all(torch.equal(self.tokens(blocks, n, tokens), other.tokens(others, n, tokens)) for n in layers)
+
+
+class Pair:
+    """A prefill and a decode worker of one process."""
+
+    def __init__(self, **settings):
+        self.network = LoopbackNetwork()
+        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
+        self.config = Config(**(plain | settings))
+        self.prefill = BlockingWorker(self.config, transport=lambda: LoopbackTransport("prefill", self.network))
+        self.decode = BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
+        self.source, self.sink = Cache(seed=1), Cache()
+
+    def __enter__(self):
+        self.prefill.register(self.source.tensors)
+        self.decode.register(self.sink.tensors)
+        return self
+
+    def __exit__(self, *_):
+        self.network.release("*")
+        self.decode.close(drain=False)
+        self.prefill.close(drain=False)
+
+    def fetch(self, request, blocks, tokens, **more):
+        ticket = self.prefill.engine.ticket(request)
+        return self.decode.start_fetch(ticket, blocks, tokens=range(tokens), **more)
+
+    def streamed(self, request, layers=(), **more):
+        """A transfer of blocks 3 and 5 to 2 and 7, of which these layers are ready so far, and its offer."""
+        offer = self.prefill.offer(request, [3, 5], tokens=32, streaming=True)
+        if layers:
+            offer.ready(layers=layers)
+        return offer, self.fetch(request, [2, 7], 32, **more)
+
+
+@pytest.fixture
+def pair():
+    with Pair() as pair:
+        yield pair
+
+
+def events(worker, count=1):
+    """The next `count` events, and proof that there are no more right now."""
+    got, deadline = [], time.monotonic() + PATIENCE
+    while len(got) < count:
+        assert time.monotonic() < deadline, got
+        got += worker.poll(timeout=1.0)
+    got += worker.poll()
+    assert len(got) == count
+    return got
+
+
+def event(worker, kind):
+    (got,) = events(worker)
+    assert type(got) is kind, got
+    return got
+
+
+def no_new_threads(before):
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(PATIENCE)
+    return not any(thread.is_alive() for thread in left)
+
+
+# --- a transfer
+
+
+def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
+    offer = pair.prefill.offer("r", [3, 5], tokens=30, payload=b"first token")
+    transfer = pair.fetch("r", [2, 7], 30)
+    fetched = event(pair.decode, Fetched)
+    assert fetched == Fetched("r", transfer, transfer.result())
+    assert fetched.result.payload == b"first token"
+    assert (transfer.done, transfer.state, transfer.error) == (True, TransferState.DONE, None)
+    assert transfer.memory_safe
+    assert transfer.failed_blocks == {}
+    assert transfer.id
+    assert pair.sink.holds([2, 7], pair.source, [3, 5], 30)
+    released = event(pair.prefill, OfferReleased)
+    assert (released.request, released.offer, offer.done) == ("r", offer, True)
+    assert released.stats[0].bytes == fetched.result.stats.bytes
+
+
+def test_events_are_frozen():
+    for kind in get_args(PollEvent):
+        assert dataclasses.fields(kind)[0].name == "request"
+        assert kind.__dataclass_params__.frozen
+
+
+def test_polling_does_not_wait_unless_told_to(pair):
+    assert pair.decode.poll() == []
+    begin = time.monotonic()
+    assert pair.decode.poll(timeout=0.05) == []
+    assert time.monotonic() - begin >= 0.05
+
+
+def test_calls_from_many_threads_give_each_event_once(pair):
+    threads, each = 4, 6
+    transfers, polled, stop = [], [], threading.Event()
+
+    def poll():
+        while not stop.is_set():
+            polled.extend(pair.decode.poll(timeout=0.01))
+
+    def start(number):
+        for n in range(each):
+            name, block = f"{number}-{n}", number * each + n
+            pair.prefill.offer(name, [block], tokens=16)
+            transfers.append(pair.fetch(name, [block], 16))
+
+    pollers = [threading.Thread(target=poll) for _ in range(3)]
+    starters = [threading.Thread(target=start, args=(number,)) for number in range(threads)]
+    for thread in pollers + starters:
+        thread.start()
+    for thread in starters:
+        thread.join(PATIENCE)
+    for transfer in transfers:
+        transfer.wait_layer(-1, timeout=PATIENCE)  # a layer that there is not: the whole fetch
+    stop.set()
+    for thread in pollers:
+        thread.join(PATIENCE)
+    assert all(type(got) is Fetched for got in polled)
+    assert Counter(got.transfer for got in polled) == Counter(transfers)
+    assert len(transfers) == threads * each
+    assert pair.decode.poll() == []
+    assert len(events(pair.prefill, threads * each)) == threads * each
+    blocks = list(range(threads * each))
+    assert pair.sink.holds(blocks, pair.source, blocks, 16 * len(blocks))
+
+
+def test_block_lists_are_copied(pair):
+    source, sink = np.array([3, 5]), np.array([2, 7])
+    offer = pair.prefill.offer("r", source, tokens=32, streaming=True)
+    transfer = pair.fetch("r", sink, 32)
+    source[:], sink[:] = 0, 0
+    offer.ready()
+    offer.finish()
+    event(pair.decode, Fetched)
+    assert transfer.done
+    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
+
+
+class Stream:
+    """What kvxfer needs of a CUDA stream."""
+
+    def __init__(self):
+        self.threads = []
+
+    def record_event(self):
+        self.threads.append(threading.current_thread())
+        return READY
+
+
+def test_a_stream_is_recorded_by_the_calling_thread(pair):
+    streams = [Stream() for _ in range(3)]
+    pair.prefill.offer("a", [3], tokens=16, after=streams[0])
+    pair.fetch("a", [2], 16, after=streams[1])
+    event(pair.decode, Fetched)
+    pair.prefill.offer("b", [3], tokens=16, streaming=True).ready(after=streams[2])
+    assert [stream.threads for stream in streams] == [[threading.current_thread()]] * 3
+
+
+class Gate:
+    """An event that fires when it is told to."""
+
+    def __init__(self):
+        self.open = False
+
+    def query(self):
+        return self.open
+
+
+def test_blocks_are_not_touched_before_their_event(pair):
+    gate = Gate()
+    pair.prefill.offer("r", [3], tokens=16, after=gate)
+    transfer = pair.fetch("r", [2], 16)
+    with pytest.raises(TimeoutError):
+        transfer.wait_layer(0, timeout=0.05)
+    assert not pair.sink.layers[0].any()
+    assert not transfer.done
+    gate.open = True
+    event(pair.decode, Fetched)
+
+
+# --- errors of arguments
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "error"),
+    [
+        ([BLOCKS], range(16), BlocksError),
+        ([-1], range(16), BlocksError),
+        ([2, 2], range(32), BlocksError),
+        ([2], range(32), BlocksError),
+        ([], range(16), BlocksError),
+        (["a"], range(16), BlocksError),
+        ({"other": [1]}, range(16), BlocksError),
+        ([2], range(0), TokensError),
+        ([2], range(0, 16, 2), TokensError),
+    ],
+)
+def test_a_wrong_fetch_is_refused_at_once(pair, blocks, tokens, error):
+    with pytest.raises(error):
+        pair.decode.start_fetch(pair.prefill.engine.ticket("r"), blocks, tokens=tokens)
+    assert pair.decode.poll() == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "error"),
+    [
+        ([BLOCKS], 16, BlocksError),
+        ([1], 17, BlocksError),
+        ([1], 0, TokensError),
+        (None, 16, RequestError),
+        ([1], None, RequestError),
+    ],
+)
+def test_a_wrong_offer_is_refused_at_once(pair, blocks, tokens, error):
+    with pytest.raises(error):
+        pair.prefill.offer("r", blocks, tokens=tokens)
+    pair.prefill.offer("r", [1], tokens=16)  # the id was not used up
+    assert pair.prefill.poll() == []
+
+
+def test_a_wrong_step_is_refused_at_once(pair):
+    offer = pair.prefill.offer("r", streaming=True)
+    with pytest.raises(BlocksError):
+        offer.extend([BLOCKS], tokens=range(16))
+    with pytest.raises(TokensError):
+        offer.extend([1], tokens=range(0))
+    with pytest.raises(EventError):
+        offer.ready(after="soon")
+    offer.extend([3], tokens=range(16))
+    offer.ready()
+    offer.finish()
+    for step in (lambda: offer.extend([4], tokens=range(16, 32)), offer.ready, offer.finish):
+        with pytest.raises(RequestError, match="finished"):
+            step()
+    pair.fetch("r", [2], 16)
+    event(pair.decode, Fetched)
+    event(pair.prefill, OfferReleased)
+
+
+def test_wrong_events_and_tickets_are_refused_at_once(pair):
+    ticket = pair.prefill.engine.ticket("r")
+    with pytest.raises(EventError):
+        pair.prefill.offer("r", [1], tokens=16, after="soon")
+    with pytest.raises(EventError):
+        pair.decode.start_fetch(ticket, [1], tokens=range(16), after="soon")
+    for call in (
+        lambda t: pair.decode.start_fetch(t, [1], tokens=range(16)),
+        pair.decode.claim,
+        pair.decode.decline,
+    ):
+        with pytest.raises(TicketError):
+            call(ticket | {"mac": 5})
+
+
+def test_an_id_in_use_comes_by_poll(pair):
+    pair.prefill.offer("r", [1], tokens=16)
+    second = pair.prefill.offer("r", [2], tokens=16)
+    failed = event(pair.prefill, OfferFailed)
+    assert failed.offer is second
+    assert isinstance(failed.error, RequestError)
+    assert second.done
+    second.withdraw()  # changes nothing, as everything else
+    second.ready()
+    pair.prefill.offer("r", [2], tokens=16, attempt=1).withdraw()
+    assert event(pair.prefill, OfferWithdrawn).offer.attempt == 1
+
+
+def test_blocks_in_use_come_by_poll(pair):
+    _, first = pair.streamed("a", layers=())
+    second = pair.fetch("b", [7], 16)
+    failed = event(pair.decode, FetchFailed)
+    assert failed.transfer is second
+    assert isinstance(failed.error, BlocksError)
+    assert second.memory_safe  # this fetch wrote nothing
+    assert second.failed_blocks == {"default": [7]}
+    assert not first.done
+    with pytest.raises(BlocksError):
+        second.wait_layer(0)
+
+
+def test_a_step_that_does_not_fit_takes_the_offer_back(pair):
+    offer = pair.prefill.offer("r", streaming=True)
+    offer.extend([1], tokens=range(16))
+    offer.extend([2], tokens=range(32, 48))
+    offer.extend([2], tokens=range(16, 32))
+    failed = event(pair.prefill, OfferFailed)
+    assert failed.offer is offer
+    assert isinstance(failed.error, TokensError)
+    assert "do not continue" in str(failed.error)
+
+
+# --- failures
+
+
+def test_a_refused_fetch_comes_by_poll(pair):
+    ticket = pair.prefill.engine.ticket("r")
+    transfer = pair.decode.start_fetch(ticket | {"mac": "0" * 32}, [2, 7], tokens=range(20))
+    failed = event(pair.decode, FetchFailed)
+    assert failed.error is transfer.error
+    assert isinstance(failed.error, RefusedError)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.memory_safe
+    assert transfer.failed_blocks == {"default": [2, 7]}
+    with pytest.raises(RefusedError):
+        transfer.result()
+
+
+def test_a_broken_post_comes_by_poll(pair):
+    pair.network.refuse_next("decode")
+    pair.prefill.offer("r", [3], tokens=16)
+    transfer = pair.fetch("r", [2], 16)
+    failed = event(pair.decode, FetchFailed)
+    assert isinstance(failed.error, TransferFailedError)
+    assert transfer.memory_safe
+
+
+def test_a_time_out_comes_by_poll(pair):
+    transfer = pair.fetch("never offered", [2], 16, timeout=0.05)
+    assert isinstance(event(pair.decode, FetchFailed).error, TransferTimeoutError)
+    assert transfer.memory_safe
+
+
+def test_a_result_is_not_waited_for(pair):
+    transfer = pair.fetch("never offered", [2], 16)
+    with pytest.raises(RequestError, match="not done"):
+        transfer.result()
+    assert (transfer.done, transfer.memory_safe, transfer.failed_blocks) == (False, False, {})
+
+
+def test_cancel(pair):
+    _, transfer = pair.streamed("r", layers=[0])
+    transfer.wait_layer(0, timeout=PATIENCE)
+    assert transfer.state is TransferState.MOVING
+    transfer.cancel()
+    transfer.cancel()
+    failed = event(pair.decode, FetchFailed)
+    assert isinstance(failed.error, TransferFailedError)
+    assert failed.error.reason is Code.CANCELLED
+    assert transfer.memory_safe
+    transfer.cancel()
+    again = pair.decode.start_fetch(pair.prefill.engine.ticket("r"), [2, 7], tokens=range(32))  # they are free again
+    assert again is not transfer
+    assert pair.decode.poll() == []
+
+
+def test_cancel_at_once(pair):
+    transfer = pair.fetch("never offered", [2], 16)
+    transfer.cancel()
+    assert event(pair.decode, FetchFailed).transfer is transfer
+
+
+def test_memory_in_doubt_settles_later():
+    with Pair(route="direct", trust="full", revoke_timeout="200ms") as pair:
+        pair.network.hold("decode")
+        pair.prefill.offer("r", [3], tokens=16)
+        transfer = pair.fetch("r", [2], 16)
+        while not pair.network.held("decode"):
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
+        transfer.cancel()
+        failed = event(pair.decode, FetchFailed)
+        assert isinstance(failed.error, MemoryInDoubtError)
+        assert (transfer.done, transfer.memory_safe) == (True, False)
+        pair.fetch("other", [2], 16)
+        assert isinstance(event(pair.decode, FetchFailed).error, BlocksError)  # in custody
+        pair.network.release("decode")
+        assert event(pair.decode, Settled) == Settled("r", transfer)
+        assert transfer.memory_safe
+        pair.fetch("other", [2], 16).cancel()
+        assert isinstance(event(pair.decode, FetchFailed).error, TransferFailedError)  # it could begin
+
+
+# --- layers
+
+
+def test_waiting_for_layers_while_prefill_computes(pair):
+    offer, transfer = pair.streamed("r", layers=())
+    for layer in range(LAYERS):
+        with pytest.raises(TimeoutError, match=f"layer {layer}"):
+            transfer.wait_layer(layer, timeout=0.02)
+        offer.ready(layers=[layer])
+        transfer.wait_layer(layer, stream="any", timeout=PATIENCE)
+        transfer.wait_layer(layer)  # again, at once
+        assert pair.sink.holds([2, 7], pair.source, [3, 5], 32, layers=[layer])
+        assert not transfer.done
+    offer.finish(b"done")
+    assert event(pair.decode, Fetched).result.payload == b"done"
+    for layer in range(LAYERS):
+        transfer.wait_layer(layer)
+
+
+def test_many_threads_wait_for_one_layer(pair):
+    offer, transfer = pair.streamed("r", layers=())
+    seen = []
+
+    def wait():
+        transfer.wait_layer(0, timeout=PATIENCE)
+        seen.append(pair.sink.holds([2, 7], pair.source, [3, 5], 32, layers=[0]))
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    offer.ready(layers=[0])
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert seen == [True] * 4
+
+
+def test_waiting_for_a_layer_of_a_fetch_that_fails(pair):
+    offer, transfer = pair.streamed("r", layers=[0])
+    transfer.wait_layer(0, timeout=PATIENCE)
+    errors = []
+
+    def wait():
+        try:
+            transfer.wait_layer(3, timeout=PATIENCE)
+        except KvxferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    offer.withdraw()
+    thread.join(PATIENCE)
+    failed = event(pair.decode, FetchFailed)
+    assert errors == [failed.error]
+    with pytest.raises(type(failed.error)):
+        transfer.wait_layer(0)  # it had landed, but the blocks are of no use
+
+
+def test_waiting_for_a_layer_of_a_cancelled_fetch(pair):
+    _, transfer = pair.streamed("r", layers=())
+    with pytest.raises(TimeoutError):
+        transfer.wait_layer(1, timeout=0.02)
+    transfer.cancel()
+    with pytest.raises(TransferFailedError, match="cancelled"):
+        transfer.wait_layer(1)
+
+
+# --- offers
+
+
+def test_an_offer_step_by_step(pair):
+    offer = pair.prefill.offer("r", streaming=True)
+    transfer = pair.fetch("r", [2, 7], 32)
+    for start, block in ((0, 3), (16, 5)):
+        offer.extend([block], tokens=range(start, start + 16))
+        offer.ready()
+    offer.finish(b"x")
+    event(pair.decode, Fetched)
+    assert transfer.result().payload == b"x"
+    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
+    assert event(pair.prefill, OfferReleased).offer is offer
+
+
+def test_withdrawing_an_offer(pair):
+    offer, transfer = pair.streamed("r", layers=[0])
+    transfer.wait_layer(0, timeout=PATIENCE)
+    offer.withdraw()
+    offer.withdraw()
+    assert event(pair.prefill, OfferWithdrawn).offer is offer
+    event(pair.decode, FetchFailed)
+    offer.ready(layers=[1])  # too late, and harmless
+    offer.withdraw()
+    assert pair.prefill.poll() == []
+
+
+def test_an_offer_that_nobody_claims_expires():
+    with Pair(unclaimed_timeout="100ms") as pair:
+        pair.prefill.offer("r", [3], tokens=16)
+        assert "nobody claimed" in event(pair.prefill, OfferExpired).reason
+
+
+def test_a_claim_keeps_an_offer_until_it_is_closed():
+    with Pair(unclaimed_timeout="100ms", offer_lease="600ms", heartbeat="100ms") as pair:
+        claim = pair.decode.claim(pair.prefill.engine.ticket("r"))
+        pair.prefill.offer("r", [3], tokens=16)
+        assert pair.prefill.poll(timeout=1.0) == []
+        claim.close()
+        claim.close()
+        assert "stopped renewing" in event(pair.prefill, OfferExpired).reason
+
+
+def test_a_declined_offer_is_released(pair):
+    pair.prefill.offer("r", [3], tokens=16)
+    pair.decode.decline(pair.prefill.engine.ticket("r"))
+    event(pair.prefill, OfferReleased)
+
+
+# --- life
+
+
+def test_nothing_works_before_register():
+    worker = BlockingWorker(Config(arena_bytes=0))
+    for call in (
+        lambda: worker.card,
+        lambda: worker.engine,
+        lambda: worker.offer("r", [1], tokens=16),
+        lambda: worker.start_fetch({}, [1], tokens=range(16)),
+        lambda: worker.claim({}),
+        lambda: worker.decline({}),
+    ):
+        with pytest.raises(ClosedError, match="register"):
+            call()
+    assert worker.poll() == []
+    assert worker.unregister()
+    worker.close()
+    worker.close()
+    with pytest.raises(ClosedError):
+        worker.register(Cache().tensors)
+
+
+def test_registering_twice_is_refused(pair):
+    with pytest.raises(RequestError):
+        pair.decode.register(pair.sink.tensors)
+
+
+def test_what_cannot_be_registered_leaves_nothing_behind():
+    before, network = threading.enumerate(), LoopbackNetwork()
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB", listen="unix:/nowhere/at/all.sock")
+    worker = BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    with pytest.raises(GeometryError):
+        worker.register([])
+    with pytest.raises(ConfigError):
+        worker.register(Cache().tensors)
+    assert "not registered" in repr(worker)
+    assert no_new_threads(before)
+
+
+def test_groups_are_known():
+    network = LoopbackNetwork()
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
+    transport = LoopbackTransport("a", network)
+    with BlockingWorker(config, [Group("default", null_block=0)], lambda: transport) as worker:
+        worker.register(Cache().tensors)
+        with pytest.raises(BlocksError, match="null block"):
+            worker.start_fetch(worker.engine.ticket("r"), [0], tokens=range(16))
+
+
+def test_sleep_and_wake(pair):
+    first = pair.decode.card
+    pair.prefill.offer("a", [3], tokens=16)
+    pair.fetch("a", [2], 16)
+    event(pair.decode, Fetched)
+    assert pair.decode.unregister()
+    assert pair.decode.unregister()
+    with pytest.raises(ClosedError):
+        pair.fetch("b", [2], 16)
+    pair.sink = Cache()
+    pair.decode.register(pair.sink.tensors)
+    assert pair.decode.card.incarnation != first.incarnation
+    pair.prefill.offer("b", [4], tokens=16)
+    pair.fetch("b", [9], 16)
+    event(pair.decode, Fetched)
+    assert pair.sink.holds([9], pair.source, [4], 16)
+
+
+def test_unregister_drains(pair):
+    offer, transfer = pair.streamed("r", layers=[0])
+    transfer.wait_layer(0, timeout=PATIENCE)
+    done = []
+    thread = threading.Thread(target=lambda: done.append(pair.decode.unregister()))
+    thread.start()
+    offer.ready(layers=[1, 2, 3])
+    offer.finish()
+    thread.join(PATIENCE)
+    assert done == [True]
+    assert event(pair.decode, Fetched).transfer is transfer
+    transfer.wait_layer(2)
+    assert pair.sink.holds([2, 7], pair.source, [3, 5], 32)
+
+
+def test_close_with_work_under_way():
+    before = threading.enumerate()
+    with Pair(drain_timeout="100ms") as pair:
+        offer, transfer = pair.streamed("r", layers=[0])
+        transfer.wait_layer(0, timeout=PATIENCE)
+        unclaimed = pair.prefill.offer("other", [9], tokens=16)
+        errors = []
+
+        def wait():
+            try:
+                transfer.wait_layer(3)
+            except KvxferError as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        pair.decode.close()
+        waiter.join(PATIENCE)
+        failed = event(pair.decode, FetchFailed)
+        assert errors == [failed.error]
+        assert transfer.memory_safe
+        pair.prefill.close()
+        ended = events(pair.prefill, 2)
+        assert {(type(got), got.offer) for got in ended} == {(OfferWithdrawn, offer), (OfferWithdrawn, unclaimed)}
+        transfer.cancel()
+        offer.withdraw()
+        offer.finish()
+        with pytest.raises(KvxferError):
+            transfer.wait_layer(0)
+    assert no_new_threads(before)
+
+
+def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
+    quick = {"revoke_timeout": "100ms", "close_timeout": "200ms", "drain_timeout": "50ms"}
+    with Pair(route="direct", trust="full", **quick) as pair:
+        pair.network.hold("decode")
+        pair.prefill.offer("r", [3], tokens=16)
+        transfer = pair.fetch("r", [2], 16)
+        while not pair.network.held("decode"):
+            with pytest.raises(TimeoutError):
+                transfer.wait_layer(0, timeout=0.01)
+        assert not pair.decode.unregister()
+        assert isinstance(event(pair.decode, FetchFailed).error, MemoryInDoubtError)
+        assert not transfer.memory_safe
+    assert any(record.kvxfer["event"] == "memory_leaked" for record in caplog.records)
+
+
+def test_an_engine_of_several_ranks_must_join():
+    key, network = bytes(32), LoopbackNetwork()
+    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                BlockingWorker(Config(rank=n, **config), transport=lambda n=n: LoopbackTransport(f"p{n}", network))
+            )
+            for n in range(2)
+        ]
+        for rank in ranks:
+            rank.register(Cache(seed=1).tensors)
+        with pytest.raises(TicketError):
+            _ = ranks[0].engine
+        card = EngineCard.of([rank.card for rank in ranks])
+        for rank in ranks:
+            rank.join(card.to_dict(), key=key)
+        with pytest.raises(TicketError):
+            ranks[0].join(card, key=b"short")
+        assert ranks[0].engine.ticket("r") == ranks[1].engine.ticket("r")
+
+
+def test_a_worker_that_was_never_closed_is_a_warning():
+    network = LoopbackNetwork()
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
+    worker = BlockingWorker(config, transport=lambda: LoopbackTransport("a", network))
+    worker.register(Cache().tensors)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        worker.__del__()
+    worker.close()
+    worker.__del__()
+
+
+def test_what_never_ended_is_given_up_once():
+    network = LoopbackNetwork()
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
+    with BlockingWorker(config, transport=lambda: LoopbackTransport("a", network)) as worker:
+        worker.register(Cache().tensors)
+        thread, outbox = worker._open.thread, Outbox()
+        transfer = BlockingTransfer("r", {"default": [2]}, thread, outbox)
+        offer = BlockingOffer("r", 0, thread, outbox, worker._open.geometry)
+        for handle in (transfer, offer):
+            outbox.add(handle)
+    for _ in range(2):
+        outbox.abandon()
+    outbox.end(offer, OfferWithdrawn("r", offer))  # too late
+    got = outbox.take(0)
+    assert {type(each) for each in got} == {FetchFailed, OfferInDoubt}
+    failed = next(each for each in got if isinstance(each, FetchFailed))
+    assert len(got) == 2
+    assert isinstance(failed.error, MemoryInDoubtError)
+    assert (transfer.done, transfer.memory_safe, offer.done) == (True, False, True)
+    with pytest.raises(ClosedError):
+        asyncio.run(failed.error.settled())
+    with pytest.raises(MemoryInDoubtError):
+        transfer.wait_layer(0)

@@ -1,0 +1,140 @@
+"""A loop that stands still is counted and reported, once for each incident."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+import torch
+
+from kvxfer.config import Config
+from kvxfer.geometry import CacheTensor
+from kvxfer.telemetry import Metrics
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.watch import LoopWatch
+from kvxfer.worker import Worker
+
+PERIOD = 0.25
+
+
+class FakeTimer:
+    def __init__(self, when, callback, *, cancelled=False):
+        self.when, self.callback, self.cancelled = when, callback, cancelled
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class FakeLoop:
+    """A clock that is set by hand, and at most one timer."""
+
+    def __init__(self):
+        self.time = 100.0
+        self.timers = []
+
+    def now(self):
+        return self.time
+
+    def at(self, when, callback):
+        assert self.timers == []
+        self.timers.append(FakeTimer(when, callback))
+        return self.timers[0]
+
+    def beat(self, late=0.0):
+        """Run the timer so many seconds after it was due."""
+        timer = self.timers.pop()
+        assert not timer.cancelled
+        self.time = timer.when + late
+        timer.callback()
+
+
+@pytest.fixture
+def loop():
+    return FakeLoop()
+
+
+@pytest.fixture
+def metrics():
+    return Metrics()
+
+
+@pytest.fixture
+def watch(loop, metrics):
+    watch = LoopWatch()
+    watch.start(loop.now, loop.at, metrics, own=False)
+    return watch
+
+
+def warnings(caplog):
+    return [record.kvxfer for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.usefixtures("watch")
+def test_a_loop_that_runs_is_not_reported(loop, metrics, caplog):
+    for late in (0.0, 0.001, 0.2, 0.0):
+        loop.beat(late)
+    assert metrics.snapshot()["loop_blocked"] == 0
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("watch")
+def test_beats_are_a_period_apart_and_never_pile_up(loop):
+    for late in (0.0, 3.0, 0.0):
+        loop.beat(late)
+        assert loop.timers[0].when == loop.time + PERIOD
+
+
+@pytest.mark.usefixtures("watch")
+def test_a_short_block_is_counted_and_not_logged(loop, metrics, caplog):
+    loop.beat(0.6)
+    assert metrics.snapshot()["loop_blocked"] == 1
+    assert metrics.snapshot()["loop_lag_max_seconds"] == pytest.approx(0.6)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("watch")
+def test_one_incident_is_logged_once(loop, metrics, caplog):
+    for late in (1.5, 2.5, 0.6, 1.5):  # never in time in between: it is one incident
+        loop.beat(late)
+    assert metrics.snapshot()["loop_blocked"] == 4
+    assert metrics.snapshot()["loop_lag_max_seconds"] == pytest.approx(2.5)
+    (said,) = warnings(caplog)
+    assert said["event"] == "loop_blocked"
+    assert said["lag"] == pytest.approx(1.5)
+    assert "loop='own'" in said["reason"]
+
+
+@pytest.mark.usefixtures("watch")
+def test_the_next_incident_is_logged_again(loop, caplog):
+    for late in (1.5, 0.0, 1.5):
+        loop.beat(late)
+    assert len(warnings(caplog)) == 2
+
+
+def test_a_loop_of_its_own_is_not_told_to_get_one(loop, metrics, caplog):
+    LoopWatch().start(loop.now, loop.at, metrics, own=True)
+    loop.beat(1.5)
+    (said,) = warnings(caplog)
+    assert "GIL" in said["reason"]
+    assert "loop='own'" not in said["reason"]
+
+
+def test_it_stops(watch, loop):
+    watch.stop()
+    watch.stop()
+    assert loop.timers[0].cancelled
+
+
+def test_stopping_before_the_start_is_harmless():
+    LoopWatch().stop()
+
+
+async def test_a_worker_watches_the_loop_that_it_runs_on(caplog):
+    tensor = CacheTensor(torch.zeros(2, 8, 16, 2, 8), "kv block token head dim", layers=[0], heads=range(2))
+    config = Config(arena_bytes="1MiB", chunk_bytes="64KiB")
+    async with Worker([tensor], config, transport=LoopbackTransport("a", LoopbackNetwork())) as worker:
+        time.sleep(1.5)  # noqa: ASYNC251 - what a model step on the server's loop does
+        for _ in range(3):
+            await asyncio.sleep(0)  # the beat is due; it needs a turn of the loop
+        assert worker.describe()["metrics"]["loop_blocked"] == 1
+    assert [said["event"] for said in warnings(caplog)] == ["loop_blocked"]

@@ -171,34 +171,36 @@ class TransferPlan:
         """
         digest = hashlib.sha256()
         selections = self.pair.selections
-        _hash(digest, len(selections))
+        digest.update(_packed(len(selections)))
         for s in selections:
-            _hash(digest, s.group, s.part, s.kv, len(s.layers), *s.layers, s.head_start, s.head_stop)
-        _hash(digest, len(self.pair.classes))
+            digest.update(_packed(s.group, s.part, s.kv, len(s.layers), *s.layers, s.head_start, s.head_stop))
+        digest.update(_packed(len(self.pair.classes)))
         for c in self.pair.classes:
             key = c.key
             null = -1 if key.src_rows.null_block is None else key.src_rows.null_block
-            _hash(digest, key.group, key.part, key.item_bytes)
+            digest.update(_packed(key.group, key.part, key.item_bytes))
             for axes in (key.heads, key.dims):
-                _hash(digest, len(axes), *(axis.count for axis in axes))
-            _hash(digest, len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape)
+                digest.update(_packed(len(axes), *(axis.count for axis in axes)))
+            digest.update(_packed(len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape))
         for spans in (self.src_spans, self.dst_spans):
             for group in self.pair.groups:
                 ids = np.asarray(spans[group].ids, "<u4")
-                _hash(digest, group, spans[group].first_token, len(ids))
+                digest.update(_packed(group, spans[group].first_token, len(ids)))
                 digest.update(ids.tobytes())
-        _hash(digest, self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk)
+        digest.update(_packed(self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk))
         return digest.digest()
 
 
-def _hash(digest: "hashlib._Hash", *values: int | str) -> None:
+def _packed(*values: int | str) -> bytes:
     """Whole numbers as 8 bytes, little-endian, signed; text as its length in bytes (so written) and its UTF-8."""
+    found = bytearray()
     for value in values:
         if isinstance(value, str):
             text = value.encode()
-            digest.update(len(text).to_bytes(8, "little") + text)
+            found += len(text).to_bytes(8, "little") + text
         else:
-            digest.update(value.to_bytes(8, "little", signed=True))
+            found += value.to_bytes(8, "little", signed=True)
+    return bytes(found)
 
 
 def check_state(pair: PairPlan, tokens: range, offered: int) -> None:

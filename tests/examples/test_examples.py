@@ -1,0 +1,140 @@
+"""Every example runs, as it stands in the repository, and says what its first lines promise."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SECONDS = 60
+REAP_SECONDS = 10
+
+nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, cuda])])
+
+
+@contextmanager
+def running(name, *arguments, tmp_path, **options):
+    """An example as a process of its own, which is gone when the block is left."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # its private socket is made in there
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=REAP_SECONDS)
+
+
+def outcome(process, text=None):
+    """Exit code, standard output and standard error of a process that ends by itself."""
+    out, err = process.communicate(text, timeout=SECONDS)
+    return process.returncode, out, err
+
+
+def run(name, tmp_path):
+    with running(name, tmp_path=tmp_path) as process:
+        code, out, err = outcome(process)
+    assert code == 0, err
+    return out.splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
+    return tmp_path_factory.mktemp("e")
+
+
+@nixl
+@devices
+def test_prefill_and_decode_by_a_file(folder, device):
+    ticket = folder / "ticket.json"
+    with running("prefill.py", ticket, "--device", device, tmp_path=folder) as prefill:
+        wait_for(ticket, prefill)
+        assert ticket.stat().st_mode & 0o077 == 0, "a ticket is a secret"
+        with running("decode.py", ticket, "--device", device, tmp_path=folder) as decode:
+            code, out, err = outcome(decode)
+        assert code == 0, out + err
+        assert outcome(prefill)[0] == 0
+    assert re.search(r"^decode: 16384000 bytes by (staged|direct) in [\d.]+ ms$", out, re.MULTILINE)
+    here, there = re.findall(r"\b[0-9a-f]{16}\b", out)
+    assert here == there
+    assert list(folder.glob("kvxfer-*")) == [], "the private sockets are gone"
+
+
+@nixl
+def test_prefill_and_decode_by_standard_output(folder):
+    with running("prefill.py", tmp_path=folder) as prefill:
+        assert prefill.stdout is not None
+        line = prefill.stdout.readline()
+        assert json.loads(line)["request"] == "req-1"
+        with running("decode.py", tmp_path=folder) as decode:
+            code, out, err = outcome(decode, line)
+        assert code == 0, out + err
+        code, out, err = outcome(prefill)
+        assert (code, out) == (0, "")
+    assert re.fullmatch(r"prefill: Released, [0-9a-f]{16}\n", err)
+
+
+@nixl
+def test_decode_fails_by_name_when_nobody_prefills(folder):
+    with running("prefill.py", tmp_path=folder) as prefill:
+        assert prefill.stdout is not None
+        line = prefill.stdout.readline()
+    with running("decode.py", tmp_path=folder) as decode:
+        code, _, err = outcome(decode, line)
+    assert code == 1
+    assert "UnreachableError" in err
+
+
+def test_loopback(folder):
+    assert run("loopback.py", folder) == [
+        "whole blocks equal: True",
+        "last 8 of 16 tokens of the third block untouched: True",
+        "offer: Released",
+        "fetch: TransferFailedError of blocks {'default': (0,)}",
+        "offer: Expired after 120 s",
+    ]
+
+
+@nixl
+def test_fan_in(folder):
+    assert run("fan_in.py", folder) == [
+        "1638400 bytes from 2 ranks; offers: Released",
+        "every head where it belongs: True",
+    ]
+
+
+def test_no_example_is_left_out():
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def wait_for(path, process):
+    """Until a process has written a whole line into a file."""
+    import time
+
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().endswith("\n"):
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    pytest.fail(f"{path} was not written within {SECONDS} s")

@@ -1,0 +1,113 @@
+"""What the Markdown files say holds: links lead somewhere, the map names every module, code stands in the examples."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "kvxfer"
+SKIPPED = {"build", "dist", "node_modules"}
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part in SKIPPED for part in path.relative_to(ROOT).parts)
+)
+WRAPPED = [
+    ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/design.md", "docs/architecture.md")
+]
+COLUMNS = 120
+
+FENCE = re.compile(r"^(```|~~~)(\w*)[^\n]*\n(.*?)^\1\s*$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def prose(text):
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def anchors(text):
+    """The anchors that a forge makes of headings."""
+    headings = re.findall(r"^#+ +(.*?)\s*$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path, text):
+    for target in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue  # another site's
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        if not found.exists() or not found.is_relative_to(ROOT):
+            yield f"{target}: no such file"
+        elif anchor and found.suffix == ".md":
+            there = text if found == path else found.read_text()
+            if anchor not in anchors(there):
+                yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_local_links_resolve(path):
+    assert list(broken_links(path, path.read_text())) == []
+
+
+def test_the_rule_sees_a_broken_link():
+    text = "# One thing, well\n[a](LICENSE) [b](nowhere.md) [c](#one-thing-well) [d](#another)\n"
+    text += "`[e](f)`\n```\n[g](h)\n```\n"
+    assert list(broken_links(ROOT / "README.md", text)) == ["nowhere.md: no such file", "#another: no such heading"]
+
+
+@pytest.mark.parametrize("path", WRAPPED, ids=name)
+def test_lines_are_wrapped(path):
+    long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > COLUMNS and line[:1] != "|"]
+    assert long == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_fences_are_closed(path):
+    assert len(re.findall(r"^(?:```|~~~)", path.read_text(), re.MULTILINE)) % 2 == 0
+
+
+def mapped(text):
+    """Modules that the map of docs/architecture.md names."""
+    start = text.index("## Module map")
+    return set(re.findall(r"`([\w/]+\.py)`", text[start:])) - {"kvxfer/protocol/messages.py"}
+
+
+def test_the_module_map_is_complete_and_names_nothing_else():
+    named = mapped((ROOT / "docs/architecture.md").read_text())
+    assert named == {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+
+
+def test_code_in_readme_is_that_of_the_examples():
+    examples = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+    snippets = [code for _, language, code in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
+    assert len(snippets) >= 2, "one of each side"
+    for code in snippets:
+        assert any(code in example for example in examples), f"not in examples/:\n{code}"
+
+
+def test_make_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in PAGES:
+        for target in re.findall(r"(?:^|`)make (?:[A-Z]+=\S+ )?([a-z]\w*)", path.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{name(path)}: make {target}"
+
+
+def test_examples_that_are_named_exist():
+    text = "".join(path.read_text() for path in PAGES)
+    assert [found for found in re.findall(r"examples/\w+\.py", text) if not (ROOT / found).exists()] == []
+
+
+def test_the_changelog_has_its_sections():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[:2] == ["Compatibility policy", "Unreleased"]
+    unreleased = re.split(r"^## ", text, flags=re.MULTILINE)[2]
+    assert re.findall(r"^### (\w+)$", unreleased, re.MULTILINE)[-1] == "Wire"
+    assert re.search(r"^### Wire\n\n- \S", unreleased, re.MULTILINE)

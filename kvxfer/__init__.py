@@ -47,9 +47,19 @@ if TYPE_CHECKING:
     from kvxfer.offers import Offer as Offer
     from kvxfer.offers import Released as Released
     from kvxfer.offers import Withdrawn as Withdrawn
+    from kvxfer.polling import Fetched as Fetched
+    from kvxfer.polling import FetchFailed as FetchFailed
+    from kvxfer.polling import OfferExpired as OfferExpired
+    from kvxfer.polling import OfferFailed as OfferFailed
+    from kvxfer.polling import OfferInDoubt as OfferInDoubt
+    from kvxfer.polling import OfferReleased as OfferReleased
+    from kvxfer.polling import OfferSettled as OfferSettled
+    from kvxfer.polling import OfferWithdrawn as OfferWithdrawn
+    from kvxfer.polling import Settled as Settled
     from kvxfer.transfers import Claim as Claim
     from kvxfer.transfers import FetchResult as FetchResult
     from kvxfer.transfers import Transfer as Transfer
+    from kvxfer.transfers import TransferState as TransferState
     from kvxfer.worker import Worker as Worker
 
 __version__ = "0.1.0"
@@ -68,7 +78,9 @@ __all__ = [
     "EventError",
     "Expired",
     "FabricError",
+    "FetchFailed",
     "FetchResult",
+    "Fetched",
     "GeometryError",
     "Group",
     "Interleave",
@@ -78,18 +90,26 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "Offer",
+    "OfferExpired",
+    "OfferFailed",
+    "OfferInDoubt",
+    "OfferReleased",
+    "OfferSettled",
+    "OfferWithdrawn",
     "PeerError",
     "PeerLostError",
     "ProtocolError",
     "RefusedError",
     "Released",
     "RequestError",
+    "Settled",
     "Span",
     "TicketError",
     "TokensError",
     "Transfer",
     "TransferError",
     "TransferFailedError",
+    "TransferState",
     "TransferTimeoutError",
     "UnreachableError",
     "UsageError",
@@ -100,19 +120,29 @@ __all__ = [
 
 # every exported name that is not an error, and the module that it lives in; errors are the rest
 _HOMES = {
-    "READY": "kvxfer.copy.port",
     "BlockingWorker": "kvxfer.blocking",
     "CacheTensor": "kvxfer.geometry",
     "Claim": "kvxfer.transfers",
     "Config": "kvxfer.config",
     "Expired": "kvxfer.offers",
+    "Fetched": "kvxfer.polling",
+    "FetchFailed": "kvxfer.polling",
     "FetchResult": "kvxfer.transfers",
     "Group": "kvxfer.geometry",
     "Interleave": "kvxfer.geometry",
     "Offer": "kvxfer.offers",
+    "OfferExpired": "kvxfer.polling",
+    "OfferFailed": "kvxfer.polling",
+    "OfferInDoubt": "kvxfer.polling",
+    "OfferReleased": "kvxfer.polling",
+    "OfferSettled": "kvxfer.polling",
+    "OfferWithdrawn": "kvxfer.polling",
+    "READY": "kvxfer.copy.port",
     "Released": "kvxfer.offers",
+    "Settled": "kvxfer.polling",
     "Span": "kvxfer.geometry",
     "Transfer": "kvxfer.transfers",
+    "TransferState": "kvxfer.transfers",
     "Withdrawn": "kvxfer.offers",
     "Worker": "kvxfer.worker",
 }

@@ -25,6 +25,8 @@ __all__ = ["Assembly", "assemble"]
 
 _log: Final = logger("kvxfer.worker")
 _INCARNATION_BYTES: Final = 16
+_leaked: Final[list[object]] = []
+"""Tensors of workers that closed while a peer might still touch them: kept until the process ends."""
 
 
 @dataclass(slots=True)
@@ -70,8 +72,11 @@ class Assembly:
             quiet = False
         stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
+        safe = quiet and stopped
+        if not safe or site.custody.snapshot().doubtful_blocks:
+            _leaked.append(self.tensors)
         if self.backing is not None:
-            if quiet and stopped and not doubt:
+            if safe and not doubt:
                 self.backing.close()
             else:
                 self.backing.leak()
@@ -92,7 +97,6 @@ async def assemble(parts: Assembly) -> Site:
     if config.arena_bytes:
         parts.backing = allocate(_arena_kind(config, geometry), config.arena_bytes, geometry.device)
     backing = parts.backing
-    staging = _staging(backing, geometry)
     in_place = config.trust != "none" and config.route != "staged"
     fabric: Fabric | None = None
     executor: Executor | None = None
@@ -102,7 +106,8 @@ async def assemble(parts: Assembly) -> Site:
         fabric = _fabric(config, transport, runtime)
         executor = _executor(config, geometry, runtime)
         fabric.start()
-        body = await _register(parts, fabric, geometry, staging, in_place=in_place, name=transport.name)
+        sending, staging = _spans(backing, arena, geometry)
+        body = await _register(parts, fabric, geometry, (sending, staging), in_place=in_place, name=transport.name)
     except BaseException:
         await asyncio.shield(parts.abandon(fabric, executor))
         raise
@@ -125,6 +130,7 @@ async def assemble(parts: Assembly) -> Site:
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
         capabilities=_capabilities(staging=staging is not None, in_place=in_place),
         staging=staging,
+        sending=sending,
         in_place=in_place,
     )
 
@@ -143,7 +149,7 @@ async def _register(
     parts: Assembly,
     fabric: Fabric,
     geometry: CacheGeometry,
-    staging: MemorySpan | None,
+    shares: tuple[MemorySpan | None, MemorySpan | None],
     *,
     in_place: bool,
     name: str,
@@ -153,15 +159,18 @@ async def _register(
     An untrusted peer gets the metadata of the receiving share alone.
     """
     tokens: list[object] = []
-    if staging is not None:
-        memory = Memory(staging.kind, staging.device, staging.address, staging.length)
-        tokens.append(await asyncio.wrap_future(fabric.register([memory])))
-    bounded = await asyncio.wrap_future(fabric.metadata(tokens))
+    for span in shares:
+        if span is not None:
+            memory = Memory(span.kind, span.device, span.address, span.length)
+            tokens.append(await asyncio.wrap_future(fabric.register([memory])))
+    reachable = tokens[1:]  # what peers may write; what this side gathers into is nobody else's
+    bounded = await asyncio.wrap_future(fabric.metadata(reachable))
     full = bounded
     if in_place:
         blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
-        full = await asyncio.wrap_future(fabric.metadata([*tokens, blocks]))
-    spans = [staging] if staging is not None else []
+        full = await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))
+    receiving = shares[1]
+    spans = [receiving] if receiving is not None else []
     return {
         trusted: encode_body(
             AgentBody(
@@ -182,12 +191,17 @@ def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> lis
     return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
 
 
-def _staging(backing: Backing | None, geometry: CacheGeometry) -> MemorySpan | None:
+def _spans(
+    backing: Backing | None, arena: Arena, geometry: CacheGeometry
+) -> tuple[MemorySpan | None, MemorySpan | None]:
+    """The shares for sending and for receiving, as descriptors name them."""
     if backing is None:
-        return None
-    device_memory = backing.kind == "cuda"
-    return MemorySpan(
-        "VRAM" if device_memory else "DRAM", geometry.device if device_memory else 0, backing.address, backing.length
+        return None, None
+    kind, device = ("VRAM", geometry.device) if backing.kind == "cuda" else ("DRAM", 0)
+    sending, receiving = arena.sending, arena.receiving
+    return (
+        MemorySpan(kind, device, sending.base, sending.capacity),
+        MemorySpan(kind, device, receiving.base, receiving.capacity),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
@@ -94,6 +95,11 @@ class Incoming:
     def layers(self) -> list[int]:
         """Every layer of which this rank sends something."""
         return sorted({layer for selection in self._need.selections for layer in selection.layers})
+
+    @property
+    def _desk(self) -> Desk:
+        """Where this transfer takes admission."""
+        return self._site.receive_desk if self.route is Route.STAGED else self._site.in_place_desk(self.peer)
 
     @property
     def in_doubt(self) -> bool:
@@ -271,23 +277,20 @@ class Incoming:
     async def _grant(self, bound: _Bound, chunk: int) -> None:
         site, config = self._site, self._site.config
         began = site.now()
-        address = length = 0
-        extent: Extent | None = None
-        if self.route is Route.STAGED:
-            part = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
-            wait = config.grant_lease if self._need.deadline is None else max(0.001, self._need.deadline - began)
-            with self._waiting():
-                extent = await site.receive_desk.acquire(self.peer.name, max(1, part.staged_bytes), wait)
-            address, length = extent.address, part.staged_bytes
-        else:
+        staged = self.route is Route.STAGED
+        part = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
+        if not staged:
             await self._when_writable()
+        wait = config.grant_lease if self._need.deadline is None else max(0.001, self._need.deadline - began)
+        with self._waiting():
+            # on `direct` the extent is no memory, but the chunk's part of what a peer may write in place at once
+            extent = await self._desk.acquire(self.peer.name, max(1, part.staged_bytes if staged else part.bytes), wait)
         if self.machine.state is not ReceiveState.MOVING:
-            if extent is not None:
-                site.receive_desk.release(extent)
+            self._desk.release(extent)
             return
-        if extent is not None:
-            site.receive_desk.share.write(extent)
-            self._extents[chunk] = extent
+        self._desk.share.write(extent)
+        self._extents[chunk] = extent
+        address, length = (extent.address, part.staged_bytes) if staged else (0, 0)
         now = site.now()
         self.intervals["queued"].add(began, now)
         self._granted_at[chunk] = now
@@ -310,7 +313,7 @@ class Incoming:
         """Route `pull`: read a chunk into place, then tell the peer."""
         site = self._site
         part = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
-        pieces = await site.plans.run(lambda: part.copy().enumerate().merged(), rows=bound.rows)
+        pieces = await site.plans.run(lambda: part.copy().enumerate().merged(), rows=self.pieces)
         await self._when_writable()
         release = site.lanes.hold(self.peer)
         try:
@@ -363,15 +366,16 @@ class Incoming:
         granted = self._granted_at.pop(chunk, None)
         if granted is not None:
             self.intervals["wire"].add(granted, now)
-        extent = self._extents.get(chunk)
         bound = self._bound
         if self.machine.state is not ReceiveState.MOVING or bound is None:
             return  # it is being stopped: `_settle` gives the extent back
-        if extent is None:
+        extent = self._extents.pop(chunk, None)
+        if extent is None or self.route is not Route.STAGED:
+            if extent is not None:
+                self._desk.release(extent)
             self._done(chunk, message.bytes)
             return
-        del self._extents[chunk]
-        self._site.receive_desk.share.scatter(extent)
+        self._desk.share.scatter(extent)
         self._spawn(self._scatter(bound, chunk, extent, message.bytes), f"kvxfer scatter {message.transfer}/{chunk}")
 
     async def _scatter(self, bound: _Bound, chunk: int, extent: Extent, nbytes: int) -> None:
@@ -389,7 +393,7 @@ class Incoming:
                 self.stop(Failure(Status.FAILED, outcome.error.code, f"scatter failed: {outcome.error}"))
                 return
         finally:
-            site.receive_desk.release(extent)
+            self._desk.release(extent)
         self._done(chunk, nbytes)
 
     def _done(self, chunk: int, nbytes: int) -> None:
@@ -438,7 +442,7 @@ class Incoming:
         elif lost:
             for extent in self._extents.values():
                 if extent.state is not ExtentState.QUARANTINED:
-                    self._site.receive_desk.quarantine(extent, f"{self.peer.name} is silent")
+                    self._desk.quarantine(extent, f"{self.peer.name} is silent")
                     self._site.metrics.quarantined(extent.length)
         if (machine.ended or machine.failure is not None) and not self.over.done():
             self.over.set_result(None)
@@ -450,7 +454,7 @@ class Incoming:
             self._owner.settled()
 
     def _give_back(self, extent: Extent) -> None:
-        desk = self._site.receive_desk
+        desk = self._desk
         if extent.state is ExtentState.QUARANTINED:
             self._site.metrics.settled(extent.length)
             desk.settle(extent)

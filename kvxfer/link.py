@@ -14,7 +14,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.messages import Goodbye, Message
@@ -129,12 +129,15 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The stream is connected; begin the handshake."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a link needs a stream transport")
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER_LIMIT)
-        self._transport = transport
-        local = _same_user(transport.get_extra_info("socket"))
-        self._session, self.trusted = self._handler.session(self.role, local=local, endpoint=self.endpoint)
+        stream = cast("asyncio.Transport", transport)  # uvloop's transports derive from nothing of asyncio's
+        stream.set_write_buffer_limits(high=_WRITE_BUFFER_LIMIT)
+        self._transport = stream
+        local = _same_user(stream.get_extra_info("socket"))
+        try:
+            self._session, self.trusted = self._handler.session(self.role, local=local, endpoint=self.endpoint)
+        except KvxferError as error:
+            self._fail(error)
+            return
         self._flush()
         self._arm()
 
@@ -148,6 +151,7 @@ class Link(asyncio.Protocol):
                 match event:
                     case Opened(peer):
                         self._arm()
+                        self._warn_if_untrusted(peer)
                         self._handler.opened(self, peer)
                         if not self.ready.done():
                             self.ready.set_result(peer)
@@ -176,6 +180,16 @@ class Link(asyncio.Protocol):
         self._fail(PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint))
 
     # --- inside
+
+    def _warn_if_untrusted(self, peer: PeerInfo) -> None:
+        """Say what the transport does not enforce: over TCP and CMA, UCX checks no address that a peer names."""
+        if not self.trusted:
+            _log.warning(
+                "peer_not_trusted",
+                peer=peer.name,
+                endpoint=self.endpoint,
+                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
+            )
 
     def _flush(self) -> None:
         session, transport = self._session, self._transport

@@ -27,6 +27,8 @@ __all__ = ["Outgoing"]
 _log: Final = logger("kvxfer.send")
 _NOTHING: Final = CopyPlan(())
 _T = TypeVar("_T")
+_PULL_AHEAD: Final = 16
+"""Chunks that a puller may have before it: enough for a window of any sensible size, few enough for one lease."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
 """Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
 
@@ -91,6 +93,7 @@ class Outgoing:
         self._intervals = {name: Intervals() for name in ("queued", "gathering", "posting", "wire")}
         self._moved_bytes = 0
         self._descriptors = 0
+        self._readable = 0  # route pull: chunks announced and not yet read
         self._waits: set[asyncio.Task[Any]] = set()  # tasks that only wait for memory or a lane
         self._doubt = False  # a post of ours may still read the blocks
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -195,7 +198,9 @@ class Outgoing:
                 continue
             nbytes = bound.plan.chunk(bound.grid, chunk).bytes
             self._moved_bytes += nbytes
+            self._readable -= 1
             self._say(self.machine.moved(chunk, nbytes, Timings()))
+        self._announce()
 
     # --- accepting
 
@@ -254,6 +259,10 @@ class Outgoing:
         if bound is None or offer is None or self.machine.state is not SendState.MOVING:
             return
         ready = [chunk for chunk in bound.remaining if offer.readiness.events(*bound.grid.of(chunk)) is not None]
+        if self.machine.route is Route.PULL:
+            # a lease runs from the announcement on, so no more is announced than the other side may soon begin to read
+            ready = ready[: max(0, _PULL_AHEAD - self._readable)]
+            self._readable += len(ready)
         if ready:
             gone = set(ready)
             bound.remaining = [chunk for chunk in bound.remaining if chunk not in gone]

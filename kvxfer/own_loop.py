@@ -3,7 +3,7 @@
 For servers whose own loop also runs the model: while that loop stands still, leases are renewed, peers are answered and
 bytes move all the same. Offers and transfers look and behave as those of any worker. Methods that are not awaited
 (`offer`, `start_fetch`, `Offer.extend`, ...) raise their errors at once, so they wait for the worker's loop: a hop from
-thread to thread, tens of microseconds.
+thread to thread and back, a fraction of a millisecond, more if other threads hold the GIL.
 """
 
 import asyncio

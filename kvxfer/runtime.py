@@ -130,7 +130,8 @@ class _ThreadService:
                 self._wake.wait()
             elif delay > 0:
                 self._wake.wait(delay)
-            # 0.0: spin on; a GIL switch is due anyway between two steps
+            else:
+                time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
 
 
 class ThreadRuntime:

@@ -12,7 +12,7 @@ from kvxfer.errors import ArenaError, KvxferError, TicketError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import Lanes
-from kvxfer.memory import Custody
+from kvxfer.memory import Custody, Share
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.messages import Capability, MemorySpan
 from kvxfer.protocol.session import PeerInfo
@@ -100,10 +100,12 @@ class Site:
         body: Encoded `AgentBody`, by whether the peer is trusted with addresses.
         facts: (name, value) pairs on which peers must agree.
         capabilities: What this rank can do.
-        staging: The arena as a peer sees it; None without one.
+        staging: Staging memory that peers may write, as they see it; None without an arena.
+        sending: Staging memory that this rank gathers into; None without an arena.
         in_place: Whether the caller's blocks are registered, so that `direct` and `pull` are possible.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
+        in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer, the task that compiles the kernels for it.
         draining: True once new work is refused.
     """
@@ -126,9 +128,11 @@ class Site:
     facts: Sequence[tuple[str, str]]
     capabilities: Capability
     staging: MemorySpan | None
+    sending: MemorySpan | None
     in_place: bool
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
+    in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[bytes, "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
 
@@ -159,6 +163,14 @@ class Site:
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
+    def in_place_desk(self, peer: PeerInfo) -> Desk:
+        """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""
+        key = peer.identity.incarnation
+        if key not in self.in_place_desks:
+            share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes)
+            self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop)
+        return self.in_place_desks[key]
+
     @property
     def arena(self) -> MemorySpan:
         """The arena as descriptors name it.
@@ -166,9 +178,9 @@ class Site:
         Raises:
             ArenaError: If there is none.
         """
-        if self.staging is None:
+        if self.sending is None:
             raise ArenaError("the route staged is off here: arena_bytes is 0")
-        return self.staging
+        return self.sending
 
     def means(self, peer: PeerInfo, *, trusted: bool) -> Means:
         """What this rank and a peer can do together.

@@ -63,7 +63,7 @@ class Transfer:
         id: As in the logs of both sides.
         request: The request's id.
         state: See `TransferState`.
-        memory_safe: Whether no peer can write the destination blocks (any more).
+        memory_safe: Whether it has ended and no peer can write the destination blocks any more.
         failed_blocks: Destination blocks that hold no usable data, by group; empty unless the transfer failed.
     """
 
@@ -71,7 +71,7 @@ class Transfer:
         self.id: Final = ident
         self.request: Final = request
         self.state = TransferState.CONNECTING
-        self.memory_safe = True
+        self.memory_safe = False
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self._cancel = cancel
         self._loop = loop
@@ -162,6 +162,7 @@ class Transfer:
     def succeed(self, result: FetchResult) -> None:
         """Every byte is there."""
         self.state = TransferState.DONE
+        self.memory_safe = True
         self._end(lambda waiter: waiter.set_result(None))
         self._outcome.set_result(result)
 

@@ -126,7 +126,7 @@ class Worker:
         await self.aclose(drain=error is None)
 
     def __del__(self) -> None:
-        if self._site is not None and self._closing is None:
+        if getattr(self, "_site", None) is not None and self._closing is None:
             warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:

@@ -137,4 +137,7 @@ async def test_a_worker_watches_the_loop_that_it_runs_on(caplog):
         for _ in range(3):
             await asyncio.sleep(0)  # the beat is due; it needs a turn of the loop
         assert worker.describe()["metrics"]["loop_blocked"] == 1
-    assert [said["event"] for said in warnings(caplog)] == ["loop_blocked"]
+    (said,) = warnings(caplog)
+    assert said["event"] == "loop_blocked"
+    assert "loop='own'" in said["reason"]
+    assert vars(worker._watch)["_timer"].cancelled()

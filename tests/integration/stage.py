@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -39,8 +40,8 @@ class Cache:
         *,
         blocks=16,
         block_tokens=4,
-        layers=range(2),
-        heads=range(4),
+        layers: Sequence[int] = range(2),
+        heads: range = range(4),
         dim=8,
         layout="NHD",
         dtype=torch.int32,
@@ -146,7 +147,7 @@ class Stage:
         self.workers.append(worker)
         return worker
 
-    async def pair(self, source, target, *, prefill=None, decode=None, **config):
+    async def pair(self, source, target, *, prefill=None, decode=None, **config) -> tuple[Worker, Worker]:
         return (
             await self.worker("prefill", source, **{**config, **(prefill or {})}),
             await self.worker("decode", target, **{**config, **(decode or {})}),

@@ -1,7 +1,10 @@
 """Cancellation at every step and by every means: when the await returns, memory is safe, or says that it is not."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
+from typing import Any
 
 import anyio
 import pytest
@@ -29,7 +32,8 @@ class Step:
     def __init__(self, stage, prefill, decode, source, target):
         self.stage, self.prefill, self.decode = stage, prefill, decode
         self.source, self.target = source, target
-        self.offer = None
+        self.prepare: Any = None
+        self.offer: Any = None
         self.after = None
         self.go = lambda: None
         self.reached = lambda: True
@@ -53,7 +57,7 @@ def held(step):
 
 def connecting(step):
     step.offered()
-    task = None
+    task: Any = None
 
     async def never(*_):
         nonlocal task
@@ -154,7 +158,7 @@ async def test_cancel_at_every_step(stage, source, target, route, step, again):
     prefill, decode = await stage.pair(source, target, route=route, window=2)
     at = Step(stage, prefill, decode, source, target)
     step(at)
-    if hasattr(at, "prepare"):
+    if at.prepare is not None:
         await at.prepare()
     untouched = Copied(target)
     task = asyncio.create_task(at.fetch())

@@ -1,10 +1,13 @@
 """Bad input of every kind: a clear error of the right type, and a good fetch with the same blocks works afterwards."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -112,7 +115,8 @@ async def test_a_wrong_offer_leaves_its_id_free(pair, blocks, tokens, error, wor
 
 async def test_ids_come_as_list_array_tensor_or_by_group(stage, pair, source, target):
     prefill, decode = pair
-    for n, ids in enumerate(([1, 2], (1, 2), np.array([1, 2], np.int32), torch.tensor([1, 2]), {"default": [1, 2]})):
+    given: list[Any] = [[1, 2], (1, 2), np.array([1, 2], np.int32), torch.tensor([1, 2]), {"default": [1, 2]}]
+    for n, ids in enumerate(given):
         copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
         prefill.offer(f"r{n}", ids, tokens=8)
         into = {"default": [3, 4]} if isinstance(ids, dict) else type(ids)([3, 4]) if n < 2 else ids + 2
@@ -199,10 +203,10 @@ async def test_peers_that_do_not_fit_name_the_fields_on_both_sides(stage, theirs
 
 
 async def test_names_may_be_forgiven(stage, source, target):
-    workers = await stage.pair(
+    prefill, decode = await stage.pair(
         source, target, compat="geometry", prefill={"model": "a", "engine": "x"}, decode={"model": "b"}
     )
-    await works(*workers, source, target)
+    await works(prefill, decode, source, target)
 
 
 async def test_a_cache_that_the_other_side_does_not_hold(stage):

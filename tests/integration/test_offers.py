@@ -1,4 +1,6 @@
 """Offers: in whatever order things happen, how they end, and what a ticket is worth."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 

@@ -1,4 +1,6 @@
 """Engines of several ranks: who sends what to whom, whose ticket it is, and when the blocks are free."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import itertools
@@ -6,7 +8,7 @@ import itertools
 import pytest
 from stage import KEY, Cache, Copied, eventually, quiet
 
-from kvxfer import MismatchError, Released, TicketError, UnreachableError
+from kvxfer import MismatchError, Released, TicketError, TransferFailedError, UnreachableError
 from kvxfer.tickets import Issuer
 
 HEADS = 8
@@ -106,7 +108,7 @@ async def test_one_failing_rank_stops_the_others(stage):
     prefill, (decode,), sources, (target,), _ = await engines(stage, split(2), split(1), route="staged")
     offers = [rank.offer("r", [0, 1], tokens=8) for rank in prefill]
     stage.network.refuse_next("decode0")
-    with pytest.raises(Exception, match="refuse") as caught:
+    with pytest.raises(TransferFailedError, match="refuse") as caught:
         await decode.fetch(prefill[0].engine.ticket("r"), [2], tokens=range(8), timeout=5)
     assert caught.value.blocks == {"default": (2,)}
     await quiet(*prefill, decode)

@@ -1,4 +1,6 @@
 """Every route with every shape of request: every byte of the destination, and what both ends say of it."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 
@@ -170,8 +172,8 @@ async def test_both_ends_say_what_happened(stage, route):
 )
 async def test_the_route_is_one_that_both_can(stage, prefill, decode, taken):
     source, target = Cache(), Cache()
-    workers = await stage.pair(source, target, prefill=prefill, decode=decode)
-    result, _ = await move(*workers, source, target, [1, 2], [3, 4], range(1, 8), offered=8)
+    one, two = await stage.pair(source, target, prefill=prefill, decode=decode)
+    result, _ = await move(one, two, source, target, [1, 2], [3, 4], range(1, 8), offered=8)
     assert result.stats.route == taken
 
 

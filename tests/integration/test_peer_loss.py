@@ -1,0 +1,363 @@
+"""The control stream is cut, a side closes, the fabric fails: each transfer that waits hears of it, and no other."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import (
+    BlocksError,
+    ClosedError,
+    Code,
+    Expired,
+    KvxferError,
+    MemoryInDoubt,
+    MismatchError,
+    PeerLostError,
+    RefusedError,
+    Released,
+    TransferFailedError,
+    TransferTimeoutError,
+    UnreachableError,
+    Withdrawn,
+)
+
+TOKENS = range(8)
+ROUTES = ["staged", "direct", "pull"]
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+@pytest.fixture(params=ROUTES)
+def route(request):
+    return request.param
+
+
+def cut(worker):
+    """Cut every control stream of a worker, without a word."""
+    for link in list(worker._links):
+        link._transport.abort()
+
+
+async def works(prefill, decode, source, target, offer):
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await decode.fetch(prefill.engine.ticket(offer.request), [3, 4], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+async def begin(stage, prefill, decode, step) -> Any:
+    """A fetch brought to a step of its life."""
+    offer = None
+    if step != "parked":
+        offer = prefill.offer("r", [1, 2], tokens=8, streaming=step == "accepted")
+    if step == "in flight":
+        stage.network.hold("*")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    reached = {
+        "parked": lambda: prefill.describe()["sending"],
+        "accepted": lambda: decode.describe()["metrics"]["frames_received"].get("Accept"),
+        "in flight": lambda: stage.network.held("*"),
+    }
+    await eventually(reached[step])
+    return offer, transfer
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
+async def test_the_stream_is_cut(stage, source, target, route, step, side):
+    prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=2)
+    offer, transfer = await begin(stage, prefill, decode, step)
+    untouched = Copied(target)
+    cut({"prefill": prefill, "decode": decode}[side])
+    if step == "in flight" and route != "staged":
+        # a write (or our own read) is under way: the same incarnation is asked, and says when it has ended
+        await eventually(lambda: len(decode._links) == 1)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not transfer.done
+        stage.network.release("*")
+    with pytest.raises(PeerLostError, match="hold no usable data"):
+        async with asyncio.timeout(1.5):
+            await transfer
+    assert transfer.memory_safe
+    if step != "in flight":
+        untouched.check()
+    canary = target.clone()
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
+    if offer is None:
+        offer = prefill.offer("r", [1, 2], tokens=8)
+    elif step == "accepted":
+        offer.ready()
+        offer.finish()
+    await works(prefill, decode, source, target, offer)
+
+
+async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    cut(decode)
+    with pytest.raises(MemoryInDoubt) as caught:
+        await transfer
+    assert isinstance(caught.value.__cause__, PeerLostError)
+    await eventually(lambda: len(decode._links) == 1)
+    with pytest.raises(BlocksError):
+        decode.offer("mine", [3], tokens=4)
+    cut(prefill)  # once more, while the answer is outstanding
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Accept"] == 1)
+    stage.network.release("*")
+    async with asyncio.timeout(3):
+        await caught.value.settled()
+    await works(prefill, decode, source, target, offer)
+
+
+async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
+    """Forgetting the peer at once would disconnect the lane under a write, which nobody could ever account for."""
+    prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=2)
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    withdrawing = asyncio.create_task(offer.withdraw())
+    await eventually(lambda: offer.state.value == "ending")
+    old = prefill._links | decode._links
+    cut(prefill)
+    await eventually(lambda: len(prefill._links - old) == len(decode._links - old) == 1)
+    if route != "pull":  # there the question is put when our own reads have ended
+        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not withdrawing.done()
+    stage.network.release("*")
+    assert isinstance(await withdrawing, Withdrawn)
+    with pytest.raises(KvxferError):
+        await transfer
+    await quiet(prefill, decode)
+    assert not prefill._site.custody.snapshot().holders
+
+
+async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await works(prefill, decode, source, target, offer)
+    cut(prefill)
+    await eventually(lambda: not len(prefill._site.lanes) and not decode._links)
+    offer = prefill.offer("s", [1, 2], tokens=8)
+    await works(prefill, decode, source, target, offer)
+
+
+@pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
+async def test_the_prefill_worker_closes(stage, source, target, route, step):
+    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=0.05, revoke_timeout=1)
+    offer, transfer = await begin(stage, prefill, decode, step)
+    closing = asyncio.create_task(prefill.aclose())
+    if step == "in flight":
+        await eventually(lambda: offer.state.value == "ending")
+        stage.network.release("*")
+    with pytest.raises((TransferFailedError, RefusedError)) as caught:
+        async with asyncio.timeout(2):
+            await transfer
+    assert caught.value.reason is (Code.DRAINING if step == "parked" else Code.OFFER_WITHDRAWN)
+    await closing
+    if offer is not None:
+        assert isinstance(await offer.released(), Withdrawn)
+    await quiet(decode)
+    with pytest.raises(UnreachableError):
+        await decode.fetch(transfer_ticket(transfer, prefill), [3], tokens=range(4), timeout=5)
+
+
+def transfer_ticket(transfer, prefill):
+    return prefill._site.issuer.ticket(transfer.request)
+
+
+@pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
+async def test_the_decode_worker_closes(stage, source, target, route, step):
+    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=0.05, revoke_timeout=1)
+    offer, transfer = await begin(stage, prefill, decode, step)
+    waiting = asyncio.create_task(asyncio.wait_for(transfer, 5))
+    closing = asyncio.create_task(decode.aclose())
+    if step == "in flight":
+        await eventually(lambda: transfer.done or any(i.machine.failure for i in decode._receiver._incoming.values()))
+        stage.network.release("*")
+    with pytest.raises(ClosedError, match="the worker was closed"):  # an error, not a cancellation of our task
+        await waiting
+    await closing
+    await quiet(prefill)
+    # the claim is kept: somebody else may fetch it
+    other = Cache()
+    second = await stage.worker("second", other)
+    if offer is None:
+        offer = prefill.offer("r", [1, 2], tokens=8)
+    elif step == "accepted":
+        offer.ready()
+        offer.finish()
+    await works(prefill, second, source, other, offer)
+
+
+async def test_the_decode_worker_vanishes_for_good(stage, source, target):
+    """Nobody answers any more: the offer ends with its lease, and its blocks are free."""
+    fast = {"heartbeat": 0.02, "offer_lease": 0.2, "unclaimed_timeout": 0.2}
+    prefill, decode = await stage.pair(source, target, prefill={"route": "staged", **fast})
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    decode._peers.link = None  # it never comes back
+    decode._receiver.lost = lambda *_: None
+    cut(decode)
+    stage.network.disconnect("decode")
+    async with asyncio.timeout(2):
+        assert isinstance(await offer.released(), Expired)
+    await quiet(prefill)
+    transfer.cancel()
+
+
+async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, source, target, tmp_path):
+    where = {"listen": f"unix:{tmp_path}/p.sock"}
+    prefill, decode = await stage.pair(source, target, prefill=where, route="direct")
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    ticket = prefill.engine.ticket("r")
+    prefill._listener.close()
+    cut(prefill)
+    again = await stage.worker("again", source, route="direct", **where)
+    with pytest.raises(MemoryInDoubt) as caught:
+        await transfer
+    with pytest.raises(MismatchError, match="it has restarted") as restarted:
+        await decode.fetch(ticket, [7, 8], tokens=TOKENS, timeout=5)
+    assert restarted.value.fields["epoch"] == (ticket["epoch"], again.engine.card.epoch)
+    assert decode.describe()["in_doubt"] == 1
+    settling = asyncio.create_task(caught.value.settled())
+    await decode.aclose(drain=False)
+    with pytest.raises(ClosedError, match="never reuse"):
+        await settling
+    assert offer.request == "r"
+
+
+async def test_a_silent_peer_is_given_up(stage, source, target):
+    quick = {"heartbeat": 0.05, "peer_timeout": 0.3}
+    prefill, decode = await stage.pair(source, target, **quick)
+    _, transfer = await begin(stage, prefill, decode, "parked")
+    for link in prefill._links:
+        link._tick = lambda: None  # it says nothing more
+        link._timer.cancel()
+        link._flush = lambda: None
+    with pytest.raises(PeerLostError, match=r"silent for 0\.3 s"):
+        async with asyncio.timeout(2):
+            await transfer
+    await quiet(decode)
+
+
+# --- the fabric fails
+
+
+@pytest.mark.parametrize("after", ["before posting", "after some bytes", "at the post", "disconnected"])
+async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, route, after):
+    prefill, decode = await stage.pair(source, target, route=route)
+    far = "prefill" if route == "pull" else "decode"
+    others = Copied(target)
+    offers = [prefill.offer(f"r{n}", [n], tokens=4) for n in range(4)]
+    broken = decode.start_fetch(prefill.engine.ticket("r0"), [8], tokens=range(4))
+    if after == "before posting":
+        stage.network.refuse_next(far)
+    elif after == "after some bytes":
+        stage.network.break_next(far, after_bytes=24)
+    elif after == "at the post":
+        stage.network.break_next(far, after_bytes=24, at_post=True)
+    else:
+        stage.network.break_next(far, after_bytes=24, disconnected=True)
+    fails = MemoryInDoubt if after != "before posting" and route == "direct" else KvxferError
+    if route == "pull" and after in {"after some bytes", "at the post"}:
+        fails = MemoryInDoubt
+    with pytest.raises(fails) as caught:
+        async with asyncio.timeout(2):
+            await broken
+    assert isinstance(caught.value, MemoryInDoubt) == (fails is MemoryInDoubt)
+    transfers = [
+        decode.start_fetch(prefill.engine.ticket(f"r{n}"), [8 + n], tokens=range(4), timeout=5) for n in range(1, 4)
+    ]
+    for n, transfer in enumerate(transfers, 1):
+        await transfer
+        others.bring(source, [n], [8 + n], range(4))
+    for layer, memory in target.memory.items():
+        others.expected[layer][:, 8] = memory[:, 8]  # the broken one's
+    others.check()
+    assert {type(await offer.released()) for offer in offers[1:]} == {Released}
+    if after == "before posting":
+        await offers[0].withdraw()
+        await quiet(prefill, decode)
+    elif route == "staged":
+        assert decode._site.receive_desk.share.quarantined_bytes() > 0
+        assert (prefill._site.send_desk.share.quarantined_bytes() > 0) == (after != "disconnected")
+
+
+async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, source, target, route):
+    prefill, decode = await stage.pair(source, target, route=route)
+    if route == "pull":
+        pytest.skip("there the decode rank posts")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.break_next("decode", after_bytes=24)
+    with pytest.raises(KvxferError):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert not offer.wait_end().done()  # it is live: somebody may fetch it again
+    if route == "direct":
+        await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
+        with pytest.raises(MemoryInDoubt) as caught:
+            await offer.released()
+        with pytest.raises(BlocksError, match="may still read it"):
+            prefill.offer("s", [1], tokens=4)
+        settling = asyncio.create_task(caught.value.settled())
+        await prefill.aclose(drain=False)
+        with pytest.raises(ClosedError, match="never reuse its blocks"):
+            await settling
+    else:  # the post read the staging extent, not the blocks
+        await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
+        assert isinstance(await offer.released(), Released)
+
+
+async def test_a_wedged_post_is_given_up(stage, source, target, route):
+    prefill, decode = await stage.pair(source, target, route=route, no_progress_timeout=0.2, revoke_timeout=1)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.wedge("*")
+    fails = KvxferError if route == "staged" else MemoryInDoubt
+    with pytest.raises(fails, match="no progress"):
+        async with asyncio.timeout(3):
+            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    stage.network.mend("*")
+    other = prefill.offer("other", [5, 6], tokens=8)
+    copied = Copied(target).bring(source, [5, 6], [7, 8], TOKENS)
+    await decode.fetch(prefill.engine.ticket("other"), [7, 8], tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await other.released(), Released)
+    assert offer.state.value == "live"
+
+
+async def test_a_late_result_is_dropped_and_counted(stage, source, target):
+    from kvxfer.protocol.messages import KvAgentResult, Status
+
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await works(prefill, decode, source, target, offer)
+    (link,) = prefill._links
+    link.send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
+    await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 2)
+    offer = prefill.offer("s", [1, 2], tokens=8)
+    await works(prefill, decode, source, target, offer)
+
+
+async def test_the_fetch_times_out_while_the_link_is_wedged(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="staged")
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.wedge("decode")
+    with pytest.raises(TransferTimeoutError):
+        async with asyncio.timeout(2):
+            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.1)
+    assert decode._site.receive_desk.share.quarantined_bytes() > 0

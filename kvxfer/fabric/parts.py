@@ -22,13 +22,16 @@ Release: TypeAlias = Callable[[Handle], None]
 _SEVERITY: Final = {Outcome.DONE: 0, Outcome.STOPPED: 1, Outcome.FAILED: 2, Outcome.IN_DOUBT: 3}
 
 
+_UNBOUNDED: Final = 1 << 62
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How a post is cut and how much of it is under way at once.
 
     Attributes:
         max_descriptors: Pieces in one part at most.
-        max_post_bytes: Bytes in one part at most.
+        max_post_bytes: Bytes in one part at most, where host memory is involved.
         max_parts_in_flight: Parts of one post that are posted and not yet ended, at most.
         no_progress_timeout: Seconds without any part posted or ended after which a post is given up.
     """
@@ -44,6 +47,14 @@ def restated(error: FabricError, *, in_doubt: bool = False) -> FabricError:
     again = FabricError(str(error), disconnected=error.disconnected, in_doubt=in_doubt)
     again.__cause__ = error.__cause__
     return again
+
+
+def _limits(post: Post, limits: Limits) -> Limits:
+    """Bounds of a post's parts. Between two GPUs posting only starts a copy engine, so bytes need no bound there: what
+    the bound protects against is a post that copies, with the thread inside it, as those of host memory do.
+    """
+    on_gpus = post.local.kind == post.remote.kind == "VRAM"
+    return replace(limits, max_post_bytes=_UNBOUNDED) if on_gpus else limits
 
 
 Slice: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -127,7 +138,7 @@ class LivePost:
         try:
             if refusal is not None:
                 raise refusal
-            self._parts = cut(post.local.pieces, post.remote.pieces, limits)
+            self._parts = cut(post.local.pieces, post.remote.pieces, _limits(post, limits))
         except FabricError as error:
             post.cell.kill()
             self._worsen(Outcome.FAILED, error)

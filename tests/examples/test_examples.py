@@ -26,7 +26,8 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
 def running(name, *arguments, tmp_path, **options):
     """An example as a process of its own, which is gone when the block is left."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
-    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # its private socket is made in there
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}  # its private socket is made in there
     process = subprocess.Popen(
         [sys.executable, "-W", "error", str(EXAMPLES / name), *map(str, arguments)],
         stdin=subprocess.PIPE,

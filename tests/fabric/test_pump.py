@@ -13,7 +13,7 @@ import pytest
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import pump
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.fabric.parts import Limits, cut
+from kvxfer.fabric.parts import Limits, LivePost, cut
 from kvxfer.fabric.port import Cell, CellState, Descriptors, Memory, Operation, Outcome, Post, PostResult
 from kvxfer.fabric.pump import Fabric
 from kvxfer.runtime import HandOver, ThreadRuntime
@@ -190,6 +190,13 @@ def test_cut_refuses_what_makes_no_sense(local, remote):
 
 
 # ---- one post --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("here", "there", "parts"), [("VRAM", "VRAM", 1), ("VRAM", "DRAM", 8), ("DRAM", "VRAM", 8)])
+def test_only_posts_that_touch_host_memory_are_cut_by_bytes(here, there, parts):
+    rows = pieces((0, 8 * PART))
+    post = Post("b", Operation.WRITE, Descriptors(here, 0, rows), Descriptors(there, 0, rows), Cell(1e9), print)
+    assert len(LivePost(post, limits(1024, PART))._parts) == parts
 
 
 @pytest.mark.parametrize("operation", list(Operation))

@@ -50,8 +50,10 @@ def restated(error: FabricError, *, in_doubt: bool = False) -> FabricError:
 
 
 def _limits(post: Post, limits: Limits) -> Limits:
-    """Bounds of a post's parts. Between two GPUs posting only starts a copy engine, so bytes need no bound there: what
-    the bound protects against is a post that copies, with the thread inside it, as those of host memory do.
+    """Bounds of a post's parts.
+
+    Between two GPUs posting only starts a copy engine, so bytes need no bound there: what the bound protects against is
+    a post that copies, with the thread inside it, as those of host memory do.
     """
     on_gpus = post.local.kind == post.remote.kind == "VRAM"
     return replace(limits, max_post_bytes=_UNBOUNDED) if on_gpus else limits

@@ -28,7 +28,10 @@ class Service(Protocol):
     """A running `step` function."""
 
     def wake(self) -> None:
-        """Run `step` soon. Safe from any thread; wake-ups before the next step are merged."""
+        """Run `step` soon. Safe from any thread; wake-ups before the next step are merged.
+
+        A service whose `setup` or `step` has raised is over, and wakes no more.
+        """
         ...
 
     def stop(self, timeout: float) -> bool:
@@ -56,7 +59,12 @@ class Runtime(Protocol):
         ...
 
     def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
-        """Start a service; `setup` runs first where `step` runs (a thread's CUDA context, its affinity)."""
+        """Start a service; `setup` runs first where `step` runs (a thread's CUDA context, its affinity).
+
+        Neither of them should raise: whoever waits for the service's work would not hear of it. What they raise is
+        reported as any thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends the
+        service; `stop` works as ever.
+        """
         ...
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
@@ -80,23 +88,35 @@ class _Batch:
     def __call__(self, callback: Callable[[], None]) -> None:
         with self._lock:
             self._pending.append(callback)
-            if self._scheduled:
+            if self._scheduled and not self._loop.is_closed():
                 return
             self._scheduled = True
+        self._schedule()
+
+    def _schedule(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._run)
         except RuntimeError:  # the loop is closed: nobody is left to hear it
-            self._pending.clear()
+            with self._lock:
+                self._pending.clear()
 
     def _run(self) -> None:
         with self._lock:
             batch, self._pending = self._pending, deque()
             self._scheduled = False
-        for callback in batch:
-            try:
-                callback()
-            except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
-                self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
+        try:
+            while batch:
+                callback = batch.popleft()
+                try:
+                    callback()
+                except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
+                    self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
+        finally:
+            if batch:  # a cancellation or an interrupt goes through, and the rest comes next
+                with self._lock:
+                    self._pending.extendleft(reversed(batch))
+                    self._scheduled = True
+                self._schedule()
 
 
 class _ThreadService:
@@ -123,8 +143,10 @@ class _ThreadService:
     def _run(self) -> None:
         if self._setup is not None:
             self._setup()
-        while not self._stopping:
+        while True:
             self._wake.clear()
+            if self._stopping:  # looked at after `clear`: a `stop` in between has set the event again, or is seen here
+                return
             delay = self._step()
             if delay is None:
                 self._wake.wait()

@@ -13,6 +13,7 @@ which are threads in production, become callbacks of the loop whose order is dra
 import asyncio
 import random
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -58,9 +59,12 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 class _LoopService:
     """A service as callbacks of the loop, each after a delay drawn from the seed."""
 
-    def __init__(self, runtime: "DeterministicRuntime", step: Callable[[], float | None]) -> None:
+    def __init__(
+        self, runtime: "DeterministicRuntime", step: Callable[[], float | None], setup: Callable[[], None] | None
+    ) -> None:
         self._runtime = runtime
         self._step = step
+        self._setup = setup
         self._next: asyncio.TimerHandle | None = None
         self._stopped = False
         self.wake()
@@ -85,24 +89,37 @@ class _LoopService:
 
     def _run(self) -> None:
         self._next = None
-        delay = self._step()
+        setup, self._setup = self._setup, None
+        try:
+            if setup is not None:
+                setup()
+            delay = self._step()
+        except BaseException:
+            self._stopped = True  # as a thread would be; the loop reports it
+            raise
         if delay is not None:
             self._schedule(delay)
 
 
 class _LoopHandOver:
-    """Callbacks in the order in which they were handed over, each batch after a delay drawn from the seed."""
+    """Callbacks in the order in which they were handed over, each after a delay drawn from the seed."""
 
     def __init__(self, runtime: "DeterministicRuntime", loop: asyncio.AbstractEventLoop) -> None:
         self._runtime = runtime
         self._loop = loop
         self._last = 0.0
+        self._pending: deque[Callable[[], None]] = deque()
 
     def __call__(self, callback: Callable[[], None]) -> None:
         if self._loop.is_closed():
             return
+        self._pending.append(callback)
         self._last = max(self._last, self._loop.time() + self._runtime.jitter())
-        self._loop.call_at(self._last, callback)
+        self._loop.call_at(self._last, self._next)
+
+    def _next(self) -> None:
+        """The oldest one: timers of the same instant fire in any order."""
+        self._pending.popleft()()
 
 
 class DeterministicRuntime:
@@ -132,9 +149,7 @@ class DeterministicRuntime:
     def start(self, name: str, step: Callable[[], float | None], *, setup: Callable[[], None] | None = None) -> Service:
         """Run `step` as callbacks of the loop."""
         del name
-        if setup is not None:
-            setup()
-        return _LoopService(self, step)
+        return _LoopService(self, step, setup)
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         """A way back to `loop`."""

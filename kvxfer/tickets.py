@@ -27,8 +27,11 @@ _MAC_LABEL: Final = b"kvxfer ticket v1"
 _EPOCH_LABEL: Final = b"kvxfer epoch v1"
 
 _T = TypeVar("_T")
-_Hex = Annotated[str, msgspec.Meta(pattern="^(?:[0-9a-f]{2}){8,64}$")]
-_Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(?:unix:/|tcp:).+$", max_length=512)]
+_Hex = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
+_ENDPOINT: Final = re.compile(r"(?:unix:/|tcp:).+")
+_ENDPOINT_CHARACTERS: Final = 512
+_Endpoint = Annotated[str, msgspec.Meta(pattern=rf"^{_ENDPOINT.pattern}\Z", max_length=_ENDPOINT_CHARACTERS)]
+_EndpointPart = Annotated[str, msgspec.Meta(max_length=_ENDPOINT_CHARACTERS)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 _Attempt = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 _Request = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -56,7 +59,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return dict(msgspec.to_builtins(self))
+        return _plain(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RankCard":
@@ -74,30 +77,34 @@ class _Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `first` stands for the parts first, first + 1, ...; `parts` lists them where they are no such sequence.
     """
 
-    prefix: str
-    suffix: str = ""
-    first: int | None = None
-    parts: list[str] | None = None
+    prefix: _EndpointPart
+    suffix: _EndpointPart = ""
+    first: Annotated[int, msgspec.Meta(ge=0, le=999_999_999)] | None = None
+    parts: Annotated[tuple[_EndpointPart, ...], msgspec.Meta(max_length=MAX_WORLD)] | None = None
 
     @classmethod
     def of(cls, endpoints: Sequence[str]) -> "_Endpoints":
         prefix, suffix = _common(endpoints)
-        parts = [endpoint[len(prefix) : len(endpoint) - len(suffix)] for endpoint in endpoints]
-        if parts == [""]:
-            return cls(prefix=prefix)
+        parts = tuple(endpoint[len(prefix) : len(endpoint) - len(suffix)] for endpoint in endpoints)
+        if not any(parts):  # one rank, or all at one place
+            return cls(prefix=prefix, suffix=suffix)
         if re.fullmatch("[0-9]{1,9}", parts[0]):
             first = int(parts[0])
-            if parts == [str(first + rank) for rank in range(len(parts))]:
+            if parts == tuple(str(first + rank) for rank in range(len(parts))):
                 return cls(prefix=prefix, suffix=suffix, first=first)
         return cls(prefix=prefix, suffix=suffix, parts=parts)
 
     def expand(self, world: int) -> tuple[str, ...]:
         parts = self.parts
         if parts is None:
-            parts = [""] * world if self.first is None else [str(self.first + rank) for rank in range(world)]
+            parts = ("",) * world if self.first is None else tuple(str(self.first + rank) for rank in range(world))
         if len(parts) != world:
             raise TicketError(f"endpoints for {len(parts)} ranks, but the engine has {world}")
-        return tuple(self.prefix + part + self.suffix for part in parts)
+        endpoints = tuple(self.prefix + part + self.suffix for part in parts)
+        for endpoint in endpoints:
+            if len(endpoint) > _ENDPOINT_CHARACTERS or not _ENDPOINT.fullmatch(endpoint):
+                raise TicketError(f"{endpoint[:64]!r} is no endpoint: these are unix:/path and tcp:host:port")
+        return endpoints
 
 
 def _common(endpoints: Sequence[str]) -> tuple[str, str]:
@@ -160,7 +167,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return dict(msgspec.to_builtins(self))
+        return _plain(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "EngineCard":
@@ -185,6 +192,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request: _Request
     attempt: _Attempt = 0
     mac: _Hex
+
+    def __post_init__(self) -> None:
+        _check_text(self.request)
 
     @classmethod
     def parse(cls, data: "Mapping[str, Any] | Ticket") -> "Ticket":
@@ -216,6 +226,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __repr__(self) -> str:
         return f"Ticket(engine={self.engine!r}, request={self.request!r}, attempt={self.attempt}, mac={mask(self.mac)})"
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:  # else rich would print every field
+        shown = {"engine": self.engine, "request": self.request, "attempt": self.attempt, "mac": mask(self.mac)}
+        return list(shown.items())
+
+
+class _Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ticket is for."""
+
+    request: _Request
+    attempt: _Attempt = 0
+
+    def __post_init__(self) -> None:
+        _check_text(self.request)
+
 
 class Issuer:
     """Makes and checks tickets of one engine: every rank has one, and so may the scheduler.
@@ -238,21 +262,21 @@ class Issuer:
         """The ticket of a request, as plain JSON data: before, after, or without the offer.
 
         Raises:
-            TicketError: If the request id is empty or longer than 256 characters, or the attempt is negative.
+            TicketError: If the request id is empty, longer than 256 characters or no UTF-8, or the attempt does not fit
+                into 32 bits.
         """
+        _convert({"request": request, "attempt": attempt}, _Subject, "request")
         card = self.card
-        data = {
+        return {
             "v": 1,
             "engine": card.engine,
             "world": card.world,
             "epoch": card.epoch,
-            "endpoints": msgspec.to_builtins(card.endpoints),
+            "endpoints": _plain(card.endpoints),
             "request": request,
             "attempt": attempt,
             "mac": self._mac(request, attempt).hex(),
         }
-        Ticket.parse(data)
-        return data
 
     def verify(self, ref: TicketRef) -> bool:
         """Whether this engine issued it, in this epoch. Takes the same time for every wrong MAC."""
@@ -263,15 +287,29 @@ class Issuer:
         return TicketRef(request, attempt, self._mac(request, attempt))
 
     def _mac(self, request: str, attempt: int) -> bytes:
-        name = request.encode("utf-8", "surrogatepass")
+        name = request.encode()
         fields = (_MAC_LABEL, bytes.fromhex(self.card.epoch), len(name).to_bytes(4, "little"), name)
-        message = b"".join(fields) + int(attempt).to_bytes(8, "little", signed=True)
+        message = b"".join(fields) + attempt.to_bytes(8, "little", signed=True)
         return hmac.digest(self._key, message, "sha256")[:16]
 
 
 def mask(secret: str) -> str:
     """A secret as logs may show it."""
     return f"{secret[:4]}..." if len(secret) > 8 else "..."
+
+
+def _check_text(text: str) -> None:
+    """Refuse what JSON can hold and UTF-8 cannot; msgspec makes it an error of its own while converting."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a request id must be UTF-8: {error.reason}") from error
+
+
+def _plain(data: msgspec.Struct) -> dict[str, Any]:
+    """JSON data, with lists where JSON has lists."""
+    return dict(msgspec.json.decode(msgspec.json.encode(data)))
 
 
 def _convert(data: Any, kind: type[_T], name: str) -> _T:

@@ -8,7 +8,19 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from kvxfer.demo.script import Broken, Decoded, Fetched, LayerLanded, LayerReady, News, Offered, Prefilled, Script
+from kvxfer.demo.script import (
+    DECODE_BLOCK_TOKENS,
+    PREFILL_BLOCK_TOKENS,
+    Broken,
+    Decoded,
+    Fetched,
+    LayerLanded,
+    LayerReady,
+    News,
+    Offered,
+    Prefilled,
+    Script,
+)
 
 __all__ = ["Display"]
 
@@ -69,10 +81,18 @@ class Display:
         if self._console.is_terminal:
             self._live.update(self._table())
         elif line:
-            self._console.print(f"prompt {news.prompt} ({self._script.prompts[news.prompt]} tokens): {line}")
+            self._console.print(
+                f"prompt {news.prompt} ({self._script.prompts[news.prompt]} tokens): {line}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+            )
 
     def _table(self) -> Table:
-        table = Table(title="kvxfer demo: prefill process (NHD, blocks of 16) to decode process (HND, blocks of 32)")
+        table = Table(
+            title=f"kvxfer demo: prefill process (NHD, blocks of {PREFILL_BLOCK_TOKENS}) "
+            f"to decode process (HND, blocks of {DECODE_BLOCK_TOKENS})"
+        )
         for name, justify in (("prompt", "right"), ("tokens", "right"), ("MiB", "right"), ("layers ready", "left"),
                               ("layers landed", "left"), ("route", "left"), ("GB/s on the wire", "right"),
                               ("state", "left")):  # fmt: skip

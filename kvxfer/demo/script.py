@@ -1,17 +1,23 @@
 """What the two processes of the demo agree on beforehand: model, prompts, caches, and what they tell their parent."""
 
+import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 
+from kvxfer.errors import UsageError
 from kvxfer.telemetry import TransferStats
 
 __all__ = [
+    "DECODE_BLOCK_TOKENS",
+    "PREFILL_BLOCK_TOKENS",
     "Broken",
     "Decoded",
     "Fetched",
@@ -26,6 +32,8 @@ __all__ = [
     "Script",
 ]
 
+PREFILL_BLOCK_TOKENS: Final = 16
+DECODE_BLOCK_TOKENS: Final = 32
 _VOCABULARY: Final = 512
 
 
@@ -67,6 +75,22 @@ class Script:
     hidden: int = 256
     seed: int = 7
 
+    def __post_init__(self) -> None:
+        """Refuse what would show nothing: a run without prompts, or damage that these prompts cannot take.
+
+        Raises:
+            UsageError: Naming what is missing.
+        """
+        if not self.prompts or min(self.prompts) < 1 or self.steps < 1:
+            raise UsageError("the demo needs at least one prompt of at least one token, and one step")
+        cannot = {
+            Sabotage.SWAP_BLOCKS: max(self.prompts) <= DECODE_BLOCK_TOKENS and "a prompt of two blocks",
+            Sabotage.CUT_TAIL: not any(n % DECODE_BLOCK_TOKENS for n in self.prompts) and "a block that is partly full",
+            Sabotage.SWAP_HEADS: self.kv_heads < 2 and "two heads",
+        }.get(self.sabotage)
+        if cannot:
+            raise UsageError(f"sabotage {self.sabotage.value} needs {cannot}")
+
     @property
     def token_bytes(self) -> int:
         """K and V of one token in all layers (float32)."""
@@ -80,7 +104,8 @@ class Script:
     def token_ids(self, prompt: int) -> list[int]:
         """The tokens of a prompt; the same in both processes."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + prompt)
-        return torch.randint(0, _VOCABULARY, (self.prompts[prompt],), generator=generator).tolist()
+        drawn: Any = torch.randint(0, _VOCABULARY, (self.prompts[prompt],), generator=generator)
+        return [int(token) for token in drawn]
 
     def model(self, device: str) -> Any:
         """The model; the same weights in both processes."""
@@ -97,10 +122,10 @@ class Script:
             device=device,
         )
 
-    def config(self, role: str) -> Mapping[str, Any]:
-        """Settings of the worker of one side."""
+    def config(self, role: str, folder: Path) -> Mapping[str, Any]:
+        """Settings of the worker of one side, which listens in `folder`: that is removed whatever becomes of it."""
         return {"engine": role, "model": f"tiny-llama-{self.seed}", "route": self.route, "arena_bytes": "128MiB",
-                "chunk_bytes": "8MiB"}  # fmt: skip
+                "chunk_bytes": "8MiB", "listen": f"unix:{folder / role}.sock"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +184,19 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Decode: tokens generated, and the first difference between the caches if there is one."""
+    """Decode: tokens generated, and the first difference between the caches if there is one.
+
+    Attributes:
+        prompt: Number of the prompt.
+        tokens: The first one came with the cache.
+        difference: Where the caches differ first; empty if they do not.
+        damaged: Whether the sabotage changed anything of this prompt.
+    """
 
     prompt: int
     tokens: list[int]
     difference: str
+    damaged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +211,49 @@ News: TypeAlias = Offered | LayerReady | Prefilled | Reference | LayerLanded | F
 
 
 class Parent:
-    """A side's pipe to the process that shows the demo; its model thread and its loop may both send.
+    """Reports to the parent, and hears from it what the other side said.
 
     Args:
         pipe: This side's end.
+
+    Attributes:
+        news: What the other side said, passed on by the parent.
+        dismissed: Set when the parent has seen everything.
     """
 
     def __init__(self, pipe: Connection) -> None:
+        self.news: asyncio.Queue[Offered | Prefilled] = asyncio.Queue()
+        self.dismissed = asyncio.Event()
         self._pipe = pipe
         self._lock = threading.Lock()
 
     def send(self, news: News) -> None:
-        """Report an event."""
+        """Report an event. Safe from any thread: the model's and the loop's both do."""
         with self._lock:
             self._pipe.send(news)
 
-    def recv(self) -> Any:
-        """What the other side said, passed on by the parent; None at the end."""
-        return self._pipe.recv()
+    def listen(self, gone: Callable[[], object]) -> None:
+        """Begin to listen; `gone` is called on the loop when the parent is gone.
+
+        In a thread that ends with the process: both ends send without looking whether the other one reads, so reading
+        on the loop could wait for a loop that waits for its turn to send.
+        """
+        loop = asyncio.get_running_loop()
+
+        def receive() -> None:
+            while True:
+                try:
+                    item: Offered | Prefilled | None = self._pipe.recv()
+                except (EOFError, OSError):
+                    tell(gone)
+                    return
+                if item is None:
+                    tell(self.dismissed.set)
+                else:
+                    tell(partial(self.news.put_nowait, item))
+
+        def tell(callback: Callable[[], object]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(callback)
+
+        threading.Thread(target=receive, name="kvxfer-demo-pipe", daemon=True).start()

@@ -155,7 +155,7 @@ class Sending:
         """These chunks may go now; those announced before are left out."""
         if self.state is not SendState.MOVING:
             return []
-        fresh = [chunk for chunk in chunks if self._chunks[chunk] is _Chunk.WAITING]
+        fresh = [chunk for chunk in dict.fromkeys(chunks) if self._chunks[chunk] is _Chunk.WAITING]
         for chunk in fresh:
             self._chunks[chunk] = _Chunk.WANTED
         self._announced += len(fresh) if self.route is Route.PULL else 0

@@ -1,4 +1,6 @@
 """Two sessions joined by bytes: every message in every state, every way in which a handshake fails, and the clock."""
+# fields of messages whose type the test has fixed
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import dataclasses
 import math
@@ -79,7 +81,9 @@ OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
 
 def make(role, *, secret=None, facts=FACTS, now=0.0, who=None, nonce=None, **terms):
     nonce = nonce or role.value.encode().ljust(32, b".")
-    return Session(role, who or WHO[role], Terms(facts, encode_body(BODY), secret=secret, **terms), nonce=nonce, now=now)
+    return Session(
+        role, who or WHO[role], Terms(facts, encode_body(BODY), secret=secret, **terms), nonce=nonce, now=now
+    )
 
 
 def pair(client=None, server=None, **both):
@@ -155,9 +159,7 @@ def test_messages_flow_after_it_and_pings_are_kept_below():
     assert seen == {Role.CLIENT: [Received(Want(7, pack_u32([1, 2])))], Role.SERVER: [Received(Cancel(7))]}
 
 
-@pytest.mark.parametrize(
-    ("role", "state", "kind", "following"), [(*key, after) for key, after in TRANSITIONS.items()]
-)
+@pytest.mark.parametrize(("role", "state", "kind", "following"), [(*key, after) for key, after in TRANSITIONS.items()])
 def test_every_entry_of_the_table_is_taken(role, state, kind, following):
     client, server = pair()
     side = client if role is Role.CLIENT else server
@@ -211,16 +213,14 @@ def test_every_message_in_every_state(role, state, kind):
 
 def test_an_illegal_message_does_not_undo_what_came_before_it():
     _, server = opened()
-    events = []
+    events = iter(server.receive(encode(Cancel(1)) + encode(SAMPLES[Accept]) + encode(Cancel(2)), 1.0))
+    assert next(events) == Received(Cancel(1))
     with pytest.raises(ProtocolError):
-        for event in server.receive(encode(Cancel(1)) + encode(SAMPLES[Accept]) + encode(Cancel(2)), 1.0):
-            events.append(event)
-    assert events == [Received(Cancel(1))]
+        next(events)
+    assert next(events, None) is None
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"world": 0}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}], ids=lambda wrong: str(wrong)
-)
+@pytest.mark.parametrize("wrong", [{"world": 0}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}], ids=str)
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_impossible_greetings_are_refused(role, wrong):
     liar = dataclasses.replace(WHO[role], **wrong)

@@ -1,0 +1,330 @@
+"""The demo with a small model: every route passes, every kind of damage is found, and nothing is left behind."""
+# dicts of keyword arguments, and pipes that are open
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
+import io
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvxfer import cli
+from kvxfer.demo import run as module
+from kvxfer.demo.display import Display
+from kvxfer.demo.script import (
+    Broken,
+    Decoded,
+    Fetched,
+    LayerLanded,
+    LayerReady,
+    Offered,
+    Prefilled,
+    Reference,
+    Sabotage,
+    Script,
+)
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.telemetry import TransferStats
+
+SMALL = {"prompts": (1, 17, 40), "steps": 3, "layers": 4, "kv_heads": 4, "head_dim": 32, "hidden": 64}
+LAST = re.compile(
+    r"OK: (?P<prompts>\d+) prompts, (?P<tokens>\d+) tokens generated, identical to single-process generation; "
+    r"(?P<digests>\d+) digests of K and V equal; (?P<mib>[\d.]+) MiB in (?P<pieces>\d+) pieces "
+    r"by route (?P<route>[a-z+]+), (?P<gbps>[\d.]+) GB/s on the wire"
+)
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(monkeypatch, tmp_path_factory):
+    """Temporary files go to a folder that must be empty afterwards, and no process may be left."""
+    for name in [name for name in os.environ if name.upper().startswith("KVXFER_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield
+    assert multiprocessing.active_children() == []
+    assert list(folder.glob("kvxfer*")) == []
+
+
+def perform(**changes):
+    """Run a small demo; whether it passed, and the lines that it printed."""
+    text = io.StringIO()
+    passed = module.run(Script(**SMALL | changes), Console(file=text, width=200))
+    return passed, text.getvalue().splitlines()
+
+
+# --- whole runs
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull", "auto"])
+def test_every_route_ends_well(route):
+    passed, lines = perform(route=route)
+    script = Script(**SMALL)
+    seen = LAST.fullmatch(lines[-1])
+    assert passed, lines
+    assert seen, lines[-1]
+    assert int(seen["prompts"]) == 3
+    assert int(seen["tokens"]) == 3 * (1 + script.steps)
+    assert int(seen["digests"]) == 3 * 2 * script.layers
+    assert seen["mib"] == f"{script.total_bytes / (1 << 20):.1f}"
+    assert script.total_bytes == 2 * 4 * 4 * 32 * 4 * (1 + 17 + 40)
+    assert int(seen["pieces"]) > 0
+    assert seen["route"] in ("staged", "direct", "pull") if route == "auto" else seen["route"] == route
+    assert float(seen["gbps"]) >= 0
+    for prompt, tokens in enumerate(script.prompts):
+        about = [line for line in lines if line.startswith(f"prompt {prompt} ({tokens} tokens): ")]
+        assert len(about) == 2
+        assert about[1].endswith(": 4 tokens, digests equal")
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "places"),
+    [
+        (Sabotage.ZERO_BLOCK, {0: "layer 0, k, token 0", 1: "layer 0, k, token 0", 2: "layer 0, k, token 32"}),
+        (Sabotage.SWAP_BLOCKS, {2: "layer 0, k, token 0"}),
+        (Sabotage.SWAP_HEADS, dict.fromkeys(range(3), "layer 0, k, token 0")),
+        (Sabotage.CUT_TAIL, {0: "layer 0, k, token 0", 1: "layer 0, k, token 0", 2: "layer 0, k, token 32"}),
+    ],
+)
+def test_damage_is_found_and_its_place_is_named(sabotage, places):
+    passed, lines = perform(sabotage=sabotage)
+    assert not passed
+    assert lines[-1].startswith("FAILED: ")
+    named = dict(re.findall(r"prompt (\d): caches differ at (layer \d+, [kv], token \d+)", lines[-1]))
+    assert {int(prompt): place for prompt, place in named.items()} == places
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_side_that_is_killed_is_reported(monkeypatch, side):
+    class Killing(Display):
+        def show(self, news):
+            super().show(news)
+            if isinstance(news, Offered) and news.prompt == 1:
+                (process,) = [p for p in multiprocessing.active_children() if p.name == f"kvxfer-demo-{side}"]
+                process.kill()
+
+    monkeypatch.setattr(module, "Display", Killing)
+    passed, lines = perform()
+    assert not passed
+    # the other side may be the first to tell: its peer is gone
+    assert re.search(rf"FAILED: {side}: the process ended early, with exit code -9|FAILED: \w+: \w+Error", lines[-1])
+
+
+def test_a_side_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setenv("KVXFER_NO_SUCH_SETTING", "1")
+    passed, lines = perform()
+    assert not passed
+    assert re.fullmatch(r"FAILED: (prefill|decode): ConfigError: .*no_such_setting.*", lines[-1], re.IGNORECASE)
+
+
+def test_a_run_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0.5)
+    passed, lines = perform()
+    assert (passed, lines[-1]) == (False, "FAILED: not complete after 0.5 s")
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch):
+    class Interrupted(Display):
+        def show(self, news):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "Display", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        perform()
+
+
+def test_ctrl_c_on_a_terminal_leaves_nothing_behind(tmp_path):
+    """It goes to every process of the foreground group at once."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from rich.console import Console\n"
+        "from kvxfer.demo.run import run\n"
+        "from kvxfer.demo.script import Script\n"
+        "if __name__ == '__main__':\n"
+        f"    run(Script(**{SMALL | {'steps': 400}}), Console(width=200))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout.readline().startswith("prompt 0 (1 tokens)")
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)  # every process of the group has closed the pipes
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == -signal.SIGINT
+    assert "OK" not in out
+    assert err.count("Traceback") == 1  # this program's own, of the KeyboardInterrupt
+    assert "KeyboardInterrupt" in err
+
+
+# --- the script
+
+
+@pytest.mark.parametrize("sabotage", list(Sabotage), ids=lambda sabotage: sabotage.value)
+def test_the_prompts_of_the_demo_have_a_case_for_every_damage(sabotage):
+    assert Script(sabotage=sabotage).sabotage is sabotage
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sabotage": Sabotage.SWAP_BLOCKS, "prompts": (1, 32)}, "swap-blocks needs a prompt of two blocks"),
+        ({"sabotage": Sabotage.CUT_TAIL, "prompts": (32, 64)}, "cut-tail needs a block that is partly full"),
+        ({"sabotage": Sabotage.SWAP_HEADS, "kv_heads": 1}, "swap-heads needs two heads"),
+        ({"prompts": ()}, "at least one prompt"),
+        ({"prompts": (3, 0)}, "at least one prompt of at least one token"),
+        ({"steps": 0}, "one step"),
+    ],
+)
+def test_a_script_that_would_show_nothing_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        Script(**changes)
+
+
+def test_no_gpu_no_process(monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(KvxferError, match="no CUDA device"):
+        perform(device="cuda")
+
+
+# --- the verdict
+
+
+def stats(nbytes, route="staged"):
+    return TransferStats(
+        route=route, why="", bytes=nbytes, pieces=2, chunks=1, descriptors=1, peers=("p",), queued=0.0, gathering=0.0,
+        posting=0.0, wire=0.5, scattering=0.0, started=0.0, first_byte=0.0, finished=1.0,
+    )  # fmt: skip
+
+
+def judged(script, *extra, difference="", tokens=(5, 6), alone=(5, 6), damaged=False, nbytes=None, route="staged"):
+    verdict = module.Verdict(script)
+    seen = stats(script.total_bytes if nbytes is None else nbytes, route)
+    for item in (
+        Offered(0, {}),
+        LayerReady(0, 0),
+        Prefilled(0, []),
+        LayerLanded(0, 0),
+        Fetched(0, seen),
+        Decoded(0, list(tokens), difference, damaged),
+        Reference(0, list(alone), seen),
+        *extra,
+    ):
+        assert not verdict.complete or item in extra
+        verdict.take(item)
+    assert verdict.complete
+    return verdict.judge()
+
+
+ONE = {"prompts": (40,)}
+
+
+def test_a_verdict_on_nothing_but_good_news():
+    passed, line = judged(Script(**ONE))
+    assert passed
+    assert LAST.fullmatch(line)
+
+
+@pytest.mark.parametrize(
+    ("script", "seen", "line"),
+    [
+        ({}, {"difference": "layer 1, v, token 2"}, "prompt 0: caches differ at layer 1, v, token 2"),
+        ({}, {"tokens": (5, 7)}, "prompt 0: token 1 is 7, alone it is 6"),
+        ({}, {"nbytes": 12}, "12 bytes were fetched, but the caches have 2621440"),
+        ({"route": "pull"}, {}, "the route was staged, not pull"),
+        ({"sabotage": Sabotage.CUT_TAIL}, {}, "sabotage cut-tail touched nothing"),
+        ({"sabotage": Sabotage.CUT_TAIL}, {"damaged": True}, "sabotage cut-tail was not noticed"),
+    ],
+)
+def test_a_verdict_on_bad_news(script, seen, line):
+    passed, last = judged(Script(**ONE | script), **seen)
+    assert not passed
+    assert last == f"FAILED: {line}"
+
+
+def test_a_side_that_did_not_close_well_spoils_a_good_run():
+    passed, line = judged(Script(**ONE), Broken("decode", "it did not close well, exit code 1"))
+    assert (passed, line) == (False, "FAILED: decode: it did not close well, exit code 1")
+
+
+# --- the display
+
+
+def test_a_terminal_shows_a_table_that_fills():
+    console = Console(file=io.StringIO(), force_terminal=True, record=True, width=160, height=40)
+    script = Script(**SMALL)
+    with Display(script, console) as display:
+        for layer in range(4):
+            display.show(LayerReady(2, layer))
+        display.show(Prefilled(2, []))
+        display.show(LayerLanded(2, 0))
+        display.show(Fetched(1, stats(3 << 20)))
+        display.show(Decoded(0, [1, 2], "layer 0, k, token 3", False))
+        display.show(Broken("decode", "[/red] gone"))
+    rows = [line.strip("│┃ ").split() for line in console.export_text().splitlines()[-6:-1]]
+    states = {row[0]: row[-1] for row in rows if row and row[0] in ("0", "1", "2")}
+    assert states == {"0": "differs", "1": "fetched", "2": "moving"}
+    (fetched,) = [row for row in rows if row and row[0] == "1"]
+    assert "staged" in fetched
+    assert "0.01" in fetched  # GB/s
+
+
+def test_text_of_the_other_side_is_no_markup():
+    text = io.StringIO()
+    with Display(Script(**SMALL), Console(file=text, width=200)) as display:
+        display.show(Decoded(0, [1], "[bold]layer[/nothing]", False))
+    assert text.getvalue() == "prompt 0 (1 tokens): 1 tokens, [bold]layer[/nothing]\n"
+
+
+# --- the command
+
+
+def command(*arguments):
+    return CliRunner().invoke(cli.app, ["demo", *arguments])
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_exit_code_is_the_verdict(monkeypatch, passed):
+    ran = []
+    monkeypatch.setattr(module, "run", lambda script, console: ran.append(script) or passed)
+    done = command("--route", "pull", "--sabotage", "cut-tail")
+    assert done.exit_code == (0 if passed else 1)
+    assert ran == [Script(route="pull", sabotage=Sabotage.CUT_TAIL)]
+
+
+@pytest.mark.parametrize("arguments", [["--speed", "9"], ["extra"], ["--route"]])
+def test_unknown_options_are_refused(monkeypatch, arguments):
+    monkeypatch.setattr(module, "run", lambda *_: pytest.fail("it ran"))
+    assert command(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--route", "x"], ["--device", "tpu"], ["--sabotage", "all"]], ids=str)
+def test_values_that_do_not_exist_are_one_line_and_exit_code_2(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(module, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(sys, "argv", ["kvxfer", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvxfer: {arguments[0]} ") or arguments[0] in err
+    assert err.count("\n") == 1
+
+
+def test_the_folder_of_this_test_holds_no_package():
+    assert not (Path(__file__).parent / "__init__.py").exists()

@@ -1,0 +1,335 @@
+"""Hand-over in batches, and services in threads that can always be stopped."""
+# private state of services and loops that are there
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+import asyncio
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from kvxfer import runtime as module
+from kvxfer.runtime import ThreadRuntime
+
+LONG = 20.0  # seconds until a test gives up waiting for what takes microseconds
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts how often another thread woke it."""
+
+    def __init__(self):
+        super().__init__()
+        self.woken = 0
+        self.problems = []
+        self.set_exception_handler(lambda _, context: self.problems.append(context["exception"]))
+
+    def call_soon_threadsafe(self, *args, **kwargs):
+        self.woken += 1
+        return super().call_soon_threadsafe(*args, **kwargs)
+
+
+@pytest.fixture
+def loop():
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        yield runner.get_loop()
+
+
+def turn(loop, turns=1):
+    """Let the loop run what is ready, so often."""
+
+    async def pause():
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    loop.run_until_complete(pause())
+
+
+# --- hand-over
+
+
+def test_one_wake_up_per_batch_and_the_order_is_kept(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+    for number in range(100):
+        hand_over(lambda number=number: ran.append(number))
+    assert (loop.woken, ran) == (1, [])
+    turn(loop)
+    assert ran == list(range(100))
+    hand_over(lambda: ran.append("later"))
+    assert loop.woken == 2
+    turn(loop)
+    assert ran[-1] == "later"
+
+
+def test_what_a_callback_hands_over_comes_in_the_next_batch(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+
+    def first():
+        ran.append("first")
+        hand_over(lambda: ran.append("third"))
+
+    hand_over(first)
+    hand_over(lambda: ran.append("second"))
+    turn(loop, 2)
+    assert ran == ["first", "second", "third"]
+    assert loop.woken == 2
+
+
+def test_from_many_threads_nothing_is_lost_and_each_keeps_its_order(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+    done = loop.create_future()
+    left = Counter(range(4))
+
+    def work(name):
+        for number in range(500):
+            hand_over(lambda number=number: ran.append((name, number)))
+        hand_over(lambda: left.subtract([name]) or (not +left and done.set_result(None)))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    loop.run_until_complete(asyncio.wait_for(done, LONG))
+    for thread in threads:
+        thread.join()
+    for name in range(4):
+        assert [number for who, number in ran if who == name] == list(range(500))
+    assert loop.woken <= 2004
+
+
+def test_a_failing_callback_strands_nobody(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+    hand_over(lambda: ran.append(1))
+    hand_over(lambda: 1 / 0)
+    hand_over(lambda: ran.append(2))
+    turn(loop)
+    assert ran == [1, 2]
+    (problem,) = loop.problems
+    assert isinstance(problem, ZeroDivisionError)
+
+
+def test_a_cancellation_that_escapes_a_callback_strands_nobody(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+    cancelled = loop.create_future()
+    cancelled.cancel()
+    hand_over(lambda: ran.append(1))
+    hand_over(cancelled.result)  # raises CancelledError, which is no Exception
+    hand_over(lambda: ran.append(2))
+    hand_over(lambda: ran.append(3))
+    turn(loop, 2)
+    assert ran == [1, 2, 3]
+    (problem,) = loop.problems
+    assert isinstance(problem, asyncio.CancelledError)
+
+
+def test_an_interrupt_goes_through_and_the_rest_comes_next(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    hand_over(lambda: hand_over(lambda: ran.append(3)))
+    hand_over(interrupt)
+    hand_over(lambda: ran.append(1))
+    hand_over(lambda: ran.append(2))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_forever()
+    hand_over(lambda: ran.append(4))
+    turn(loop, 2)
+    assert ran == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["idle", "with a batch under way"])
+def test_a_closed_loop_hears_nothing_and_nothing_piles_up(scheduled):
+    loop = CountingLoop()
+    hand_over = ThreadRuntime().hand_over(loop)
+    if scheduled:
+        hand_over(lambda: None)
+    loop.close()
+    for _ in range(100):
+        hand_over(lambda: pytest.fail("nobody is left to hear it"))
+    assert len(hand_over._pending) == 0
+
+
+# --- services
+
+
+class Probe:
+    """A step that tells when it ran, and asks for what it is told to."""
+
+    def __init__(self, *delays):
+        self.delays = list(delays)
+        self.steps = 0
+        self.ran = threading.Semaphore(0)
+        self.thread = None
+
+    def __call__(self):
+        self.thread = threading.current_thread()
+        self.steps += 1
+        delay = self.delays.pop(0) if self.delays else None
+        self.ran.release()
+        return delay
+
+    def wait(self, times=1):
+        for _ in range(times):
+            assert self.ran.acquire(timeout=LONG)
+
+
+def test_a_service_runs_at_once_then_when_woken():
+    probe = Probe()
+    service = ThreadRuntime().start("kvxfer-probe", probe)
+    probe.wait()
+    assert probe.thread.name == "kvxfer-probe"
+    assert probe.thread.daemon
+    service.wake()
+    probe.wait()
+    assert probe.steps == 2
+    assert service.stop(LONG)
+    assert not probe.thread.is_alive()
+
+
+def test_a_service_runs_again_after_the_time_it_asked_for():
+    probe = Probe(0.0, 0.0, 0.001)
+    service = ThreadRuntime().start("kvxfer-probe", probe)
+    probe.wait(4)
+    assert service.stop(LONG)
+    assert probe.steps == 4
+
+
+def test_wake_ups_before_a_step_are_merged():
+    entered, leave = threading.Semaphore(0), threading.Semaphore(0)
+    steps = []
+
+    def step():
+        steps.append(None)
+        entered.release()
+        assert leave.acquire(timeout=LONG)
+
+    service = ThreadRuntime().start("kvxfer-probe", step)
+    assert entered.acquire(timeout=LONG)
+    for _ in range(10):
+        service.wake()
+    leave.release()
+    assert entered.acquire(timeout=LONG)  # woken during the first step, so there is a second, and no third
+    leave.release(10)
+    assert service.stop(LONG)
+    assert len(steps) in (2, 3)  # `stop` may come before or after the look at the flag
+
+
+def test_setup_comes_first_and_in_the_same_thread():
+    order = []
+    probe = Probe()
+    service = ThreadRuntime().start(
+        "kvxfer-probe",
+        lambda: order.append(("step", threading.current_thread())) or probe(),
+        setup=lambda: order.append(("setup", threading.current_thread())),
+    )
+    probe.wait()
+    assert service.stop(LONG)
+    assert order == [("setup", probe.thread), ("step", probe.thread)]
+    assert probe.thread is not threading.current_thread()
+
+
+@pytest.mark.parametrize("where", ["setup", "step"])
+def test_what_raises_is_reported_and_ends_the_service(monkeypatch, where):
+    reported, told = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda report: reported.append(report) or told.set())
+
+    def broken():
+        raise ValueError("broken")
+
+    steps = []
+    service = ThreadRuntime().start(
+        "kvxfer-probe",
+        broken if where == "step" else lambda: steps.append(None),
+        setup=broken if where == "setup" else None,
+    )
+    assert told.wait(LONG)
+    assert service.stop(LONG)
+    (report,) = reported
+    assert (report.exc_type, report.thread.name) == (ValueError, "kvxfer-probe")
+    service.wake()
+    assert service.stop(0.0)
+    assert steps == []
+
+
+def test_stop_is_bounded_and_says_whether_it_ended():
+    entered, leave = threading.Event(), threading.Event()
+
+    def step():
+        entered.set()
+        assert leave.wait(LONG)
+
+    service = ThreadRuntime().start("kvxfer-probe", step)
+    assert entered.wait(LONG)
+    assert not service.stop(0.001)
+    leave.set()
+    assert service.stop(LONG)
+    assert service.stop(LONG)
+
+
+def test_stop_from_within_does_not_wait_for_itself():
+    answers, done = [], threading.Event()
+    services = []
+
+    def step():
+        if not services:
+            return 0.0
+        answers.append(services[0].stop(LONG))
+        done.set()
+        return None
+
+    services.append(ThreadRuntime().start("kvxfer-probe", step))
+    assert done.wait(LONG)
+    assert services[0].stop(LONG)
+    assert answers == [False]
+
+
+def test_a_stop_just_before_the_flag_is_cleared_is_not_lost(monkeypatch):
+    """The thread is stopped between its look around and `clear`, which swallows the only wake-up that there is."""
+    started, services = threading.Event(), []
+
+    class Racing(threading.Event):
+        def clear(self):
+            assert started.wait(LONG)
+            services[0]._stopping = True  # what `stop` does, here and now
+            self.set()
+            super().clear()
+
+    monkeypatch.setattr(module.threading, "Event", Racing)
+    services.append(ThreadRuntime().start("kvxfer-probe", Probe()))
+    monkeypatch.undo()
+    started.set()
+    services[0]._thread.join(LONG / 4)
+    assert not services[0]._thread.is_alive()
+
+
+# --- the rest
+
+
+def test_clock_and_randomness():
+    runtime = ThreadRuntime()
+    before = time.monotonic()
+    assert before <= runtime.now() <= time.monotonic()
+    assert len(runtime.token(32)) == 32
+    assert runtime.token(32) != runtime.token(32)
+
+
+async def test_work_in_a_thread_leaves_the_loop_alone():
+    release = threading.Event()
+
+    def work():
+        assert release.wait(LONG)
+        return threading.current_thread()
+
+    task = asyncio.ensure_future(ThreadRuntime().in_thread(work))
+    await asyncio.sleep(0)
+    release.set()  # the loop is here, though the work is not done
+    assert await asyncio.wait_for(task, LONG) is not threading.current_thread()
+
+
+async def test_what_work_in_a_thread_raises_comes_back():
+    def work():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await ThreadRuntime().in_thread(work)

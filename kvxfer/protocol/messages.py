@@ -147,6 +147,9 @@ class TicketRef(msgspec.Struct, frozen=True, array_like=True):
     attempt: U32
     mac: Hash
 
+    def __repr__(self) -> str:  # a ticket is a secret, also in tracebacks and logs
+        return f"TicketRef(request={self.request!r}, attempt={self.attempt}, mac=...)"
+
 
 class Selection(msgspec.Struct, frozen=True, array_like=True):
     """Part of a tensor class that one decode rank wants from one prefill rank: layers x a range of heads."""

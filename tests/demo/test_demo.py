@@ -160,7 +160,7 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_behind(tmp_path):
         start_new_session=True,
     )
     try:
-        assert process.stdout.readline().startswith("prompt 0 (1 tokens)")
+        assert process.stdout.readline().startswith("prompt ")
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)  # every process of the group has closed the pipes
     except BaseException:

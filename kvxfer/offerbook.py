@@ -141,8 +141,10 @@ class OfferBook:
             for transfer in list(offer.transfers):
                 transfer.stop(failure)
             offer.released_ranks = set()
+        lease = self._site.now() + self._site.config.offer_lease
+        # the first claim begins the lease, whatever was left of the wait for one; a renewal never shortens it
+        offer.lease = lease if offer.engine != engine else max(offer.lease, lease)
         offer.engine, offer.world = engine, world
-        offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
         self._arm()
 
     def release(self, key: OfferKey, engine: bytes, world: int, rank: int) -> None:
@@ -161,7 +163,8 @@ class OfferBook:
 
     def grew(self, offer: Offer) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
-        offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
+        if offer.engine is None:
+            offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
 
     def ended(self, offer: Offer, ending: Ending) -> None:
         """Books of an offer that is over."""

@@ -5,6 +5,7 @@ each case only after the last transfer that touches its blocks is quiescent.
 """
 
 import asyncio
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -240,12 +241,16 @@ class Offer:
             RequestError: If the offer has ended.
         """
         self._check_open("mark ready")
-        stop = self.tokens if tokens is None else tokens
+        try:
+            stop = self.tokens if tokens is None else operator.index(tokens)
+            chosen = None if layers is None else [operator.index(layer) for layer in layers]
+        except TypeError as error:
+            raise TokensError(f"ready() takes a list of layers and a number of tokens: {error}") from error
         if not 0 < stop <= self.tokens:
             raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
         event = as_event(after, self._site.geometry)
         every = sorted({layer for spec in self._site.geometry.tensors for layer in spec.layers})
-        self.readiness.mark(every if layers is None else layers, stop, event)
+        self.readiness.mark(every if chosen is None else chosen, stop, event)
         self._grew()
 
     def finish(self, payload: bytes = b"") -> None:
@@ -268,9 +273,13 @@ class Offer:
                 f"offer {self.request!r} cannot finish: layer {missing[0]} is ready up to token "
                 f"{self.readiness.reached(missing[0])} of {self.tokens}; call ready() first"
             )
-        if len(payload) > 65536:
-            raise TokensError(f"a payload has at most 65536 bytes, not {len(payload)}")
-        self.payload, self.finished = payload, True
+        try:
+            content = bytes(memoryview(payload))
+        except TypeError as error:
+            raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
+        if len(content) > 65536:
+            raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
+        self.payload, self.finished = content, True
         self._grew()
 
     async def released(self) -> Ending:

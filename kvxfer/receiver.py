@@ -1,10 +1,11 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
+import math
 from itertools import count
 from typing import Any, Final
 
-from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError
+from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError, RequestError
 from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching, written_blocks
 from kvxfer.geometry import Blocks, check_spans, check_tokens, normalise_blocks
@@ -77,6 +78,12 @@ class Receiver:
         check_cover(spans, site.geometry, tokens.stop)
         written = written_blocks(spans, site.geometry, tokens)
         event = as_event(after, site.geometry)
+        try:
+            finite = timeout is None or math.isfinite(timeout)
+        except TypeError:
+            finite = False
+        if not finite:
+            raise RequestError(f"timeout must be a number of seconds, or None, not {timeout!r}")
         ident = f"{site.incarnation.hex()[:8]}-{next(self._numbers)}"
         site.custody.hold(ident, written)
         demand = Demand(ticket, spans, tokens, event, timeout, written)

@@ -253,6 +253,8 @@ class Issuer:
     """
 
     def __init__(self, card: EngineCard, key: bytes) -> None:
+        if not hasattr(key, "hex"):
+            raise TicketError(f"an engine's key is bytes, not {type(key).__name__}")
         if len(key) != KEY_BYTES:
             raise TicketError(f"an engine's key has {KEY_BYTES} bytes, not {len(key)}")
         self.card: Final = card

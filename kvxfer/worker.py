@@ -18,7 +18,7 @@ from kvxfer.assembly import Assembly, assemble
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, KvxferError, RequestError, TicketError
 from kvxfer.fabric.port import Transport
-from kvxfer.geometry import Blocks, CacheTensor, Group
+from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
 from kvxfer.link import Link, Listener, listen
 from kvxfer.offers import Offer
 from kvxfer.peers import Peers
@@ -239,7 +239,7 @@ class Worker:
         offer = sender.book.open(request, attempt)
         try:
             if blocks is not None and tokens is not None:
-                offer.extend(blocks, tokens=range(tokens))
+                offer.extend(blocks, tokens=token_count(tokens))
             if not streaming:
                 offer.ready(after=after)
                 offer.finish(payload)

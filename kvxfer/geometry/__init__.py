@@ -15,7 +15,7 @@ from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segm
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, resolve
-from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
     "MAX_OUTER_AXES",
@@ -43,4 +43,5 @@ __all__ = [
     "check_tokens",
     "normalise_blocks",
     "resolve",
+    "token_count",
 ]

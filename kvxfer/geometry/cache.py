@@ -4,6 +4,7 @@
 can cross the wire. Nothing here assumes K and V, heads, or a single group.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -216,12 +217,32 @@ class CacheTensor:
     kernel_blocks_per_id: int = 1
     tokens_per_row: int = 1
 
+    def _check_types(self) -> None:
+        """Callers may be untyped: say what was passed instead of failing somewhere inside."""
+        wanted = (
+            ("tensor must be a torch.Tensor", self.tensor, "data_ptr"),
+            ("axes must be text", self.axes, "split"),
+            ("heads must be a range", self.heads or range(1), "step"),
+            ("tokens must be an Interleave", self.tokens, "chunk"),
+            ("group must be text", self.group, "encode"),
+            ("part must be text", self.part, "encode"),
+        )
+        for rule, value, mark in wanted:
+            if not hasattr(value, mark):
+                raise GeometryError(f"{rule}, not {type(value).__name__}")
+        try:
+            for layer in self.layers:
+                operator.index(layer)
+        except TypeError as error:
+            raise GeometryError(f"layers must be a list of whole numbers, not {self.layers!r}") from error
+
     def spec(self, null_block: int | None = None) -> TensorSpec:
         """The description without the memory.
 
         Raises:
             GeometryError: If names, coordinates, shape, strides or device do not fit together.
         """
+        self._check_types()
         tensor, axes = self.tensor, " ".join(self.axes.split())
         names = {axis.name for axis in parse_axes(axes)}
         if str(tensor.layout) != "torch.strided":

@@ -6,6 +6,7 @@ the two block sizes, and of the interleaving chunks) and clipped to the token ra
 was not asked for.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -176,7 +177,10 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
 
 def _normal_span(group: str, value: "Ids | Span") -> Span:
     span = value if isinstance(value, Span) else Span(value)
-    ids = np.asarray(span.ids)
+    try:
+        ids = np.asarray(span.ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors without CPU memory
+        raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
     if ids.size == 0:
         ids = ids.astype(np.int64).reshape(-1)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -300,12 +304,28 @@ def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, tokens
     return position
 
 
+def token_count(tokens: int) -> range:
+    """The range of a number of tokens.
+
+    Raises:
+        TokensError: If it is no whole number.
+    """
+    try:
+        return range(operator.index(tokens))
+    except TypeError as error:
+        raise TokensError(
+            f"tokens= of an offer is how many tokens the blocks hold, a whole number, not {tokens!r}"
+        ) from error
+
+
 def check_tokens(tokens: range, *, limit: int | None = None) -> None:
     """Check a token range as a caller gave it.
 
     Raises:
         TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
     """
+    if not hasattr(tokens, "step"):
+        raise TokensError(f"tokens must be a range, such as range(0, 4096), not {tokens!r}")
     if tokens.step != 1 or tokens.start < 0 or tokens.stop <= tokens.start:
         raise TokensError(f"tokens must be a range of step 1 with at least one token, not {tokens}")
     if limit is not None and tokens.stop > limit:

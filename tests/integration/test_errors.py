@@ -100,7 +100,7 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, source, target, bloc
         ([1, 2], 0, TokensError, "at least one token"),
         ([1, 2], -3, TokensError, "at least one token"),
         ({"other": [1]}, 4, BlocksError, "names the groups"),
-        ([1, 2], "8", TypeError, "integer"),
+        ([1, 2], "8", TokensError, "whole number"),
     ],
     ids=str,
 )

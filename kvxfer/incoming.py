@@ -31,7 +31,7 @@ from kvxfer.protocol.messages import (
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
 from kvxfer.routes.chooser import acceptable
-from kvxfer.site import Site
+from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import Intervals
 
 __all__ = ["Incoming"]
@@ -89,7 +89,7 @@ class Incoming:
         self._cells: dict[int, Cell] = {}
         self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._own_doubt = False
-        self._awake: Callable[[], None] = _no_hold
+        self._awake: Callable[[], None] = no_hold
 
     @property
     def layers(self) -> list[int]:
@@ -407,7 +407,7 @@ class Incoming:
     async def _copied(self, plan: CopyPlan, after: Event = READY) -> CopyOutcome:
         done: asyncio.Future[CopyOutcome] = self._site.loop.create_future()
         self._writing += bool(plan.segments)
-        wrote = self._wrote if plan.segments else _resolve
+        wrote = self._wrote if plan.segments else resolve
 
         def ended(outcome: CopyOutcome) -> None:
             self._site.hand_over(lambda: wrote(done, outcome))
@@ -422,7 +422,7 @@ class Incoming:
     def _wrote(self, done: "asyncio.Future[_T]", outcome: _T) -> None:
         """A copy or a read of ours has ended; whoever waited for it may have been cancelled."""
         self._writing -= 1
-        _resolve(done, outcome)
+        resolve(done, outcome)
         self._settle()
 
     # --- ending
@@ -460,15 +460,6 @@ class Incoming:
             desk.settle(extent)
         else:
             desk.release(extent)
-
-
-def _no_hold() -> None:
-    """Nothing is held awake."""
-
-
-def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 def _plan_differs(message: Accept) -> KvxferError:

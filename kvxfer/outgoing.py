@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError
@@ -19,14 +19,13 @@ from kvxfer.planning import block_pieces, decode_spans, encode_spans, fit_grid, 
 from kvxfer.protocol.messages import Accept, Fetch, Grant, Landed, Message, Reserve, Route, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, choose
-from kvxfer.site import Site
+from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import Intervals, TransferStats, logger
 
 __all__ = ["Outgoing"]
 
 _log: Final = logger("kvxfer.send")
 _NOTHING: Final = CopyPlan(())
-_T = TypeVar("_T")
 _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size, few enough for one lease."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
@@ -97,7 +96,7 @@ class Outgoing:
         self._waits: set[asyncio.Task[Any]] = set()  # tasks that only wait for memory or a lane
         self._doubt = False  # a post of ours may still read the blocks
         self._unread_timer: asyncio.TimerHandle | None = None
-        self._awake: Callable[[], None] = _no_hold
+        self._awake: Callable[[], None] = no_hold
 
     @property
     def peer_name(self) -> str:
@@ -355,7 +354,7 @@ class Outgoing:
 
         def finish(outcome: Outcome, error: KvxferError | None, post: PostResult | None) -> None:
             moved = _Moved(outcome, error, part.bytes, timing[0], post)
-            site.hand_over(lambda: _resolve(done, moved))
+            site.hand_over(lambda: resolve(done, moved))
 
         def posted(result: PostResult) -> None:
             finish(result.outcome, result.error, result)
@@ -381,7 +380,7 @@ class Outgoing:
         done: asyncio.Future[CopyOutcome] = self._site.loop.create_future()
 
         def ended(outcome: CopyOutcome) -> None:
-            self._site.hand_over(lambda: _resolve(done, outcome))
+            self._site.hand_over(lambda: resolve(done, outcome))
 
         self._site.executor.submit(CopyJob(plan, ended, self._after(bound, chunk)), Direction.GATHER)
         return await done
@@ -461,15 +460,6 @@ class Outgoing:
             offer.stats.append(self.stats)
             reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
             offer.left(self, in_doubt=self.peer_name if reads else "")
-
-
-def _no_hold() -> None:
-    """Nothing is held awake."""
-
-
-def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 def _us(seconds: float) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvxfer.config import Config
 from kvxfer.copy.port import Executor
@@ -21,11 +21,22 @@ from kvxfer.runtime import HandOver, Runtime
 from kvxfer.telemetry import Metrics, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Site", "Tasks"]
+__all__ = ["Site", "Tasks", "no_hold", "resolve"]
 
 _log: Final = logger("kvxfer.worker")
+_T = TypeVar("_T")
 
 Callback: TypeAlias = Callable[[], None]
+
+
+def no_hold() -> None:
+    """What stands where a hold on the fabric may come: nothing is held awake."""
+
+
+def resolve(future: "asyncio.Future[_T]", value: _T) -> None:
+    """Give a future its value, unless whoever waited for it is gone."""
+    if not future.done():
+        future.set_result(value)
 
 
 class Tasks:

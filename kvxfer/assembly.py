@@ -98,6 +98,7 @@ async def assemble(parts: Assembly) -> Site:
         parts.backing = allocate(_arena_kind(config, geometry), config.arena_bytes, geometry.device)
     backing = parts.backing
     in_place = config.trust != "none" and config.route != "staged"
+    metrics = Metrics()
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
@@ -118,13 +119,13 @@ async def assemble(parts: Assembly) -> Site:
         hand_over=runtime.hand_over(loop),
         geometry=geometry,
         custody=Custody(),
-        send_desk=Desk(arena.sending, runtime.now, loop),
-        receive_desk=Desk(arena.receiving, runtime.now, loop),
-        plans=PairPlans(geometry, runtime),
+        send_desk=Desk(arena.sending, runtime.now, loop, metrics),
+        receive_desk=Desk(arena.receiving, runtime.now, loop, metrics),
+        plans=PairPlans(geometry),
         fabric=fabric,
         lanes=Lanes(fabric),
         executor=executor,
-        metrics=Metrics(),
+        metrics=metrics,
         incarnation=incarnation,
         body=body,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],

@@ -1,13 +1,17 @@
-"""Waiting for staging memory on the event loop: the asyncio shell around one `Share` of the arena."""
+"""Waiting for memory on the event loop: the shell around one `Share` of the arena, with callbacks instead of awaits."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvxfer.errors import KvxferError
 from kvxfer.memory import Extent, Request, Share
+from kvxfer.telemetry import Metrics
 
-__all__ = ["Desk"]
+__all__ = ["Admitted", "Desk"]
+
+Admitted: TypeAlias = Callable[[Extent | KvxferError], None]
+"""Gets the extent, to be given back with `release` exactly once, or why there is none. Must not raise."""
 
 
 class Desk:
@@ -17,38 +21,55 @@ class Desk:
         share: The books.
         now: Monotonic seconds.
         loop: The worker's event loop.
+        metrics: Where waits are counted.
     """
 
-    def __init__(self, share: Share, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, share: Share, now: Callable[[], float], loop: asyncio.AbstractEventLoop, metrics: Metrics
+    ) -> None:
         self.share: Final = share
         self._now = now
         self._loop = loop
-        self._waiting: dict[Request, asyncio.Future[Extent]] = {}
+        self._metrics = metrics
+        self._waiting: dict[Request, Admitted] = {}
+        self._since: dict[Request, float] = {}  # of those that were not served at once
         self._timer: asyncio.TimerHandle | None = None
+        self._deciding = False
+        self._again = False
 
-    async def acquire(self, peer: str, nbytes: int, timeout: float) -> Extent:
-        """An extent of at least `nbytes` bytes, to be given back with `release` exactly once.
+    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
+        """Ask for an extent of at least `nbytes` bytes; `then` is called once, before this returns if it is free.
 
-        Cancelling the wait leaves nothing behind.
+        Args:
+            peer: On whose behalf.
+            nbytes: Room that is needed.
+            timeout: Seconds to wait at most.
+            then: Gets the extent; or an `ArenaError` when `timeout` has passed, or when so much of the share went into
+                quarantine that what remains cannot hold it.
+
+        Returns:
+            For `withdraw`; None if `then` was called already.
 
         Raises:
-            ArenaError: At once if it can never fit; or when `timeout` seconds have passed, or when so much of the share
-                went into quarantine that what remains cannot hold it.
+            ArenaError: It can never fit; `then` is not called.
         """
         now = self._now()
         request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
-        future: asyncio.Future[Extent] = self._loop.create_future()
-        self._waiting[request] = future
+        self._waiting[request] = then
         self.advance()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._waiting.pop(request, None)
+        if request not in self._waiting:
+            return None
+        self._since[request] = now
+        return request
+
+    def withdraw(self, request: Request) -> None:
+        """Wait no longer; `then` will not be called. Harmless if it was."""
+        if self._waiting.pop(request, None) is not None:
+            self._since.pop(request, None)
             extent = self.share.withdraw(request)
-            if extent is not None:  # it was granted in the very moment in which the wait was cancelled
+            if extent is not None:
                 self.share.release(extent)
             self.advance()
-            raise
 
     def release(self, extent: Extent) -> None:
         """Give an extent back: nobody will write it any more."""
@@ -58,47 +79,56 @@ class Desk:
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
         self.share.quarantine(extent, reason)
+        self._metrics.quarantined(extent.length)
         self.advance()
 
     def settle(self, extent: Extent) -> None:
         """Give a quarantined extent back: there is evidence now."""
         self.share.settle(extent)
+        self._metrics.settled(extent.length)
         self.advance()
 
     def advance(self) -> None:
         """Let the books decide who is next, and tell them."""
-        while self._decide():
-            pass  # somebody who was granted an extent had gone: it is the next one's turn
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self.share.next_deadline()
-        if deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self.advance)
+        self._again = True
+        if self._deciding:  # somebody who was told gave something back: the round that is under way goes on
+            return
+        self._deciding = True
+        try:
+            while self._again and self._waiting:
+                self._again = False
+                self._decide()
+        finally:
+            self._deciding = False
+        self._arm()
 
     def close(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _decide(self) -> bool:
-        """One round of decisions. True if a granted extent came back at once, so that another round is due."""
-        decisions = self.share.advance(self._now())
-        came_back = False
-        for request, extent in decisions.granted:
-            future = self._waiting.pop(request, None)
-            if future is None or future.done():
-                self.share.release(extent)
-                came_back = True
-            else:
-                future.set_result(extent)
-        for request in decisions.expired:
-            self._fail(request, self.share.expiry_error(request))
-        for request, error in decisions.refused:
-            self._fail(request, error)
-        return came_back
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.share.next_deadline() if self._waiting else None
+        if deadline is not None:
+            self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self.advance)
 
-    def _fail(self, request: Request, error: KvxferError) -> None:
-        future = self._waiting.pop(request, None)
-        if future is not None and not future.done():
-            future.set_exception(error)
+    def _decide(self) -> None:
+        """One round of decisions."""
+        decisions = self.share.advance(self._now())
+        for request, extent in decisions.granted:
+            self._tell(request, extent)
+        for request in decisions.expired:
+            self._tell(request, self.share.expiry_error(request))
+        for request, error in decisions.refused:
+            self._tell(request, error)
+
+    def _tell(self, request: Request, answer: Extent | KvxferError) -> None:
+        then = self._waiting.pop(request, None)
+        if then is None:  # withdrawn (and its extent given back) by somebody who was told before, in the same round
+            return
+        if (since := self._since.pop(request, None)) is not None:
+            self._metrics.admission_waited(self._now() - since)
+        then(answer)

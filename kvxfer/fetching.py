@@ -1,13 +1,13 @@
 """One fetch over all prefill ranks: resolve, ask each, gather their outcomes, and end once.
 
-The task that runs it belongs to the worker. Whatever happens to the caller, it goes on until no peer writes the blocks
-any more, or until it can say which blocks are in doubt.
+It belongs to the worker. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or until
+it can say which blocks are in doubt.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -23,23 +23,23 @@ from kvxfer.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.geometry import BlockLists, CacheGeometry, Selection, resolve
+from kvxfer.geometry import BlockLists, CacheGeometry, Selection
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
 from kvxfer.need import Need
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Release, Route, Status
-from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
-from kvxfer.telemetry import Intervals, TransferStats, logger
+from kvxfer.steps import Steps
+from kvxfer.tally import Tally
+from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import FetchResult, Transfer, TransferState
 
 __all__ = ["Demand", "Fetching"]
 
 _log: Final = logger("kvxfer.receive")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Demand:
     written: Mapping[str, Sequence[int]]
 
 
-class Fetching:
+class Fetching(Steps):
     """Runs one fetch.
 
     Args:
@@ -86,9 +86,9 @@ class Fetching:
         known: Callable[[Incoming], None],
         ended: Callable[["Fetching"], None],
     ) -> None:
+        super().__init__(site, f"kvxfer fetch {ident}")
         self.transfer: Final = Transfer(ident, demand.ticket.request, site.loop, self.cancel)
         self.incoming: Final[list[Incoming]] = []
-        self._site = site
         self._peers = peers
         self._demand = demand
         self._number = number
@@ -96,8 +96,10 @@ class Fetching:
         self._ended = ended
         self._error: KvxferError | asyncio.CancelledError | None = None
         self._in_doubt = False
-        self._by_rank: list[Link | None] = []
-        self._stopped: asyncio.Future[None] = site.loop.create_future()
+        self._links: list[Link] = []
+        self._asked = self._asking = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._revoke: asyncio.TimerHandle | None = None
         self._settled: asyncio.Future[None] = site.loop.create_future()
         self._began = site.now()
         self._timer: asyncio.TimerHandle | None = None
@@ -114,6 +116,18 @@ class Fetching:
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
         return not all(incoming.finished for incoming in self.incoming)
 
+    def begin(self) -> None:
+        """Ask at once if every prefill rank is connected, else connect first."""
+        ticket = self._demand.ticket
+        epoch = bytes.fromhex(ticket.epoch)
+        known = [self._peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints]
+        links = [link for link in known if link is not None]
+        if len(links) == len(known):
+            self.run(self._resolve, links, None)
+        else:
+            connecting = self._connect(epoch)
+            self._connecting = self.site.tasks.spawn(connecting, f"kvxfer fetch {self.transfer.id}", self._abandoned)
+
     def cancel(self) -> None:
         """The caller gave up."""
         self._stop(asyncio.CancelledError())
@@ -122,74 +136,68 @@ class Fetching:
         """The worker is closing."""
         self._stop(ClosedError(f"the worker was closed before the fetch of {self.transfer.request!r} had ended"))
 
-    def broken(self, error: BaseException) -> None:
-        """The task that ran it ended too soon: by a defect, or because the worker could not wait for it any longer."""
-        if self.transfer.done:
-            return
-        text = f"the fetch of {self.transfer.request!r} was abandoned: {error!r}"
-        self._error = self._error or TransferFailedError(text, transfer=self.transfer.id, blocks=self._demand.written)
-        self._end()
+    def abandon(self) -> None:
+        """The worker is closing and cannot wait any longer."""
+        if not self.transfer.done:
+            self._error = self._error or ClosedError(f"the fetch of {self.transfer.request!r} was abandoned")
+            self._silence()
 
-    async def run(self) -> None:
-        """From the first connection to the last byte, or to safety."""
-        demand = self._demand
-        links: list[Link] = []
-        try:
-            shares = await self._until_stopped(self._resolve(links))
-            if shares is not None:
-                self._ask(shares)
-                await self._until_stopped(self._all_over())
-        except KvxferError as error:
-            self._stop(error)
-        await self._wind_down()
-        self._collect_failures()
-        if self._error is None:
-            for link in links:
-                link.send(Release(demand.ticket.ref()))
-        self._end()
+    def failed(self, error: KvxferError) -> None:
+        """A step raised."""
+        self._stop(error)
 
     # --- steps
 
-    async def _resolve(self, links: list[Link]) -> list[tuple[Selection, ...]]:
-        """Reach every prefill rank and divide what is needed among them."""
+    async def _connect(self, epoch: bytes) -> None:
+        """Reach every prefill rank."""
         ticket = self._demand.ticket
-        epoch = bytes.fromhex(ticket.epoch)
         found = await asyncio.gather(
             *(self._peers.link(endpoint, epoch) for endpoint in ticket.rank_endpoints), return_exceptions=True
         )
         lost: KvxferError | None = None
-        have: list[CacheGeometry | None] = []
-        by_rank: list[Link | None] = []
+        links: list[Link | None] = []
         for rank, outcome in enumerate(found):
             if isinstance(outcome, Link):
-                have.append(self._site.plans.geometry(outcome.peer))
-                by_rank.append(outcome)
                 links.append(outcome)
             elif isinstance(outcome, KvxferError):
                 lost = lost or outcome
-                have.append(None)
-                by_rank.append(None)
+                links.append(None)
                 _log.warning("rank_not_reached", rank=rank, endpoint=ticket.rank_endpoints[rank], error=str(outcome))
             else:
                 raise outcome
-        present = [rank for rank, geometry in enumerate(have) if geometry is not None]
+        self.run(self._resolve, links, lost)
+
+    def _abandoned(self, error: BaseException) -> None:
+        """Connecting was cancelled because the fetch is over, or broke."""
+        if self._error is None:
+            text = f"fetch of {self.transfer.request!r} could not begin: {error!r}"
+            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._demand.written))
+
+    def _resolve(self, links: Sequence[Link | None], lost: KvxferError | None) -> None:
+        """Divide what is needed among the ranks, and ask each."""
+        site = self.site
+        if self._error is not None:
+            return
         try:
-            parts = resolve(self._site.geometry, [g for g in have if g is not None], rank=self._site.config.rank)
+            shares = site.plans.shares([None if link is None else link.peer for link in links], rank=site.config.rank)
         except GeometryError as error:
             raise lost or error from error  # a rank that was not reached may be the one that is missing
-        self._by_rank = by_rank
-        shares: list[tuple[Selection, ...]] = [()] * len(have)
-        for rank, part in zip(present, parts, strict=True):
-            shares[rank] = part
-        return shares
+        self._asking = self._asked = True
+        try:
+            self._ask(shares, links)
+        finally:
+            self._asking = False
+        self.changed()
 
-    def _ask(self, shares: Sequence[tuple[Selection, ...]]) -> None:
+    def _ask(self, shares: Sequence[tuple[Selection, ...]], links: Sequence[Link | None]) -> None:
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
-        demand, site = self._demand, self._site
+        demand, site = self._demand, self.site
+        self.transfer.state = TransferState.WAITING
         deadline = None if demand.timeout is None else self._began + demand.timeout
-        for selections, link in zip(shares, self._by_rank, strict=True):
+        for selections, link in zip(shares, links, strict=True):
             if link is None:
                 continue
+            self._links.append(link)
             if not selections:
                 link.send(Release(demand.ticket.ref()))
                 continue
@@ -198,44 +206,58 @@ class Fetching:
             self.transfer.expect({layer: 1 for selection in selections for layer in selection.layers})
             self.incoming.append(incoming)
             self._known(incoming)
-        self.transfer.state = TransferState.WAITING
-        for incoming in self.incoming:
             incoming.start()
 
-    async def _all_over(self) -> None:
-        """Until every rank's part has succeeded, or one has failed, which stops the others."""
-        waiting = {incoming.over for incoming in self.incoming}
-        while waiting:
-            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if any(i.over.done() and i.machine.state is not ReceiveState.DONE for i in self.incoming):
-                return
+    def changed(self) -> None:
+        """Something of a rank's part has changed: stop the others if it failed, and end when all are quiet."""
+        if self.transfer.done:
+            self._ended(self)
+        elif self._asked and not self._asking:
+            self._collect_failures()
+            if self._error is not None:
+                self._wind_down(self._error)
+            self._end_if_quiet()
 
-    async def _wind_down(self) -> None:
-        """Stop what still runs and wait until nothing writes the blocks, bounded by `revoke_timeout`."""
-        self._collect_failures()
-        if self._error is not None:
-            code = Code.CANCELLED if isinstance(self._error, asyncio.CancelledError) else self._error.code
-            failure = Failure(Status.CANCELLED, code, str(self._error) or "the caller cancelled")
-            for incoming in self.incoming:
-                if not incoming.quiet.done():
-                    incoming.stop(failure)
-        open_ends = [incoming.quiet for incoming in self.incoming if not incoming.quiet.done()]
-        if open_ends:
-            await asyncio.wait(open_ends, timeout=self._site.config.revoke_timeout)
-        silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self._site.config.revoke_timeout:g} s")
+    def _end_if_quiet(self) -> None:
+        if not self.transfer.done and all(incoming.quiet for incoming in self.incoming):
+            self._end()
+
+    def _wind_down(self, error: KvxferError | asyncio.CancelledError) -> None:
+        """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
+        if self._revoke is not None:
+            return
+        self._revoke = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._silence)
+        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
+        failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
         for incoming in self.incoming:
-            if not incoming.quiet.done():
+            if not incoming.quiet:
+                incoming.stop(failure)
+
+    def _silence(self) -> None:
+        """Nobody is waited for any longer."""
+        silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self.site.config.revoke_timeout:g} s")
+        for incoming in self.incoming:
+            if not incoming.quiet:
                 incoming.lost(silent)
+        if not self.transfer.done:
+            self._collect_failures()
+            self._end()
 
     def _end(self) -> None:
         """Tell the caller, and keep in custody what may still be written."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._revoke):
+            if timer is not None:
+                timer.cancel()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._error is None:
+            for link in self._links:
+                link.send(Release(self._demand.ticket.ref()))
         self._in_doubt = any(incoming.in_doubt for incoming in self.incoming)
         if self._in_doubt:
-            self._site.custody.doubt(self.transfer.id)
+            self.site.custody.doubt(self.transfer.id)
         else:
-            self._site.custody.release(self.transfer.id)
+            self.site.custody.release(self.transfer.id)
         self._finish()
         self._ended(self)
 
@@ -255,7 +277,7 @@ class Fetching:
         if incoming.route is Route.UNKNOWN:
             return RefusedError(f"{what}: {reason}", peer=peer, reason=failure.code)
         return TransferFailedError(
-            f"{what} on route {incoming.route.name.lower()} after {incoming.bytes} bytes: {reason}",
+            f"{what} on route {incoming.route.name.lower()} after {incoming.tally.bytes} bytes: {reason}",
             reason=failure.code,
             peer=peer,
             transfer=self.transfer.id,
@@ -280,7 +302,7 @@ class Fetching:
             )
             error.__cause__ = self._error
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        self._site.metrics.transfer_ended(code, route=stats.route, nbytes=stats.bytes)
+        self.site.metrics.transfer_ended(code, route=stats.route, nbytes=stats.bytes)
         say = _log.info if error is None else _log.warning
         say(
             "fetch_ended",
@@ -300,7 +322,7 @@ class Fetching:
         """Evidence came in: no peer can write the blocks any more."""
         if not self._settled.done():
             if self._in_doubt:
-                self._site.custody.settle(self.transfer.id)
+                self.site.custody.settle(self.transfer.id)
             self.transfer.memory_safe = True
             self._settled.set_result(None)
 
@@ -313,27 +335,15 @@ class Fetching:
             self._settled.exception()
 
     def _stats(self) -> TransferStats:
-        spent = {name: Intervals() for name in ("queued", "gathering", "posting", "wire", "scattering")}
+        tally = Tally()
         for incoming in self.incoming:
-            for name, intervals in incoming.intervals.items():
-                spent[name].merge(intervals)
-        firsts = [incoming.first_byte for incoming in self.incoming if incoming.first_byte is not None]
-        return TransferStats(
+            tally.merge(incoming.tally)
+        return tally.stats(
             route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),
-            why="chosen by the sender",
-            bytes=sum(incoming.bytes for incoming in self.incoming),
-            pieces=sum(incoming.pieces for incoming in self.incoming),
-            chunks=sum(incoming.chunks for incoming in self.incoming),
-            descriptors=sum(incoming.descriptors for incoming in self.incoming),
+            why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),
             peers=tuple(incoming.peer.name for incoming in self.incoming),
-            queued=spent["queued"].length,
-            gathering=spent["gathering"].length,
-            posting=spent["posting"].length,
-            wire=spent["wire"].length,
-            scattering=spent["scattering"].length,
             started=self._began,
-            first_byte=min(firsts) if firsts else None,
-            finished=self._site.now(),
+            finished=self.site.now(),
         )
 
     def planned(self, needed: Sequence[int], parts: Mapping[int, int]) -> None:
@@ -347,14 +357,9 @@ class Fetching:
             self.transfer.state = max(self.transfer.state, TransferState.MOVING)
             self.transfer.landed(layers)
 
-    def settled(self) -> None:
-        """One rank's part has finished."""
-        if self.transfer.done:
-            self._ended(self)
-
     def _timed_out(self) -> None:
-        waited = self._site.now() - self._began
-        moved = sum(incoming.bytes for incoming in self.incoming)
+        waited = self.site.now() - self._began
+        moved = sum(incoming.tally.bytes for incoming in self.incoming)
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s "
@@ -365,23 +370,13 @@ class Fetching:
         )
 
     def _stop(self, error: KvxferError | asyncio.CancelledError) -> None:
-        if self._error is None and not self.transfer.done:
-            self._error = error
-        if not self._stopped.done():
-            self._stopped.set_result(None)
-
-    async def _until_stopped(self, work: Coroutine[Any, Any, _T]) -> _T | None:
-        """Run `work` until it ends or the fetch is stopped; what it had begun is cancelled then."""
-        task = asyncio.create_task(work)
-        either: set[asyncio.Future[Any]] = {task, self._stopped}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # it failed in the very moment in which it was stopped
-        return None
+        if self._error is not None or self.transfer.done:
+            return
+        self._error = error
+        if self._asked:
+            self.changed()
+        else:
+            self._end()  # nobody was asked for anything yet
 
 
 def _short(blocks: Mapping[str, Sequence[int]]) -> str:

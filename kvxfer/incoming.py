@@ -1,94 +1,65 @@
 """One transfer at the decode rank with one prefill rank: runs the sans-I/O `Receiving` machine."""
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Final
 
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
-from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkGrid, ChunkPlan, CopyPlan, Pieces, TransferPlan
+from kvxfer.fabric.port import Outcome, Post, PostResult
+from kvxfer.geometry import ChunkGrid, CopyPlan
+from kvxfer.landing import Bound, Landing, Reading
 from kvxfer.link import Link
-from kvxfer.memory import Extent, ExtentState
 from kvxfer.need import Need, Owner
-from kvxfer.planning import block_pieces, decode_spans, encode_spans, selection_to_wire
-from kvxfer.protocol.messages import (
-    Accept,
-    Fetch,
-    Grant,
-    KvAgentResult,
-    Message,
-    Refuse,
-    Route,
-    Status,
-    Want,
-)
+from kvxfer.planning import decode_spans, encode_spans, selection_to_wire
+from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, KvAgentResult, Message, Refuse, Route, Status, Want
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
 from kvxfer.routes.chooser import acceptable
-from kvxfer.site import Site, no_hold, resolve
-from kvxfer.telemetry import Intervals
+from kvxfer.site import Site, no_hold
+from kvxfer.steps import Steps
+from kvxfer.tally import Tally
 
 __all__ = ["Incoming"]
 
 _NOTHING: Final = CopyPlan(())
-_T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class _Bound:
-    plan: TransferPlan
-    grid: ChunkGrid
-    rows: int
-
-
-class Incoming:
+class Incoming(Steps):
     """One transfer, from `Fetch` to the last chunk in place.
 
     Attributes:
         machine: The sans-I/O state.
         link: The control stream; replaced when the same incarnation is reached again.
+        peer: The prefill rank.
+        tally: Counts.
         route: As the sender chose it.
-        over: Resolves when it is known whether the transfer succeeds.
-        quiet: Resolves when nobody writes the caller's blocks any more.
+        why: Why it chose that.
     """
 
     def __init__(self, site: Site, link: Link, transfer: int, need: Need, owner: Owner) -> None:
+        super().__init__(site, f"kvxfer receive {transfer}")
         self.machine: Final = Receiving(transfer)
         self.link = link
         self.peer: Final = link.peer
+        self.tally: Final = Tally()
         self.route = Route.UNKNOWN
-        self.over: Final[asyncio.Future[None]] = site.loop.create_future()
-        self.quiet: Final[asyncio.Future[None]] = site.loop.create_future()
-        self.bytes = 0
-        self.pieces = 0
-        self.chunks = 0
-        self.descriptors = 0
-        self.first_byte: float | None = None
-        self.intervals: Final = {name: Intervals() for name in ("queued", "posting", "wire", "gathering", "scattering")}
-        self._site = site
-        self._need = need
-        self._owner = owner
-        self._bound: _Bound | None = None
+        self.why = ""
+        self._need: Final = need
+        self._owner: Final = owner
+        self._bound: Bound | None = None
         self._asked: list[Route] = []
-        self._queue: deque[int] = deque()
-        self._active: set[int] = set()
-        self._tasks = 0  # tasks of this transfer that are under way
+        self._queue: deque[tuple[int, float]] = deque()  # chunks that are ready, and until when (`pull`) to read them
+        self._chunks: dict[int, Landing | Reading] = {}  # under way
         self._writing = 0  # copies and reads of ours that may write the caller's blocks
-        self._waits: set[asyncio.Task[Any]] = set()  # tasks that only wait for memory, a lane or an event
+        self._writable = need.after is READY
+        self._when_writable: list[Callable[[bool], None]] = []
         self._given_up = False
-        self._writable: asyncio.Future[CopyOutcome] | None = None
-        self._extents: dict[int, Extent] = {}
-        self._granted_at: dict[int, float] = {}
-        self._leases: dict[int, float] = {}  # route pull: until when a chunk may begin to be read
-        self._cells: dict[int, Cell] = {}
-        self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._own_doubt = False
+        self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._awake: Callable[[], None] = no_hold
 
     @property
@@ -97,27 +68,37 @@ class Incoming:
         return sorted({layer for selection in self._need.selections for layer in selection.layers})
 
     @property
-    def _desk(self) -> Desk:
-        """Where this transfer takes admission."""
-        return self._site.receive_desk if self.route is Route.STAGED else self._site.in_place_desk(self.peer)
-
-    @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
         theirs = self.route is Route.DIRECT and not self.machine.ended and bool(self.machine.granted)
         return self._own_doubt or self._writing > 0 or theirs
 
     @property
+    def quiet(self) -> bool:
+        """Whether it is over and nobody writes the caller's blocks any more."""
+        return (self.machine.ended or self.machine.state is ReceiveState.LOST) and not self.in_doubt
+
+    @property
     def finished(self) -> bool:
         """Whether nothing of it is under way or in doubt, staging memory included."""
-        return self.quiet.done() and not self._extents
+        return self.quiet and not any(chunk.holds for chunk in self._chunks.values())
+
+    @property
+    def moving(self) -> bool:
+        """Whether anything new may be begun."""
+        return self.machine.state is ReceiveState.MOVING and not self._given_up
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a chunk waits for memory at most."""
+        need, site = self._need, self.site
+        return site.config.grant_lease if need.deadline is None else max(0.001, need.deadline - site.now())
 
     def start(self) -> None:
         """Ask."""
-        site, need = self._site, self._need
-        means = site.means(self.peer, trusted=self.link.trusted)
-        left = 0xFFFF_FFFF if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
-        self._asked = acceptable(site.config.route, means)
+        site, need = self.site, self._need
+        left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
+        self._asked = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted))
         sent = self.link.send(
             Fetch(
                 transfer=self.machine.transfer,
@@ -128,7 +109,7 @@ class Incoming:
                 token_stop=need.tokens.stop,
                 routes=self._asked,
                 max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
-                timeout_ms=min(left, 0xFFFF_FFFF),
+                timeout_ms=min(left, FOREVER_MS),
             )
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
@@ -141,26 +122,24 @@ class Incoming:
         if not self.machine.accept(message):
             return
         if message.route not in self._asked:
-            reason = (
-                f"the peer chose the route {message.route.name.lower()}, which was not among those it was asked for"
-            )
+            name = message.route.name.lower()
+            reason = f"the peer chose the route {name}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
-        self.route = message.route
-        self._awake = self._site.fabric.hold_awake()  # over TCP the target moves the data
-        self._spawn(self._bind(message), f"kvxfer bind {message.transfer}")
+        self.route, self.why = message.route, message.why
+        self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
+        self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, message))
 
     def refused(self, message: Refuse) -> None:
         """The peer refused."""
-        self._site.metrics.refused(message.code, by_peer=True)
+        self.site.metrics.refused(message.code, by_peer=True)
         self.machine.refused(message)
         self._settle()
 
     def wanted(self, message: Want) -> None:
         """Chunks are ready at the peer."""
-        chunks = self.machine.wanted(message)
-        self._leases.update(dict.fromkeys(chunks, self._site.now() + message.lease_ms / 1000))
-        self._queue.extend(chunks)
+        until = self.site.now() + message.lease_ms / 1000
+        self._queue.extend((chunk, until) for chunk in self.machine.wanted(message))
         self._pump()
 
     def result(self, message: KvAgentResult) -> None:
@@ -168,15 +147,15 @@ class Incoming:
         stale = self.machine.stale
         chunk = self.machine.result(message)
         if self.machine.stale > stale:
-            self._site.metrics.result_dropped("stale")
-        if chunk is not None:
-            self._arrived(chunk, message)
+            self.site.metrics.result_dropped("stale")
+        if chunk is not None and chunk in self._chunks:
+            self._chunks[chunk].arrived(message)
         if self.machine.failure is not None and self.machine.state is ReceiveState.MOVING:
             self.stop(self.machine.failure)
         self._settle()
 
     def stop(self, failure: Failure) -> None:
-        """Give up; `quiet` resolves when memory is safe."""
+        """Give up; `quiet` becomes true when memory is safe."""
         self._give_up()
         self._unsaid += self.machine.cancel(failure)
         self._settle()
@@ -194,238 +173,129 @@ class Incoming:
             self._unsaid = self.machine.resume()
             self._settle()
 
+    # --- accepting
+
+    def _plan(self, message: Accept) -> None:
+        site, need = self.site, self._need
+        spans = decode_spans(message.spans)
+        rows = sum(len(span.ids) for span in spans.values())
+
+        def make() -> Bound:
+            pair = site.plans.incoming(self.peer, need.selections)
+            plan = pair.bind(spans, need.spans, need.tokens)
+            grid = ChunkGrid(
+                pair.layers, message.layers_per_chunk, message.tokens_per_chunk, need.tokens.start, need.tokens.stop
+            )
+            same = len(grid) == message.chunks and plan.digest(grid) == message.digest
+            if not same or plan.whole.bytes != message.bytes:
+                raise _plan_differs(message)
+            return Bound(plan, grid, rows, plan.whole.copy().pieces)
+
+        def checked() -> Bound:
+            try:
+                return make()
+            except KvxferError as error:
+                raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
+
+        self.plan(checked, self._bind, rows=rows)
+
+    def _bind(self, bound: Bound) -> None:
+        if not self.moving:
+            return
+        self._bound = bound
+        self.tally.chunks, self.tally.pieces = len(bound.grid), bound.pieces
+        self._owner.planned(self.layers, dict.fromkeys(bound.grid.layers, bound.grid.windows))
+        self._pump()
+
+    # --- moving
+
+    def _pump(self) -> None:
+        """Begin with chunks from the queue while the credit window has room."""
+        bound = self._bound
+        while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
+            chunk, until = self._queue.popleft()
+            if self.route is Route.PULL:
+                self._chunks[chunk] = Reading(self, bound, chunk, until)
+            else:
+                desk, staged = self._desk()
+                self._chunks[chunk] = Landing(self, bound, chunk, desk, staged=staged)
+            self.run(self._chunks[chunk].begin)
+
+    def _desk(self) -> tuple[Desk, bool]:
+        """Where chunks take admission, and whether that is staging memory."""
+        staged = self.route is Route.STAGED
+        return self.site.receive_desk if staged else self.site.in_place_desk(self.peer), staged
+
+    def landed(self, chunk: int, nbytes: int) -> None:
+        """A chunk is where it belongs, and visible."""
+        bound = self._bound
+        self._chunks.pop(chunk, None)
+        self.tally.bytes += nbytes
+        self.machine.chunk_done(chunk)
+        if bound is not None:
+            self._owner.landed(bound.grid.of(chunk)[0])
+        self._pump()
+        self._settle()
+
+    def say(self, *messages: Message) -> None:
+        """Send to the prefill rank."""
+        self.link.send(*messages)
+
+    def when_writable(self, then: Callable[[bool], None]) -> None:
+        """Go on with True once `after` has fired, with False if the transfer was given up before."""
+        if self._given_up or self._writable:
+            then(not self._given_up)
+            return
+        self._when_writable.append(then)
+        if len(self._when_writable) == 1:
+            after = Until(self._need.after, lambda: self._given_up)
+            self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
+
+    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy into the caller's blocks."""
+        self.copy(plan, Direction.SCATTER, partial(self._wrote, then))
+        self._writing += 1
+
+    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+        """Post a read into the caller's blocks."""
+        step, hand_over = partial(self.run, self._read, then), self.site.hand_over
+        self._writing += 1
+        self.site.fabric.post(post(lambda result: hand_over(partial(step, result))))
+
+    def _became_writable(self, outcome: CopyOutcome) -> None:
+        waiting, self._when_writable = self._when_writable, []
+        self._writable = outcome.error is None
+        for then in waiting:
+            self.run(then, self._writable and not self._given_up)
+        if outcome.error is not None:
+            raise outcome.error
+
+    def _wrote(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
+        self._writing -= 1
+        self.run(then, outcome)
+        self._settle()
+
+    def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
+        # where the transport says that the peer is gone, it has ended its own work too
+        gone = result.error is not None and result.error.disconnected
+        self._own_doubt = self._own_doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
+        self._writing -= 1
+        self.run(then, result)
+        self._settle()
+
+    # --- ending
+
+    def failed(self, error: KvxferError) -> None:
+        """A step raised."""
+        code = error.reason if isinstance(error, RefusedError) else error.code
+        self.stop(Failure(Status.FAILED, code, str(error)))
+
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
         self._queue.clear()
-        for cell in self._cells.values():
-            cell.kill()
-        for task in self._waits:
-            task.cancel()
-
-    # --- accepting
-
-    async def _bind(self, message: Accept) -> None:
-        site, need = self._site, self._need
-        try:
-            await site.warmed(self.peer)
-            spans = decode_spans(message.spans)
-            rows = sum(len(span.ids) for span in spans.values())
-
-            def make() -> tuple[_Bound, int]:
-                pair = site.plans.incoming(self.peer, need.selections)
-                plan = pair.bind(spans, need.spans, need.tokens)
-                grid = ChunkGrid(
-                    pair.layers, message.layers_per_chunk, message.tokens_per_chunk, need.tokens.start, need.tokens.stop
-                )
-                same = len(grid) == message.chunks and plan.digest(grid) == message.digest
-                if not same or plan.whole.bytes != message.bytes:
-                    raise _plan_differs(message)
-                return _Bound(plan, grid, rows), plan.whole.copy().pieces
-
-            bound, self.pieces = await site.plans.run(make, rows=rows)
-        except KvxferError as error:
-            raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
-        self._bound, self.chunks = bound, message.chunks
-        self._owner.planned(self.layers, dict.fromkeys(bound.grid.layers, bound.grid.windows))
-        self._pump()
-
-    # --- granting
-
-    def _pump(self) -> None:
-        """Take chunks from the queue while the credit window has room."""
-        bound = self._bound
-        while bound is not None and self._queue and len(self._active) < self._site.config.window:
-            chunk = self._queue.popleft()
-            self._active.add(chunk)
-            work = self._grant(bound, chunk) if self.route is not Route.PULL else self._read(bound, chunk)
-            self._spawn(work, f"kvxfer receive {self.machine.transfer}/{chunk}")
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a step; whatever it raises stops the transfer."""
-        self._tasks += 1
-        self._site.tasks.spawn(self._supervise(work), name, failed=self._broken)
-
-    async def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not self._given_up:
-                raise
-        except KvxferError as error:
-            code = error.reason if isinstance(error, RefusedError) else error.code
-            self.stop(Failure(Status.FAILED, code, str(error)))
-        finally:
-            self._tasks -= 1
-            self._settle()
-
-    def _broken(self, error: BaseException) -> None:
-        self.stop(Failure(Status.FAILED, Code.FAILED, f"a step of the transfer failed: {error!r}"))
-
-    @contextmanager
-    def _waiting(self) -> Generator[None, None, None]:
-        """The task inside only waits: giving up the transfer cancels it."""
-        task = asyncio.current_task()
-        if task is None or self._given_up:
-            raise asyncio.CancelledError
-        self._waits.add(task)
-        try:
-            yield
-        finally:
-            self._waits.discard(task)
-
-    async def _grant(self, bound: _Bound, chunk: int) -> None:
-        site, config = self._site, self._site.config
-        began = site.now()
-        staged = self.route is Route.STAGED
-        part = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
-        if not staged:
-            await self._when_writable()
-        wait = config.grant_lease if self._need.deadline is None else max(0.001, self._need.deadline - began)
-        with self._waiting():
-            # on `direct` the extent is no memory, but the chunk's part of what a peer may write in place at once
-            extent = await self._desk.acquire(self.peer.name, max(1, part.staged_bytes if staged else part.bytes), wait)
-        if self.machine.state is not ReceiveState.MOVING:
-            self._desk.release(extent)
-            return
-        self._desk.share.write(extent)
-        self._extents[chunk] = extent
-        address, length = (extent.address, part.staged_bytes) if staged else (0, 0)
-        now = site.now()
-        self.intervals["queued"].add(began, now)
-        self._granted_at[chunk] = now
-        grants = self.machine.grant([Grant(chunk, address, length)], int(config.grant_lease * 1000))
-        self.link.send(*grants)
-
-    async def _when_writable(self) -> None:
-        """Wait for `after`: from then on the caller's blocks may be written."""
-        if self._need.after is READY:
-            return
-        if self._writable is None:
-            after = Until(self._need.after, lambda: self._given_up)
-            self._writable = asyncio.ensure_future(self._copied(_NOTHING, after))
-        with self._waiting():
-            outcome = await asyncio.shield(self._writable)
-        if outcome.error is not None:
-            raise outcome.error
-
-    async def _read(self, bound: _Bound, chunk: int) -> None:
-        """Route `pull`: read a chunk into place, then tell the peer."""
-        site = self._site
-        part = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
-        pieces = await site.plans.run(lambda: part.copy().enumerate().merged(), rows=self.pieces)
-        await self._when_writable()
-        release = site.lanes.hold(self.peer)
-        try:
-            with self._waiting():
-                lane = await site.lanes.connect(self.peer)
-            if self.machine.state is not ReceiveState.MOVING:
-                return
-            self.machine.reading([chunk])
-            if len(pieces):  # else a window in which no group has a row
-                await self._post_read(chunk, lane, pieces)
-            if self.machine.state is ReceiveState.MOVING:
-                self.link.send(*self.machine.landed([chunk]))
-        finally:
-            self._cells.pop(chunk, None)
-            release()
-
-    async def _post_read(self, chunk: int, lane: str, pieces: Pieces) -> None:
-        site = self._site
-        cell = self._cells[chunk] = Cell(self._leases[chunk])
-        done: asyncio.Future[PostResult] = site.loop.create_future()
-        local = block_pieces(site.geometry, pieces.dst, pieces.nbytes)
-        remote = block_pieces(site.plans.geometry(self.peer), pieces.src, pieces.nbytes)
-        self.descriptors += len(pieces)
-        self._writing += 1
-
-        def ended(result: PostResult) -> None:
-            error = result.error
-            # where the transport says that the peer is gone, it has ended its own work too
-            gone = error is not None and error.disconnected
-            self._own_doubt = self._own_doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
-            self._wrote(done, result)
-
-        site.fabric.post(
-            Post(lane, Operation.READ, local, remote, cell, lambda result: site.hand_over(lambda: ended(result)))
-        )
-        result = await done
-        if result.first:
-            self.intervals["posting"].add(result.first, result.first + result.posting)
-            self.intervals["wire"].add(result.first, result.finished)
-        if result.outcome is not Outcome.DONE:
-            reason = str(result.error or "the lease ran out before the chunk was read")
-            self.stop(Failure(Status.FAILED, Code.FABRIC if result.error else Code.TIMEOUT, reason))
-
-    # --- landing
-
-    def _arrived(self, chunk: int, message: KvAgentResult) -> None:
-        """A granted chunk is in staging memory (or in place)."""
-        now = self._site.now()
-        self.first_byte = self.first_byte or now
-        granted = self._granted_at.pop(chunk, None)
-        if granted is not None:
-            self.intervals["wire"].add(granted, now)
-        bound = self._bound
-        if self.machine.state is not ReceiveState.MOVING or bound is None:
-            return  # it is being stopped: `_settle` gives the extent back
-        extent = self._extents.pop(chunk, None)
-        if extent is None or self.route is not Route.STAGED:
-            if extent is not None:
-                self._desk.release(extent)
-            self._done(chunk, message.bytes)
-            return
-        self._desk.share.scatter(extent)
-        self._spawn(self._scatter(bound, chunk, extent, message.bytes), f"kvxfer scatter {message.transfer}/{chunk}")
-
-    async def _scatter(self, bound: _Bound, chunk: int, extent: Extent, nbytes: int) -> None:
-        site = self._site
-        try:
-            part: ChunkPlan = await site.plans.run(lambda: bound.plan.chunk(bound.grid, chunk), rows=bound.rows)
-            plan = await site.plans.run(lambda: part.scatter(extent.address), rows=bound.rows)
-            await self._when_writable()
-            if self.machine.state is not ReceiveState.MOVING:
-                return
-            outcome = await self._copied(plan)
-            if outcome.finished > outcome.started:
-                self.intervals["scattering"].add(outcome.started, outcome.finished)
-            if outcome.error is not None:
-                self.stop(Failure(Status.FAILED, outcome.error.code, f"scatter failed: {outcome.error}"))
-                return
-        finally:
-            self._desk.release(extent)
-        self._done(chunk, nbytes)
-
-    def _done(self, chunk: int, nbytes: int) -> None:
-        self.machine.chunk_done(chunk)
-        self.bytes += nbytes
-        self._active.discard(chunk)
-        if self._bound is not None:
-            self._owner.landed(self._bound.grid.of(chunk)[0])
-        self._pump()
-
-    async def _copied(self, plan: CopyPlan, after: Event = READY) -> CopyOutcome:
-        done: asyncio.Future[CopyOutcome] = self._site.loop.create_future()
-        self._writing += bool(plan.segments)
-        wrote = self._wrote if plan.segments else resolve
-
-        def ended(outcome: CopyOutcome) -> None:
-            self._site.hand_over(lambda: wrote(done, outcome))
-
-        try:
-            self._site.executor.submit(CopyJob(plan, ended, after), Direction.SCATTER)
-        except KvxferError:
-            self._writing -= bool(plan.segments)
-            raise
-        return await done
-
-    def _wrote(self, done: "asyncio.Future[_T]", outcome: _T) -> None:
-        """A copy or a read of ours has ended; whoever waited for it may have been cancelled."""
-        self._writing -= 1
-        resolve(done, outcome)
-        self._settle()
-
-    # --- ending
+        for chunk in list(self._chunks.values()):
+            chunk.give_up()
 
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
@@ -435,31 +305,13 @@ class Incoming:
             unsaid, self._unsaid = self._unsaid, []
             self.link.send(*unsaid)
         lost = machine.state is ReceiveState.LOST
-        if machine.ended:
-            extents, self._extents = self._extents, {}
-            for extent in extents.values():
-                self._give_back(extent)
-        elif lost:
-            for extent in self._extents.values():
-                if extent.state is not ExtentState.QUARANTINED:
-                    self._desk.quarantine(extent, f"{self.peer.name} is silent")
-                    self._site.metrics.quarantined(extent.length)
-        if (machine.ended or machine.failure is not None) and not self.over.done():
-            self.over.set_result(None)
-        safe = (machine.ended or lost) and not self._tasks and not self.in_doubt
-        if safe and not self.quiet.done():
+        if machine.ended or lost:
+            for chunk in list(self._chunks.values()):
+                chunk.settle(lost=lost)
             self._awake()
-            self.quiet.set_result(None)
-        if self.finished:
-            self._owner.settled()
-
-    def _give_back(self, extent: Extent) -> None:
-        desk = self._desk
-        if extent.state is ExtentState.QUARANTINED:
-            self._site.metrics.settled(extent.length)
-            desk.settle(extent)
-        else:
-            desk.release(extent)
+            self._awake = no_hold
+        if machine.ended or lost or machine.failure is not None:
+            self._owner.changed()
 
 
 def _plan_differs(message: Accept) -> KvxferError:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvxfer.errors import FabricError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
 
@@ -36,36 +35,35 @@ class Lanes:
         return len(self._lanes)
 
     def hold(self, peer: PeerInfo) -> Callable[[], None]:
-        """Keep a peer's lane until the returned function is called, though the last link to it be lost meanwhile.
+        """Keep a peer's lane until the returned function is first called, though the last link to it be lost meanwhile.
 
         Disconnecting gives up whatever is posted, and a post that was given up is in doubt.
         """
         key = peer.identity.incarnation
         lane = self._lanes.setdefault(key, _Lane())
         lane.users += 1
+        held = True
 
         def release() -> None:
-            lane.users -= 1
-            self._prune(key, lane)
+            nonlocal held
+            if held:
+                held = False
+                lane.users -= 1
+                self._prune(key, lane)
 
         return release
 
-    async def connect(self, peer: PeerInfo) -> str:
-        """The fabric's name of a peer, connecting it if it is new. Call it under `hold`.
+    def connect(self, peer: PeerInfo) -> "asyncio.Future[str]":
+        """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.
 
-        Raises:
-            FabricError: If the transport refuses the peer's metadata.
+        The future fails with `FabricError` if the transport refuses the peer's metadata.
         """
         lane = self._lanes.setdefault(peer.identity.incarnation, _Lane())
         name = lane.name
         if name is None:
             name = lane.name = asyncio.wrap_future(self._fabric.connect(peer.body.metadata))
-        try:
-            return await asyncio.shield(name)
-        except FabricError:
-            if lane.name is name:
-                lane.name = None
-            raise
+            name.add_done_callback(lambda done: self._failed(lane, done))
+        return name
 
     def wanted(self, peer: PeerInfo) -> None:
         """A link to this peer is open (again)."""
@@ -80,6 +78,12 @@ class Lanes:
         if lane is not None:
             lane.wanted = False
             self._prune(key, lane)
+
+    @staticmethod
+    def _failed(lane: _Lane, name: "asyncio.Future[str]") -> None:
+        """Forget a connection that failed, so that the next one who needs it tries again."""
+        if (name.cancelled() or name.exception() is not None) and lane.name is name:
+            lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
         if lane.users or lane.wanted or self._lanes.get(key) is not lane:

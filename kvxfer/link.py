@@ -12,14 +12,14 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.messages import Goodbye, Message
-from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, State
-from kvxfer.runtime import Runtime
+from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
+from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
 __all__ = ["Link", "LinkHandler", "Listener", "connect", "listen"]
@@ -50,6 +50,10 @@ class LinkHandler(Protocol):
         """A message came in. May raise `ProtocolError`, which closes the link."""
         ...
 
+    def sent(self, link: "Link", message: Message) -> None:
+        """A message goes out."""
+        ...
+
     def lost(self, link: "Link", error: KvxferError) -> None:
         """The link is gone. Called once, and only if `opened` was."""
         ...
@@ -76,6 +80,7 @@ class Link(asyncio.Protocol):
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._rest: Iterator[SessionEvent] | None = None  # what came in and waits for its turn
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
 
@@ -108,6 +113,7 @@ class Link(asyncio.Protocol):
             return False
         for message in messages:
             session.send(message, self._runtime.now())
+            self._handler.sent(self, message)
         self._flush()
         return True
 
@@ -144,19 +150,18 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes came in: run the session and hand over its messages."""
         session = self._session
-        if session is None:
-            return
+        if session is not None:
+            self._handle(iter(session.receive(data, self._runtime.now())))
+
+    def _handle(self, events: Iterator[SessionEvent]) -> None:
+        """Handle what came in, one turn long; nothing more is read before the rest is done."""
+        until = self._runtime.now() + TURN_SECONDS
         try:
-            for event in session.receive(data, self._runtime.now()):
-                match event:
-                    case Opened(peer):
-                        self._arm()
-                        self._warn_if_untrusted(peer)
-                        self._handler.opened(self, peer)
-                        if not self.ready.done():
-                            self.ready.set_result(peer)
-                    case Received(message):
-                        self._handler.received(self, message)
+            for event in events:
+                self._take(event)
+                if self._runtime.now() >= until:
+                    self._rest = events
+                    break
             self._flush()
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -165,6 +170,26 @@ class Link(asyncio.Protocol):
                 _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
             self._flush()
             self._fail(error)
+        if self._rest is not None and self._transport is not None:
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None and self._transport is not None:
+            self._transport.resume_reading()
+            self._handle(rest)  # pauses it again if there is still more
+
+    def _take(self, event: SessionEvent) -> None:
+        match event:
+            case Opened(peer):
+                self._arm()
+                self._warn_if_untrusted(peer)
+                self._handler.opened(self, peer)
+                if not self.ready.done():
+                    self.ready.set_result(peer)
+            case Received(message):
+                self._handler.received(self, message)
 
     def pause_writing(self) -> None:
         """The peer does not read what it asked for."""
@@ -174,6 +199,8 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
+        while self._rest is not None:  # what came before its end counts
+            self._go_on()
         if not self._gone.done():
             self._gone.set_result(None)
         why = f": {exc}" if exc else ""

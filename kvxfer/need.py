@@ -43,6 +43,6 @@ class Owner(Protocol):
         """One chunk of these layers is in place."""
         ...
 
-    def settled(self) -> None:
-        """A transfer has finished: nothing of it is under way or in doubt."""
+    def changed(self) -> None:
+        """Whether a transfer is over, quiet or finished may have changed."""
         ...

@@ -5,6 +5,7 @@ what the superseded engine still sends of its own accord (renewals, a late relea
 """
 
 import asyncio
+import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
@@ -39,6 +40,7 @@ class OfferBook:
         self._offers: dict[OfferKey, Offer] = {}
         self._early: dict[OfferKey, Early] = {}
         self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
+        self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom; renewals leave old entries
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -91,7 +93,7 @@ class OfferBook:
                 fetch.attach(offer)
             for engine, world, rank in early.releases:
                 self.release(offer.key, engine, world, rank)
-        self._arm()
+        self._watch(offer.key, offer.lease)
 
     def find(self, key: OfferKey) -> Offer | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
@@ -110,7 +112,7 @@ class OfferBook:
             if len(self._early) >= self._site.config.max_parked:
                 return None
             early = self._early[key] = Early(self._site.now() + self._site.config.unclaimed_timeout)
-            self._arm()
+            self._watch(key, early.until)
         return early
 
     def park(self, key: OfferKey, fetch: OutgoingTransfer) -> bool:
@@ -145,7 +147,7 @@ class OfferBook:
         # the first claim begins the lease, whatever was left of the wait for one; a renewal never shortens it
         offer.lease = lease if offer.engine != engine else max(offer.lease, lease)
         offer.engine, offer.world = engine, world
-        self._arm()
+        self._watch(offer.key, offer.lease)
 
     def release(self, key: OfferKey, engine: bytes, world: int, rank: int) -> None:
         """One rank of a decode engine is done with the request."""
@@ -165,6 +167,15 @@ class OfferBook:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
         if offer.engine is None:
             offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
+            self._watch(offer.key, offer.lease)
+
+    def touched(self, offer: Offer) -> None:
+        """Its decode engine moves it: that renews the lease as a claim would."""
+        offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
+
+    def left(self, offer: Offer) -> None:
+        """No transfer keeps it any more: its lease counts again."""
+        self._watch(offer.key, offer.lease)
 
     def ended(self, offer: Offer, ending: Ending) -> None:
         """Books of an offer that is over."""
@@ -181,35 +192,39 @@ class OfferBook:
         for offer in self.offers:
             offer.forsake()
 
+    def _watch(self, key: OfferKey, until: float) -> None:
+        """Look at a request again at `until`."""
+        heapq.heappush(self._ends, (until, key))
+        if self._ends[0] == (until, key):
+            self._arm()
+
     def _arm(self) -> None:
-        """One timer for all leases: set to the nearest end."""
+        """One timer for all: set to the nearest end."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        live = [o.lease for o in self._offers.values() if o.state is OfferState.LIVE]
-        ends = [*live, *(early.until for early in self._early.values())]
-        if ends:
-            self._timer = self._site.at(min(ends), self._expire)
+        self._timer = self._site.at(self._ends[0][0], self._look) if self._ends else None
 
-    def _expire(self) -> None:
-        now, config = self._site.now(), self._site.config
-        for offer in list(self._offers.values()):
-            if offer.state is not OfferState.LIVE or offer.lease > now:
-                continue
-            if offer.transfers:  # a transfer at work keeps its offer; its own leases bound it
-                offer.lease = now + config.offer_lease
-                continue
-            waited = config.offer_lease if offer.engine else config.unclaimed_timeout
-            who = "its decode engine stopped renewing it" if offer.engine else "nobody claimed it"
-            failure = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the offer's lease ran out")
-            offer.end(Expired(f"{who} for {waited:g} s"), failure)
-        for key, early in list(self._early.items()):
-            if early.until <= now:
+    def _look(self) -> None:
+        now = self._site.now()
+        while self._ends and self._ends[0][0] <= now:
+            _, key = heapq.heappop(self._ends)
+            offer, early = self._offers.get(key), self._early.get(key)
+            # a transfer at work keeps its offer, and its own leases bound it; `left` has the offer looked at again
+            if offer is not None and offer.state is OfferState.LIVE and offer.lease <= now and not offer.transfers:
+                self._expire(offer)
+            if early is not None and early.until <= now:
                 del self._early[key]
+                reason = f"the request was not offered within {self._site.config.unclaimed_timeout:g} s"
                 for fetch in early.fetches:
-                    reason = f"the request was not offered within {config.unclaimed_timeout:g} s"
                     fetch.refuse(Code.NEVER_OFFERED, reason)
         self._arm()
+
+    def _expire(self, offer: Offer) -> None:
+        config = self._site.config
+        waited = config.offer_lease if offer.engine else config.unclaimed_timeout
+        who = "its decode engine stopped renewing it" if offer.engine else "nobody claimed it"
+        failure = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the offer's lease ran out")
+        offer.end(Expired(f"{who} for {waited:g} s"), failure)
 
     def _forget(self) -> None:
         """Forget old ids: by age, and so that the memory of them stays bounded."""

@@ -106,6 +106,14 @@ class OfferKeeper(Protocol):
         """Its owner added something."""
         ...
 
+    def touched(self, offer: "Offer") -> None:
+        """Its decode engine moves it."""
+        ...
+
+    def left(self, offer: "Offer") -> None:
+        """The last transfer that read its blocks is over."""
+        ...
+
     def ended(self, offer: "Offer", ending: "Ending") -> None:
         """It is over."""
         ...
@@ -328,13 +336,23 @@ class Offer:
             self._site.custody.settle(self._holder)
             self._quiescent.set_result(None)
 
-    def left(self, transfer: OutgoingTransfer, *, in_doubt: str = "") -> None:
-        """A transfer is over; `in_doubt` names the peer if its reads of the blocks may still be in flight."""
+    def left(self, transfer: OutgoingTransfer, *, in_doubt: str = "", moved: bool = False) -> None:
+        """A transfer is over.
+
+        Args:
+            transfer: Which.
+            in_doubt: Names the peer if its reads of the blocks may still be in flight.
+            moved: Whether it succeeded: then its decode engine lives, and has a whole lease to say that it is done.
+        """
         self.transfers.discard(transfer)
         self.doubtful.pop(transfer, None)
         if in_doubt:
             self.doubtful[transfer] = in_doubt
         self.settle()
+        if moved:
+            self._book.touched(self)
+        if self.state is OfferState.LIVE and not self.transfers:
+            self._book.left(self)
 
     def forsake(self) -> None:
         """The worker is closed: what is in doubt now stays so. The memory is left to the process's end."""

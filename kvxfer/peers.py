@@ -30,6 +30,12 @@ class Peers:
         """Every open link."""
         return list(self._links.values())
 
+    def known(self, endpoint: str, epoch: bytes) -> Link | None:
+        """The link to an endpoint if it is open and the engine there is of this epoch; else ask `link`."""
+        link = self._links.get(endpoint)
+        usable = link is not None and link.is_open and link.peer.identity.epoch == epoch
+        return link if usable and self._site.config.admits(endpoint) else None
+
     async def link(self, endpoint: str, epoch: bytes | None) -> Link:
         """The open link to an endpoint; many callers at once make one handshake.
 

@@ -1,8 +1,9 @@
 """Plans between this rank and its peers: geometry to and from the wire, and pair plans made once and kept."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
@@ -19,17 +20,14 @@ from kvxfer.geometry import (
     Span,
     TensorSpec,
     TransferPlan,
+    resolve,
 )
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import pack_u32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.runtime import Runtime
 
 __all__ = ["PairPlans", "decode_spans", "encode_spans", "geometry_from_wire", "geometry_to_wire", "selection_to_wire"]
 
-_T = TypeVar("_T")
-_SMALL_PLAN: Final = 2048
-"""Block rows up to which a plan is made on the loop; larger ones go to a worker thread."""
 _KEPT_PAIRS: Final = 512
 _MAX_STRIDE: Final = 1 << 47
 
@@ -99,6 +97,7 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
     return CacheGeometry(tuple(specs))
 
 
+@lru_cache(maxsize=4096)
 def selection_to_wire(selection: Selection) -> wire.Selection:
     """A selection as `Fetch` carries it."""
     return wire.Selection(
@@ -143,13 +142,12 @@ class PairPlans:
 
     Args:
         geometry: What this rank holds.
-        runtime: Runs large plans off the loop.
     """
 
-    def __init__(self, geometry: CacheGeometry, runtime: Runtime) -> None:
+    def __init__(self, geometry: CacheGeometry) -> None:
         self._own: Final = geometry
-        self._runtime: Final = runtime
         self._geometries: dict[bytes, CacheGeometry] = {}
+        self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
 
     def meet(self, peer: PeerInfo) -> None:
@@ -166,6 +164,8 @@ class PairPlans:
         self._geometries.pop(key, None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == key]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
+        for ranks in [ranks for ranks in self._shares if key in ranks]:
+            del self._shares[ranks]
 
     def geometry(self, peer: PeerInfo) -> CacheGeometry:
         """What a peer holds."""
@@ -186,6 +186,24 @@ class PairPlans:
         """The plan from a peer to this rank."""
         return self._pair(peer, tuple(sorted(selections)), sending=False)
 
+    def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
+        """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
+
+        Raises:
+            GeometryError: If something that it needs is on none of them.
+        """
+        key = tuple(None if peer is None else peer.identity.incarnation for peer in peers)
+        found = self._shares.get(key)
+        if found is None:
+            present = [number for number, peer in enumerate(peers) if peer is not None]
+            parts = resolve(self._own, [self.geometry(peer) for peer in peers if peer is not None], rank=rank)
+            of_rank = dict(zip(present, parts, strict=True))
+            found = [of_rank.get(number, ()) for number in range(len(peers))]
+            self._shares[key] = found
+            if len(self._shares) > _KEPT_PAIRS:
+                self._shares.popitem(last=False)
+        return found
+
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
         theirs = self.geometry(peer)
@@ -198,12 +216,6 @@ class PairPlans:
         plan = pair.bind(_first_blocks(src, tokens), _first_blocks(dst, tokens), range(tokens))
         chunk = plan.whole
         return [chunk.gather(0)] if sending else [chunk.scatter(0)]
-
-    async def run(self, work: Callable[[], _T], *, rows: int) -> _T:
-        """Make a plan: here if it is small, else in a worker thread, so that the loop is never blocked for long."""
-        if rows <= _SMALL_PLAN:
-            return work()
-        return await self._runtime.in_thread(work)
 
     def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
         key = (peer.identity.incarnation, sending, selections)

@@ -13,7 +13,7 @@ from kvxfer.incoming import Incoming
 from kvxfer.link import Link
 from kvxfer.offers import MAX_TOKENS, check_cover
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Refuse, Release, Status, Want
+from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Message, Refuse, Release, Status, Want
 from kvxfer.protocol.messages import Claim as ClaimMessage
 from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
@@ -89,7 +89,7 @@ class Receiver:
         demand = Demand(ticket, spans, tokens, event, timeout, written)
         fetching = Fetching(site, self._peers, ident, demand, lambda: next(self._numbers), self._known, self._ended)
         self._fetches.add(fetching)
-        site.tasks.spawn(fetching.run(), f"kvxfer fetch {ident}", failed=fetching.broken)
+        fetching.begin()
         return fetching.transfer
 
     def claim(self, ticket: Ticket) -> Claim:
@@ -118,6 +118,21 @@ class Receiver:
                 raise link
 
     # --- messages
+
+    def handle(self, link: Link, message: Message) -> bool:
+        """Take a message, if it is one for a decode rank."""
+        match message:
+            case Accept():
+                self.accept(link, message)
+            case Refuse():
+                self.refuse(link, message)
+            case Want():
+                self.want(link, message)
+            case KvAgentResult():
+                self.result(link, message)
+            case _:
+                return False
+        return True
 
     def accept(self, link: Link, message: Accept) -> None:
         """A prefill rank made its plan."""
@@ -167,7 +182,8 @@ class Receiver:
         self._claims.clear()
         if self._renewal is not None:
             self._renewal.cancel()
-        for fetching in self._fetches:
+        for fetching in list(self._fetches):
+            fetching.abandon()
             fetching.forsake()
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":
@@ -181,6 +197,8 @@ class Receiver:
         for fetching in list(self._fetches):
             if not fetching.transfer.done:
                 fetching.close()
+        if ends := self.outcomes():  # the worker waits for its tasks, bounded; a fetch is no task
+            self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     # --- inside
 
@@ -202,6 +220,7 @@ class Receiver:
             fetching.settle()
             for incoming in fetching.incoming:
                 self._incoming.pop(incoming.machine.transfer, None)
+            fetching.incoming.clear()  # they know the fetch: without a cycle, all of it is freed at once
 
     async def _recover(self, incoming: Incoming) -> None:
         """Reach the same incarnation again, so that it can say what became of its writes.

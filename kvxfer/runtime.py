@@ -9,19 +9,27 @@ only when woken). The runtime decides where it runs: in a thread of its own, or 
 """
 
 import asyncio
+import contextlib
+import os
 import secrets
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import anyio.to_thread
 
-__all__ = ["HandOver", "Runtime", "Service", "ThreadRuntime"]
+__all__ = ["TURN_SECONDS", "HandOver", "Runtime", "Service", "ThreadRuntime"]
 
 Step = Callable[[], float | None]
 _T = TypeVar("_T")
+
+TURN_SECONDS: Final = 0.0005
+"""How long a callback on the loop goes on with what is queued for it. Then everybody else on the loop has a turn."""
+_NICENESS: Final = 5
+"""How far services give way to the loop where they have to share its cores; nothing changes where cores are free."""
 
 
 class Service(Protocol):
@@ -77,7 +85,7 @@ class Runtime(Protocol):
 
 
 class _Batch:
-    """Hands callbacks to a loop with one `call_soon_threadsafe` per batch."""
+    """Hands callbacks to a loop with one `call_soon_threadsafe` per batch, and runs them a turn at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -104,6 +112,7 @@ class _Batch:
         with self._lock:
             batch, self._pending = self._pending, deque()
             self._scheduled = False
+        until = time.monotonic() + TURN_SECONDS
         try:
             while batch:
                 callback = batch.popleft()
@@ -111,8 +120,10 @@ class _Batch:
                     callback()
                 except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
                     self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
+                if time.monotonic() >= until:
+                    break
         finally:
-            if batch:  # a cancellation or an interrupt goes through, and the rest comes next
+            if batch:  # its turn is over, or a cancellation or an interrupt goes through: the rest comes next
                 with self._lock:
                     self._pending.extendleft(reversed(batch))
                     self._scheduled = True
@@ -141,6 +152,9 @@ class _ThreadService:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         if self._setup is not None:
             self._setup()
         while True:

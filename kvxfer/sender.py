@@ -15,6 +15,7 @@ from kvxfer.protocol.messages import (
     Fetch,
     KvAgentResult,
     Landed,
+    Message,
     Refuse,
     Release,
     Reserve,
@@ -44,6 +45,25 @@ class Sender:
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+    def handle(self, link: Link, message: Message) -> bool:
+        """Take a message, if it is one for a prefill rank."""
+        match message:
+            case Fetch():
+                self.fetch(link, message)
+            case Reserve():
+                self.reserve(link, message)
+            case Landed():
+                self.landed(link, message)
+            case Cancel():
+                self.cancel(link, message)
+            case Claim():
+                self.claim(link, message)
+            case Release():
+                self.release(link, message)
+            case _:
+                return False
+        return True
 
     def fetch(self, link: Link, message: Fetch) -> None:
         """A decode rank asks for a part of a request."""
@@ -154,6 +174,8 @@ class Sender:
         """Messages for a transfer that has just ended here are answered by its result, which is on its way."""
         outgoing = self._transfers.get((link.peer.identity.incarnation, transfer))
         if outgoing is not None:
+            if outgoing.offer is not None:
+                self.book.touched(outgoing.offer)
             act(outgoing)
 
     def _ended(self, outgoing: Outgoing) -> None:

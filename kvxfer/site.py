@@ -161,11 +161,13 @@ class Site:
         if self.geometry.kind == "cuda" and key not in self.warming:
             self.warming[key] = self.tasks.spawn(self._warm(peer), f"kvxfer warm {peer.name}")
 
-    async def warmed(self, peer: PeerInfo) -> None:
-        """Wait until kernels for this peer are compiled."""
+    def when_warm(self, peer: PeerInfo, then: Callback) -> None:
+        """Go on once the kernels for this peer are compiled; at once if they are, or none are needed."""
         task = self.warming.get(peer.identity.incarnation)
-        if task is not None:
-            await asyncio.shield(task)
+        if task is None or task.done():
+            then()
+        else:
+            task.add_done_callback(lambda _: then())
 
     async def _warm(self, peer: PeerInfo) -> None:
         try:
@@ -179,7 +181,7 @@ class Site:
         key = peer.identity.incarnation
         if key not in self.in_place_desks:
             share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes)
-            self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop)
+            self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
         return self.in_place_desks[key]
 
     @property
@@ -201,7 +203,7 @@ class Site:
             trusted: Whether this side shared its own.
         """
         theirs = Capability(peer.identity.capabilities)
-        knows = all(spec.base for spec in self.plans.geometry(peer).tensors)
+        knows = self.plans.geometry(peer).addressed
         return Means(
             staged=self.staging is not None and Capability.STAGED in theirs,
             direct=self.in_place and knows and trusted and Capability.DIRECT in theirs,

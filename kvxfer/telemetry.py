@@ -215,12 +215,12 @@ class TransferStats:
         bytes: Bytes of cache moved.
         pieces: Contiguous runs that they were in, in the blocks.
         chunks: Chunks that they travelled in.
-        descriptors: Pieces that were handed to the transport.
+        descriptors: Pieces that this side handed to its transport.
         peers: Names of the other sides.
         queued: Waiting for the offer, for admission and for memory.
-        gathering: Copying blocks into staging memory.
-        posting: Inside the transport's post calls.
-        wire: From the post of a chunk to its end.
+        gathering: Copying blocks into staging memory; at the receiver as the sender measured it.
+        posting: Inside the transport's post calls; at the receiver of a write as the sender measured it.
+        wire: From the post of a chunk to its end; at the receiver of a write from its grant.
         scattering: Copying staging memory into blocks.
         started: When the transfer was asked for.
         first_byte: When the first chunk had landed (sender: was posted); None if none did.
@@ -321,7 +321,7 @@ class Metrics:
         self._quarantined -= nbytes
 
     def result_dropped(self, why: str) -> None:
-        """Count a stale or duplicate result of a peer that changed nothing; `why` is `stale` or `duplicate`."""
+        """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
         _count(self._dropped, why)
 
     def refused(self, code: Code, *, by_peer: bool) -> None:

@@ -181,3 +181,8 @@ class Transfer:
                 if waiter.exception() is not None:
                     waiter.exception()
         self._layer_waiters.clear()
+        self._cancel = _over
+
+
+def _over() -> None:
+    """What cancelling does to a transfer that has ended."""

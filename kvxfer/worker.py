@@ -11,7 +11,7 @@ import asyncio
 import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Final, Self, assert_never, cast
+from typing import Any, Final, Self, cast
 
 from kvxfer import __version__
 from kvxfer.assembly import Assembly, assemble
@@ -22,24 +22,7 @@ from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
 from kvxfer.link import Link, Listener, listen
 from kvxfer.offers import Offer
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import (
-    Accept,
-    Agent,
-    Cancel,
-    Claim,
-    Fetch,
-    Goodbye,
-    Hello,
-    KvAgentResult,
-    Landed,
-    Message,
-    Ping,
-    Refuse,
-    Release,
-    Reserve,
-    Want,
-    Welcome,
-)
+from kvxfer.protocol.messages import Message
 from kvxfer.protocol.session import Identity, PeerInfo, Role, Session, Terms
 from kvxfer.receiver import Receiver
 from kvxfer.runtime import Runtime, ThreadRuntime
@@ -440,31 +423,13 @@ class Worker:
         """Hand a message to the role that it is for."""
         sender, receiver = self._roles
         self._open.metrics.frame_received(type(message).__name__)
-        match message:
-            case Fetch():
-                sender.fetch(link, message)
-            case Reserve():
-                sender.reserve(link, message)
-            case Landed():
-                sender.landed(link, message)
-            case Cancel():
-                sender.cancel(link, message)
-            case Claim():
-                sender.claim(link, message)
-            case Release():
-                sender.release(link, message)
-            case Accept():
-                receiver.accept(link, message)
-            case Refuse():
-                receiver.refuse(link, message)
-            case Want():
-                receiver.want(link, message)
-            case KvAgentResult():
-                receiver.result(link, message)
-            case Goodbye() | Ping() | Hello() | Welcome() | Agent():
-                pass  # the session has dealt with these
-            case _:
-                assert_never(message)
+        if not sender.handle(link, message):
+            receiver.handle(link, message)
+
+    def sent(self, link: Link, message: Message) -> None:
+        """Count a message that goes out."""
+        del link
+        self._open.metrics.frame_sent(type(message).__name__)
 
     # --- inside
 

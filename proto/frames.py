@@ -96,6 +96,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     spans = [Span("state", 0, pack_u32([0xFFFF_FFFF]))]
     yield "fetch_at_its_bounds", Fetch(MAX_U64, longest, state, spans, 0, 0xFFFF_FFFF, [], MAX_U64, 0xFFFF_FFFF)
     yield "accept", Accept(1, Route.STAGED, 1_572_864, GROUPS, 2, 32, 2, DIGEST)
+    yield "accept_with_a_reason", Accept(1, Route.DIRECT, 8192, GROUPS, 2, 32, 1, DIGEST, "only 2 pieces")
     yield "refuse", Refuse(1, Code.TICKET_FORGED, "this engine did not issue the ticket")
     yield "refuse_for_a_while", Refuse(1, Code.TOO_MANY, "", 250)
     yield "want", Want(1, pack_u32([0, 1]))

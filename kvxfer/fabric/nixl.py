@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,6 +43,7 @@ _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _KINDS: Final = ("DRAM", "VRAM")
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
+_IMPORTING: Final = threading.Lock()
 _MAGIC: Final = b"kvx1"
 
 
@@ -350,13 +352,14 @@ def _make_current(device: int) -> None:
 
 def _import_nixl() -> Any:
     """Import nixl without what its import does to logging: it sets `logging.raiseExceptions` for the whole process."""
-    kept = logging.raiseExceptions
-    try:
-        return importlib.import_module("nixl")
-    except ImportError as error:
-        raise _missing() from error
-    finally:
-        logging.raiseExceptions = kept
+    with _IMPORTING:  # else the second of two would keep what the first one's import has set
+        kept = logging.raiseExceptions
+        try:
+            return importlib.import_module("nixl")
+        except ImportError as error:
+            raise _missing() from error
+        finally:
+            logging.raiseExceptions = kept
 
 
 def _error_types(bindings: Any) -> tuple[type[Exception], ...]:

@@ -328,6 +328,16 @@ class CacheGeometry:
             found.setdefault(spec.group, []).append(spec)
         return {name: tuple(specs) for name, specs in found.items()}
 
+    @cached_property
+    def pool_ids(self) -> Mapping[str, int]:
+        """By group, how many block ids address every tensor of it."""
+        return {name: min(spec.ids for spec in specs) for name, specs in self.groups.items()}
+
+    @cached_property
+    def addressed(self) -> bool:
+        """Whether every base address is known; a peer that does not trust this side hides its own."""
+        return all(spec.base for spec in self.tensors)
+
     def facts(self) -> Iterator[tuple[str, str]]:
         """(name, value) of everything about a tensor class that two engines must agree on, in a fixed order."""
         seen: dict[str, str] = {}

@@ -8,6 +8,7 @@ The planner is pure: numbers in, numbers out.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,6 +110,22 @@ class PairPlan:
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
     @cached_property
+    def digested(self) -> bytes:
+        """What the digest of every transfer of this pair begins with."""
+        found = bytearray(_packed(len(self.selections)))
+        for s in self.selections:
+            found += _packed(s.group, s.part, s.kv, len(s.layers), *s.layers, s.head_start, s.head_stop)
+        found += _packed(len(self.classes))
+        for c in self.classes:
+            key = c.key
+            null = -1 if key.src_rows.null_block is None else key.src_rows.null_block
+            found += _packed(key.group, key.part, key.item_bytes)
+            for axes in (key.heads, key.dims):
+                found += _packed(len(axes), *(axis.count for axis in axes))
+            found += _packed(len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape)
+        return bytes(found)
+
+    @cached_property
     def _window_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
         return lcm(*(period(c.key.src_rows, c.key.dst_rows) for c in self.classes))
@@ -150,14 +167,15 @@ class TransferPlan:
 
     def chunk(self, grid: ChunkGrid, chunk: int) -> ChunkPlan:
         """One chunk of the grid."""
-        return self.window(*grid.of(chunk))
+        return self.whole if len(grid) == 1 else self.window(*grid.of(chunk))
 
     def window(self, layers: Sequence[int], start: int, stop: int) -> ChunkPlan:
         """The part that lies in a run of the pair's layers and in the tokens [start, stop)."""
         rows = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
         parts: list[tuple[SegmentKey, I64, Rows]] = []
         for c in self.pair.classes:
-            low, high = np.searchsorted(c.layers, (layers[0], layers[-1] + 1)) if layers else (0, 0)
+            low = bisect_left(c.layers, layers[0]) if layers else 0
+            high = bisect_left(c.layers, layers[-1] + 1) if layers else 0
             part = (c.key, c.bases[low:high], rows[_meeting(c.key)])
             if len(part[1]) and len(part[2]):
                 parts.append(part)
@@ -169,19 +187,7 @@ class TransferPlan:
         Addresses and strides are not part of it; they differ between the sides by design. The bytes that are hashed are
         part of the protocol (section 6.5).
         """
-        digest = hashlib.sha256()
-        selections = self.pair.selections
-        digest.update(_packed(len(selections)))
-        for s in selections:
-            digest.update(_packed(s.group, s.part, s.kv, len(s.layers), *s.layers, s.head_start, s.head_stop))
-        digest.update(_packed(len(self.pair.classes)))
-        for c in self.pair.classes:
-            key = c.key
-            null = -1 if key.src_rows.null_block is None else key.src_rows.null_block
-            digest.update(_packed(key.group, key.part, key.item_bytes))
-            for axes in (key.heads, key.dims):
-                digest.update(_packed(len(axes), *(axis.count for axis in axes)))
-            digest.update(_packed(len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape))
+        digest = hashlib.sha256(self.pair.digested)
         for spans in (self.src_spans, self.dst_spans):
             for group in self.pair.groups:
                 ids = np.asarray(spans[group].ids, "<u4")

@@ -19,6 +19,7 @@ import msgspec
 from kvxfer.errors import Code
 
 __all__ = [
+    "FOREVER_MS",
     "IGNORABLE_TAG",
     "MAX_CHUNKS",
     "MAX_GRANTS",
@@ -71,6 +72,8 @@ IGNORABLE_TAG: Final = 128
 
 MAX_CHUNKS: Final = 1 << 20
 """Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
+FOREVER_MS: Final = 0xFFFF_FFFF
+"""A time limit that is none."""
 MAX_TICKETS: Final = 4096
 """Most tickets in one `Claim`; who has more sends more frames."""
 MAX_GRANTS: Final = 65_536
@@ -315,6 +318,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
     tokens_per_chunk: U32
     chunks: Chunks
     digest: Hash
+    why: Name = ""
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):

@@ -193,3 +193,10 @@ async def quiet(*workers):
         await eventually(lambda: all(is_quiet(worker) for worker in workers))
     except TimeoutError:
         raise AssertionError([worker.describe() for worker in workers if not is_quiet(worker)]) from None
+
+
+def taken(desk):
+    """All memory of a desk, taken by somebody else."""
+    extents = []
+    desk.ask("somebody", desk.share.capacity, 1, extents.append)
+    return extents[0]

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from stage import Cache, Copied, Gate, eventually, is_quiet, quiet
+from stage import Cache, Copied, Gate, eventually, is_quiet, quiet, taken
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
 
@@ -99,7 +99,7 @@ def full(worker_name, share_name):
         extents = []
 
         async def fill():
-            extents.append(await desk.acquire("somebody", desk.share.capacity, 1))
+            extents.append(taken(desk))
 
         step.prepare = fill
         step.reached = lambda: desk.share.snapshot().waiting_requests

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stage import Cache, Copied, eventually, is_quiet, quiet
+from stage import Cache, Copied, eventually, is_quiet, quiet, taken
 
 from kvxfer import (
     ArenaError,
@@ -441,8 +441,7 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
     prefill, decode = await stage.pair(
         source, target, route="staged", decode={"grant_lease": 0.2}, prefill={"grant_lease": 5}
     )
-    share = decode._site.receive_desk.share
-    full = await decode._site.receive_desk.acquire("other", share.capacity, 1)
+    full = taken(decode._site.receive_desk)
     prefill.offer("r", [1, 2], tokens=8)
     with pytest.raises(TransferFailedError, match=r"receive share of the arena and passed its deadline") as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
@@ -455,11 +454,10 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
 async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target):
     decode = await stage.worker("decode", target, grant_lease=100)
     desk = decode._site.receive_desk
-    full = await desk.acquire("a", desk.share.capacity, 1)
-    waiting = asyncio.create_task(desk.acquire("b", desk.share.capacity, 100))
-    await asyncio.sleep(0)
+    full = taken(desk)
+    answers = []
+    assert desk.ask("b", desk.share.capacity, 100, answers.append) is not None
     desk.quarantine(full, "silent")
     with pytest.raises(ArenaError, match="in quarantine"):
-        async with asyncio.timeout(2):
-            await waiting
+        raise answers[0]
     desk.settle(full)

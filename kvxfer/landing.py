@@ -1,0 +1,325 @@
+"""One chunk on its way in: memory, grant, arrival and scatter; or, on `pull`, a read."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from kvxfer.copy.port import CopyOutcome
+from kvxfer.desk import Desk
+from kvxfer.errors import Code, KvxferError
+from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
+from kvxfer.geometry import ChunkGrid, ChunkPlan, CopyPlan, Pieces, TransferPlan
+from kvxfer.memory import Extent, ExtentState, Request
+from kvxfer.planning import block_pieces
+from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
+from kvxfer.protocol.receiving import Receiving
+from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.site import Site, no_hold
+from kvxfer.tally import Tally
+
+__all__ = ["Bound", "Host", "Landing", "Reading"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The plan of an accepted transfer.
+
+    Attributes:
+        plan: What goes where.
+        grid: How it is cut.
+        rows: Table rows that a chunk's plan walks over, about.
+        pieces: Contiguous runs in all.
+    """
+
+    plan: TransferPlan
+    grid: ChunkGrid
+    rows: int
+    pieces: int
+
+
+class Host(Protocol):
+    """The transfer that a chunk belongs to, as the chunk needs it."""
+
+    @property
+    def site(self) -> Site:
+        """The worker."""
+        ...
+
+    @property
+    def peer(self) -> PeerInfo:
+        """The prefill rank."""
+        ...
+
+    @property
+    def machine(self) -> Receiving:
+        """The sans-I/O state."""
+        ...
+
+    @property
+    def tally(self) -> Tally:
+        """Counts."""
+        ...
+
+    @property
+    def moving(self) -> bool:
+        """Whether anything new may be begun."""
+        ...
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for memory at most."""
+        ...
+
+    def run(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Run a step; what it raises stops the transfer."""
+        ...
+
+    def plan(self, make: Callable[[], _T], then: Callable[[_T], None], *, rows: int) -> None:
+        """Make a plan and go on with it."""
+        ...
+
+    def when(self, future: "asyncio.Future[_T]", then: Callable[[_T], None]) -> None:
+        """Go on with what a future brings."""
+        ...
+
+    def say(self, *messages: Message) -> None:
+        """Send to the prefill rank."""
+        ...
+
+    def when_writable(self, then: Callable[[bool], None]) -> None:
+        """Go on with True once the caller's blocks may be written, with False if the transfer was given up before."""
+        ...
+
+    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy into the caller's blocks."""
+        ...
+
+    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+        """Post a read into the caller's blocks."""
+        ...
+
+    def stop(self, failure: Failure) -> None:
+        """Give up the transfer."""
+        ...
+
+    def landed(self, chunk: int, nbytes: int) -> None:
+        """A chunk is where it belongs, and visible."""
+        ...
+
+
+class Landing:
+    """A chunk that the peer writes: into staging memory, to be scattered from there, or in place.
+
+    Args:
+        host: Its transfer.
+        bound: The transfer's plan.
+        chunk: Its number.
+        desk: Where its memory comes from. In place the extent is no memory, but its part of what may be under way.
+        staged: Whether it is scattered from staging memory.
+    """
+
+    def __init__(self, host: Host, bound: Bound, chunk: int, desk: Desk, *, staged: bool) -> None:
+        self._host: Final = host
+        self._bound: Final = bound
+        self._chunk: Final = chunk
+        self._desk: Final = desk
+        self._staged: Final = staged
+        self._part: ChunkPlan | None = None
+        self._asked_at = host.site.now()
+        self._granted_at = self._asked_at
+        self._request: Request | None = None
+        self._extent: Extent | None = None  # in the peer's hands
+        self._landed: Extent | None = None  # ours again, to be scattered from
+        self._bytes = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the peer holds memory for it, or may hold it."""
+        return self._extent is not None
+
+    def begin(self) -> None:
+        """The chunk is ready at the peer, and the window has room."""
+        bound, chunk = self._bound, self._chunk
+        self._host.plan(lambda: bound.plan.chunk(bound.grid, chunk), self._planned, rows=bound.rows)
+
+    def arrived(self, message: KvAgentResult) -> None:
+        """Its bytes are in the memory that was granted."""
+        host, extent, part, now = self._host, self._extent, self._part, self._host.site.now()
+        host.tally.began(now)
+        host.tally.spent("wire", self._granted_at, now)
+        sent = now - message.timings.wire_us / 1e6  # about: the sender's durations, on this side's clock
+        host.tally.spent("posting", sent, sent + message.timings.post_us / 1e6)
+        host.tally.spent("gathering", sent - message.timings.gather_us / 1e6, sent)
+        if extent is None or part is None or not host.moving:
+            return  # it is being stopped, and `settle` gives the memory back
+        self._extent = None
+        if self._staged:
+            self._desk.share.scatter(extent)
+            self._landed, self._bytes = extent, message.bytes
+            host.run(host.when_writable, self._scatter)
+        else:
+            self._desk.release(extent)
+            host.landed(self._chunk, message.bytes)
+
+    def give_up(self) -> None:
+        """Wait for nothing any more."""
+        if self._request is not None:
+            self._desk.withdraw(self._request)
+            self._request = None
+
+    def settle(self, *, lost: bool) -> None:
+        """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write."""
+        extent = self._extent
+        if extent is None:
+            return
+        if not lost:
+            self._extent = None
+            give_back = self._desk.settle if extent.state is ExtentState.QUARANTINED else self._desk.release
+            give_back(extent)
+        elif extent.state is not ExtentState.QUARANTINED:
+            self._desk.quarantine(extent, f"{self._host.peer.name} is silent")
+
+    def _planned(self, part: ChunkPlan) -> None:
+        self._part = part
+        if self._staged:
+            self._ask(part.staged_bytes)
+        else:
+            self._host.when_writable(lambda writable: self._ask(part.bytes) if writable else None)
+
+    def _ask(self, nbytes: int) -> None:
+        host = self._host
+        if host.moving:
+            step = host.run
+            self._request = self._desk.ask(
+                host.peer.name, max(1, nbytes), host.patience, lambda answer: step(self._admitted, answer)
+            )
+
+    def _admitted(self, answer: Extent | KvxferError) -> None:
+        host, part, self._request = self._host, self._part, None
+        if isinstance(answer, KvxferError):
+            raise answer
+        if part is None or not host.moving:
+            self._desk.release(answer)
+            return
+        self._desk.share.write(answer)
+        self._extent = answer
+        address, length = (answer.address, part.staged_bytes) if self._staged else (0, 0)
+        now = host.site.now()
+        host.tally.spent("queued", self._asked_at, now)
+        self._granted_at = now
+        lease = int(host.site.config.grant_lease * 1000)
+        host.say(*host.machine.grant([Grant(self._chunk, address, length)], lease))
+
+    def _scatter(self, writable: bool) -> None:
+        extent, part = self._landed, self._part
+        if extent is None or part is None or not writable:
+            self._drop()
+            return
+        try:
+            self._host.write(part.scatter(extent.address), self._scattered)
+        except KvxferError:
+            self._drop()
+            raise
+
+    def _scattered(self, outcome: CopyOutcome) -> None:
+        self._drop()
+        if outcome.error is not None:
+            raise outcome.error
+        self._host.tally.spent("scattering", outcome.started, outcome.finished)
+        self._host.landed(self._chunk, self._bytes)
+
+    def _drop(self) -> None:
+        """Give back the memory that was scattered from."""
+        extent, self._landed = self._landed, None
+        if extent is not None:
+            self._desk.release(extent)
+
+
+class Reading:
+    """A chunk that this side reads into place; the peer then confirms that the offer was held meanwhile.
+
+    Args:
+        host: Its transfer.
+        bound: The transfer's plan.
+        chunk: Its number.
+        until: When the lease ends within which the read must be posted.
+    """
+
+    def __init__(self, host: Host, bound: Bound, chunk: int, until: float) -> None:
+        self._host: Final = host
+        self._bound: Final = bound
+        self._chunk: Final = chunk
+        self._cell: Final = Cell(until)
+        self._pieces: Pieces | None = None
+        self._posted = False
+        self._release: Callable[[], None] = no_hold
+
+    @property
+    def holds(self) -> bool:
+        """The peer holds no memory of ours."""
+        return False
+
+    def begin(self) -> None:
+        """The chunk may be read."""
+        bound, chunk = self._bound, self._chunk
+
+        def pieces() -> Pieces:
+            return bound.plan.chunk(bound.grid, chunk).copy().enumerate().merged()
+
+        self._host.plan(pieces, self._planned, rows=bound.pieces)
+
+    def arrived(self, message: KvAgentResult) -> None:
+        """The peer confirms that what was read was not changed meanwhile."""
+        self._host.tally.began(self._host.site.now())
+        if self._host.moving:
+            self._host.landed(self._chunk, message.bytes)
+
+    def give_up(self) -> None:
+        """Post nothing any more."""
+        self._cell.kill()
+        if not self._posted:
+            self._release()
+
+    def settle(self, *, lost: bool) -> None:
+        """It holds no memory."""
+
+    def _planned(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._host.when_writable(self._connect)
+
+    def _connect(self, writable: bool) -> None:
+        site, peer = self._host.site, self._host.peer
+        if writable:
+            self._release = site.lanes.hold(peer)
+            self._host.when(site.lanes.connect(peer), self._read)
+
+    def _read(self, lane: str) -> None:
+        host, pieces, chunk = self._host, self._pieces, self._chunk
+        if pieces is None or not host.moving:
+            return
+        host.machine.reading([chunk])
+        if not len(pieces):  # a window in which no group has a row
+            self._release()
+            host.say(*host.machine.landed([chunk]))
+            return
+        local = block_pieces(host.site.geometry, pieces.dst, pieces.nbytes)
+        remote = block_pieces(host.site.plans.geometry(host.peer), pieces.src, pieces.nbytes)
+        host.tally.descriptors += len(pieces)
+        self._posted = True
+        host.read(lambda done: Post(lane, Operation.READ, local, remote, self._cell, done), self._has_read)
+
+    def _has_read(self, result: PostResult) -> None:
+        host = self._host
+        self._release()
+        if result.first:
+            host.tally.spent("posting", result.first, result.first + result.posting)
+            host.tally.spent("wire", result.first, result.finished)
+        if result.outcome is not Outcome.DONE:
+            reason = str(result.error or "the lease ran out before the chunk was read")
+            host.stop(Failure(Status.FAILED, Code.FABRIC if result.error else Code.TIMEOUT, reason))
+        elif host.moving:
+            host.say(*host.machine.landed([self._chunk]))

@@ -1,0 +1,72 @@
+"""What one side of a transfer counts while it runs, and the stats that come of it."""
+
+from collections import defaultdict
+from typing import Final, Literal, TypeAlias
+
+from kvxfer.telemetry import Intervals, TransferStats
+
+__all__ = ["Stage", "Tally"]
+
+Stage: TypeAlias = Literal["queued", "gathering", "posting", "wire", "scattering"]
+
+
+class Tally:
+    """Counts of one transfer, or of one rank's part of it.
+
+    Attributes:
+        bytes: Bytes of cache moved.
+        pieces: Contiguous runs that they are in, in the blocks.
+        chunks: Chunks of the plan.
+        descriptors: Pieces that this side handed to its transport.
+        first_byte: When the first chunk had landed, or was posted; None before.
+        stages: Intervals of each stage that was seen.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.pieces = 0
+        self.chunks = 0
+        self.descriptors = 0
+        self.first_byte: float | None = None
+        self.stages: Final[defaultdict[Stage, Intervals]] = defaultdict(Intervals)
+
+    def spent(self, stage: Stage, start: float, end: float) -> None:
+        """Count an interval of a stage, in seconds of the runtime's clock; one that ends before it starts is empty."""
+        self.stages[stage].add(start, max(start, end))
+
+    def began(self, now: float) -> None:
+        """Note the first byte, once."""
+        if self.first_byte is None:
+            self.first_byte = now
+
+    def merge(self, other: "Tally") -> None:
+        """Count what another rank's part counted."""
+        self.bytes += other.bytes
+        self.pieces += other.pieces
+        self.chunks += other.chunks
+        self.descriptors += other.descriptors
+        if other.first_byte is not None:
+            self.first_byte = min(other.first_byte, other.first_byte if self.first_byte is None else self.first_byte)
+        for stage, intervals in other.stages.items():
+            self.stages[stage].merge(intervals)
+
+    def stats(self, *, route: str, why: str, peers: tuple[str, ...], started: float, finished: float) -> TransferStats:
+        """The counts as the caller sees them."""
+        length = {stage: intervals.length for stage, intervals in self.stages.items()}
+        return TransferStats(
+            route=route,
+            why=why,
+            bytes=self.bytes,
+            pieces=self.pieces,
+            chunks=self.chunks,
+            descriptors=self.descriptors,
+            peers=peers,
+            queued=length.get("queued", 0.0),
+            gathering=length.get("gathering", 0.0),
+            posting=length.get("posting", 0.0),
+            wire=length.get("wire", 0.0),
+            scattering=length.get("scattering", 0.0),
+            started=started,
+            first_byte=self.first_byte,
+            finished=finished,
+        )

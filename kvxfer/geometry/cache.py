@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
+from kvxfer.geometry.overlap import Bytes, shared
 
 if TYPE_CHECKING:
     import torch
@@ -191,6 +192,10 @@ class CacheTensor:
     The tensor may be any strided view. It must stay allocated while a worker has it registered; kvxfer keeps a
     reference.
 
+    Tensors of one group must not share a byte, since a block id means a block of each of them. Tensors of different
+    groups may lie in the same memory (a hybrid pool). Nothing compares their ids, so the caller's allocator must not
+    use the same bytes for two groups at a time, nor bytes that `MemoryInDoubt` names in one group for another.
+
     Args:
         tensor: CPU or CUDA tensor, one dimension per name in `axes`.
         axes: Names of its axes in its own order: block, layer, kv, head, token, dim; head and dim may be split once.
@@ -281,7 +286,7 @@ class CacheGeometry:
 
     Raises:
         GeometryError: If there is nothing, memory lies on several devices, the same coordinates are given twice, or
-            tensors of one group disagree on what a block id covers.
+            tensors of one group disagree on what a block id covers, or share memory.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -294,6 +299,7 @@ class CacheGeometry:
             raise GeometryError(f"all cache tensors of a worker must be on one device, not on {devices}")
         self._check_groups()
         self._check_unique()
+        self._check_memory()
 
     @classmethod
     def of(cls, tensors: Iterable[CacheTensor], groups: Iterable[Group] = ()) -> "CacheGeometry":
@@ -374,3 +380,15 @@ class CacheGeometry:
                     rivals.append((spec.heads, spec))
         for _ in self.facts():
             pass
+
+    def _check_memory(self) -> None:
+        for name, specs in self.groups.items():
+            known = [spec for spec in specs if spec.base]  # a peer that does not trust us shows no addresses
+            found = shared([Bytes.of(spec.base, spec.shape, spec.strides, spec.item_bytes) for spec in known])
+            if found is not None:
+                first, second = (known[at] for at in found)
+                raise GeometryError(
+                    f"group {name!r}: {second.name} shares memory with {first.name}, so that what is written to a "
+                    "block of one would destroy a block of the other; pass each tensor once, or put tensors that share "
+                    "memory on purpose into different groups"
+                )

@@ -145,6 +145,63 @@ def test_the_same_coordinates_twice_are_refused() -> None:
         assert len(CacheGeometry.of([cache(), other]).tensors) == 2
 
 
+def views(**tensors: tuple[torch.Tensor, str]) -> list[CacheTensor]:
+    """Parts of layer 0, each a view of some memory."""
+    return [CacheTensor(tensor, axes, layers=[0], part=part) for part, (tensor, axes) in tensors.items()]
+
+
+def test_tensors_of_a_group_that_share_memory_are_refused() -> None:
+    pool = torch.zeros(6, 4, 32, dtype=torch.bfloat16)
+    words = refused(views(a=(pool, "block token dim"), b=(pool, "block token dim")))
+    assert (
+        "(group 'default', part 'b', kv -, layer 0) shares memory with cache tensor (group 'default', part 'a'" in words
+    )
+    one_element = (pool[:, :, :17], "block token dim"), (pool[:, :, 16:], "block token dim")
+    assert "shares memory" in refused(views(a=one_element[0], b=one_element[1]))
+    other_type = pool.view(torch.uint8)[:, :, 62:]
+    assert "shares memory" in refused(views(a=(pool, "block token dim"), b=(other_type, "block token dim")))
+    other_order = pool.view(6, 32, 4)
+    assert "shares memory" in refused(views(a=(pool, "block token dim"), b=(other_order, "block dim token")))
+    flat = pool.view(-1)
+    apart = flat[: 2 * 128].view(2, 4, 32), flat[2 * 128 : 5 * 128 + 1][1:].view(3, 4, 32)
+    assert len(CacheGeometry.of(views(a=(apart[0], "block token dim"), b=(apart[1], "block token dim"))).tensors) == 2
+    layers = [CacheTensor(pool, "block token dim", layers=[layer]) for layer in (0, 1)]
+    assert "layer 1) shares memory with cache tensor (group 'default', kv -, layer 0)" in refused(layers)
+
+
+def test_tensors_of_different_groups_may_share_memory() -> None:
+    pool = torch.zeros(6, 4, 32)
+    shared = [CacheTensor(pool, "block token dim", layers=[0], group=group) for group in "ab"]
+    assert len(CacheGeometry.of(shared).tensors) == 2
+
+
+def test_tensors_that_lie_between_each_other_do_not_share_memory() -> None:
+    pool = torch.zeros(6, 3, 2, 4, 8, 16)  # block, layer, kv, token, head, dim
+    packed = [
+        CacheTensor(pool[:, layer, half, :, heads], NHD, layers=[layer], kv="kv"[half], heads=range(8)[heads])
+        for layer in range(3)
+        for half in range(2)
+        for heads in (slice(0, 3), slice(3, 8))
+    ]
+    assert len(CacheGeometry.of(packed).tensors) == 12
+    extra = CacheTensor(pool[:, 2, 1, :, 4:5], NHD, layers=[2], kv="v", part="p", heads=range(4, 5))
+    assert "part 'p', kv v, layer 2) shares memory with" in refused([*packed, extra])
+    state = torch.zeros(6, 24, 3)  # sub-projections of a convolution, cut by channel
+    cut = {"conv.x": state[:, :16], "conv.B": state[:, 16:20], "conv.C": state[:, 20:]}
+    parts = [
+        CacheTensor(t, "block head dim", layers=[0], part=part, heads=range(t.shape[1])) for part, t in cut.items()
+    ]
+    assert len(CacheGeometry.of(parts).tensors) == 3
+
+
+def test_without_addresses_nothing_is_known_of_shared_memory() -> None:
+    spec = replace(cache().spec(), base=0)
+    assert len(CacheGeometry((spec, replace(spec, kv=("v",)))).tensors) == 2
+    seen = replace(spec, base=4096)
+    with pytest.raises(GeometryError, match="shares memory"):
+        CacheGeometry((seen, replace(seen, kv=("v",))))
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [

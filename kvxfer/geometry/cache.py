@@ -250,10 +250,8 @@ class CacheTensor:
         self._check_types()
         tensor, axes = self.tensor, " ".join(self.axes.split())
         names = {axis.name for axis in parse_axes(axes)}
-        if str(tensor.layout) != "torch.strided":
-            raise GeometryError(
-                f"a cache tensor of group {self.group!r} is {tensor.layout}; only strided tensors are supported"
-            )
+        if kind := _not_plain(tensor):
+            raise GeometryError(f"a cache tensor of group {self.group!r} is {kind}")
         if self.heads is None and "head" in names:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
@@ -278,6 +276,19 @@ class CacheTensor:
             tokens=self.tokens,
             null_block=null_block,
         )
+
+
+def _not_plain(tensor: "torch.Tensor") -> str:
+    """Why the bytes of a tensor are not its values, and what to pass instead; empty for one that is plain memory."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        kind = "nested" if tensor.is_nested else tensor.layout
+        return f"{kind}; only strided tensors are supported"
+    if tensor.is_conj() or tensor.is_neg():
+        lazy = "conjugated" if tensor.is_conj() else "negated"
+        return f"lazily {lazy}: its memory holds other values; pass the tensor that it was made of"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype}); pass its int_repr() and its scales as tensors of their own"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """Cache geometries: what is described, and what is refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,27 @@ def test_memory_of_another_kind_is_refused() -> None:
     assert "memory of kind 'meta' is not supported, only cpu and cuda" in refused([meta])
     sparse = CacheTensor(torch.zeros(4, 8).to_sparse(), "block dim", layers=[0])
     assert "torch.sparse_coo; only strided tensors are supported" in refused([sparse])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj(), "group 'default' is lazily conjugated"),
+        (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj().imag, "group 'default' is lazily negated"),
+        (lambda: torch.zeros(4, 8)._neg_view(), "group 'default' is lazily negated"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(4, 8), 0.1, 0, torch.quint8), "is quantized (torch.quint8); pass its"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(8), torch.zeros(8)]), "is nested; only strided tensors"),
+        (lambda: torch.zeros(4, 8).to_sparse_csr(), "is torch.sparse_csr; only strided tensors are supported"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch warns of prototypes
+def test_memory_that_does_not_hold_the_values_is_refused(make: Callable[[], torch.Tensor], words: str) -> None:
+    assert words in refused([CacheTensor(make(), "block dim", layers=[0])])
+
+
+def test_complex_elements_are_plain_memory() -> None:
+    plain = CacheTensor(torch.zeros(4, 8, dtype=torch.complex64), "block dim", layers=[0])
+    assert plain.spec().item_bytes == 8
 
 
 def test_two_devices_are_refused() -> None:

@@ -98,8 +98,10 @@ def test_state_has_no_tokens() -> None:
         (cache((2, 6, 4, 2, 8), f"kv {NHD}", kv="kk"), "kv must be 'k', 'v', both, or none, not ('k', 'k')"),
         (cache(kv="q"), "kv must be 'k', 'v', both, or none, not ('q',)"),
         (cache(kernel_blocks_per_id=4), "6 blocks are no multiple of kernel_blocks_per_id=4"),
-        (cache(kernel_blocks_per_id=0), "kernel_blocks_per_id=0"),
-        (cache(tokens_per_row=0), "tokens_per_row and tokens describe a token axis"),
+        (cache(kernel_blocks_per_id=0), "kernel_blocks_per_id must be at least 1, not 0"),
+        (cache(kernel_blocks_per_id=2.0), "kernel_blocks_per_id must be a whole number, not 2.0"),
+        (cache(tokens_per_row=0), "tokens_per_row must be at least 1, not 0"),
+        (cache(tokens_per_row="1"), "tokens_per_row must be a whole number, not '1'"),
         (cache((6, 2, 8), "block head dim", tokens_per_row=2), "describe a token axis, which it does not have"),
         (cache((6, 2, 8), "block head dim", tokens=Interleave(0, 2)), "describe a token axis, which it does not have"),
         (cache(tokens_per_row=2, tokens=Interleave(0, 2)), "compressed rows cannot be interleaved"),
@@ -132,7 +134,10 @@ def test_memory_of_another_kind_is_refused() -> None:
         (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj(), "group 'default' is lazily conjugated"),
         (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj().imag, "group 'default' is lazily negated"),
         (lambda: torch.zeros(4, 8)._neg_view(), "group 'default' is lazily negated"),
-        (lambda: torch.quantize_per_tensor(torch.zeros(4, 8), 0.1, 0, torch.quint8), "is quantized (torch.quint8); pass its"),
+        (
+            lambda: torch.quantize_per_tensor(torch.zeros(4, 8), 0.1, 0, torch.quint8),
+            "is quantized (torch.quint8); pass its",
+        ),
         (lambda: torch.nested.nested_tensor([torch.zeros(8), torch.zeros(8)]), "is nested; only strided tensors"),
         (lambda: torch.zeros(4, 8).to_sparse_csr(), "is torch.sparse_csr; only strided tensors are supported"),
     ],
@@ -277,6 +282,41 @@ def test_groups_carry_their_null_block() -> None:
     spec = cache().spec(1)
     with pytest.raises(GeometryError, match=r"the null block is 1 in .* but 2 in"):
         CacheGeometry((spec, replace(spec, kv=("v",), null_block=2)))
+
+
+@pytest.mark.parametrize(
+    ("null", "words"),
+    [
+        (-1, "null_block of group 'g' is -1: give a block id of the pool, from 0 on, or None"),
+        (0.5, "null_block of group 'g' must be a whole number, not 0.5"),
+        (True, "null_block of group 'g' must be a whole number, not True"),
+        ("0", "null_block of group 'g' must be a whole number, not '0'"),
+    ],
+)
+def test_a_null_block_is_an_id(null: Any, words: str) -> None:
+    with pytest.raises(GeometryError, match=words):
+        Group("g", null_block=null)
+
+
+def test_a_null_block_is_one_of_the_smallest_pool() -> None:
+    pools = [cache((9, 4, 2, 8)), cache((8, 4, 2, 8), part="p", kernel_blocks_per_id=1)]
+    assert CacheGeometry.of(pools, [Group("default", 7)]).tensors[0].null_block == 7
+    words = "group 'default': the null block 8 is outside of its pool; give an id from 0 to 7, or none"
+    assert words in refused(pools, (Group("default", 8),))
+    kernel = cache(kernel_blocks_per_id=2)
+    assert "give an id from 0 to 2" in refused([kernel], (Group("default", 3),))
+
+
+def test_a_group_has_a_name() -> None:
+    nameless: Any = 3
+    with pytest.raises(GeometryError, match=r"the name of a group must be text, as in CacheTensor\.group, not 3"):
+        Group(nameless)
+
+
+@pytest.mark.parametrize("number", [0.5, True, "1", None])
+def test_an_interleaving_is_of_whole_numbers(number: Any) -> None:
+    with pytest.raises(GeometryError, match="rank of an Interleave must be a whole number"):
+        Interleave(number, 2)
 
 
 @pytest.mark.parametrize(("rank", "of", "chunk"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])

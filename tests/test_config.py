@@ -296,6 +296,9 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"arena_bytes": "32MiB"}, "chunk_bytes is 33554432 and the receive share of the arena 16777216"),
         ({"send_share": 0.9}, "chunk_bytes is 33554432 and the receive share"),
         ({"route": "direct", "max_in_place_bytes": 0}, "route is 'direct' and max_in_place_bytes is 0"),
+        ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
+        ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),
+        ({"trust": "none", "arena_bytes": 0}, "trust is 'none' and arena_bytes is 0: without addresses only the"),
         ({"max_in_place_bytes": "1MiB"}, "no chunk could ever be granted in place"),
         ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
         ({"listen": "tcp:[::]:7000"}, "set advertise"),
@@ -319,6 +322,9 @@ def test_settings_that_do_not_go_together(arguments, said):
         {"listen": "tcp:127.0.0.1:0"},
         {"drain_timeout": 0},
         {"allow_peers": ()},
+        {"trust": "none"},
+        {"trust": "none", "route": "staged"},
+        {"trust": "full", "route": "direct", "arena_bytes": 0},
     ],
 )
 def test_settings_that_do(arguments):

@@ -31,6 +31,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ConfigError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.settings import (
     Reading,
     Source,
@@ -174,7 +175,7 @@ class Config(BaseSettings):
     """Name of the model; must agree between engines unless `compat` is `geometry`. Empty: not compared."""
     rank: Annotated[int, Field(ge=0)] = 0
     """This worker's rank in its engine."""
-    world: Annotated[int, Field(ge=1, le=65536)] = 1
+    world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
     """Ranks of this engine."""
 
     listen: Annotated[str, AfterValidator(_check_listen)] = "unix"

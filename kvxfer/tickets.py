@@ -16,13 +16,13 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from kvxfer.errors import TicketError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
 
 __all__ = ["KEY_BYTES", "EngineCard", "Issuer", "RankCard", "Ticket", "mask"]
 
 KEY_BYTES: Final = 32
 """Length of an engine's key."""
-MAX_WORLD: Final = 16_384
 _MAC_LABEL: Final = b"kvxfer ticket v1"
 _EPOCH_LABEL: Final = b"kvxfer epoch v1"
 

@@ -9,9 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from kvxfer.config import Config, FabricConfig
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, TicketError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.memory import Arena
 from kvxfer.settings import leaves
+from kvxfer.tickets import RankCard
 
 SECRET = "correct-horse-battery-staple"
 
@@ -333,6 +335,21 @@ def test_settings_that_do_not_go_together(arguments, said):
 )
 def test_settings_that_do(arguments):
     Config(**arguments)
+
+
+def test_an_engine_has_no_more_ranks_than_its_card_may_name():
+    largest = Config(rank=MAX_WORLD - 1, world=MAX_WORLD)
+    card = {
+        "engine": "e",
+        "rank": largest.rank,
+        "world": largest.world,
+        "endpoint": "unix:/a",
+        "incarnation": "00" * 16,
+    }
+    assert RankCard.from_dict(card).world == MAX_WORLD
+    assert f"world is {MAX_WORLD + 1}: set it to at most {MAX_WORLD}" in refusal(world=MAX_WORLD + 1)
+    with pytest.raises(TicketError, match=f"<= {MAX_WORLD}"):
+        RankCard.from_dict(card | {"world": MAX_WORLD + 1})
 
 
 def test_several_problems_are_said_at_once():

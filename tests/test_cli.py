@@ -118,6 +118,19 @@ def test_inspect_reads_hex_stdin_and_files(tmp_path):
     assert "PING" in out.upper()
 
 
+def test_inspect_fails_if_a_frame_cannot_be_decoded():
+    good, bad = encode(Ping()).hex(), "0200000091c1"
+    code, out, err = run("inspect", good + bad + good)
+    assert (code, err) == (1, "kvxfer: frame 1 cannot be decoded; the output says why\n")
+    assert out.count("frame ") == 3
+    assert "  ! " in out
+    code, _, err = run("inspect", good + bad * 10)
+    assert (code, err) == (
+        1,
+        "kvxfer: frames 1, 2, 3, 4, 5, 6, 7, 8, ... cannot be decoded; the output says why\n",
+    )
+
+
 def test_a_wrong_command_is_explained():
     code, _, err = run("confgi")
     assert code == 2

@@ -157,6 +157,10 @@ def demo(
     from kvxfer.demo.run import run
     from kvxfer.demo.script import Sabotage, Script
 
+    if route == "mapped":
+        raise UsageError(
+            "--route mapped is not available: nothing moves bytes that way yet; take staged, direct or pull"
+        )
     if route not in ("staged", "direct", "pull", "auto") or device not in ("cpu", "cuda"):
         raise UsageError(f"--route {route} --device {device}: routes are staged, direct, pull, auto; devices cpu, cuda")
     try:

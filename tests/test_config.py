@@ -8,6 +8,7 @@ import traceback
 import pytest
 from pydantic import ValidationError
 
+import kvxfer
 from kvxfer.config import Config, FabricConfig
 from kvxfer.errors import ConfigError, TicketError
 from kvxfer.limits import MAX_WORLD
@@ -267,6 +268,7 @@ def test_the_message_names_the_variable_or_the_file(environment, toml):
 
 
 def test_a_nested_model_made_alone_is_checked_alike():
+    assert kvxfer.Config(fabric=kvxfer.FabricConfig(num_workers=2)).fabric.num_workers == 2
     with pytest.raises(ConfigError, match=r"fabric.num_workers is 0: set it to at least 1"):
         FabricConfig(num_workers=0)
     with pytest.raises(ConfigError, match="did you mean backends"):

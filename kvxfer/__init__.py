@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvxfer.blocking import BlockingWorker as BlockingWorker
     from kvxfer.config import Config as Config
+    from kvxfer.config import FabricConfig as FabricConfig
     from kvxfer.copy.port import READY as READY
     from kvxfer.errors import ArenaError as ArenaError
     from kvxfer.errors import BlocksError as BlocksError
@@ -77,6 +78,7 @@ __all__ = [
     "ConfigError",
     "EventError",
     "Expired",
+    "FabricConfig",
     "FabricError",
     "FetchFailed",
     "FetchResult",
@@ -125,6 +127,7 @@ _HOMES = {
     "Claim": "kvxfer.transfers",
     "Config": "kvxfer.config",
     "Expired": "kvxfer.offers",
+    "FabricConfig": "kvxfer.config",
     "Fetched": "kvxfer.polling",
     "FetchFailed": "kvxfer.polling",
     "FetchResult": "kvxfer.transfers",

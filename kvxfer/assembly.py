@@ -1,14 +1,14 @@
 """Puts a worker's site together and takes it apart: memory, transport, copies, and what peers are told of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
 from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
-from kvxfer.errors import FabricError
+from kvxfer.errors import ConfigError, FabricError, GeometryError
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
@@ -17,12 +17,13 @@ from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
 from kvxfer.planning import PairPlans, geometry_to_wire
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
-from kvxfer.runtime import Runtime
+from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.site import Site
 from kvxfer.telemetry import Metrics, logger
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
 
+_T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _INCARNATION_BYTES: Final = 16
 _leaked: Final[list[object]] = []
@@ -48,6 +49,18 @@ class Assembly:
     transport: Transport | None
     runtime: Runtime
     backing: Backing | None = None
+
+    @classmethod
+    def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
+        """What a worker was given, with what it left out.
+
+        Raises:
+            ConfigError: If `config` is no `Config`, or a setting is wrong.
+            GeometryError: If `tensors` or `groups` hold something else.
+        """
+        return cls(
+            given_tensors(tensors), given_groups(groups), given_config(config), transport, runtime or ThreadRuntime()
+        )
 
     async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
         """Undo a half-made site, in which nobody knows of the memory yet."""
@@ -82,6 +95,56 @@ class Assembly:
                 self.backing.leak()
                 _log.warning("memory_leaked", bytes=self.backing.length, reason="it may still be written")
             self.backing = None
+
+
+def given_config(config: Any) -> Config:
+    """The settings as a caller passed them; `Config.load()` if they were left out.
+
+    Raises:
+        ConfigError: If they are no `Config`, or a setting is wrong.
+    """
+    if config is None:
+        return Config.load()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a kvxfer.Config, not {type(config).__name__}; "
+            "pass kvxfer.Config(**settings), or leave it out for the environment and the defaults"
+        )
+    return config
+
+
+def given_tensors(tensors: Any) -> tuple[CacheTensor, ...]:
+    """The cache tensors as a caller passed them.
+
+    Raises:
+        GeometryError: If they are no `CacheTensor`s.
+    """
+    return _given(
+        tensors, CacheTensor, "tensors", "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
+    )
+
+
+def given_groups(groups: Any) -> tuple[Group, ...]:
+    """The groups as a caller passed them.
+
+    Raises:
+        GeometryError: If they are no `Group`s.
+    """
+    return _given(groups, Group, "groups", "describe each group: [kvxfer.Group(name, null_block=...)]")
+
+
+def _given(items: Any, kind: type[_T], name: str, advice: str) -> tuple[_T, ...]:
+    if isinstance(items, kind) or not isinstance(items, Iterable):
+        given = f"one {kind.__name__}" if isinstance(items, kind) else type(items).__name__
+        raise GeometryError(f"{name} must be a list of kvxfer.{kind.__name__}, not {given}; {advice}")
+    listed = tuple(cast("Iterable[object]", items))
+    for at, item in enumerate(listed):
+        if not isinstance(item, kind):
+            raise GeometryError(
+                f"{name} must be a list of kvxfer.{kind.__name__}, but item {at} is of type {type(item).__name__}; "
+                f"{advice}"
+            )
+    return cast("tuple[_T, ...]", listed)
 
 
 async def assemble(parts: Assembly) -> Site:

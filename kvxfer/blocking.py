@@ -17,12 +17,22 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvxfer.assembly import given_config, given_groups, given_tensors
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, PeerError, RequestError
 from kvxfer.events import as_event
 from kvxfer.fabric.port import Transport
 from kvxfer.fetching import written_blocks
-from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry import (
+    Blocks,
+    CacheGeometry,
+    CacheTensor,
+    Group,
+    check_spans,
+    check_tokens,
+    normalise_blocks,
+    token_count,
+)
 from kvxfer.handles import BlockingOffer, BlockingTransfer, offered_blocks
 from kvxfer.loop_thread import LoopThread, ServedWorker
 from kvxfer.offers import MAX_TOKENS, check_cover
@@ -81,8 +91,8 @@ class BlockingWorker:
         runtime: Runtime | None = None,
     ) -> None:
         self._service: _Service | None = None
-        self._config: Final = (config or Config.load()).model_copy(update={"loop": "own"})
-        self._groups: Final = tuple(groups)
+        self._config: Final = given_config(config).model_copy(update={"loop": "own"})
+        self._groups: Final = given_groups(groups)
         self._transport: Final = transport
         self._runtime: Final = runtime or ThreadRuntime()
         self._outbox: Final = Outbox()
@@ -124,7 +134,7 @@ class BlockingWorker:
                 raise ClosedError("this worker was closed: make another one")
             if self._service is not None:
                 raise RequestError("tensors are registered already: call unregister() first")
-            given = tuple(tensors)
+            given = given_tensors(tensors)
             geometry = CacheGeometry.of(given, self._groups)
             transport = self._transport() if self._transport is not None else None
             worker = ServedWorker(given, self._config, groups=self._groups, transport=transport, runtime=self._runtime)
@@ -227,7 +237,7 @@ class BlockingWorker:
         if not streaming and (blocks is None or tokens is None):
             raise RequestError("an offer needs blocks= and tokens=, or streaming=True")
         if tokens is not None:
-            check_tokens(range(tokens), limit=MAX_TOKENS)
+            check_tokens(token_count(tokens), limit=MAX_TOKENS)
         spans = None if blocks is None else offered_blocks(blocks, service.geometry)
         if spans is not None and tokens is not None:
             check_cover(spans, service.geometry, tokens)

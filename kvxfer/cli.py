@@ -1,12 +1,13 @@
 """The command `kvxfer`: look at settings, read frames, show versions.
 
 Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
-exit code 2, never a traceback.
+exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
 """
 
 import sys
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 _FAILED: Final = 2
+_LISTED: Final = 8
 _PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
 
 app: Final = typer.Typer(
@@ -113,7 +115,7 @@ def inspect(
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", help="File that holds frames as they travel.")] = None,
 ) -> None:
-    """Say what control frames mean."""
+    """Say what control frames mean. The exit code is 1 if some of them cannot be decoded."""
     if (frames is None) == (file is None):
         raise UsageError("give either frames in hexadecimal (or - for stdin) or --file, not both and not neither")
     from kvxfer.protocol.inspect import describe, from_hex
@@ -124,8 +126,21 @@ def inspect(
         raise UsageError(f"{file} cannot be read: {error.strerror}; check the path") from error
     except ValueError as error:
         raise UsageError(f"this is not hexadecimal: {error}") from error
-    for line in describe(data):
-        typer.echo(line)
+    damaged = _print_lines(describe(data))
+    if damaged:
+        listed = ", ".join(map(str, damaged[:_LISTED])) + (", ..." if len(damaged) > _LISTED else "")
+        many = f"frames {listed}" if len(damaged) > 1 else f"frame {listed}"
+        sys.stderr.write(f"kvxfer: {many} cannot be decoded; the output says why\n")
+        raise typer.Exit(1)
+
+
+def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
+    """Print lines as they come; what their generator returns."""
+    while True:
+        try:
+            typer.echo(next(lines))
+        except StopIteration as end:
+            return cast("list[int]", end.value)
 
 
 @app.command()
@@ -142,6 +157,10 @@ def demo(
     from kvxfer.demo.run import run
     from kvxfer.demo.script import Sabotage, Script
 
+    if route == "mapped":
+        raise UsageError(
+            "--route mapped is not available: nothing moves bytes that way yet; take staged, direct or pull"
+        )
     if route not in ("staged", "direct", "pull", "auto") or device not in ("cpu", "cuda"):
         raise UsageError(f"--route {route} --device {device}: routes are staged, direct, pull, auto; devices cpu, cuda")
     try:

@@ -31,6 +31,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ConfigError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.settings import (
     Reading,
     Source,
@@ -174,7 +175,7 @@ class Config(BaseSettings):
     """Name of the model; must agree between engines unless `compat` is `geometry`. Empty: not compared."""
     rank: Annotated[int, Field(ge=0)] = 0
     """This worker's rank in its engine."""
-    world: Annotated[int, Field(ge=1, le=65536)] = 1
+    world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
     """Ranks of this engine."""
 
     listen: Annotated[str, AfterValidator(_check_listen)] = "unix"
@@ -383,6 +384,16 @@ class Config(BaseSettings):
     def _memory_problems(self) -> Iterator[str]:
         if self.arena_bytes == 0 and self.route == "staged":
             yield "route is 'staged' and arena_bytes is 0, which switches it off; give it an arena, or route = 'auto'"
+        if self.trust == "none" and self.route in {"direct", "pull"}:
+            yield (
+                f"trust is 'none' and route is {self.route!r}, which needs peers that know each other's addresses; set "
+                "trust to 'auto' or 'full', or route to 'staged' or 'auto'"
+            )
+        elif self.trust == "none" and self.arena_bytes == 0:
+            yield (
+                "trust is 'none' and arena_bytes is 0: without addresses only the staged route is left, and that needs "
+                "an arena; give it one, or set trust to 'auto' or 'full'"
+            )
         if self.arena_bytes > 0 and self.chunk_bytes > self.receive_bytes:
             yield (
                 f"chunk_bytes is {self.chunk_bytes} and the receive share of the arena {self.receive_bytes} bytes "

@@ -4,9 +4,11 @@ import os
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
-__all__ = ["Endpoint"]
+__all__ = ["MAX_PORT", "SOCKET_PATH_BYTES", "Endpoint"]
 
-_SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final zero
+SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final zero
+MAX_PORT: Final = 65_535
+_PORT_DIGITS: Final = 5
 _ANYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 
 
@@ -39,16 +41,26 @@ class Endpoint:
         if scheme == "unix":
             if not rest.startswith("/"):
                 raise ValueError("a unix endpoint needs an absolute path: 'unix:/run/kvxfer/0.sock'")
-            if len(os.fsencode(rest)) > _SOCKET_PATH_BYTES:
-                raise ValueError(f"the path of a unix socket may have {_SOCKET_PATH_BYTES} bytes; use a shorter one")
+            if any(ord(character) < ord(" ") for character in rest):
+                raise ValueError("the path of a unix endpoint has no control characters")
+            if len(os.fsencode(rest)) > SOCKET_PATH_BYTES:
+                raise ValueError(f"the path of a unix socket may have {SOCKET_PATH_BYTES} bytes; use a shorter one")
             return cls("unix", path=rest)
         host, colon, port = rest.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        sound = colon and host and (bracketed or ":" not in host) and port.isascii() and port.isdigit()
-        if scheme != "tcp" or not sound or int(port) > 65535:
-            raise ValueError("an endpoint is 'unix', 'unix:/path' or 'tcp:host:port', with a port from 0 to 65535")
+        named = host and host.isprintable() and " " not in host and (bracketed or ":" not in host)
+        numbered = colon and len(port) <= _PORT_DIGITS and port.isascii() and port.isdigit()
+        if scheme != "tcp" or not named or not numbered or int(port) > MAX_PORT:
+            raise ValueError(
+                f"an endpoint is 'unix', 'unix:/path' or 'tcp:host:port', with a port from 0 to {MAX_PORT}"
+            )
         return cls("tcp", host=host, port=int(port))
+
+    @property
+    def reachable(self) -> bool:
+        """Whether somebody else can connect to it as it stands: it names the socket, or a port that is not 0."""
+        return bool(self.path or self.port)
 
     @property
     def anywhere(self) -> bool:

@@ -68,6 +68,11 @@ def as_event(after: Any, geometry: CacheGeometry) -> Event:
         return READY
     if after is READY or isinstance(after, AllOf):
         return READY if after is READY else after
+    if isinstance(after, type):  # its methods are there, and none of them can be called
+        raise EventError(
+            f"after= must be an event, a stream or kvxfer.READY, not the class {after.__name__} itself; "
+            "pass an event that was recorded, or a stream"
+        )
     record = getattr(after, "record_event", None)
     if callable(record):  # a torch.cuda.Stream
         return cast("Event", record())

@@ -45,7 +45,8 @@ PREFIX: Final = "KVXFER_"
 """Every environment variable that begins with this (in any case) must be a setting."""
 
 _NESTED: Final = "__"
-_NUMBER: Final = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+# numbers are exact, so the digits of an exponent are limited: 1e999999999 would be written out
+_NUMBER: Final = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _SIZES: Final = {"": 1, "b": 1} | {
     f"{letter}{infix}b": base**power
     for infix, base in (("", 1000), ("i", 1024))
@@ -127,6 +128,8 @@ def parse_size(value: object) -> object:
 def parse_duration(value: object) -> object:
     """Seconds from a number or from text such as `5s`, `200ms`, `2m`; a plain number is seconds.
 
+    A number too large for a float is infinite, and its bound is for the field to check.
+
     Raises:
         ValueError: If the text is not a duration, or the number is not finite.
     """
@@ -135,10 +138,10 @@ def parse_duration(value: object) -> object:
         raise ValueError(hint)  # noqa: TRY004 - as above
     if isinstance(value, str):
         number, unit = _number(value, _DURATIONS, hint)
-        return float(number * _DURATIONS[unit])
-    if not math.isfinite(value):
+        return _seconds(number * _DURATIONS[unit])
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(hint)
-    return float(value)
+    return _seconds(value)
 
 
 def parse_names(value: object) -> object:
@@ -286,6 +289,13 @@ def _number(text: str, units: Mapping[str, object], hint: str) -> tuple[Fraction
     if match is None or match[2].lower() not in units:
         raise ValueError(hint)
     return Fraction(match[1]), match[2].lower()
+
+
+def _seconds(number: Fraction | float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _json(text: str) -> Any:

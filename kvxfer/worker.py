@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from kvxfer import __version__
-from kvxfer.assembly import Assembly, assemble
+from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, KvxferError, RequestError, TicketError
 from kvxfer.fabric.port import Transport
@@ -25,7 +25,7 @@ from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.session import Identity, PeerInfo, Role, Session, Terms
 from kvxfer.receiver import Receiver
-from kvxfer.runtime import Runtime, ThreadRuntime
+from kvxfer.runtime import Runtime
 from kvxfer.sender import Sender
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
@@ -59,8 +59,8 @@ class Worker:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An `OwnLoopWorker` if the setting `loop` is `own`."""
-        config: Config | None = args[1] if len(args) > 1 else kwargs.get("config")
-        own = cls is Worker and (config or Config.load()).loop == "own"
+        config = args[1] if len(args) > 1 else kwargs.get("config")
+        own = cls is Worker and given_config(config).loop == "own"
         return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)
 
     def __init__(
@@ -72,9 +72,7 @@ class Worker:
         transport: Transport | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        self._assembly: Final = Assembly(
-            tuple(tensors), tuple(groups), config or Config.load(), transport, runtime or ThreadRuntime()
-        )
+        self._assembly: Final = Assembly.of(tensors, groups, config, transport, runtime)
         self._site: Site | None = None
         self._listener: Listener | None = None
         self._sender: Sender | None = None

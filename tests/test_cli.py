@@ -96,6 +96,8 @@ def test_config_as_json():
         (["inspect", "00", "--file", "x"], {}, "give either frames in hexadecimal"),
         (["inspect", "--file", "/nowhere/frames"], {}, "cannot be read"),
         (["inspect", "0g"], {}, "this is not hexadecimal"),
+        (["demo", "--route", "mapped"], {}, "--route mapped is not available: nothing moves bytes that way yet; take"),
+        (["demo", "--route", "fast"], {}, "routes are staged, direct, pull, auto"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(arguments, environment, said):
@@ -116,6 +118,19 @@ def test_inspect_reads_hex_stdin_and_files(tmp_path):
     code, out, err = printed[0]
     assert (code, err) == (0, "")
     assert "PING" in out.upper()
+
+
+def test_inspect_fails_if_a_frame_cannot_be_decoded():
+    good, bad = encode(Ping()).hex(), "0200000091c1"
+    code, out, err = run("inspect", good + bad + good)
+    assert (code, err) == (1, "kvxfer: frame 1 cannot be decoded; the output says why\n")
+    assert out.count("frame ") == 3
+    assert "  ! " in out
+    code, _, err = run("inspect", good + bad * 10)
+    assert (code, err) == (
+        1,
+        "kvxfer: frames 1, 2, 3, 4, 5, 6, 7, 8, ... cannot be decoded; the output says why\n",
+    )
 
 
 def test_a_wrong_command_is_explained():

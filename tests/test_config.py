@@ -8,10 +8,13 @@ import traceback
 import pytest
 from pydantic import ValidationError
 
+import kvxfer
 from kvxfer.config import Config, FabricConfig
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, TicketError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.memory import Arena
 from kvxfer.settings import leaves
+from kvxfer.tickets import RankCard
 
 SECRET = "correct-horse-battery-staple"
 
@@ -230,6 +233,10 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"engine": "x" * 129}, "give at most 128 characters"),
         ({"model": 3}, "model is 3: set it to text"),
         ({"heartbeat": 0}, "heartbeat is 0.0: set it to at least 0.001"),
+        ({"heartbeat": "1e400s"}, "heartbeat is inf: set it to at most 1000000"),
+        ({"heartbeat": 10**400}, "heartbeat is inf: set it to at most 1000000"),
+        ({"drain_timeout": "-1e400s"}, "drain_timeout is -inf: set it to at least 0"),
+        ({"arena_bytes": "1e999999999"}, "arena_bytes is '1e999999999': a size is"),
         ({"heartbeat": "5 parsecs"}, "heartbeat is '5 parsecs': a duration is"),
         ({"arena_bytes": "256 mib b"}, "arena_bytes is '256 mib b': a size is"),
         ({"arena_bytes": 1.5}, "whole number of bytes"),
@@ -261,6 +268,7 @@ def test_the_message_names_the_variable_or_the_file(environment, toml):
 
 
 def test_a_nested_model_made_alone_is_checked_alike():
+    assert kvxfer.Config(fabric=kvxfer.FabricConfig(num_workers=2)).fabric.num_workers == 2
     with pytest.raises(ConfigError, match=r"fabric.num_workers is 0: set it to at least 1"):
         FabricConfig(num_workers=0)
     with pytest.raises(ConfigError, match="did you mean backends"):
@@ -296,6 +304,9 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"arena_bytes": "32MiB"}, "chunk_bytes is 33554432 and the receive share of the arena 16777216"),
         ({"send_share": 0.9}, "chunk_bytes is 33554432 and the receive share"),
         ({"route": "direct", "max_in_place_bytes": 0}, "route is 'direct' and max_in_place_bytes is 0"),
+        ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
+        ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),
+        ({"trust": "none", "arena_bytes": 0}, "trust is 'none' and arena_bytes is 0: without addresses only the"),
         ({"max_in_place_bytes": "1MiB"}, "no chunk could ever be granted in place"),
         ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
         ({"listen": "tcp:[::]:7000"}, "set advertise"),
@@ -319,10 +330,28 @@ def test_settings_that_do_not_go_together(arguments, said):
         {"listen": "tcp:127.0.0.1:0"},
         {"drain_timeout": 0},
         {"allow_peers": ()},
+        {"trust": "none"},
+        {"trust": "none", "route": "staged"},
+        {"trust": "full", "route": "direct", "arena_bytes": 0},
     ],
 )
 def test_settings_that_do(arguments):
     Config(**arguments)
+
+
+def test_an_engine_has_no_more_ranks_than_its_card_may_name():
+    largest = Config(rank=MAX_WORLD - 1, world=MAX_WORLD)
+    card = {
+        "engine": "e",
+        "rank": largest.rank,
+        "world": largest.world,
+        "endpoint": "unix:/a",
+        "incarnation": "00" * 16,
+    }
+    assert RankCard.from_dict(card).world == MAX_WORLD
+    assert f"world is {MAX_WORLD + 1}: set it to at most {MAX_WORLD}" in refusal(world=MAX_WORLD + 1)
+    with pytest.raises(TicketError, match=f"<= {MAX_WORLD}"):
+        RankCard.from_dict(card | {"world": MAX_WORLD + 1})
 
 
 def test_several_problems_are_said_at_once():

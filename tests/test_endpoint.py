@@ -36,6 +36,12 @@ def test_round_trip(text, endpoint):
         "tcp:host:-1",
         "tcp:host:65536",
         "tcp:host:²",
+        "tcp:host:000080",
+        "tcp:ho st:80",
+        "tcp:host\n:80",
+        "tcp:\ud800:80",
+        "unix:/a\n",
+        "unix:/a\0b",
         "tcp:::1:9000",
         "tcp:[]:9000",
         "udp:host:1",
@@ -57,3 +63,10 @@ def test_the_longest_socket_path_is_taken():
 )
 def test_anywhere(text, anywhere):
     assert Endpoint.parse(text).anywhere is anywhere
+
+
+@pytest.mark.parametrize(
+    ("text", "reachable"), [("unix", False), ("unix:/a", True), ("tcp:host:0", False), ("tcp:host:1", True)]
+)
+def test_reachable(text, reachable):
+    assert Endpoint.parse(text).reachable is reachable

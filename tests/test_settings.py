@@ -66,6 +66,18 @@ def test_durations_that_are_none(text):
         parse_duration(text)
 
 
+@pytest.mark.parametrize("given", ["1e400s", "-1e400", "1" + "0" * 400, 10**400, -(10**400)])
+def test_a_duration_beyond_every_float_is_for_the_field_to_refuse(given):
+    assert parse_duration(given) == float("-inf" if str(given).startswith("-") else "inf")
+
+
+@pytest.mark.parametrize("parse", [parse_duration, parse_size])
+@pytest.mark.parametrize("text", ["1e999999999", "1e-999999999", "1e1000"])
+def test_numbers_are_not_written_out_without_end(parse, text):
+    with pytest.raises(ValueError, match="a number of"):
+        parse(text)
+
+
 @given(st.integers(min_value=0, max_value=2**40), st.sampled_from([("KiB", 1 << 10), ("MB", 10**6), ("", 1)]))
 def test_a_size_is_exact(number, unit):
     assert parse_size(f"{number}{unit[0]}") == number * unit[1]

@@ -86,6 +86,11 @@ def test_the_oldest_rank_fixes_the_version():
         ([rank_card(0, 2).to_dict() | {"incarnation": "00"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"endpoint": "http://x"}], "this is no rank card"),
         ([rank_card(0, 2).to_dict() | {"endpoint": "unix:/a\n"}], "this is no rank card"),
+        (
+            [rank_card(0, 2).to_dict() | {"endpoint": "tcp:host"}],
+            "this is no rank card: 'tcp:host' is no endpoint of a",
+        ),
+        ([rank_card(0, 2).to_dict() | {"endpoint": "unix:"}], "give unix:/path .* or tcp:host:port with a port from 1"),
         ([rank_card(0, 2).to_dict() | {"token": 1}], "this is no rank card"),
     ],
 )
@@ -105,12 +110,27 @@ def test_cards_survive_json():
         EngineCard.from_dict(card.to_dict() | {"world": 4})
 
 
+@pytest.mark.parametrize("endpoint", ["tcp:host", "tcp:host:0", "tcp:host:65536", "unix", "unix:", "host:1", ""])
+def test_an_endpoint_that_nobody_can_connect_to_is_refused_with_the_forms_that_can(endpoint):
+    words = "give unix:/path (at most 107 bytes) or tcp:host:port with a port from 1 to 65535"
+    with pytest.raises(TicketError) as caught:
+        RankCard.from_dict(rank_card(0, 1).to_dict() | {"endpoint": endpoint})
+    assert f"{endpoint!r} is no endpoint of a rank: {words}" in str(caught.value)
+    ticket = Issuer(engine_card(), KEY).ticket("r") | {"world": 1, "endpoints": {"prefix": endpoint}}
+    with pytest.raises(TicketError) as caught:
+        Ticket.parse(ticket)
+    assert words in str(caught.value)
+
+
 # --- endpoints as a template
 
 numbers = st.sampled_from(["0", "1", "7", "9", "10", "11", "007", "99", "100", "4294967296", "\u0663", ""])
 pieces = st.sampled_from(["", "a", "h1", "h10", ".", ":", "-1", "\u00b2", "\u00e9"])
-names = st.builds(lambda a, n, b, m: f"tcp:{a}{n}{b}{m}x", pieces, numbers, pieces, numbers)
-sockets = st.builds(lambda a, n, b: f"unix:/s{a}{n}{b}", pieces, numbers, pieces)
+ports = st.sampled_from(["1", "7", "9", "10", "11", "007", "99", "100", "65535"])
+names = st.builds(lambda a, n, port: f"tcp:h{a.replace(':', '-')}{n}:{port}", pieces, numbers, ports)
+sockets = st.builds(lambda a, n, b, m: f"unix:/s{a}{n}{b}{m}x", pieces, numbers, pieces, numbers) | st.builds(
+    lambda a, n, b: f"unix:/s{a}{n}{b}", pieces, numbers, pieces
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -124,7 +144,7 @@ def test_any_endpoints_come_back(endpoints):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 99_999), st.integers(1, 40), pieces, pieces)
 def test_numbered_endpoints_take_the_room_of_one(first, world, before, after):
-    endpoints = [f"tcp:h{before}:{first + rank}{after}" for rank in range(world)]
+    endpoints = [f"unix:/h{before}:{first + rank}{after}" for rank in range(world)]
     card = engine_card(endpoints)
     assert card.rank_endpoints == tuple(endpoints)
     assert card.endpoints.parts is None or before.isdigit() or after.isdigit()
@@ -260,6 +280,15 @@ def test_another_key_or_epoch():
         {"endpoints": {"prefix": "http://h:", "first": 1}},
         {"endpoints": {"prefix": "", "parts": ["tcp:h:1", "h:2"]}},
         {"endpoints": {"prefix": "tcp:h:1\n"}},
+        {"endpoints": {"prefix": "tcp:h"}},
+        {"endpoints": {"prefix": "tcp:h:"}},
+        {"endpoints": {"prefix": "tcp:h:", "first": 0}},
+        {"endpoints": {"prefix": "tcp:h:", "first": 65_535}},
+        {"endpoints": {"prefix": "tcp:h:", "parts": ["1", "http"]}},
+        {"endpoints": {"prefix": "unix"}},
+        {"endpoints": {"prefix": "unix:"}},
+        {"endpoints": {"prefix": "unix:a"}},
+        {"endpoints": {"prefix": "unix:/" + "a" * 107}},
         {"endpoints": {"prefix": "tcp:" + "h" * 600}},
         {"endpoints": {"prefix": "tcp:" + "h" * 400, "suffix": "h" * 400}},
         {"request": ""},

@@ -1,6 +1,6 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
-    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py)
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py, overlap.py)
     resolve     who sends what                                          (resolve.py)
     pair        what two ranks have in common                           (intersect.py, factor.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)

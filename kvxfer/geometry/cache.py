@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
+from kvxfer.geometry.overlap import Bytes, shared
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,12 @@ __all__ = ["CacheGeometry", "CacheTensor", "Group", "Interleave", "TensorSpec"]
 
 _DEVICES: Final = ("cpu", "cuda")
 _MAX_DIMENSION: Final = 0xFFFF_FFFF
+
+
+def _check_whole(what: str, number: object) -> None:
+    """Callers may be untyped: a float or a flag would be rounded, or taken for an id, far from here."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise GeometryError(f"{what} must be a whole number, not {number!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Interleave:
     chunk: int = 1
 
     def __post_init__(self) -> None:
+        for what, number in (("rank", self.rank), ("of", self.of), ("chunk", self.chunk)):
+            _check_whole(f"{what} of an Interleave", number)
         if not (self.of >= 1 and 0 <= self.rank < self.of and self.chunk >= 1):
             raise GeometryError(f"{self}: needs 0 <= rank < of and chunk >= 1")
 
@@ -48,11 +57,23 @@ class Group:
 
     Attributes:
         name: As in `CacheTensor.group`.
-        null_block: An id that means "no block": skipped at the source, refused at the destination.
+        null_block: An id of the pool that means "no block": skipped at the source, refused at the destination.
     """
 
     name: str
     null_block: int | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.name, "encode"):
+            raise GeometryError(f"the name of a group must be text, as in CacheTensor.group, not {self.name!r}")
+        if self.null_block is None:
+            return
+        _check_whole(f"null_block of group {self.name!r}", self.null_block)
+        if self.null_block < 0:
+            raise GeometryError(
+                f"null_block of group {self.name!r} is {self.null_block}: give a block id of the pool, from 0 on, or "
+                "None if every id is a block"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +180,24 @@ class TensorSpec:
                 raise GeometryError(f"{self.name}: axis {axis!r} is {self.count(axis)} long, but {given} were named")
             if axis not in self.factors and given != 1:
                 raise GeometryError(f"{self.name}: {given} {axis}s were named, but axes {self.axes!r} have no {axis!r}")
-        if self.block_ratio < 1 or self.count("block") % self.block_ratio:
-            raise GeometryError(
-                f"{self.name}: {self.count('block')} blocks are no multiple of kernel_blocks_per_id={self.block_ratio}"
-            )
-        if self.tokens_per_row < 1 or (self.is_state and (self.tokens_per_row > 1 or self.tokens.of > 1)):
-            raise GeometryError(f"{self.name}: tokens_per_row and tokens describe a token axis, which it does not have")
-        if self.tokens.of > 1 and self.tokens_per_row > 1:
-            raise GeometryError(f"{self.name}: compressed rows cannot be interleaved over ranks")
+        self._check_units()
         if max(self.shape) > _MAX_DIMENSION or max(self.layers) > _MAX_DIMENSION or self.heads.stop > _MAX_DIMENSION:
             raise GeometryError(f"{self.name}: a coordinate is over {_MAX_DIMENSION}")
         self._check_strides()
+
+    def _check_units(self) -> None:
+        if self.block_ratio < 1:
+            raise GeometryError(f"{self.name}: kernel_blocks_per_id must be at least 1, not {self.block_ratio}")
+        if self.tokens_per_row < 1:
+            raise GeometryError(f"{self.name}: tokens_per_row must be at least 1, not {self.tokens_per_row}")
+        if self.count("block") % self.block_ratio:
+            raise GeometryError(
+                f"{self.name}: {self.count('block')} blocks are no multiple of kernel_blocks_per_id={self.block_ratio}"
+            )
+        if self.is_state and (self.tokens_per_row > 1 or self.tokens.of > 1):
+            raise GeometryError(f"{self.name}: tokens_per_row and tokens describe a token axis, which it does not have")
+        if self.tokens.of > 1 and self.tokens_per_row > 1:
+            raise GeometryError(f"{self.name}: compressed rows cannot be interleaved over ranks")
 
     def _check_strides(self) -> None:
         reach = self.item_bytes  # bytes that the axes seen so far span; the next one must step over them
@@ -190,6 +218,10 @@ class CacheTensor:
 
     The tensor may be any strided view. It must stay allocated while a worker has it registered; kvxfer keeps a
     reference.
+
+    Tensors of one group must not share a byte, since a block id means a block of each of them. Tensors of different
+    groups may lie in the same memory (a hybrid pool). Nothing compares their ids, so the caller's allocator must not
+    use the same bytes for two groups at a time, nor bytes that `MemoryInDoubt` names in one group for another.
 
     Args:
         tensor: CPU or CUDA tensor, one dimension per name in `axes`.
@@ -230,6 +262,8 @@ class CacheTensor:
         for rule, value, mark in wanted:
             if not hasattr(value, mark):
                 raise GeometryError(f"{rule}, not {type(value).__name__}")
+        _check_whole("kernel_blocks_per_id", self.kernel_blocks_per_id)
+        _check_whole("tokens_per_row", self.tokens_per_row)
         try:
             for layer in self.layers:
                 operator.index(layer)
@@ -245,10 +279,8 @@ class CacheTensor:
         self._check_types()
         tensor, axes = self.tensor, " ".join(self.axes.split())
         names = {axis.name for axis in parse_axes(axes)}
-        if str(tensor.layout) != "torch.strided":
-            raise GeometryError(
-                f"a cache tensor of group {self.group!r} is {tensor.layout}; only strided tensors are supported"
-            )
+        if kind := _not_plain(tensor):
+            raise GeometryError(f"a cache tensor of group {self.group!r} is {kind}")
         if self.heads is None and "head" in names:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
@@ -268,11 +300,24 @@ class CacheTensor:
             base=tensor.data_ptr(),
             kind=tensor.device.type,
             device=tensor.device.index or 0,
-            block_ratio=self.kernel_blocks_per_id,
-            tokens_per_row=self.tokens_per_row,
+            block_ratio=int(self.kernel_blocks_per_id),
+            tokens_per_row=int(self.tokens_per_row),
             tokens=self.tokens,
             null_block=null_block,
         )
+
+
+def _not_plain(tensor: "torch.Tensor") -> str:
+    """Why the bytes of a tensor are not its values, and what to pass instead; empty for one that is plain memory."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        kind = "nested" if tensor.is_nested else tensor.layout
+        return f"{kind}; only strided tensors are supported"
+    if tensor.is_conj() or tensor.is_neg():
+        lazy = "conjugated" if tensor.is_conj() else "negated"
+        return f"lazily {lazy}: its memory holds other values; pass the tensor that it was made of"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype}); pass its int_repr() and its scales as tensors of their own"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +326,7 @@ class CacheGeometry:
 
     Raises:
         GeometryError: If there is nothing, memory lies on several devices, the same coordinates are given twice, or
-            tensors of one group disagree on what a block id covers.
+            tensors of one group disagree on what a block id covers, or share memory.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -294,6 +339,7 @@ class CacheGeometry:
             raise GeometryError(f"all cache tensors of a worker must be on one device, not on {devices}")
         self._check_groups()
         self._check_unique()
+        self._check_memory()
 
     @classmethod
     def of(cls, tensors: Iterable[CacheTensor], groups: Iterable[Group] = ()) -> "CacheGeometry":
@@ -307,7 +353,7 @@ class CacheGeometry:
         for group in groups:
             if group.name in nulls or all(tensor.group != group.name for tensor in given):
                 raise GeometryError(f"group {group.name!r} is described twice, or no tensor belongs to it")
-            nulls[group.name] = group.null_block
+            nulls[group.name] = None if group.null_block is None else int(group.null_block)
         return cls(tuple(tensor.spec(nulls.get(tensor.group)) for tensor in given))
 
     @property
@@ -368,6 +414,12 @@ class CacheGeometry:
                         f"group {name!r}: the null block is {first.null_block} in {first.name}, "
                         f"but {spec.null_block} in {spec.name}"
                     )
+            ids = min(spec.ids for spec in specs)
+            if first.null_block is not None and not 0 <= first.null_block < ids:
+                raise GeometryError(
+                    f"group {name!r}: the null block {first.null_block} is outside of its pool; give an id from 0 to "
+                    f"{ids - 1}, or none if every id is a block"
+                )
 
     def _check_unique(self) -> None:
         held: dict[tuple[str, str, int, str], list[tuple[range, TensorSpec]]] = {}
@@ -384,3 +436,15 @@ class CacheGeometry:
                     rivals.append((spec.heads, spec))
         for _ in self.facts():
             pass
+
+    def _check_memory(self) -> None:
+        for name, specs in self.groups.items():
+            known = [spec for spec in specs if spec.base]  # a peer that does not trust us shows no addresses
+            found = shared([Bytes.of(spec.base, spec.shape, spec.strides, spec.item_bytes) for spec in known])
+            if found is not None:
+                first, second = (known[at] for at in found)
+                raise GeometryError(
+                    f"group {name!r}: {second.name} shares memory with {first.name}, so that what is written to a "
+                    "block of one would destroy a block of the other; pass each tensor once, or put tensors that share "
+                    "memory on purpose into different groups"
+                )

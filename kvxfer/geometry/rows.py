@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ __all__ = [
     "period",
     "row_grid",
 ]
+
+_MAX_ID: Final = (1 << 63) - 1
+_MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
@@ -191,13 +194,31 @@ def _normal_span(group: str, value: "Ids | Span") -> Span:
         raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
     if ids.size == 0:
         ids = ids.astype(np.int64).reshape(-1)
+    if ids.dtype.kind == "b":
+        raise BlocksError(
+            f"group {group!r}: block ids must be whole numbers, not bool of shape {ids.shape}; "
+            "of a mask over the pool give the positions that are true"
+        )
+    if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
+        _check_fit(group, span.ids if isinstance(span.ids, list | tuple) else ids.tolist())
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BlocksError(
             f"group {group!r}: block ids must be whole numbers in one dimension, not {ids.dtype} of shape {ids.shape}"
         )
-    if span.first_token < 0:
-        raise BlocksError(f"group {group!r}: first_token must not be negative, not {span.first_token}")
-    return Span(ids.astype(np.int64), int(span.first_token))
+    first = span.first_token
+    if isinstance(first, bool) or not hasattr(first, "__index__"):
+        raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
+    if not 0 <= first <= _MAX_TOKEN:
+        rule = "must not be negative" if first < 0 else f"must be at most {_MAX_TOKEN}"
+        raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
+    return Span(ids.astype(np.int64), int(first))
+
+
+def _check_fit(group: str, ids: Sequence[Any]) -> None:
+    """Name an id that 64 bits do not hold: numpy makes floats or objects of the list, and casts wrap around."""
+    for at, number in enumerate(ids):
+        if isinstance(number, int) and not -_MAX_ID <= number <= _MAX_ID:
+            raise BlocksError(f"group {group!r}: block id {number} at position {at} is outside of every pool")
 
 
 def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) -> None:

@@ -11,7 +11,7 @@ Sans-I/O; works on hostile bytes.
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, cast, get_args
 
@@ -67,34 +67,40 @@ def from_hex(text: str) -> bytes:
     return bytes.fromhex(joined)
 
 
-def describe(data: bytes) -> Iterator[str]:
+def describe(data: bytes) -> Generator[str, None, list[int]]:
     """Yield the lines that describe a sequence of frames.
 
     Never raises: what cannot be decoded is explained, and the frame after it is tried, unless the damage hides where
     that one begins.
+
+    Returns:
+        Numbers of the frames that cannot be decoded.
     """
     at = 0
     number = 0
+    damaged: list[int] = []
     while at < len(data):
         left = len(data) - at
         if left < _LENGTH.size:
             yield f"frame {number} at byte {at}: cut short: {left} of the 4 bytes of its length"
-            return
+            return [*damaged, number]
         (size,) = _LENGTH.unpack_from(data, at)
         begin = at + _LENGTH.size
         payload = data[begin : begin + size]
         yield f"frame {number} at byte {at}: {size} bytes, {_title(payload)}"
         if size > SESSION_FRAME_LIMIT:
             yield f"  ! a length of {size} is over the limit of {SESSION_FRAME_LIMIT}: no frame begins at byte {at}"
-            return
+            return [*damaged, number]
         if len(payload) < size:
             yield f"  ! cut short at byte {len(data)}: {len(payload)} of {size} bytes are there"
-            return
-        yield from _frame(payload, begin)
+            return [*damaged, number]
+        if not (yield from _frame(payload, begin)):
+            damaged.append(number)
         at = begin + size
         number += 1
     if not number:
         yield "no bytes"
+    return damaged
 
 
 def _title(payload: bytes) -> str:
@@ -109,29 +115,31 @@ def _title(payload: bytes) -> str:
     )
 
 
-def _frame(payload: bytes, begin: int) -> Iterator[str]:
-    """The lines of one whole frame whose payload begins at byte `begin` of the input."""
+def _frame(payload: bytes, begin: int) -> Generator[str, None, bool]:
+    """The lines of one whole frame whose payload begins at byte `begin` of the input; whether all of it was decoded."""
     try:
         message = decode(payload)
     except ProtocolError as error:
         yield f"  ! {_explain(payload, error, begin)}"
-        return
+        return False
     if message is None:
-        return
+        return True
     _, entries, _ = head(payload, 0)
     yield from _struct(message, payload, entries - 1, (1,), "  ")
     if isinstance(message, Agent):
-        yield from _body(message.body, "    ")
+        return (yield from _body(message.body, "    "))
+    return True
 
 
-def _body(body: bytes, indent: str) -> Iterator[str]:
+def _body(body: bytes, indent: str) -> Generator[str, None, bool]:
     try:
         decoded = decode_body(body)
         _, entries, _ = head(body, 0)
     except ProtocolError as error:
         yield f"{indent}! {_explain(body, error, 0)} of the body"
-        return
+        return False
     yield from _struct(decoded, body, entries, (0,), indent)
+    return True
 
 
 def _struct(value: msgspec.Struct, data: bytes, present: int, first: tuple[int, ...], indent: str) -> Iterator[str]:

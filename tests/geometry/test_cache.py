@@ -1,5 +1,6 @@
 """Cache geometries: what is described, and what is refused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -97,8 +98,10 @@ def test_state_has_no_tokens() -> None:
         (cache((2, 6, 4, 2, 8), f"kv {NHD}", kv="kk"), "kv must be 'k', 'v', both, or none, not ('k', 'k')"),
         (cache(kv="q"), "kv must be 'k', 'v', both, or none, not ('q',)"),
         (cache(kernel_blocks_per_id=4), "6 blocks are no multiple of kernel_blocks_per_id=4"),
-        (cache(kernel_blocks_per_id=0), "kernel_blocks_per_id=0"),
-        (cache(tokens_per_row=0), "tokens_per_row and tokens describe a token axis"),
+        (cache(kernel_blocks_per_id=0), "kernel_blocks_per_id must be at least 1, not 0"),
+        (cache(kernel_blocks_per_id=2.0), "kernel_blocks_per_id must be a whole number, not 2.0"),
+        (cache(tokens_per_row=0), "tokens_per_row must be at least 1, not 0"),
+        (cache(tokens_per_row="1"), "tokens_per_row must be a whole number, not '1'"),
         (cache((6, 2, 8), "block head dim", tokens_per_row=2), "describe a token axis, which it does not have"),
         (cache((6, 2, 8), "block head dim", tokens=Interleave(0, 2)), "describe a token axis, which it does not have"),
         (cache(tokens_per_row=2, tokens=Interleave(0, 2)), "compressed rows cannot be interleaved"),
@@ -125,6 +128,30 @@ def test_memory_of_another_kind_is_refused() -> None:
     assert "torch.sparse_coo; only strided tensors are supported" in refused([sparse])
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj(), "group 'default' is lazily conjugated"),
+        (lambda: torch.zeros(4, 8, dtype=torch.complex64).conj().imag, "group 'default' is lazily negated"),
+        (lambda: torch.zeros(4, 8)._neg_view(), "group 'default' is lazily negated"),
+        (
+            lambda: torch.quantize_per_tensor(torch.zeros(4, 8), 0.1, 0, torch.quint8),
+            "is quantized (torch.quint8); pass its",
+        ),
+        (lambda: torch.nested.nested_tensor([torch.zeros(8), torch.zeros(8)]), "is nested; only strided tensors"),
+        (lambda: torch.zeros(4, 8).to_sparse_csr(), "is torch.sparse_csr; only strided tensors are supported"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch warns of prototypes
+def test_memory_that_does_not_hold_the_values_is_refused(make: Callable[[], torch.Tensor], words: str) -> None:
+    assert words in refused([CacheTensor(make(), "block dim", layers=[0])])
+
+
+def test_complex_elements_are_plain_memory() -> None:
+    plain = CacheTensor(torch.zeros(4, 8, dtype=torch.complex64), "block dim", layers=[0])
+    assert plain.spec().item_bytes == 8
+
+
 def test_two_devices_are_refused() -> None:
     spec = cache().spec()
     with pytest.raises(GeometryError, match=r"must be on one device, not on \[\('cpu', 0\), \('cuda', 1\)\]"):
@@ -143,6 +170,63 @@ def test_the_same_coordinates_twice_are_refused() -> None:
     assert "twice: layer 0" in refused([many, cache()])
     for other in (cache(kv="v"), cache(heads=range(2, 4)), cache(layers=[1]), cache(part="p"), cache(group="g")):
         assert len(CacheGeometry.of([cache(), other]).tensors) == 2
+
+
+def views(**tensors: tuple[torch.Tensor, str]) -> list[CacheTensor]:
+    """Parts of layer 0, each a view of some memory."""
+    return [CacheTensor(tensor, axes, layers=[0], part=part) for part, (tensor, axes) in tensors.items()]
+
+
+def test_tensors_of_a_group_that_share_memory_are_refused() -> None:
+    pool = torch.zeros(6, 4, 32, dtype=torch.bfloat16)
+    words = refused(views(a=(pool, "block token dim"), b=(pool, "block token dim")))
+    assert (
+        "(group 'default', part 'b', kv -, layer 0) shares memory with cache tensor (group 'default', part 'a'" in words
+    )
+    one_element = (pool[:, :, :17], "block token dim"), (pool[:, :, 16:], "block token dim")
+    assert "shares memory" in refused(views(a=one_element[0], b=one_element[1]))
+    other_type = pool.view(torch.uint8)[:, :, 62:]
+    assert "shares memory" in refused(views(a=(pool, "block token dim"), b=(other_type, "block token dim")))
+    other_order = pool.view(6, 32, 4)
+    assert "shares memory" in refused(views(a=(pool, "block token dim"), b=(other_order, "block dim token")))
+    flat = pool.view(-1)
+    apart = flat[: 2 * 128].view(2, 4, 32), flat[2 * 128 : 5 * 128 + 1][1:].view(3, 4, 32)
+    assert len(CacheGeometry.of(views(a=(apart[0], "block token dim"), b=(apart[1], "block token dim"))).tensors) == 2
+    layers = [CacheTensor(pool, "block token dim", layers=[layer]) for layer in (0, 1)]
+    assert "layer 1) shares memory with cache tensor (group 'default', kv -, layer 0)" in refused(layers)
+
+
+def test_tensors_of_different_groups_may_share_memory() -> None:
+    pool = torch.zeros(6, 4, 32)
+    shared = [CacheTensor(pool, "block token dim", layers=[0], group=group) for group in "ab"]
+    assert len(CacheGeometry.of(shared).tensors) == 2
+
+
+def test_tensors_that_lie_between_each_other_do_not_share_memory() -> None:
+    pool = torch.zeros(6, 3, 2, 4, 8, 16)  # block, layer, kv, token, head, dim
+    packed = [
+        CacheTensor(pool[:, layer, half, :, heads], NHD, layers=[layer], kv="kv"[half], heads=range(8)[heads])
+        for layer in range(3)
+        for half in range(2)
+        for heads in (slice(0, 3), slice(3, 8))
+    ]
+    assert len(CacheGeometry.of(packed).tensors) == 12
+    extra = CacheTensor(pool[:, 2, 1, :, 4:5], NHD, layers=[2], kv="v", part="p", heads=range(4, 5))
+    assert "part 'p', kv v, layer 2) shares memory with" in refused([*packed, extra])
+    state = torch.zeros(6, 24, 3)  # sub-projections of a convolution, cut by channel
+    cut = {"conv.x": state[:, :16], "conv.B": state[:, 16:20], "conv.C": state[:, 20:]}
+    parts = [
+        CacheTensor(t, "block head dim", layers=[0], part=part, heads=range(t.shape[1])) for part, t in cut.items()
+    ]
+    assert len(CacheGeometry.of(parts).tensors) == 3
+
+
+def test_without_addresses_nothing_is_known_of_shared_memory() -> None:
+    spec = replace(cache().spec(), base=0)
+    assert len(CacheGeometry((spec, replace(spec, kv=("v",)))).tensors) == 2
+    seen = replace(spec, base=4096)
+    with pytest.raises(GeometryError, match="shares memory"):
+        CacheGeometry((seen, replace(seen, kv=("v",))))
 
 
 @pytest.mark.parametrize(
@@ -198,6 +282,41 @@ def test_groups_carry_their_null_block() -> None:
     spec = cache().spec(1)
     with pytest.raises(GeometryError, match=r"the null block is 1 in .* but 2 in"):
         CacheGeometry((spec, replace(spec, kv=("v",), null_block=2)))
+
+
+@pytest.mark.parametrize(
+    ("null", "words"),
+    [
+        (-1, "null_block of group 'g' is -1: give a block id of the pool, from 0 on, or None"),
+        (0.5, "null_block of group 'g' must be a whole number, not 0.5"),
+        (True, "null_block of group 'g' must be a whole number, not True"),
+        ("0", "null_block of group 'g' must be a whole number, not '0'"),
+    ],
+)
+def test_a_null_block_is_an_id(null: Any, words: str) -> None:
+    with pytest.raises(GeometryError, match=words):
+        Group("g", null_block=null)
+
+
+def test_a_null_block_is_one_of_the_smallest_pool() -> None:
+    pools = [cache((9, 4, 2, 8)), cache((8, 4, 2, 8), part="p", kernel_blocks_per_id=1)]
+    assert CacheGeometry.of(pools, [Group("default", 7)]).tensors[0].null_block == 7
+    words = "group 'default': the null block 8 is outside of its pool; give an id from 0 to 7, or none"
+    assert words in refused(pools, (Group("default", 8),))
+    kernel = cache(kernel_blocks_per_id=2)
+    assert "give an id from 0 to 2" in refused([kernel], (Group("default", 3),))
+
+
+def test_a_group_has_a_name() -> None:
+    nameless: Any = 3
+    with pytest.raises(GeometryError, match=r"the name of a group must be text, as in CacheTensor\.group, not 3"):
+        Group(nameless)
+
+
+@pytest.mark.parametrize("number", [0.5, True, "1", None])
+def test_an_interleaving_is_of_whole_numbers(number: Any) -> None:
+    with pytest.raises(GeometryError, match="rank of an Interleave must be a whole number"):
+        Interleave(number, 2)
 
 
 @pytest.mark.parametrize(("rank", "of", "chunk"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])

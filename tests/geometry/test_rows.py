@@ -41,7 +41,18 @@ def table(rows: Rows) -> list[tuple[int, ...]]:
 # what a caller may pass
 
 
-@pytest.mark.parametrize("ids", [[3, 1], (3, 1), np.asarray([3, 1], np.uint8), torch.tensor([3, 1]), Span([3, 1])])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [3, 1],
+        (3, 1),
+        np.asarray([3, 1], np.uint8),
+        np.asarray([3, 1], np.uint64),
+        torch.tensor([3, 1]),
+        torch.tensor([3, 1], dtype=torch.uint64),
+        Span([3, 1], np.int64(0)),  # type: ignore[arg-type]
+    ],
+)
 def test_ids_of_any_kind_become_one_form(ids: Sequence[int]) -> None:
     found = normalise_blocks(ids, geometry("a"))
     assert list(found) == ["a"]
@@ -66,9 +77,20 @@ def test_several_groups_need_a_mapping() -> None:
     ("ids", "words"),
     [
         ([1.5], "not float64 of shape \\(1,\\)"),
-        ([True], "not bool"),
+        ([True], "not bool of shape \\(1,\\); of a mask over the pool give the positions that are true"),
+        (np.zeros(10, np.bool_), "not bool of shape \\(10,\\); of a mask"),
+        (torch.zeros(10, dtype=torch.bool), "not bool of shape \\(10,\\); of a mask"),
         ([[1], [2]], "of shape \\(2, 1\\)"),
+        (np.asarray([1, 2**64 - 1], np.uint64), "block id 18446744073709551615 at position 1 is outside of every pool"),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), "block id 18446744073709551615 at position 0"),
+        ([2**64 - 1], "block id 18446744073709551615 at position 0 is outside of every pool"),
+        ([1, 2**63], "block id 9223372036854775808 at position 1"),
+        ([1, -(2**70)], "block id -1180591620717411303424 at position 1"),
         (Span([1], -4), "first_token must not be negative, not -4"),
+        (Span([1], 2**32), "first_token must be at most 4294967295, not 4294967296"),
+        (Span([1], 2**70), "first_token must be at most 4294967295, not 1180591620717411303424"),
+        (Span([1], 0.5), "first_token must be a whole number, not 0.5"),  # type: ignore[arg-type]
+        (Span([1], True), "first_token must be a whole number, not True"),
     ],
 )
 def test_other_values_are_refused(ids: Sequence[int], words: str) -> None:

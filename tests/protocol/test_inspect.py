@@ -45,6 +45,16 @@ def raw(payload_hex):
     return list(describe(struct.pack("<I", len(payload)) + payload))
 
 
+def damaged(data):
+    """What `describe` returns: the frames that cannot be decoded."""
+    frames = describe(data)
+    while True:
+        try:
+            next(frames)
+        except StopIteration as end:
+            return end.value
+
+
 def test_registry_names():
     assert registry_name(KvAgentResult) == "KV_AGENT_RESULT"
     assert registry_name(Ping) == "PING"
@@ -56,6 +66,7 @@ def test_every_valid_frame_is_described_without_a_complaint(entry):
     assert first.startswith(f"frame 0 at byte 0: {len(entry['hex']) // 2 - 4} bytes, tag ")
     assert first.endswith(entry["message"] or "may be ignored")
     assert not any("!" in line.split(":")[0] for line in rest)
+    assert damaged(bytes.fromhex(entry["hex"])) == []
     for name in entry.get("fields", {}):
         assert any(line.split()[0] == name for line in rest if line.split()), name
 
@@ -64,6 +75,20 @@ def test_every_valid_frame_is_described_without_a_complaint(entry):
 def test_every_invalid_frame_is_explained(entry):
     text = "\n".join(describe(bytes.fromhex(entry["hex"])))
     assert ("  ! " in text) or ("cut short" in text) or text == "no bytes"
+    assert damaged(bytes.fromhex(entry["hex"])) == ([] if text == "no bytes" else [0])
+
+
+def test_frames_that_cannot_be_decoded_are_counted():
+    ping, bad, body = (
+        encode(Ping()),
+        bytes.fromhex("0200000091c1"),
+        encode(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90")),
+    )
+    ignorable = struct.pack("<I", 3) + bytes.fromhex("91cc80")
+    assert damaged(ping + bad + ignorable + body + ping) == [1, 3]
+    assert damaged(ping + bad + ping[:-1]) == [1, 2]
+    assert damaged(ping + bad + b"\x01") == [1, 2]
+    assert damaged(ping + b"\xff\xff\xff\xff" + ping) == [1]
 
 
 def test_a_fetch():

@@ -124,7 +124,10 @@ class Play:
         return self
 
     async def wire_to(self, worker, name="wire") -> Wire:
-        wire = Wire(self.folder / name, worker.card.endpoint, lambda: self.now)
+        return await self.wire_to_endpoint(worker.card.endpoint, name)
+
+    async def wire_to_endpoint(self, endpoint, name) -> Wire:
+        wire = Wire(self.folder / name, endpoint, lambda: self.now)
         await wire.open()
         self._stack.push_async_callback(wire.close)
         return wire

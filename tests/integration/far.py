@@ -22,17 +22,20 @@ from typing import Any
 import torch
 from stage import KEY, Copied
 
-from kvxfer import Config, Worker
+from kvxfer import READY, Config, Worker
+from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
 ANSWER_SECONDS = 60
-SLEEP_CYCLES = 400_000_000
-"""About 0.2 s of a GPU: long enough for a copy that does not wait to be done before."""
+SLEEP_CYCLES = 1_000_000_000
+"""About half a second of a GPU: a copy that does not wait is done long before."""
 LATE_QUERIES = 50
 JUNK = -7
+GROWTH = 1_000
 GUARD = 4096
 """Elements before and after a layer."""
 CANARY = -123_456
+_alive: list[object] = []
 
 
 def place(cache, device):
@@ -44,6 +47,8 @@ def place(cache, device):
         placed.memory[layer] = room[GUARD:-GUARD].view(memory.shape)
         placed.memory[layer].copy_(memory)
         placed.guards += [room[:GUARD], room[-GUARD:]]
+    if device_of(placed) != "cpu":
+        torch.cuda.current_stream(device).synchronize()
     return placed
 
 
@@ -66,31 +71,53 @@ class Expected(Copied):
         assert guarded(self.placed), "bytes before or after a layer were written"
 
 
-def event_after(device: str, work: Callable[[], None]) -> Any:
-    """An event that fires late, and only after `work` was done: whoever does not wait for it is found out."""
+def device_of(cache) -> str:
+    """Where a cache is, as torch names it."""
+    return str(next(iter(cache.memory.values())).device)
+
+
+def now_on(cache) -> Any:
+    """What `after=` takes for work on this cache that was queued so far."""
+    device = device_of(cache)
+    return READY if device == "cpu" else torch.cuda.current_stream(device)
+
+
+def event_after(cache, work: Callable[[Any], None]) -> Any:
+    """An event that fires late, when `work(cache)` was done just before: whoever does not wait for it is found out."""
+    device = device_of(cache)
     if device == "cpu":
-        return _LateOnCpu(work)
-    torch.cuda.synchronize(device)
+        return _LateOnCpu(lambda: work(cache))
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream, event = torch.cuda.Stream(), torch.cuda.Event()
+        rehearsal = place(cache, device)
         with torch.cuda.stream(stream):
+            work(rehearsal)  # a kernel that is loaded only now would wait for the one that sleeps
+            torch.cuda._sleep(1)
+            event.record()
+            stream.synchronize()
             torch.cuda._sleep(SLEEP_CYCLES)
-            work()
-            event = torch.cuda.Event()
-            event.record(stream)
+            work(cache)
+            event.record()
+    _alive.append(work)  # what it uses must not be given to somebody else while it is queued
+    assert not event.query(), "the host waited for the kernel that sleeps: this event is not late"
     return event
 
 
 def grow(cache):
     """The last kernel of a prefill: every element changes by a number that cannot be mistaken."""
     for memory in cache.memory.values():
-        memory.add_(1_000)
+        memory.add_(GROWTH)
 
 
-def spoil(cache, ids):
+def spoiler(cache, ids) -> Callable[[Any], None]:
     """The last kernel that used these blocks before: they hold junk afterwards."""
-    for layer in cache.layers:
-        cache.view(layer)[:, ids] = JUNK
+    index = torch.tensor(ids, device=device_of(cache))  # made now: a copy to a GPU waits for what is queued there
+
+    def spoil(cache):
+        for layer in cache.layers:
+            cache.view(layer).index_fill_(1, index, JUNK)
+
+    return spoil
 
 
 class _LateOnCpu:
@@ -123,15 +150,17 @@ class Ranks:
         self._offers: dict[tuple[int, str], Any] = {}
         self._fetches: dict[tuple[int, str], Any] = {}
 
-    async def open(self, engine, caches, devices=("cpu",), **config) -> dict[str, Any]:
-        """Open a rank for each cache, on the devices in turn, and join them; returns the engine's card."""
+    async def open(self, engine, caches, *, device="cpu", network=None, **config) -> dict[str, Any]:
+        """Open a rank for each cache and join them; returns the engine's card. Without a network it is over NIXL."""
         first = len(self.workers)
-        for rank, (cache, device) in enumerate(zip(caches, itertools.cycle(devices), strict=False)):
+        for rank, cache in enumerate(caches):
             placed = place(cache, device)
             settings = Config(engine=engine, rank=rank, world=len(caches), **config)
+            transport = LoopbackTransport(f"{engine}{rank}", network) if network is not None else None
+            worker = Worker(placed.tensors, settings, transport=transport)
             self._given.append(cache)
             self.caches.append(placed)
-            self.workers.append(await self._stack.enter_async_context(Worker(placed.tensors, settings)))
+            self.workers.append(await self._stack.enter_async_context(worker))
         ranks = self.workers[first:]
         card = EngineCard.of([worker.card for worker in ranks])
         for worker in ranks:
@@ -147,15 +176,14 @@ class Ranks:
         await stack.aclose()
 
     def offer(self, rank, request, ids=None, *, late=False, **options):
+        """Offer; `late`: of contents that are written a while after this returns."""
         worker, cache = self.workers[rank], self.caches[rank]
-        if cache.tensors[0].tensor.is_cuda and not options.get("streaming"):
-            options.setdefault("after", torch.cuda.current_stream(cache.tensors[0].tensor.device))
-        if late:
-            options["after"] = event_after(str(cache.tensors[0].tensor.device), lambda: grow(cache))
+        if not options.get("streaming"):
+            options["after"] = event_after(cache, grow) if late else now_on(cache)
         self._offers[rank, request] = worker.offer(request, ids, **options)
 
     def ready(self, rank, request, **options):
-        self._offers[rank, request].ready(**options)
+        self._offers[rank, request].ready(after=now_on(self.caches[rank]), **options)
 
     def finish(self, rank, request, payload=b""):
         self._offers[rank, request].finish(payload)
@@ -177,6 +205,10 @@ class Ranks:
             guarded(placed) and all(torch.equal(placed.memory[n].cpu(), memory) for n, memory in given.memory.items())
             for given, placed in zip(self._given, self.caches, strict=True)
         )
+
+    def arenas(self):
+        """The kind of memory that each rank's arena is."""
+        return [worker.describe()["arena"]["kind"] for worker in self.workers]
 
     def quiet(self):
         """What is under way or held, rank by rank."""

@@ -651,9 +651,10 @@ async def with_nixl(stack, **fabric):
 
 @field("fabric.backends", virtual=False, marks=[needs_nixl])
 async def these_backends_are_created(stack, folder):
-    assert set(await with_nixl(stack, backends=["UCX", "POSIX"])) == {"UCX", "POSIX"}
-    with pytest.raises(FabricError, match="no backend 'CARRIER_PIGEON'"):
+    with pytest.raises(FabricError, match="no backend 'CARRIER_PIGEON'") as caught:
         await with_nixl(stack, backends=["CARRIER_PIGEON"])
+    others = {"POSIX"} if "POSIX" in str(caught.value) else set()  # NIXL is also packed without it
+    assert set(await with_nixl(stack, backends=["UCX", *others])) == {"UCX", *others}
 
 
 @field("fabric.backend_params", virtual=False, marks=[needs_nixl])
@@ -683,19 +684,19 @@ async def a_gather_takes_longer_with_one_thread_block(stack, folder):
     far, near = Far(), Ranks()
     stack.callback(far.end)
     stack.push_async_callback(near.close)
-    tokens = 64 * 256
-    caches = [Cache(blocks=256, block_tokens=64, layers=range(4), heads=range(8), dim=128) for _ in range(2)]
-    sizes = {"arena_bytes": "2GiB", "chunk_bytes": "1GiB", "route": "staged"}
-    await near.open("decode", [caches[1]], devices=["cuda:0"], **sizes)
+    blocks, tokens = list(range(64)), 64 * 64
+    caches = [Cache(blocks=64, block_tokens=64, layers=range(4), heads=range(8), dim=128) for _ in range(2)]
+    sizes = {"arena_bytes": "1GiB", "chunk_bytes": "512MiB", "route": "staged", "device": "cuda:0"}
+    await near.open("decode", [caches[1]], **sizes)
     spent = {}
     for rank, ctas in enumerate((1, 64)):
-        card = await far.open("prefill", [caches[0]], devices=["cuda:0"], copy_ctas=ctas, **sizes)
-        for round_ in range(3):  # the last one counts: compilers and memory are warm
-            request, ids = f"r{ctas}-{round_}", list(range(256))
-            await far.offer(rank, request, ids, tokens=tokens)
+        card = await far.open("prefill", [caches[0]], copy_ctas=ctas, **sizes)
+        for number in range(3):  # the last one counts: kernels and connections are made by then
+            request = f"r{ctas}-{number}"
+            await far.offer(rank, request, blocks, tokens=tokens)
             ticket = Issuer(EngineCard.from_dict(card), KEY).ticket(request)
             after = torch.cuda.current_stream()
-            await near.workers[0].fetch(ticket, ids, tokens=range(tokens), after=after, timeout=60)
+            await near.workers[0].fetch(ticket, blocks, tokens=range(tokens), after=after, timeout=60)
             _, (stats,) = await far.released(rank, request)
             spent[ctas] = stats.gathering
     assert spent[1] > 2.5 * spent[64], spent

@@ -4,16 +4,14 @@ import asyncio
 import importlib.util
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from far import Expected, Far, Ranks, guarded
-from stage import KEY, Cache
+from far import Far, Ranks, guarded
+from scene import IDS, INTO, LAYERS, ONE_TO_TWO, SIZES, TOKENS, TWO_TO_ONE, Move, begin, sources, targets, tickets
 
 from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError
-from kvxfer.tickets import EngineCard, Issuer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
@@ -21,23 +19,6 @@ pytestmark = [
 ]
 
 ROUTES = ["staged", "direct", "pull"]
-TWO_TO_ONE = ([range(3), range(3, 8)], [range(8)])
-ONE_TO_TWO = ([range(8)], [range(5), range(5, 8)])
-SIZES = {"arena_bytes": "2MiB", "chunk_bytes": "128KiB", "window": 3}
-LAYERS = range(3)
-IDS = [19, 3, 1, 17, 5, 4, 8, 2, 6, 7, 0, 9]
-"""Source blocks of 16 tokens."""
-INTO = [9, 0, 4, 2, 1, 7]
-"""Destination blocks of 32 tokens; 3, 5, 6 and 8 are nobody's business."""
-TOKENS = range(5, 12 * 16 - 3)
-
-
-def sources(heads):
-    return [Cache(blocks=20, block_tokens=16, layers=LAYERS, heads=part, dim=64) for part in heads]
-
-
-def targets(heads):
-    return [Cache(blocks=10, block_tokens=32, layers=LAYERS, heads=part, dim=64, layout="HND") for part in heads]
 
 
 @pytest.fixture(scope="module")
@@ -61,45 +42,6 @@ async def near():
     ranks = Ranks()
     yield ranks
     await ranks.close()
-
-
-def tickets(card):
-    return Issuer(EngineCard.from_dict(card), KEY)
-
-
-class Move:
-    """One request from the engine over there to the engine here."""
-
-    def __init__(self, source_caches, near, mirrors, into=INTO, tokens=TOKENS):
-        self.sources, self.near, self.into, self.tokens = source_caches, near, into, tokens
-        self.expected = [
-            Expected(mirror, placed) for mirror, placed in zip(mirrors, near.caches[-len(mirrors) :], strict=True)
-        ]
-
-    def bring(self, layers: Sequence[int] = LAYERS, ids=IDS):
-        """What must have landed once these layers have."""
-        for one in self.expected:
-            for source in self.sources:
-                part = Cache.__new__(Cache)
-                part.__dict__ = {**source.__dict__, "layers": list(layers)}
-                one.bring(part, ids, self.into, self.tokens)
-        return self
-
-    def check(self):
-        for one in self.expected:
-            one.check()
-
-    def fetch(self, ticket, **options):
-        workers = self.near.workers[-len(self.expected) :]
-        return [worker.start_fetch(ticket, self.into, tokens=self.tokens, **options) for worker in workers]
-
-
-async def begin(far, near, split, **config):
-    """Both engines, open."""
-    theirs, ours = sources(split[0]), targets(split[1])
-    card = await far.open("prefill", theirs, **{**SIZES, **config})
-    await near.open("decode", ours, **{**SIZES, **config})
-    return tickets(card), Move(theirs, near, ours)
 
 
 def idle(ranks):
@@ -203,7 +145,7 @@ async def test_a_cancel_in_the_middle_leaves_the_blocks_alone_afterwards(far, ne
     await all_idle(far, near)
 
 
-QUICK = {
+QUICK: dict[str, Any] = {
     "heartbeat": 0.2,
     "peer_timeout": 1.5,
     "revoke_timeout": 1.0,

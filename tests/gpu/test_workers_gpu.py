@@ -1,0 +1,191 @@
+"""Whole workers on GPU memory, the prefill engine in another process, over NIXL: every byte, and events that fire late.
+
+    python -m pytest tests/gpu/test_workers_gpu.py
+
+The same tests run on CPU memory wherever NIXL is installed, so that what they expect is proved there.
+"""
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
+
+from far import Far, Ranks, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
+from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    IDS,
+    LAYERS,
+    ONE_TO_TWO,
+    SIZES,
+    TWO_TO_ONE,
+    Move,
+    begin,
+    sources,
+    targets,
+    tickets,
+)
+
+from kvxfer.testing import LoopbackNetwork  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+ONE_TO_ONE = ([range(8)], [range(8)])
+ROUTES = ["staged", "direct", "pull"]
+
+
+def gpus(count):
+    """Marks of a test that needs so many GPUs."""
+    return [
+        pytest.mark.gpu,
+        pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices"),
+        pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
+        pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    ]
+
+
+SAME_KIND = [
+    pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("cuda:0", "cuda:0", id="one gpu", marks=gpus(1)),
+    pytest.param("cuda:0", "cuda:1", id="two gpus", marks=gpus(2)),
+]
+PLACES = [
+    *SAME_KIND,
+    pytest.param("cuda:0", "cpu", id="gpu to cpu", marks=gpus(1)),
+    pytest.param("cpu", "cuda:0", id="cpu to gpu", marks=gpus(1)),
+]
+
+
+@pytest.fixture(scope="module")
+def process():
+    far = Far()
+    yield far
+    far.end()
+
+
+@pytest.fixture
+async def far(process):
+    """The other process, of which all ranks are closed afterwards."""
+    yield process
+    await process.close()
+
+
+@pytest.fixture
+async def near():
+    """Ranks in this process."""
+    ranks = Ranks()
+    yield ranks
+    await ranks.close()
+
+
+async def bring(far, issuer, move, request, route, ranks=1):
+    """Offer, fetch and compare every byte."""
+    for rank in range(ranks):
+        await far.offer(rank, request, IDS, tokens=len(IDS) * 16, payload=b"token")
+    results = await asyncio.gather(*move.fetch(issuer.ticket(request), timeout=60))
+    move.bring().check()
+    assert {(result.stats.route, result.payload) for result in results} == {(route, b"token")}
+    for rank in range(ranks):
+        assert (await far.released(rank, request))[0] == "Released"
+
+
+@needs_nixl
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("split", [TWO_TO_ONE, ONE_TO_TWO], ids=["2:1", "1:2"])
+@pytest.mark.parametrize(("there", "here"), PLACES)
+async def test_every_byte(far, near, there, here, split, route):
+    issuer, move = await begin(far, near, split, there=there, here=here, route=route)
+    await bring(far, issuer, move, "r", route, ranks=len(split[0]))
+    assert await far.intact()
+
+
+@needs_nixl
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), PLACES)
+async def test_nothing_is_read_or_written_before_its_event(far, near, there, here, route):
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    await bring(far, issuer, move, "warm", route)  # connections and kernels are made by now
+    move.late()
+    (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
+    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    await transfer
+    move.bring().check()
+
+
+@needs_nixl
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_one_side_is_late(far, near, there, here, route, side):
+    """Each side's event alone must hold back the bytes: with both late, one could stand in for the other."""
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    await bring(far, issuer, move, "warm", route)
+    move.late(prefill=side == "prefill", decode=side == "decode")
+    (transfer,) = move.fetch(issuer.ticket("r"), late=side == "decode", timeout=60)
+    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=side == "prefill")
+    await transfer
+    move.bring().check()
+
+
+@needs_nixl
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), PLACES)
+async def test_layers_arrive_as_they_become_ready(far, near, there, here, route):
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
+    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+    (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
+    for layer in LAYERS:
+        await far.ready(0, "r", layers=[layer])
+        await transfer.layers(layer, layer + 1)
+        move.bring([layer]).check()  # this layer is there, and nothing of the next
+    await far.finish(0, "r", b"end")
+    assert (await transfer).payload == b"end"
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        pytest.param("auto", "VRAM", marks=gpus(1)),
+        pytest.param("cuda", "VRAM", marks=gpus(1)),
+        pytest.param("pinned", "DRAM", marks=gpus(1)),
+    ],
+)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND[1:])
+async def test_kinds_of_arenas(far, near, there, here, kind, memory):
+    config = {"route": "staged", "arena_kind": kind}
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, **config)
+    assert near.arenas() == await far.arenas() == [memory]
+    await bring(far, issuer, move, "warm", "staged")
+    move.late()
+    (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
+    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    await transfer
+    move.bring().check()
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [pytest.param("cpu", "cpu", id="cpu"), pytest.param("cuda:0", "pinned", id="one gpu", marks=gpus(1))],
+)
+async def test_without_nixl_through_an_arena_in_host_memory(near, device, kind):
+    """The loopback moves host memory only: with a pinned arena that is enough for caches on a GPU."""
+    network, theirs, ours = LoopbackNetwork(), sources([range(8)]), targets([range(8)])
+    config = {"device": device, "network": network, "route": "staged", "arena_kind": kind, **SIZES}
+    issuer = tickets(await near.open("prefill", theirs, **config))
+    await near.open("decode", ours, **config)
+    move = Move(theirs, near, ours)
+    near.offer(0, "warm", IDS, tokens=len(IDS) * 16)
+    await asyncio.gather(*move.fetch(issuer.ticket("warm"), timeout=60))
+    move.bring().check()
+    move.late()
+    (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
+    near.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
+    await transfer
+    move.bring().check()
+    near.workers[0].offer("again", IDS, tokens=len(IDS) * 16, after=now_on(near.caches[0]))
+    await asyncio.gather(*move.fetch(issuer.ticket("again"), timeout=60))
+    move.check()

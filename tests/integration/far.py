@@ -1,0 +1,298 @@
+"""Ranks of an engine in another process, which does what it is told over a pipe. Every answer is waited for.
+
+    far = Far()                                               # a process of its own
+    card = await far.open("prefill", caches, route="direct")
+    await far.offer(0, "r", [1, 2], tokens=32)
+    far.end()                                                 # killed and reaped
+
+The caches of such ranks, and those of ranks in this process, may be on any device (`place`), and events may fire late
+there (`event_after`): what is expected of them is worked out on the CPU.
+"""
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from stage import KEY, Copied
+
+from kvxfer import READY, Config, Worker
+from kvxfer.testing import LoopbackTransport
+from kvxfer.tickets import EngineCard, Issuer
+
+ANSWER_SECONDS = 60
+SLEEP_CYCLES = 1_000_000_000
+"""About half a second of a GPU: a copy that does not wait is done long before."""
+LATE_QUERIES = 50
+JUNK = -7
+GROWTH = 1_000
+GUARD = 4096
+"""Elements before and after a layer."""
+CANARY = -123_456
+_alive: list[object] = []
+
+
+def place(cache, device):
+    """A cache of the same contents on a device, each layer between two guards that nobody may touch."""
+    placed = copy.copy(cache)
+    placed.memory, placed.guards = {}, []
+    for layer, memory in cache.memory.items():
+        room = torch.full((memory.numel() + 2 * GUARD,), CANARY, dtype=memory.dtype, device=device)
+        placed.memory[layer] = room[GUARD:-GUARD].view(memory.shape)
+        placed.memory[layer].copy_(memory)
+        placed.guards += [room[:GUARD], room[-GUARD:]]
+    if device_of(placed) != "cpu":
+        torch.cuda.current_stream(device).synchronize()
+    return placed
+
+
+def guarded(placed):
+    """Whether the guards are as they were."""
+    return all(bool((guard == CANARY).all()) for guard in placed.guards)
+
+
+class Expected(Copied):
+    """What a fetch must make of a placed destination, of which `mirror` holds the contents before."""
+
+    def __init__(self, mirror, placed):
+        super().__init__(mirror)
+        self.placed = placed
+
+    def check(self):
+        for layer, expected in self.expected.items():
+            found = self.placed.memory[layer].cpu()
+            assert torch.equal(found, expected), f"layer {layer} differs in {(found != expected).sum()} elements"
+        assert guarded(self.placed), "bytes before or after a layer were written"
+
+
+def device_of(cache) -> str:
+    """Where a cache is, as torch names it."""
+    return str(next(iter(cache.memory.values())).device)
+
+
+def now_on(cache) -> Any:
+    """What `after=` takes for work on this cache that was queued so far."""
+    device = device_of(cache)
+    return READY if device == "cpu" else torch.cuda.current_stream(device)
+
+
+def event_after(cache, work: Callable[[Any], None]) -> Any:
+    """An event that fires late, when `work(cache)` was done just before: whoever does not wait for it is found out."""
+    device = device_of(cache)
+    if device == "cpu":
+        return _LateOnCpu(lambda: work(cache))
+    with torch.cuda.device(device):
+        stream, event = torch.cuda.Stream(), torch.cuda.Event()
+        rehearsal = place(cache, device)
+        with torch.cuda.stream(stream):
+            work(rehearsal)  # a kernel that is loaded only now would wait for the one that sleeps
+            torch.cuda._sleep(1)
+            event.record()
+            stream.synchronize()
+            torch.cuda._sleep(SLEEP_CYCLES)
+            work(cache)
+            event.record()
+    _alive.append(work)  # what it uses must not be given to somebody else while it is queued
+    assert not event.query(), "the host waited for the kernel that sleeps: this event is not late"
+    return event
+
+
+def grow(cache):
+    """The last kernel of a prefill: every element changes by a number that cannot be mistaken."""
+    for memory in cache.memory.values():
+        memory.add_(GROWTH)
+
+
+def spoiler(cache, ids) -> Callable[[Any], None]:
+    """The last kernel that used these blocks before: they hold junk afterwards."""
+    index = torch.tensor(ids, device=device_of(cache))  # made now: a copy to a GPU waits for what is queued there
+
+    def spoil(cache):
+        for layer in cache.layers:
+            cache.view(layer).index_fill_(1, index, JUNK)
+
+    return spoil
+
+
+class _LateOnCpu:
+    def __init__(self, work):
+        self._work = work
+        self._left = LATE_QUERIES
+
+    def query(self):
+        self._left -= 1
+        if self._left == 0:
+            self._work()
+        return self._left <= 0
+
+
+class Ranks:
+    """The ranks of one engine, in whichever process.
+
+    Attributes:
+        workers: One a rank.
+        caches: Theirs.
+        issuer: Makes the engine's tickets.
+    """
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.caches: list[Any] = []
+        self.issuer: Issuer | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._given: list[Any] = []
+        self._offers: dict[tuple[int, str], Any] = {}
+        self._fetches: dict[tuple[int, str], Any] = {}
+
+    async def open(self, engine, caches, *, device="cpu", network=None, **config) -> dict[str, Any]:
+        """Open a rank for each cache and join them; returns the engine's card. Without a network it is over NIXL."""
+        first = len(self.workers)
+        for rank, cache in enumerate(caches):
+            placed = place(cache, device)
+            settings = Config(engine=engine, rank=rank, world=len(caches), **config)
+            transport = LoopbackTransport(f"{engine}{rank}", network) if network is not None else None
+            worker = Worker(placed.tensors, settings, transport=transport)
+            self._given.append(cache)
+            self.caches.append(placed)
+            self.workers.append(await self._stack.enter_async_context(worker))
+        ranks = self.workers[first:]
+        card = EngineCard.of([worker.card for worker in ranks])
+        for worker in ranks:
+            worker.join(card, key=KEY)
+        self.issuer = Issuer(card, KEY)
+        return card.to_dict()
+
+    async def close(self):
+        stack, self._stack = self._stack, contextlib.AsyncExitStack()
+        self.workers.clear()
+        self.caches.clear()
+        self._given.clear()
+        await stack.aclose()
+
+    def offer(self, rank, request, ids=None, *, late=False, **options):
+        """Offer; `late`: of contents that are written a while after this returns."""
+        worker, cache = self.workers[rank], self.caches[rank]
+        if not options.get("streaming"):
+            options["after"] = event_after(cache, grow) if late else now_on(cache)
+        self._offers[rank, request] = worker.offer(request, ids, **options)
+
+    def ready(self, rank, request, **options):
+        self._offers[rank, request].ready(after=now_on(self.caches[rank]), **options)
+
+    def finish(self, rank, request, payload=b""):
+        self._offers[rank, request].finish(payload)
+
+    async def released(self, rank, request):
+        """How it ended, and what its transfers say."""
+        ending = await self._offers[rank, request].released()
+        return type(ending).__name__, getattr(ending, "stats", ())
+
+    def start_fetch(self, rank, ticket, ids, **options):
+        self._fetches[rank, ticket["request"]] = self.workers[rank].start_fetch(ticket, ids, **options)
+
+    async def layers(self, rank, request, start, stop):
+        await self._fetches[rank, request].layers(start, stop)
+
+    def intact(self):
+        """Whether every cache, and what is around it, holds what it was opened with."""
+        return all(
+            guarded(placed) and all(torch.equal(placed.memory[n].cpu(), memory) for n, memory in given.memory.items())
+            for given, placed in zip(self._given, self.caches, strict=True)
+        )
+
+    def arenas(self):
+        """The kind of memory that each rank's arena is."""
+        return [worker.describe()["arena"]["kind"] for worker in self.workers]
+
+    def quiet(self):
+        """What is under way or held, rank by rank."""
+        return [_held(worker.describe()) for worker in self.workers]
+
+
+def _held(seen):
+    arena = seen["arena"]
+    return {
+        "sending": seen["sending"],
+        "receiving": seen["receiving"],
+        "in doubt": seen["in_doubt"],
+        "holders": len(seen["custody"].holders),
+        "bytes": sum(share.capacity_bytes - share.free_bytes for share in (arena["send"], arena["receive"])),
+    }
+
+
+class Far:
+    """Another process with `Ranks`; every method of theirs can be awaited here."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._wire, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._numbers = itertools.count()
+
+    def kill(self):
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.join(20)
+
+    def end(self):
+        self.kill()
+        self.process.close()  # raises if it still runs
+        self._wire.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self._call(name, arguments, options)
+
+    async def _call(self, name, arguments, options):
+        number = next(self._numbers)
+        self._wire.send_bytes(pickle.dumps((number, name, arguments, options)))
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(self._wire.fileno(), lambda: readable.done() or readable.set_result(None))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await readable
+        finally:
+            loop.remove_reader(self._wire.fileno())
+        answered, value, error = pickle.loads(self._wire.recv_bytes())
+        assert answered == number, "one call at a time"
+        assert not error, f"{name} failed over there: {error}"
+        return value
+
+
+def _serve(wire: Connection) -> None:
+    """The other process: one call after the other, until the pipe is closed."""
+    asyncio.run(_answer_all(wire))
+
+
+async def _answer_all(wire: Connection) -> None:
+    ranks, loop = Ranks(), asyncio.get_running_loop()
+    calls: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def receive():
+        try:
+            calls.put_nowait(wire.recv_bytes())
+        except EOFError:
+            loop.remove_reader(wire.fileno())
+            calls.put_nowait(None)
+
+    loop.add_reader(wire.fileno(), receive)
+    while (call := await calls.get()) is not None:
+        number, name, arguments, options = pickle.loads(call)
+        value, error = None, ""
+        try:
+            value = getattr(ranks, name)(*arguments, **options)
+            if asyncio.iscoroutine(value):
+                value = await value
+        except Exception as raised:  # noqa: BLE001 - whoever called hears of it
+            value, error = None, repr(raised)
+        wire.send_bytes(pickle.dumps((number, value, error)))

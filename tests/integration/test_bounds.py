@@ -1,0 +1,455 @@
+"""`Config.bounds()` keeps its word: each kind of failure is made, in virtual time, and heard of in time.
+
+Every case also names the earliest moment at which it may be heard: a failure that is reported long before its bound
+would mean that the settings behind the bound are not what decides.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+from stage import Gate
+from wire import Play, deaf_port, play
+
+from kvxfer import (
+    Code,
+    Config,
+    Expired,
+    KvxferError,
+    MemoryInDoubt,
+    PeerLostError,
+    RefusedError,
+    TransferFailedError,
+    TransferTimeoutError,
+    UnreachableError,
+    Withdrawn,
+)
+
+SLACK = 0.05
+"""Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
+TIMES = {
+    "heartbeat": 1.0,
+    "peer_timeout": 7.0,
+    "revoke_timeout": 3.0,
+    "grant_lease": 900.0,
+    "offer_lease": 11.0,
+    "unclaimed_timeout": 23.0,
+    "handshake_timeout": 5.0,
+    "connect_timeout": 2.0,
+    "no_progress_timeout": 13.0,
+    "drain_timeout": 4.0,
+    "close_timeout": 2.5,
+}
+"""Unequal, so that none can be mistaken for another."""
+CONFIG = Config(**TIMES)
+BOUNDS = CONFIG.bounds()
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    scenario: Callable[[Play], Awaitable[None]]
+    defect: str
+
+
+CASES: list[Case] = []
+
+
+def hears(kind, *, defect=""):
+    """This scenario makes a failure of this kind; `defect` says why it is not heard of in time yet."""
+
+    def note(scenario):
+        CASES.append(Case(kind, scenario, defect))
+        return scenario
+
+    return note
+
+
+def in_time(kind, waited, *, least):
+    """Heard of no later than the bound, and no earlier than `least`."""
+    assert least - SLACK <= waited <= BOUNDS[kind] + SLACK, f"{kind}: {waited:.3f} s, bound {BOUNDS[kind]:g} s"
+
+
+async def in_flight(play, route, request="r", **config):
+    """Workers, an offer and a fetch whose bytes are kept in flight by the network."""
+    await play.pair(route=route, **{**TIMES, **config})
+    play.network.hold("*")
+    offer = play.prefill.offer(request, [1, 2], tokens=8)
+    transfer = play.start(request)
+    await play.until(lambda: play.network.held("*"))
+    return offer, transfer
+
+
+async def raised(awaitable, error: type[BaseException]):
+    """What it raised, which must be of this type."""
+    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+    assert isinstance(outcome, error), outcome
+    return outcome
+
+
+# --- reaching a peer
+
+
+@hears("unreachable_peer")
+async def nobody_takes_the_connection(play):
+    await play.pair(**TIMES)
+    with deaf_port() as endpoint:
+        ticket = play.ticket("r") | {"endpoints": {"prefix": endpoint}}
+        outcome, waited = await play.timed(play.decode.fetch(ticket, [3], tokens=range(4)))
+    assert isinstance(outcome, UnreachableError)
+    in_time("unreachable_peer", waited, least=CONFIG.connect_timeout)
+
+
+@hears("handshake")
+async def the_peer_answers_and_then_stalls(play):
+    await play.pair(**TIMES)
+    play.wire.silence()
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, UnreachableError)
+    in_time("handshake", waited, least=CONFIG.handshake_timeout)
+
+
+# --- losing a peer
+
+
+@hears("silent_peer")
+async def silence_while_the_offer_is_waited_for(play):
+    await play.pair(**TIMES)
+    transfer = play.start("r")
+    await asyncio.sleep(20.5)  # heartbeats alone keep it
+    assert not transfer.done
+    play.wire.silence()
+    await raised(transfer, PeerLostError)
+    assert transfer.memory_safe
+    in_time("silent_peer", play.now - play.wire.last, least=CONFIG.peer_timeout)
+
+
+@hears("silent_peer")
+async def silence_while_the_peer_may_write(play):
+    _, transfer = await in_flight(play, "direct")
+    play.wire.silence()
+    await raised(transfer, MemoryInDoubt)
+    assert not transfer.memory_safe
+    in_time("silent_peer", play.now - play.wire.last, least=BOUNDS["silent_peer"])
+
+
+@hears("silent_peer")
+async def silence_while_this_side_reads(play):
+    _, transfer = await in_flight(play, "pull")
+    play.wire.silence()
+    await raised(transfer, MemoryInDoubt)
+    in_time("silent_peer", play.now - play.wire.last, least=BOUNDS["silent_peer"])
+
+
+@hears("dead_peer")
+async def death_while_the_offer_is_waited_for(play):
+    await play.pair(**TIMES)
+    transfer = play.start("r")
+    await asyncio.sleep(1.0)
+    began = play.now
+    play.wire.cut()
+    await raised(transfer, PeerLostError)
+    in_time("dead_peer", play.now - began, least=0)
+
+
+@hears("dead_peer")
+async def death_while_the_peer_may_write(play):
+    _, transfer = await in_flight(play, "direct")
+    began = play.now
+    play.wire.cut()
+    await raised(transfer, MemoryInDoubt)
+    in_time("dead_peer", play.now - began, least=BOUNDS["dead_peer"])
+
+
+@hears("dead_peer")
+async def death_while_bytes_are_on_their_way_to_the_arena(play):
+    _, transfer = await in_flight(play, "staged")
+    began = play.now
+    play.wire.cut()
+    await raised(transfer, PeerLostError)
+    assert transfer.memory_safe
+    in_time("dead_peer", play.now - began, least=0)
+
+
+# --- offers
+
+
+@hears("unclaimed_offer")
+async def an_offer_that_nobody_claims(play):
+    await play.pair(**TIMES)
+    ending, waited = await play.timed(play.prefill.offer("r", [1], tokens=4).released())
+    assert isinstance(ending, Expired)
+    in_time("unclaimed_offer", waited, least=BOUNDS["unclaimed_offer"])
+
+
+@hears("unclaimed_offer")
+async def a_fetch_that_no_offer_follows(play):
+    await play.pair(**TIMES)
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, RefusedError)
+    assert outcome.reason is Code.NEVER_OFFERED
+    in_time("unclaimed_offer", waited, least=BOUNDS["unclaimed_offer"])
+
+
+@hears("unclaimed_offer")
+async def a_claim_that_no_offer_follows_gives_its_place_back(play):
+    await play.pair(max_parked=1, **TIMES)
+    claim = play.decode.claim(play.ticket("r"))
+    await asyncio.sleep(0.1)
+    claim.close()
+    began = play.now
+    outcome = await raised(play.start("s"), RefusedError)
+    while isinstance(outcome, RefusedError) and outcome.reason is Code.TOO_MANY:
+        await asyncio.sleep(0.25)
+        waiting = play.start("s")
+        await asyncio.wait([waiting.outcome], timeout=0.5)
+        outcome = waiting.outcome.exception() if waiting.done else None
+    assert outcome is None  # it is parked now
+    in_time("unclaimed_offer", play.now - began - 0.75, least=BOUNDS["unclaimed_offer"] - 0.85)
+
+
+@hears("released_by_lease")
+async def a_claim_that_is_not_renewed(play):
+    await play.pair(**TIMES)
+    offer = play.prefill.offer("r", [1], tokens=4)
+    play.decode.claim(play.ticket("r"))
+    await asyncio.sleep(30.5)
+    assert not offer.wait_end().done()
+    play.wire.silence()
+    assert isinstance(await offer.released(), Expired)
+    renewed = play.now - CONFIG.offer_lease  # a third of a lease passes between two renewals
+    assert renewed <= play.wire.last + SLACK
+    in_time("released_by_lease", play.now - play.wire.last, least=CONFIG.offer_lease * 2 / 3)
+
+
+@hears("released_by_lease")
+async def a_fetch_of_a_peer_that_fell_silent(play):
+    await play.pair(route="pull", **TIMES)
+    play.network.hold("prefill")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    play.start("r")
+    await play.until(lambda: play.network.held("prefill"))
+    began = play.now
+    play.wire.silence()
+    await raised(offer.released(), MemoryInDoubt)
+    in_time("released_by_lease", play.now - began, least=CONFIG.peer_timeout + CONFIG.revoke_timeout)
+
+
+@hears("released_by_lease")
+async def a_post_that_stands_still_when_the_peer_falls_silent(play):
+    await play.pair(route="direct", **TIMES)
+    play.network.wedge("decode")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    play.start("r")
+    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    began = play.now
+    play.wire.silence()
+    await raised(offer.released(), MemoryInDoubt)
+    in_time("released_by_lease", play.now - began, least=CONFIG.no_progress_timeout)
+
+
+@hears(
+    "released_by_lease",
+    defect="a transfer that stands still when the lease is looked at keeps the offer for a whole lease more",
+)
+async def a_late_post_that_stands_still_when_the_peer_falls_silent(play):
+    await play.pair(route="direct", **TIMES)
+    play.network.wedge("decode")
+    offer = play.prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    play.start("r")
+    await asyncio.sleep(9)  # most of the lease, which the fetch began
+    offer.ready()
+    offer.finish()
+    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    play.wire.silence()
+    await raised(offer.released(), MemoryInDoubt)
+    in_time("released_by_lease", play.now - play.wire.last, least=CONFIG.no_progress_timeout)
+
+
+# --- giving up
+
+
+@hears("revoke")
+async def a_cancellation_while_the_peer_may_write(play):
+    _, transfer = await in_flight(play, "direct")
+    task = asyncio.ensure_future(transfer)
+    await asyncio.sleep(0)
+    began = play.now
+    task.cancel()
+    await raised(task, MemoryInDoubt)
+    in_time("revoke", play.now - began, least=BOUNDS["revoke"])
+
+
+@hears("revoke")
+async def a_cancellation_on_the_staged_route_is_safe_at_once(play):
+    _, transfer = await in_flight(play, "staged")
+    task = asyncio.ensure_future(transfer)
+    await asyncio.sleep(0)
+    began = play.now
+    task.cancel()
+    await raised(task, asyncio.CancelledError)
+    assert transfer.memory_safe
+    in_time("revoke", play.now - began, least=0)
+
+
+@hears("revoke")
+async def a_time_out_while_this_side_reads(play):
+    await play.pair(route="pull", **TIMES)
+    play.network.hold("*")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r", timeout=10))
+    assert isinstance(outcome, MemoryInDoubt)
+    assert isinstance(outcome.__cause__, TransferTimeoutError)
+    in_time("revoke", waited - 10, least=BOUNDS["revoke"])
+
+
+@hears("revoke")
+async def a_withdrawal_while_the_peer_reads(play):
+    offer, _ = await in_flight(play, "pull")
+    outcome, waited = await play.timed(offer.withdraw())
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("revoke", waited, least=BOUNDS["revoke"])
+
+
+@hears("stuck_link")
+async def a_write_that_stands_still(play):
+    await play.pair(route="direct", **TIMES)
+    play.network.wedge("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("stuck_link", waited, least=BOUNDS["stuck_link"])
+
+
+@hears("stuck_link")
+async def a_write_to_the_arena_that_stands_still(play):
+    await play.pair(route="staged", **TIMES)
+    play.network.wedge("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, TransferFailedError)
+    in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
+
+
+@hears("stuck_link")
+async def a_read_that_stands_still(play):
+    await play.pair(route="pull", **TIMES)
+    play.network.wedge("prefill")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("stuck_link", waited, least=BOUNDS["stuck_link"])
+
+
+@hears("stuck_link")
+async def a_withdrawal_while_a_write_stands_still(play):
+    await play.pair(route="direct", **TIMES)
+    play.network.wedge("decode")
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    play.start("r")
+    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    outcome, waited = await play.timed(offer.withdraw())
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)
+
+
+# --- closing
+
+
+@hears("drain")
+async def an_offer_that_is_not_fetched_before_the_worker_closes(play):
+    await play.pair(**TIMES)
+    offer = play.prefill.offer("r", [1], tokens=4)
+    closing = asyncio.create_task(play.prefill.aclose())
+    ending, waited = await play.timed(offer.released())
+    assert isinstance(ending, Withdrawn)
+    in_time("drain", waited, least=CONFIG.drain_timeout)
+    await closing
+
+
+@hears("drain")
+async def a_fetch_that_does_not_end_before_the_worker_closes(play):
+    _, transfer = await in_flight(play, "direct")
+    closing = asyncio.create_task(play.decode.aclose())
+    outcome, waited = await play.timed(transfer)
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("drain", waited, least=BOUNDS["drain"])
+    await closing
+
+
+@hears("drain")
+async def a_drain_that_does_not_end(play):
+    _, transfer = await in_flight(play, "direct")
+    for worker in (play.prefill, play.decode):
+        drained, waited = await play.timed(worker.drain())
+        assert drained is False
+        in_time("drain", waited, least=CONFIG.drain_timeout)
+    play.network.release("*")
+    await transfer
+
+
+@hears("close")
+async def closing_with_nothing_left(play):
+    await play.pair(**TIMES)
+    await play.bring("r")
+    for worker in (play.prefill, play.decode):
+        error, waited = await play.timed(worker.aclose())
+        assert error is None
+        in_time("close", waited, least=0)
+
+
+async def closes(play, side, *, least=CONFIG.drain_timeout):
+    error, waited = await play.timed(getattr(play, side).aclose())
+    assert error is None
+    in_time("close", waited, least=least)
+
+
+@hears("close")
+async def closing_a_reader_of_what_stands_still(play):
+    await in_flight(play, "pull")
+    await closes(play, "decode")
+
+
+@hears("close")
+async def closing_while_a_peer_may_write(play):
+    await in_flight(play, "direct")
+    await closes(play, "decode")
+
+
+@hears("close")
+async def closing_while_a_peer_reads(play):
+    await in_flight(play, "pull")
+    await closes(play, "prefill")
+
+
+@hears("close")
+async def closing_a_writer_that_stands_still(play):
+    await in_flight(play, "direct")
+    await closes(play, "prefill")
+
+
+@hears("close")
+async def closing_with_an_event_that_never_fires(play):
+    await play.pair(**TIMES)
+    play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
+    transfer = play.start("r", after=Gate())
+    await play.until(lambda: play.prefill.describe()["sending"])
+    await closes(play, "prefill")
+    await closes(play, "decode", least=0)
+    await raised(transfer, KvxferError)
+
+
+def parameters():
+    for case in CASES:
+        marks = [pytest.mark.xfail(reason=case.defect, strict=True, raises=AssertionError)] if case.defect else []
+        yield pytest.param(case, id=f"{case.kind}-{case.scenario.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize("case", list(parameters()))
+def test_the_caller_hears_in_time(case, tmp_path):
+    play(case.scenario, tmp_path)
+
+
+def test_every_bound_is_put_to_the_test():
+    assert {case.kind for case in CASES} == set(BOUNDS)

@@ -1,0 +1,724 @@
+"""Everything configured takes effect: each field of `Config` and `FabricConfig` is changed and seen through a Worker.
+
+A case changes a field to what its default is not, and asserts what would not hold with the default. Time is virtual but
+where a thread, NIXL or a GPU is what the field is about.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from far import Far, Ranks
+from stage import KEY, Cache, Copied, Gate
+from wire import SIZES, deaf_port, play
+
+from kvxfer import (
+    ClosedError,
+    Code,
+    Config,
+    ConfigError,
+    Expired,
+    FabricError,
+    KvxferError,
+    MemoryInDoubt,
+    MismatchError,
+    PeerLostError,
+    RefusedError,
+    Released,
+    RequestError,
+    TicketError,
+    TransferFailedError,
+    TransferTimeoutError,
+    UnreachableError,
+    Worker,
+)
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.tickets import EngineCard, Issuer
+
+NBYTES = 2 * 2 * 8 * 4 * 8 * 4
+"""Of 8 tokens of a `Cache`: layers, K and V, tokens, heads, dim, bytes of an element."""
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@dataclass(frozen=True)
+class Case:
+    field: str
+    scenario: Callable[..., Awaitable[None]]
+    virtual: bool
+    marks: list[Any]
+
+    @property
+    def parameter(self):
+        scenario = self.scenario.func if isinstance(self.scenario, partial) else self.scenario
+        values = "-".join(map(str, self.scenario.args)) if isinstance(self.scenario, partial) else ""
+        return pytest.param(self, id="-".join(filter(None, [self.field, scenario.__name__, values])), marks=self.marks)
+
+
+CASES: list[Case] = []
+
+
+def field(name, *values, virtual=True, marks=(), defect=""):
+    """This scenario shows that the field takes effect; with values, once for each of them."""
+    every = [*marks, *([pytest.mark.xfail(reason=defect, strict=True)] if defect else [])]
+
+    def note(scenario):
+        for one in [partial(scenario, value) for value in values] or [scenario]:
+            CASES.append(Case(name, one, virtual, every))
+        return scenario
+
+    return note
+
+
+async def fails(awaitable, error: type[BaseException]) -> Any:
+    """What it raised, which must be of this type."""
+    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+    assert isinstance(outcome, error), outcome
+    return outcome
+
+
+def about(seconds):
+    return pytest.approx(seconds, abs=0.05)
+
+
+# --- where settings come from, and who a worker is
+
+
+@field("config_file")
+async def a_file_sets_what_no_argument_does(play):
+    file = play.folder / "worker.toml"
+    file.write_text("send_share = 0.25\narena_bytes = '4KiB'\n")
+    worker = await play.worker("w", Cache(), config_file=file)
+    assert worker.describe()["arena"]["send"].capacity_bytes == 16 << 10  # arena_bytes is an argument, which wins
+
+
+@field("engine")
+async def peers_and_tickets_name_the_engine(play):
+    await play.pair(prefill={"engine": "alpha"}, decode={"engine": "beta"})
+    result, _ = await play.bring("r")
+    assert play.ticket("r")["engine"] == "alpha"
+    assert result.stats.peers[0].startswith("alpha[0/1]@")
+    assert play.prefill.describe()["peers"][0]["peer"].startswith("beta[0/1]@")
+
+
+@field("model")
+async def different_models_do_not_meet(play):
+    await play.pair(prefill={"model": "llama"}, decode={"model": "mamba"})
+    play.prefill.offer("r", [1, 2], tokens=8)
+    error = await fails(play.start("r"), MismatchError)
+    assert error.fields == {"model": ("mamba", "llama")}
+    nameless = await play.worker("nameless", Cache())
+    await nameless.fetch(play.ticket("r"), [3, 4], tokens=range(8))
+
+
+@field("compat")
+async def geometry_forgives_names(play):
+    await play.pair(prefill={"model": "llama"}, decode={"model": "mamba"}, compat="geometry")
+    await play.bring("r")
+
+
+async def duo(play, **config):
+    """A prefill engine of two ranks, half of the heads each."""
+    caches = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
+    ranks = [
+        await play.worker(f"duo{rank}", cache, engine="duo", rank=rank, world=2, **config)
+        for rank, cache in enumerate(caches)
+    ]
+    return caches, ranks
+
+
+@field("rank")
+@field("world")
+async def ranks_of_an_engine_share_the_work(play):
+    caches, ranks = await duo(play)
+    with pytest.raises(TicketError, match="rank 1 of 2"):
+        ranks[1].offer("r", [1, 2], tokens=8)
+    card = EngineCard.of([rank.card for rank in ranks])
+    for rank in ranks:
+        rank.join(card, key=KEY)
+        rank.offer("r", [1, 2], tokens=8)
+    decode = await play.worker("decode", play.target)
+    copied = Copied(play.target)
+    for cache in caches:
+        copied.bring(cache, [1, 2], [3, 4], range(8))
+    result = await decode.fetch(Issuer(card, KEY).ticket("r"), [3, 4], tokens=range(8))
+    copied.check()
+    assert [peer.split("@")[0] for peer in result.stats.peers] == ["duo[0/2]", "duo[1/2]"]
+
+
+@field("world")
+async def an_offer_waits_for_every_rank_that_decodes(play):
+    prefill = await play.worker("prefill", Cache())
+    _, ranks = await duo(play)
+    card = EngineCard.of([rank.card for rank in ranks])
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    for rank in ranks:
+        rank.join(card, key=KEY)
+        assert not offer.wait_end().done()
+        await rank.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+        await asyncio.sleep(1)
+    assert isinstance(await offer.released(), Released)
+
+
+# --- where it listens, and whom it trusts
+
+
+@field("listen")
+async def a_socket_at_a_path(play):
+    await play.pair(prefill={"listen": f"unix:{play.folder}/here"})
+    assert play.prefill.card.endpoint == f"unix:{play.folder}/here"
+    await play.bring("r")
+
+
+@field("listen")
+async def a_socket_at_a_port(play):
+    play.prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0")
+    play.decode = await play.worker("decode", play.target)
+    host, _, port = play.prefill.card.endpoint.rpartition(":")
+    assert (host, int(port) > 0) == ("tcp:127.0.0.1", True)
+    play.prefill.offer("r", [1, 2], tokens=8)
+    await play.decode.fetch(play.prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+
+
+@field("advertise")
+async def peers_go_where_the_card_says(play):
+    listen, advertise = f"unix:{play.folder}/inside", f"unix:{play.folder}/outside"
+    await play.pair(prefill={"listen": listen, "advertise": advertise})
+    outside = await play.wire_to_endpoint(listen, "outside")
+    assert play.prefill.card.endpoint == advertise
+    play.prefill.offer("r", [1, 2], tokens=8)
+    await play.decode.fetch(play.prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    assert outside.said > 0
+
+
+@field("secret")
+async def who_does_not_know_the_secret_gets_nothing(play):
+    secret = "correct horse battery"
+    await play.pair(prefill={"secret": secret}, decode={"secret": "wrong horse battery."})
+    play.prefill.offer("r", [1, 2], tokens=8)
+    await fails(play.start("r"), UnreachableError)
+    knowing = await play.worker("knowing", Cache(), secret=secret)
+    await knowing.fetch(play.ticket("r"), [3, 4], tokens=range(8))
+
+
+@field("secret")
+async def a_secret_earns_the_trust_of_a_remote_peer(play):
+    config = {"secret": "correct horse battery", "route": "direct"}
+    prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0", **config)
+    decode = await play.worker("decode", play.target, **config)
+    prefill.offer("r", [1, 2], tokens=8)
+    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    assert result.stats.route == "direct"
+
+
+@field("trust", "none", "full")
+async def whom_addresses_are_told(trust, play):
+    prefill = await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0", trust=trust)
+    decode = await play.worker("decode", Cache(), trust="full")
+    prefill.offer("r", [1, 2], tokens=8)
+    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    assert prefill.describe()["peers"][0]["trusted"] is (trust == "full")
+    assert result.stats.route == {"none": "staged", "full": "direct"}[trust]  # of so few pieces
+
+
+@field("allow_peers")
+async def nobody_else_is_connected_to(play):
+    await play.pair(decode={"allow_peers": [f"unix:{play.folder}/allow*"]})
+    play.prefill.offer("r", [1, 2], tokens=8)
+    assert "allow_peers" in str(await fails(play.start("r"), UnreachableError))
+    assert play.wire.said == 0
+    allowed = await play.wire_to(play.prefill, "allowed")
+    await play.decode.fetch(play.ticket("r", allowed), [3, 4], tokens=range(8))
+
+
+# --- how bytes travel
+
+
+@field("route", "staged", "direct", "pull")
+async def the_route_that_was_asked_for(route, play):
+    await play.pair(route=route)
+    result, _ = await play.bring("r")
+    assert result.stats.route == route
+
+
+@field("arena_bytes")
+async def the_arena_is_as_large_as_that(play):
+    worker = await play.worker("w", Cache(), arena_bytes="96KiB")
+    arena = worker.describe()["arena"]
+    assert arena["send"].capacity_bytes + arena["receive"].capacity_bytes == 96 << 10
+
+
+@field("arena_bytes")
+async def without_an_arena_nothing_is_staged(play):
+    await play.pair(arena_bytes=0)
+    assert play.decode.describe()["arena"]["kind"] is None
+    many = list(range(16))
+    play.prefill.offer("r", many, tokens=64)
+    result = await play.start("r", many, range(64))
+    assert result.stats.route == "direct"
+
+
+@field("arena_kind")
+async def the_arena_is_of_that_kind(play):
+    worker = await play.worker("w", Cache(), arena_kind="cpu")
+    assert worker.describe()["arena"]["kind"] == "DRAM"
+    if not torch.cuda.is_available():
+        await fails(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
+        await fails(play.worker("cuda", Cache(), arena_kind="cuda"), KvxferError)
+
+
+@field("send_share")
+async def the_arena_is_divided_like_that(play):
+    worker = await play.worker("w", Cache(), send_share=0.25)
+    arena = worker.describe()["arena"]
+    assert (arena["send"].capacity_bytes, arena["receive"].capacity_bytes) == (16 << 10, 48 << 10)
+
+
+@field("chunk_bytes", "prefill", "decode")
+async def chunks_are_no_larger_than_either_side_says(side, play):
+    other = {"prefill": "decode", "decode": "prefill"}[side]
+    await play.pair(route="staged", **{side: {"chunk_bytes": 1024}, other: {"chunk_bytes": "32KiB"}})
+    result, _ = await play.bring("r")
+    assert result.stats.chunks >= NBYTES // 1024
+    assert max(entry.length for entry in play.network.log) <= 1024
+
+
+@field("window", 1, 3)
+async def so_many_chunks_are_in_flight(window, play):
+    await play.pair(route="staged", window=window, chunk_bytes=1024)
+    play.network.hold("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    transfer = play.start("r")
+    await asyncio.sleep(1)
+    assert play.network.held("decode") == window
+    play.network.release("decode")
+    await transfer
+
+
+async def in_place(play, nbytes):
+    """How many chunks of 1 KiB are in flight under this bound, of 8 that may be."""
+    await play.pair(route="direct", max_in_place_bytes=nbytes, chunk_bytes=1024, window=8)
+    play.network.hold("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    transfer = play.start("r")
+    await asyncio.sleep(1)
+    held = play.network.held("decode")
+    play.network.release("decode")
+    await transfer
+    return held
+
+
+@field("max_in_place_bytes")
+async def no_more_is_written_in_place_at_a_time(play):
+    assert 1 <= await in_place(play, 4096) <= 4
+
+
+@field("max_in_place_bytes", defect="the rule that leaves a quarter of the arena to other peers is applied here too")
+async def all_of_it_may_be_written_in_place_at_a_time(play):
+    assert await in_place(play, 4096) == 4
+
+
+@field("max_in_place_bytes", defect="such routes are offered and chosen all the same, and then fail for want of room")
+async def none_refuses_routes_that_write_in_place(play):
+    await play.pair(max_in_place_bytes=0, target=Cache())
+    result, _ = await play.bring("r")  # so few pieces would be written in place otherwise
+    assert result.stats.route == "staged"
+
+
+# --- times
+
+
+@field("heartbeat")
+async def frames_come_as_often(play):
+    await play.pair(heartbeat=0.5)
+    play.decode.claim(play.ticket("r")).close()
+    await asyncio.sleep(1)
+    before = play.wire.heard, play.wire.said
+    await asyncio.sleep(60)
+    for frames in (play.wire.heard - before[0], play.wire.said - before[1]):
+        assert 110 <= frames <= 121
+
+
+@field("peer_timeout")
+async def silence_is_bounded(play):
+    await play.pair(peer_timeout=9)
+    transfer = play.start("r")
+    await asyncio.sleep(1)
+    play.wire.silence()
+    await fails(transfer, PeerLostError)
+    assert play.now - play.wire.last == about(9)
+
+
+@field("revoke_timeout")
+async def evidence_is_waited_for_so_long(play):
+    await play.pair(route="direct", revoke_timeout=4)
+    play.network.hold("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    transfer = play.start("r")
+    await play.until(lambda: play.network.held("decode"))
+    transfer.cancel()
+    error, waited = await play.timed(transfer)
+    assert isinstance(error, MemoryInDoubt)
+    assert waited == about(4)
+
+
+@field("grant_lease", 49.0, 51.0)
+async def a_grant_may_be_used_so_long(fires, play):
+    await play.pair(route="direct", decode={"grant_lease": 50})
+    gate = Gate()
+    play.prefill.offer("r", [1, 2], tokens=8, after=gate)
+    transfer = play.start("r")
+    await asyncio.sleep(fires)
+    gate.fired = True
+    if fires < 50:
+        await transfer
+    else:
+        error = await fails(transfer, TransferFailedError)
+        assert error.reason is Code.TIMEOUT
+
+
+@field("grant_lease", 49.0, 51.0)
+async def what_was_announced_may_be_read_so_long(fires, play):
+    await play.pair(route="pull", prefill={"grant_lease": 50})
+    gate = Gate()
+    play.prefill.offer("r", [1, 2], tokens=8)
+    transfer = play.start("r", after=gate)
+    await asyncio.sleep(fires)
+    gate.fired = True
+    if fires < 50:
+        await transfer
+    else:
+        error = await fails(transfer, TransferFailedError)
+        assert error.reason is Code.TIMEOUT
+
+
+@field("offer_lease")
+async def a_claim_lasts_so_long(play):
+    await play.pair(prefill={"offer_lease": 90})
+    offer = play.prefill.offer("r", [1], tokens=4)
+    play.decode.claim(play.ticket("r")).close()
+    ending, waited = await play.timed(offer.released())
+    assert isinstance(ending, Expired)
+    assert waited == about(90)
+
+
+@field("offer_lease")
+async def a_claim_is_renewed_three_times_in_a_lease(play):
+    await play.pair(heartbeat=10, peer_timeout=30, decode={"offer_lease": 30})
+    play.prefill.offer("r", [1], tokens=4)
+    claim = play.decode.claim(play.ticket("r"))
+    await asyncio.sleep(101)
+    assert play.prefill.describe()["metrics"]["frames_received"]["Claim"] == 1 + 10
+    claim.close()
+
+
+@field("unclaimed_timeout")
+async def an_offer_is_kept_so_long_for_its_first_claim(play):
+    await play.pair(prefill={"unclaimed_timeout": 45})
+    ending, waited = await play.timed(play.prefill.offer("r", [1], tokens=4).released())
+    assert isinstance(ending, Expired)
+    assert waited == about(45)
+
+
+@field("unclaimed_timeout")
+async def a_fetch_is_kept_so_long_for_its_offer(play):
+    await play.pair(prefill={"unclaimed_timeout": 45})
+    error, waited = await play.timed(play.start("r"))
+    assert isinstance(error, RefusedError)
+    assert waited == about(45)
+
+
+@field("handshake_timeout")
+async def a_handshake_takes_no_longer(play):
+    await play.pair(decode={"handshake_timeout": 12})
+    play.wire.silence()
+    error, waited = await play.timed(play.start("r"))
+    assert isinstance(error, UnreachableError)
+    assert waited == about(12)
+
+
+@field("handshake_timeout")
+async def a_stranger_is_listened_to_no_longer(play):
+    await play.pair(prefill={"handshake_timeout": 12})
+    began = play.now
+    reader, writer = await asyncio.open_unix_connection(play.prefill.card.endpoint.removeprefix("unix:"))
+    assert await reader.read() == b""
+    assert play.now - began == about(12)
+    writer.close()
+
+
+@field("connect_timeout")
+async def a_connection_takes_no_longer(play):
+    await play.pair(decode={"connect_timeout": 8})
+    with deaf_port() as endpoint:
+        ticket = play.ticket("r") | {"endpoints": {"prefix": endpoint}}
+        error, waited = await play.timed(play.decode.fetch(ticket, [3], tokens=range(4)))
+    assert isinstance(error, UnreachableError)
+    assert waited == about(8)
+
+
+@field("no_progress_timeout")
+async def a_post_stands_still_no_longer(play):
+    await play.pair(route="staged", prefill={"no_progress_timeout": 17})
+    play.network.wedge("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    error, waited = await play.timed(play.start("r"))
+    assert isinstance(error, TransferFailedError)
+    assert waited == about(17)
+
+
+@field("drain_timeout", 0, 6.5)
+async def a_drain_lasts_no_longer(seconds, play):
+    await play.pair(drain_timeout=seconds)
+    play.prefill.offer("r", [1], tokens=4)
+    assert await play.timed(play.prefill.drain()) == (False, about(seconds))
+
+
+@field("close_timeout")
+async def what_does_not_stop_is_left(play):
+    await play.pair(route="direct", revoke_timeout=3, close_timeout=8)
+    play.network.wedge("decode")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    play.start("r")
+    await asyncio.sleep(1)
+    _, waited = await play.timed(play.prefill.aclose(drain=False))
+    assert waited == about(3 + 8)
+
+
+@field("fetch_timeout")
+async def a_fetch_that_names_no_time_out_has_this_one(play):
+    await play.pair(decode={"fetch_timeout": 33})
+    error, waited = await play.timed(play.start("r"))
+    assert isinstance(error, TransferTimeoutError)
+    assert waited == about(33)
+    _, waited = await play.timed(play.start("r", timeout=7))
+    assert waited == about(7)
+
+
+@field("request_memory")
+async def a_used_id_is_refused_so_long(play):
+    await play.pair(prefill={"request_memory": 50})
+    await play.bring("r")
+    await asyncio.sleep(49)
+    with pytest.raises(RequestError, match="just used"):
+        play.prefill.offer("r", [1], tokens=4)
+    await asyncio.sleep(2)
+    play.prefill.offer("r", [1], tokens=4)
+
+
+# --- how many
+
+
+@field("max_transfers")
+async def no_more_fetches_here(play):
+    await play.pair(decode={"max_transfers": 1})
+    play.start("r")
+    with pytest.raises(ClosedError, match="max_transfers is 1"):
+        play.start("s", [5, 6])
+
+
+@field("max_transfers")
+async def no_more_fetches_from_here(play):
+    await play.pair(prefill={"max_transfers": 1})
+    play.start("r")
+    await asyncio.sleep(1)
+    error = await fails(play.start("s", [5, 6]), RefusedError)
+    assert error.reason is Code.TOO_MANY
+
+
+@field("max_parked")
+async def no_more_fetches_wait_for_their_offers(play):
+    await play.pair(prefill={"max_parked": 1})
+    play.start("r")
+    await asyncio.sleep(1)
+    error = await fails(play.start("s", [5, 6]), RefusedError)
+    assert error.reason is Code.TOO_MANY
+    assert "max_parked=1" in str(error)
+
+
+@field("max_offers")
+async def no_more_offers(play):
+    await play.pair(prefill={"max_offers": 1})
+    offer = play.prefill.offer("r", [1], tokens=4)
+    with pytest.raises(RequestError, match="max_offers is 1"):
+        play.prefill.offer("s", [2], tokens=4)
+    await offer.withdraw()
+    play.prefill.offer("s", [2], tokens=4)
+
+
+class Counting(LoopbackTransport):
+    """Notes the pieces and the bytes of every post."""
+
+    def __init__(self, name, network):
+        super().__init__(name, network)
+        self.posts: list[tuple[int, int]] = []
+
+    def post(self, peer, operation, local, remote):
+        self.posts.append((len(local.pieces), int(local.pieces[:, 1].sum())))
+        return super().post(peer, operation, local, remote)
+
+
+async def posts_of(play, **fabric):
+    """What a whole request in one chunk is cut into."""
+    config = {"route": "direct", "chunk_bytes": "32KiB"}
+    transport = Counting("prefill", play.network)
+    play.prefill = await play.worker("prefill", play.source, transport=transport, fabric=fabric, **config)
+    play.decode = await play.worker("decode", play.target, **config)
+    play.prefill.offer("r", list(range(16)), tokens=64)
+    copied = Copied(play.target).bring(play.source, list(range(16)), list(range(16)), range(64))
+    await play.decode.fetch(play.prefill.engine.ticket("r"), list(range(16)), tokens=range(64))
+    copied.check()
+    return transport.posts
+
+
+@field("fabric.max_descriptors")
+async def no_more_pieces_in_a_post(play):
+    posts = await posts_of(play, max_descriptors=10)
+    assert max(pieces for pieces, _ in posts) == 10
+
+
+@field("fabric.max_post_bytes")
+async def no_more_bytes_in_a_post(play):
+    posts = await posts_of(play, max_post_bytes=4096)
+    assert max(nbytes for _, nbytes in posts) == 4096
+
+
+# --- what needs threads, NIXL or a GPU
+
+
+@field("loop", virtual=False)
+async def a_loop_of_its_own_goes_on_while_this_one_stands_still(stack, folder):
+    network, source, target = LoopbackNetwork(), Cache(), Cache()
+    workers = [
+        await stack.enter_async_context(
+            Worker(cache.tensors, Config(loop="own", **SIZES), transport=LoopbackTransport(name, network))
+        )
+        for name, cache in (("prefill", source), ("decode", target))
+    ]
+    workers[0].offer("r", [1, 2], tokens=8)
+    transfer = workers[1].start_fetch(workers[0].engine.ticket("r"), [3, 4], tokens=range(8))
+    copied, end = Copied(target).bring(source, [1, 2], [3, 4], range(8)), time.monotonic() + 10
+    while not transfer.memory_safe and time.monotonic() < end:
+        time.sleep(0.001)  # noqa: ASYNC251 - this loop stands still on purpose
+    copied.check()
+    await transfer
+
+
+@contextlib.contextmanager
+def nixl_settings():
+    """What NIXL says of the backends of agents that are created."""
+    said: list[dict[str, dict[str, str]]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            event = getattr(record, "kvxfer", {})
+            if event.get("event") == "nixl_agent_created":
+                said.append(event["backend"])
+
+    log, handler = logging.getLogger("kvxfer.fabric"), Handler()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+async def with_nixl(stack, **fabric):
+    """Two workers over NIXL that exchange a request; what NIXL says of the backends of one of them."""
+    source, target = Cache(), Cache()
+    with nixl_settings() as said:
+        prefill, decode = [
+            await stack.enter_async_context(Worker(cache.tensors, Config(fabric=fabric, drain_timeout=0, **SIZES)))
+            for cache in (source, target)
+        ]
+    prefill.offer("r", [1, 2], tokens=8)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+    copied.check()
+    return said[0]
+
+
+@field("fabric.backends", virtual=False, marks=[needs_nixl])
+async def these_backends_are_created(stack, folder):
+    with pytest.raises(FabricError, match="no backend 'CARRIER_PIGEON'") as caught:
+        await with_nixl(stack, backends=["CARRIER_PIGEON"])
+    others = {"POSIX"} if "POSIX" in str(caught.value) else set()  # NIXL is also packed without it
+    assert set(await with_nixl(stack, backends=["UCX", *others])) == {"UCX", *others}
+
+
+@field("fabric.backend_params", virtual=False, marks=[needs_nixl])
+async def parameters_reach_the_backend(stack, folder):
+    params = {"UCX": {"engine_config": "TLS=tcp"}}
+    assert await with_nixl(stack, backend_params=params) == params
+    with pytest.raises(FabricError, match="TLS=pigeon"):
+        await with_nixl(stack, backend_params={"UCX": {"engine_config": "TLS=pigeon"}})
+    with pytest.raises(ConfigError, match="pigeons"):
+        await with_nixl(stack, backend_params={"UCX": {"pigeons": "2"}})
+
+
+@field("fabric.num_workers", virtual=False, marks=[needs_nixl])
+async def so_many_workers_are_created(stack, folder):
+    assert await with_nixl(stack, num_workers=3) == {"UCX": {"num_workers": "3"}}
+
+
+@field("fabric.devices", virtual=False, marks=[needs_nixl])
+async def these_devices_are_used(stack, folder):
+    assert await with_nixl(stack, devices=["lo"]) == {"UCX": {"engine_config": "NET_DEVICES=lo"}}
+    with pytest.raises(FabricError, match="pigeon0"):
+        await with_nixl(stack, devices=["pigeon0"])
+
+
+@field("copy_ctas", virtual=False, marks=[*needs_gpu, needs_nixl, pytest.mark.timeout(300)])
+async def a_gather_takes_longer_with_one_thread_block(stack, folder):
+    far, near = Far(), Ranks()
+    stack.callback(far.end)
+    stack.push_async_callback(near.close)
+    blocks, tokens = list(range(64)), 64 * 64
+    caches = [Cache(blocks=64, block_tokens=64, layers=range(4), heads=range(8), dim=128) for _ in range(2)]
+    sizes = {"arena_bytes": "1GiB", "chunk_bytes": "512MiB", "route": "staged", "device": "cuda:0"}
+    await near.open("decode", [caches[1]], **sizes)
+    spent = {}
+    for rank, ctas in enumerate((1, 64)):
+        card = await far.open("prefill", [caches[0]], copy_ctas=ctas, **sizes)
+        for number in range(3):  # the last one counts: kernels and connections are made by then
+            request = f"r{ctas}-{number}"
+            await far.offer(rank, request, blocks, tokens=tokens)
+            ticket = Issuer(EngineCard.from_dict(card), KEY).ticket(request)
+            after = torch.cuda.current_stream()
+            await near.workers[0].fetch(ticket, blocks, tokens=range(tokens), after=after, timeout=60)
+            _, (stats,) = await far.released(rank, request)
+            spent[ctas] = stats.gathering
+    assert spent[1] > 2.5 * spent[64], spent
+
+
+# ---
+
+
+def cases(*, virtual):
+    return [case.parameter for case in CASES if case.virtual is virtual]
+
+
+@pytest.mark.parametrize("case", cases(virtual=True))
+def test_it_takes_effect(case, tmp_path):
+    play(case.scenario, tmp_path)
+
+
+@pytest.mark.parametrize("case", cases(virtual=False))
+async def test_it_takes_effect_in_real_time(case, tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        await case.scenario(stack, tmp_path)
+
+
+def test_no_field_is_without_a_case():
+    assert {case.field for case in CASES} == {setting.name for setting in Config().effective()}

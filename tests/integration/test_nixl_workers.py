@@ -1,0 +1,235 @@
+"""Workers over NIXL on CPU memory, two engines in two processes: every byte, and what happens when one is killed."""
+
+import asyncio
+import importlib.util
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from far import Far, Ranks, guarded
+from scene import IDS, INTO, LAYERS, ONE_TO_TWO, SIZES, TOKENS, TWO_TO_ONE, Move, begin, sources, targets, tickets
+
+from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
+    pytest.mark.timeout(60),
+]
+
+ROUTES = ["staged", "direct", "pull"]
+
+
+@pytest.fixture(scope="module")
+def process():
+    far = Far()
+    yield far
+    far.end()
+
+
+@pytest.fixture
+async def far(process):
+    """The other process, of which all ranks are closed afterwards."""
+    yield process
+    if process.process.is_alive():
+        await process.close()
+
+
+@pytest.fixture
+async def near():
+    """Ranks in this process."""
+    ranks = Ranks()
+    yield ranks
+    await ranks.close()
+
+
+def idle(ranks):
+    return all(not any(seen.values()) for seen in ranks)
+
+
+async def all_idle(far, near):
+    async with asyncio.timeout(5):
+        while not (idle(await far.quiet()) and idle(near.quiet())):  # noqa: ASYNC110 - nobody sets an event for it
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("split", [TWO_TO_ONE, ONE_TO_TWO], ids=["2:1", "1:2"])
+async def test_every_byte_between_two_processes(far, near, route, split):
+    issuer, move = await begin(far, near, split, route=route)
+    for rank in range(len(split[0])):
+        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, payload=b"token")
+    results = await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))
+    move.bring().check()
+    assert all(result.payload == b"token" for result in results)
+    assert all(result.stats.route == route and result.stats.chunks > SIZES["window"] for result in results)
+    endings = [await far.released(rank, "r") for rank in range(len(split[0]))]
+    assert {name for name, _ in endings} == {"Released"}
+    sent = sum(stats.bytes for _, each in endings for stats in each)
+    assert sent == sum(result.stats.bytes for result in results) == len(TOKENS) * 8 * 64 * 4 * 2 * len(LAYERS)
+    assert await far.intact()
+    await all_idle(far, near)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_every_byte_within_one_process(near, route):
+    theirs, ours = sources(TWO_TO_ONE[0]), targets(TWO_TO_ONE[1])
+    card = await near.open("prefill", theirs, route=route, **SIZES)
+    for rank in range(2):
+        near.offer(rank, "r", IDS, tokens=len(IDS) * 16)
+    await near.open("decode", ours, route=route, **SIZES)
+    move = Move(theirs, near, ours)
+    (result,) = await asyncio.gather(*move.fetch(tickets(card).ticket("r"), timeout=20))
+    move.bring().check()
+    assert result.stats.route == route
+    assert [(await near.released(rank, "r"))[0] for rank in range(2)] == ["Released"] * 2
+    for placed, source in zip(near.caches[:2], theirs, strict=True):
+        assert all(torch.equal(placed.memory[layer], source.memory[layer]) for layer in LAYERS)
+        assert guarded(placed)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_layers_arrive_as_they_become_ready(far, near, route):
+    issuer, move = await begin(far, near, TWO_TO_ONE, route=route)
+    for rank in range(2):
+        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+    (transfer,) = move.fetch(issuer.ticket("r"), timeout=20)
+    for layer in LAYERS:
+        for rank in range(2):
+            assert not transfer.done
+            await far.ready(rank, "r", layers=[layer])
+        await transfer.layers(layer, layer + 1)
+        move.bring([layer]).check()  # this layer is there, and nothing of the next
+    for rank in range(2):
+        await far.finish(rank, "r", b"end")
+    assert (await transfer).payload == b"end"
+    move.check()
+    await all_idle(far, near)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_cancel_in_the_middle_leaves_the_blocks_alone_afterwards(far, near, route):
+    issuer, move = await begin(far, near, TWO_TO_ONE, route=route)
+    for rank in range(2):
+        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+        await far.offer(rank, "other", IDS[:2], tokens=32)
+        await far.ready(rank, "r", layers=[0, 1])
+    (transfer,) = move.fetch(issuer.ticket("r"))
+    waiting = asyncio.ensure_future(transfer)
+    await transfer.layers(0, 1)  # the second layer is on its way now, and the third will never be
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert transfer.memory_safe
+    (placed,) = near.caches
+    kept = placed.clone()
+    for rank in range(2):
+        await far.ready(rank, "r", layers=[2])
+        await far.finish(rank, "r")
+    (worker,) = near.workers
+    await worker.fetch(issuer.ticket("other"), [3], tokens=range(32), timeout=20)
+    for layer in LAYERS:
+        now, then = placed.view(layer).clone(), kept[layer].permute(placed._order)
+        assert not torch.equal(now[:, 3], then[:, 3])
+        now[:, 3] = then[:, 3]
+        assert torch.equal(now, then)
+    assert all(torch.equal(move.expected[0].expected[layer][:, [3, 5, 6, 8]], kept[layer][:, [3, 5, 6, 8]])
+               for layer in LAYERS)  # fmt: skip
+    move.bring()
+    results = await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))  # and it can be tried again
+    assert results[0].stats.route == route
+    move.expected[0].bring(move.sources[0], IDS[:2], [3], range(32))
+    move.expected[0].bring(move.sources[1], IDS[:2], [3], range(32))
+    move.check()
+    await all_idle(far, near)
+
+
+QUICK: dict[str, Any] = {
+    "heartbeat": 0.2,
+    "peer_timeout": 1.5,
+    "revoke_timeout": 1.0,
+    "offer_lease": 1.0,
+    "no_progress_timeout": 1.5,
+    "connect_timeout": 1.0,
+    "drain_timeout": 0.0,
+}
+STARVED_SECONDS = 3.0
+"""Scheduling comes on top of every bound, and these tests share their cores."""
+
+
+async def error_of(transfer):
+    """What a fetch raised, and when."""
+    (error,) = await asyncio.gather(transfer, return_exceptions=True)
+    return error, time.monotonic()
+
+
+async def test_a_prefill_process_that_is_killed_in_the_middle(near):
+    far = Far()
+    try:
+        moves, transfers = [], []
+        for number, route in enumerate(ROUTES):
+            issuer, move = await begin(far, near, ONE_TO_TWO, route=route, **QUICK)
+            await far.offer(number, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+            await far.ready(number, "r", layers=[0, 1])
+            moves.append(move)
+            transfers.append(move.fetch(issuer.ticket("r")))
+        every = list(itertools.chain(*transfers))
+        await asyncio.gather(*(transfer.layers(0, 1) for transfer in every))
+        watched = [asyncio.ensure_future(error_of(transfer)) for transfer in every]
+        began = time.monotonic()
+        far.kill()
+        outcomes = await asyncio.gather(*watched)
+    finally:
+        far.end()
+    bound = Config(**QUICK).bounds()["dead_peer"]
+    for transfer, (error, heard) in zip(every, outcomes, strict=True):
+        assert isinstance(error, PeerLostError | MemoryInDoubt | TransferFailedError), error
+        assert heard - began <= bound + STARVED_SECONDS
+        assert transfer.failed_blocks == {"default": INTO}
+        assert transfer.memory_safe == (not isinstance(error, MemoryInDoubt))
+    for transfer, (error, _) in zip(transfers[0], outcomes[:2], strict=True):
+        assert isinstance(error, PeerLostError)  # staged: only our own copies write the blocks
+        assert transfer.memory_safe
+    untouched_beside(moves)
+
+
+def untouched_beside(moves):
+    """Blocks that were not asked for, tokens that were not asked for, and layers that never became ready."""
+    for move in moves:
+        move.bring([0])
+        for one in move.expected:
+            assert guarded(one.placed)
+            for layer, expected in one.expected.items():
+                found, wanted = (memory.permute(one.cache._order) for memory in (one.placed.memory[layer], expected))
+                if layer != 1:
+                    assert torch.equal(found, wanted)
+                assert torch.equal(found[:, [3, 5, 6, 8]], wanted[:, [3, 5, 6, 8]])
+                assert torch.equal(found[:, INTO[0], :5], wanted[:, INTO[0], :5])
+                assert torch.equal(found[:, INTO[-1], -3:], wanted[:, INTO[-1], -3:])
+
+
+async def test_a_decode_process_that_is_killed_in_the_middle(near):
+    far = Far()
+    try:
+        theirs = sources([range(8)])
+        for number, route in enumerate(ROUTES):
+            await near.open("prefill", theirs, route=route, **QUICK, **SIZES)
+            near.offer(number, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+            near.ready(number, "r", layers=[0, 1])
+            ticket = near.issuer.ticket("r")
+            await far.open("decode", targets([range(8)]), route=route, **QUICK, **SIZES)
+            await far.start_fetch(number, ticket, INTO, tokens=TOKENS)
+            await far.layers(number, "r", 0, 1)
+        endings = [asyncio.ensure_future(near.released(number, "r")) for number in range(3)]
+        began = time.monotonic()
+        far.kill()
+        ended: list[Any] = await asyncio.gather(*endings, return_exceptions=True)
+        waited = time.monotonic() - began
+    finally:
+        far.end()
+    assert waited <= Config(**QUICK).bounds()["released_by_lease"] + STARVED_SECONDS
+    for ending in ended:
+        assert isinstance(ending, KvxferError) or ending[0] == "Expired", ending
+    assert ended[0][0] == "Expired"  # staged: nobody reads the blocks but our own copies
+    assert near.intact()

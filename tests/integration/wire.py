@@ -1,0 +1,187 @@
+"""Two workers in virtual time with a wire between them that can fall silent or be cut.
+
+The control stream of a fetch leads through a `Wire`, because tickets say where a prefill rank is reached; the bytes go
+over the loopback network, which has faults of its own.
+"""
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+from stage import Cache, Copied
+
+from kvxfer import Config, Worker
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
+
+SIZES = {"arena_bytes": "64KiB", "chunk_bytes": "2KiB"}
+
+
+class Wire:
+    """A Unix socket whose streams are passed on to another one.
+
+    Attributes:
+        endpoint: Where it listens.
+        heard: Frames (or parts of them) that came from the far end.
+        said: Frames (or parts of them) that came from whoever connected.
+        last: When the far end was last heard.
+    """
+
+    def __init__(self, path: Path, target: str, now):
+        self.endpoint = f"unix:{path}"
+        self.heard = self.said = 0
+        self.last = 0.0
+        self._path, self._target, self._now = path, target.removeprefix("unix:"), now
+        self._silent = False
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def open(self):
+        self._server = await asyncio.start_unix_server(self._connected, self._path)
+
+    def silence(self):
+        """Let no byte through any more, in either direction, on streams old and new."""
+        self._silent = True
+
+    def speak(self):
+        """Let bytes through again; what was swallowed is lost."""
+        self._silent = False
+
+    def cut(self):
+        """Close every stream and refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+        self._path.unlink(missing_ok=True)
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def close(self):
+        self.cut()
+        await asyncio.gather(*self._pumps)
+
+    async def _connected(self, reader, writer):
+        try:
+            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
+        except OSError:  # the worker there is closed
+            writer.transport.abort()
+            return
+        self._writers += [writer, far_writer]
+        self._pumps |= {
+            asyncio.create_task(self._pump(reader, far_writer, from_far=False)),
+            asyncio.create_task(self._pump(far_reader, writer, from_far=True)),
+        }
+
+    async def _pump(self, reader, writer, *, from_far):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                if self._silent:
+                    continue
+                if from_far:
+                    self.heard, self.last = self.heard + 1, self._now()
+                else:
+                    self.said += 1
+                writer.write(data)
+        writer.close()
+
+
+class Play:
+    """A prefill and a decode worker in virtual time, `Cache`s of 16 blocks of 4 tokens each.
+
+    Attributes:
+        source: The prefill side's cache.
+        target: The decode side's.
+        network: Moves the bytes.
+        wire: Carries the control stream.
+    """
+
+    def __init__(self, runtime, folder: Path, stack: contextlib.AsyncExitStack):
+        self.runtime, self.folder, self.network = runtime, folder, LoopbackNetwork()
+        self.source, self.target = Cache(), Cache(layout="HND")
+        self.prefill: Worker
+        self.decode: Worker
+        self.wire: Wire
+        self._stack = stack
+
+    @property
+    def now(self) -> float:
+        return self.runtime.now()
+
+    async def worker(self, name, cache, transport=None, **config) -> Worker:
+        settings = {"engine": name, **SIZES, **config}
+        transport = transport or LoopbackTransport(name, self.network)
+        worker = Worker(cache.tensors, Config(**settings), transport=transport, runtime=self.runtime)
+        await worker.__aenter__()
+        self._stack.push_async_callback(worker.aclose, drain=False)
+        return worker
+
+    async def pair(self, *, prefill=None, decode=None, source=None, target=None, **both):
+        """Open both workers and the wire between them."""
+        self.source, self.target = source or self.source, target or self.target
+        self.prefill = await self.worker("prefill", self.source, **{**both, **(prefill or {})})
+        self.decode = await self.worker("decode", self.target, **{**both, **(decode or {})})
+        self.wire = await self.wire_to(self.prefill)
+        return self
+
+    async def wire_to(self, worker, name="wire") -> Wire:
+        return await self.wire_to_endpoint(worker.card.endpoint, name)
+
+    async def wire_to_endpoint(self, endpoint, name) -> Wire:
+        wire = Wire(self.folder / name, endpoint, lambda: self.now)
+        await wire.open()
+        self._stack.push_async_callback(wire.close)
+        return wire
+
+    def ticket(self, request, wire=None):
+        """A ticket whose holder reaches the prefill worker over the wire."""
+        return self.prefill.engine.ticket(request) | {"endpoints": {"prefix": (wire or self.wire).endpoint}}
+
+    def start(self, request, ids=(3, 4), tokens=range(8), **options):
+        return self.decode.start_fetch(self.ticket(request), list(ids), tokens=tokens, **options)
+
+    async def bring(self, request, ids=(1, 2), into=(3, 4), tokens=range(8)):
+        """Offer and fetch; every byte of the target is compared. Returns what both sides say of it."""
+        copied = Copied(self.target).bring(self.source, list(ids), list(into), tokens)
+        offer = self.prefill.offer(request, list(ids), tokens=tokens.stop)
+        result = await self.start(request, into, tokens)
+        copied.check()
+        ending = await offer.released()
+        return result, ending
+
+    async def until(self, condition, seconds=60.0):
+        """Let virtual time pass in small steps until a condition holds that no event tells of."""
+        end = self.now + seconds
+        while not condition():
+            assert self.now < end, "it did not come to pass"
+            await asyncio.sleep(1e-3)
+
+    async def timed(self, awaitable):
+        """What it returned or raised, and after how many seconds."""
+        began = self.now
+        (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+        return outcome, self.now - began
+
+
+def play(scenario, folder, *, seed=0):
+    """Run `scenario(play)` in virtual time."""
+
+    async def run(runtime):
+        async with contextlib.AsyncExitStack() as stack:
+            one = Play(runtime, folder, stack)
+            stack.callback(lambda: one.network.release("*"))
+            await scenario(one)
+
+    simulate(run, seed=seed)
+
+
+@contextlib.contextmanager
+def deaf_port():
+    """A TCP port of this host that answers no connection attempt: its queue is full and nobody takes from it."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        host, port = server.getsockname()
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((host, port))
+        yield f"tcp:{host}:{port}"

@@ -73,9 +73,12 @@ class Assembly:
             self.backing.close()
             self.backing = None
 
-    async def dismantle(self, site: Site) -> None:
-        """Stop the threads and give the memory back; what is not quiescent is leaked, never freed."""
-        timeout = site.config.close_timeout
+    async def dismantle(self, site: Site, timeout: float) -> None:
+        """Stop the threads, each within `timeout` seconds, and give the memory back.
+
+        What is not quiescent is leaked, never freed.
+        """
+        timeout = min(timeout, site.config.close_timeout)
         site.send_desk.close()
         site.receive_desk.close()
         try:
@@ -192,20 +195,20 @@ async def assemble(parts: Assembly) -> Site:
         incarnation=incarnation,
         body=body,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
-        capabilities=_capabilities(staging=staging is not None, in_place=in_place),
+        capabilities=_capabilities(config, staging=staging is not None, in_place=in_place),
         staging=staging,
         sending=sending,
         in_place=in_place,
     )
 
 
-def _capabilities(*, staging: bool, in_place: bool) -> Capability:
+def _capabilities(config: Config, *, staging: bool, in_place: bool) -> Capability:
     """What this rank tells its peers that it can do."""
     capabilities = Capability.STREAMING
     if staging:
         capabilities |= Capability.STAGED
     if in_place:
-        capabilities |= Capability.DIRECT | Capability.PULL
+        capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
     return capabilities
 
 

@@ -98,7 +98,8 @@ class Incoming(Steps):
         """Ask."""
         site, need = self.site, self._need
         left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
-        self._asked = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted))
+        possible = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted))
+        self._asked = [route for route in possible if route is not Route.DIRECT or site.config.max_in_place_bytes]
         sent = self.link.send(
             Fetch(
                 transfer=self.machine.transfer,

@@ -405,7 +405,7 @@ class Offer:
 
 
 def check_cover(spans: BlockLists, geometry: CacheGeometry, stop: int) -> None:
-    """Check that block lists reach up to a token; where tokens are interleaved over ranks, the planner does.
+    """Check that block lists begin before a token and reach up to it; the planner does where tokens are interleaved.
 
     Raises:
         BlocksError: Naming the group and both numbers.
@@ -419,4 +419,8 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, stop: int) -> None:
             raise BlocksError(
                 f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "
                 f"but {stop} are needed"
+            )
+        if span.first_token >= stop:
+            raise BlocksError(
+                f"group {group!r}: the block list begins with token {span.first_token}, beyond the {stop} needed"
             )

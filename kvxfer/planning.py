@@ -267,7 +267,8 @@ def fit_grid(plan: TransferPlan, *, target_bytes: int, limit_bytes: int, layers_
             return grid
         if target < 2:
             raise RefusedError(
-                f"the smallest possible chunk needs {need} bytes of staging, but {limit_bytes} are the limit",
+                f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: raise chunk_bytes "
+                "(and, for the route staged, arena_bytes) on the side that is short of it",
                 reason=Code.CHUNK_TOO_LARGE,
             )
         target = min(target // 2, target * limit_bytes // need)

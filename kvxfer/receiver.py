@@ -69,7 +69,7 @@ class Receiver:
         if site.draining:
             raise ClosedError("this worker is draining: fetch on another one")
         if len(self._fetches) >= site.config.max_transfers:
-            raise ClosedError(
+            raise RequestError(
                 f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}"
             )
         check_tokens(tokens, limit=MAX_TOKENS)
@@ -270,7 +270,9 @@ class Receiver:
 
     def _arm(self) -> None:
         if self._renewal is None and self._claims:
-            period = self._site.config.offer_lease / _RENEWALS
+            config = self._site.config
+            # the lease is the prefill engine's, which may be shorter than ours; it is longer than two heartbeats
+            period = min(config.offer_lease / _RENEWALS, config.heartbeat)
             self._renewal = self._site.at(self._site.now() + period, self._renew)
 
     def _unclaim(self, ticket: Ticket) -> None:

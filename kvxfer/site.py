@@ -51,7 +51,7 @@ class Tasks:
     def spawn(
         self, work: Coroutine[Any, Any, Any], name: str, failed: Callable[[BaseException], None] | None = None
     ) -> "asyncio.Task[Any]":
-        """Start a task. An exception that it lets out is a defect: it is logged.
+        """Start a task. An exception that it lets out is a defect: it is logged, but for errors of the library's own.
 
         Args:
             work: What to run.
@@ -65,7 +65,7 @@ class Tasks:
         def ended(task: "asyncio.Task[Any]") -> None:
             self._tasks.discard(task)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            if error is not None and not task.cancelled():
+            if error is not None and not isinstance(error, (asyncio.CancelledError, KvxferError)):
                 _log.error("task_failed", task=task.get_name(), error=repr(error), exc_info=error)
             if error is not None and failed is not None:
                 failed(error)
@@ -180,7 +180,7 @@ class Site:
         """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""
         key = peer.identity.incarnation
         if key not in self.in_place_desks:
-            share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes)
+            share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes, sole=True)
             self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
         return self.in_place_desks[key]
 

@@ -351,7 +351,8 @@ class Worker:
             self._receiver.cancel_all()
         if self._sender is not None:
             self._sender.withdraw_all()
-        await site.tasks.drain(site.config.revoke_timeout + site.config.close_timeout)
+        until = site.now() + site.config.revoke_timeout + site.config.close_timeout
+        await site.tasks.drain(until - site.now())
         site.tasks.cancel()
         await site.tasks.drain(site.config.close_timeout)
         links = [*self._links, *self._greeting]
@@ -362,7 +363,7 @@ class Worker:
             self._receiver.close()
         if self._sender is not None:
             self._sender.book.close()
-        await self._assembly.dismantle(site)
+        await self._assembly.dismantle(site, max(0.0, until - site.now()))
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 
     # --- LinkHandler

@@ -182,7 +182,7 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
     if not isinstance(blocks, Mapping) and len(groups) != 1:
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
     if set(given) != set(groups):
-        raise BlocksError(f"blocks= names the groups {sorted(given)}, but this cache has {sorted(groups)}")
+        raise BlocksError(f"blocks= names the groups {sorted(given, key=str)}, but this cache has {sorted(groups)}")
     return {name: _normal_span(name, given[name]) for name in groups}
 
 

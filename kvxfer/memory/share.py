@@ -85,7 +85,14 @@ class Share:
     """
 
     def __init__(
-        self, name: str, *, base: int, capacity: int, alignment: int = MIN_ALIGNMENT, max_overtakes: int = 16
+        self,
+        name: str,
+        *,
+        base: int,
+        capacity: int,
+        alignment: int = MIN_ALIGNMENT,
+        max_overtakes: int = 16,
+        sole: bool = False,
     ) -> None:
         """Make the books of an empty share.
 
@@ -95,6 +102,7 @@ class Share:
             capacity: Bytes from there on; what exceeds a multiple of `alignment` is left unused.
             alignment: Bytes; a power of two, at least 512.
             max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
+            sole: One peer has it to itself, so nothing is left for others while they do not wait.
 
         Raises:
             ConfigError: an argument is negative, the alignment is no power of two or too small, the base is not
@@ -112,6 +120,7 @@ class Share:
         self.alignment: Final = operator.index(alignment)
         self.capacity: Final = operator.index(capacity) // self.alignment * self.alignment
         self.max_overtakes: Final = max_overtakes
+        self._alone = self.capacity if sole else self.capacity * 3 // 4
         self._gaps = Gaps(self.capacity)
         self._queue = WaitingQueue()
         self._live: dict[int, Extent] = {}
@@ -324,7 +333,7 @@ class Share:
         account = self._accounts.get(request.peer, {})
         held = sum(account.values())
         doubtful = account.get(ExtentState.QUARANTINED, 0)
-        cap = self.capacity * 3 // 4 if self._nobody_else_waits(request) else self.capacity // contenders
+        cap = self._alone if self._nobody_else_waits(request) else self.capacity // contenders
         if doubtful * 4 > self.capacity or (held > doubtful and held + request.length > cap):
             return _Turn.HELD_BACK
         if request.length <= self._gaps.largest:

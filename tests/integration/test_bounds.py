@@ -251,7 +251,6 @@ async def a_post_that_stands_still_when_the_peer_falls_silent(play):
 
 @hears(
     "released_by_lease",
-    defect="a transfer that stands still when the lease is looked at keeps the offer for a whole lease more",
 )
 async def a_late_post_that_stands_still_when_the_peer_falls_silent(play):
     await play.pair(route="direct", **TIMES)

@@ -21,7 +21,6 @@ from stage import KEY, Cache, Copied, Gate
 from wire import SIZES, deaf_port, play
 
 from kvxfer import (
-    ClosedError,
     Code,
     Config,
     ConfigError,
@@ -321,12 +320,12 @@ async def no_more_is_written_in_place_at_a_time(play):
     assert 1 <= await in_place(play, 4096) <= 4
 
 
-@field("max_in_place_bytes", defect="the rule that leaves a quarter of the arena to other peers is applied here too")
+@field("max_in_place_bytes")
 async def all_of_it_may_be_written_in_place_at_a_time(play):
     assert await in_place(play, 4096) == 4
 
 
-@field("max_in_place_bytes", defect="such routes are offered and chosen all the same, and then fail for want of room")
+@field("max_in_place_bytes")
 async def none_refuses_routes_that_write_in_place(play):
     await play.pair(max_in_place_bytes=0, target=Cache())
     result, _ = await play.bring("r")  # so few pieces would be written in place otherwise
@@ -521,7 +520,7 @@ async def a_used_id_is_refused_so_long(play):
 async def no_more_fetches_here(play):
     await play.pair(decode={"max_transfers": 1})
     play.start("r")
-    with pytest.raises(ClosedError, match="max_transfers is 1"):
+    with pytest.raises(RequestError, match="max_transfers is 1"):
         play.start("s", [5, 6])
 
 

@@ -18,13 +18,13 @@ from stage import Cache, Copied, eventually, is_quiet, quiet, taken
 from kvxfer import (
     ArenaError,
     BlocksError,
-    ClosedError,
     Code,
     EventError,
     Group,
     MismatchError,
     RefusedError,
     Released,
+    RequestError,
     TicketError,
     TokensError,
     TransferFailedError,
@@ -261,7 +261,7 @@ async def test_blocks_that_another_fetch_writes(stage, source, target):
 async def test_too_many_fetches_at_once(stage, source, target):
     prefill, decode = await stage.pair(source, target, decode={"max_transfers": 2})
     running = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
-    with pytest.raises(ClosedError, match="max_transfers is 2"):
+    with pytest.raises(RequestError, match="max_transfers is 2"):
         decode.start_fetch(prefill.engine.ticket("r2"), [2], tokens=range(4))
     for transfer in running:
         transfer.cancel()

@@ -3,6 +3,8 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -333,3 +335,45 @@ async def test_what_work_in_a_thread_raises_comes_back():
 
     with pytest.raises(ValueError, match="broken"):
         await ThreadRuntime().in_thread(work)
+
+
+def test_a_batch_is_run_a_turn_at_a_time(loop, monkeypatch):
+    """Who else is on the loop waits for one turn, not for the whole batch; order is kept."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    hand_over = ThreadRuntime().hand_over(loop)
+    seen = []
+
+    def work(number):
+        seen.append(number)
+        now[0] += module.TURN_SECONDS / 2
+
+    def other():
+        seen.append("other")
+        if 4 not in seen:
+            loop.call_soon(other)
+
+    for number in range(5):
+        hand_over(lambda number=number: work(number))
+    loop.call_soon(other)
+    turn(loop, 5)
+    assert seen == [0, 1, "other", 2, 3, "other", 4, "other"]
+
+
+def test_services_give_way(loop):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("threads have no priority of their own here")
+    found = threading.Event()
+    niceness = []
+
+    def step():
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        found.set()
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    service = ThreadRuntime().start("kvxfer-test", step)
+    service.wake()
+    assert found.wait(LONG)
+    assert service.stop(LONG)
+    assert niceness[0] == min(19, before + 5) or before >= 5
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

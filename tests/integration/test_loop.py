@@ -1,0 +1,61 @@
+"""What a transfer costs the loop: no task for a chunk, and nothing left for the garbage collector."""
+
+import asyncio
+import gc
+from collections import Counter
+
+import pytest
+from stage import Cache, quiet
+
+from kvxfer.fetching import Fetching
+from kvxfer.incoming import Incoming
+from kvxfer.landing import Landing, Reading
+from kvxfer.outgoing import Outgoing
+from kvxfer.shipment import Shipment
+
+PARTS = (Fetching, Incoming, Landing, Reading, Outgoing, Shipment)
+
+
+def alive():
+    return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in PARTS)
+
+
+async def bring(prefill, decode, request):
+    offer = prefill.offer(request, [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8), timeout=5)
+    await offer.released()
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_a_fetch_over_an_open_link_makes_no_task(stage, route):
+    prefill, decode = await stage.pair(Cache(), Cache(), route=route)
+    await bring(prefill, decode, "first")
+    made = []
+
+    def factory(loop, work, **options):
+        made.append(work)
+        return asyncio.Task(work, loop=loop, **options)
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(factory)
+    try:
+        await bring(prefill, decode, "second")
+    finally:
+        loop.set_task_factory(None)
+    assert not made
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_a_transfer_that_is_over_is_freed_without_a_collection(stage, route):
+    prefill, decode = await stage.pair(Cache(), Cache(), route=route)
+    await bring(prefill, decode, "first")
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(5):
+            await bring(prefill, decode, f"r{number}")
+        await quiet(prefill, decode)
+        assert not alive()
+    finally:
+        gc.enable()

@@ -170,6 +170,9 @@ class Link(asyncio.Protocol):
                 _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
             self._flush()
             self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect ends the session that it is in, and no other
+            _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
+            self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         if self._rest is not None and self._transport is not None:
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)

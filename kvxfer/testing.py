@@ -160,17 +160,32 @@ class DeterministicRuntime:
         return work()
 
 
-def simulate(scenario: Callable[[DeterministicRuntime], Coroutine[Any, Any, _T]], *, seed: int = 0) -> _T:
+def simulate(
+    scenario: Callable[[DeterministicRuntime], Coroutine[Any, Any, _T]], *, seed: int = 0, limit: float = 1e6
+) -> _T:
     """Run an async scenario in virtual time.
 
     Args:
         scenario: Gets the runtime to build workers with.
         seed: The same seed gives the same order of events.
+        limit: Virtual seconds within which it has to end. An open worker always has a timer, so nothing else would tell
+            that everybody waits for ever.
 
     Raises:
-        RuntimeError: If nothing can happen any more although the scenario has not ended.
+        RuntimeError: If nothing can happen any more, or `limit` has passed, although the scenario has not ended.
     """
     loop = _VirtualLoop(_VirtualSelector())
     runtime = DeterministicRuntime(loop, seed)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(scenario(runtime))
+        return runner.run(_within(limit, scenario(runtime)))
+
+
+async def _within(limit: float, work: Coroutine[Any, Any, _T]) -> _T:
+    bound = asyncio.timeout(limit)
+    try:
+        async with bound:
+            return await work
+    except TimeoutError as error:
+        if not bound.expired():
+            raise
+        raise RuntimeError(f"the simulation is stuck: it has not ended after {limit:g} virtual seconds") from error

@@ -83,6 +83,8 @@ class Handler:
 
     def received(self, link, message):
         del link
+        if message == 254:
+            raise ZeroDivisionError
         self.got.append(message)
         self.clock.time += TURN_SECONDS / 2
 
@@ -141,4 +143,12 @@ async def test_a_bad_frame_in_a_later_turn_closes_the_link(link):
     await asyncio.sleep(0)
     assert link.handler.got == [0, 1, 2]
     assert isinstance(link.handler.lost_with[0], ProtocolError)
+    assert link.stream.closed
+
+
+async def test_a_defect_in_a_later_turn_closes_the_link_too(link):
+    link.data_received(bytes([0, 1, 2, 254, 4]))
+    await asyncio.sleep(0)
+    assert link.handler.got == [0, 1, 2]
+    assert isinstance(link.handler.lost_with[0], PeerLostError)
     assert link.stream.closed

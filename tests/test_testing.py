@@ -68,7 +68,7 @@ def test_time_jumps_and_stands_still_in_a_thread():
         assert not bound.expired()
         return "done"
 
-    assert simulate(scenario) == "done"
+    assert simulate(scenario, limit=1e7) == "done"
 
 
 def test_a_timer_comes_neither_early_nor_much_later():
@@ -87,6 +87,21 @@ def test_a_simulation_in_which_nothing_can_happen_any_more():
 
     with pytest.raises(RuntimeError, match="the simulation is stuck"):
         simulate(scenario)
+
+
+def test_a_simulation_in_which_timers_go_on_for_ever_ends(tmp_path, monkeypatch):
+    """An open worker watches its loop, so there is always a timer."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def forever(runtime):
+        cache = torch.zeros(2, BLOCK_TOKENS, 1, 8, dtype=torch.uint8)
+        tensor = CacheTensor(cache, "block token head dim", layers=[0], heads=range(1))
+        transport = LoopbackTransport("w", LoopbackNetwork())
+        async with Worker([tensor], Config(**SETTINGS), transport=transport, runtime=runtime):
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="not ended after 100 virtual seconds"):
+        simulate(forever, limit=100)
 
 
 def test_what_a_scenario_raises_comes_out():

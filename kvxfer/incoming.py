@@ -26,6 +26,7 @@ from kvxfer.tally import Tally
 __all__ = ["Incoming"]
 
 _NOTHING: Final = CopyPlan(())
+_HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
 class Incoming(Steps):
@@ -179,7 +180,7 @@ class Incoming(Steps):
     def _plan(self, message: Accept) -> None:
         site, need = self.site, self._need
         spans = decode_spans(message.spans)
-        rows = sum(len(span.ids) for span in spans.values())
+        rows = max(sum(len(span.ids) for span in side.values()) for side in (spans, need.spans))
 
         def make() -> Bound:
             pair = site.plans.incoming(self.peer, need.selections)
@@ -190,7 +191,9 @@ class Incoming(Steps):
             same = len(grid) == message.chunks and plan.digest(grid) == message.digest
             if not same or plan.whole.bytes != message.bytes:
                 raise _plan_differs(message)
-            return Bound(plan, grid, rows, plan.whole.copy().pieces)
+            return Bound(
+                plan, grid, max((len(found) for found in plan.rows.values()), default=0), plan.whole.copy().pieces
+            )
 
         def checked() -> Bound:
             try:
@@ -260,14 +263,16 @@ class Incoming(Steps):
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
         step, hand_over = partial(self.run, self._read, then), self.site.hand_over
+        wanted = post(lambda result: hand_over(partial(step, result)))
         self._writing += 1
-        self.site.fabric.post(post(lambda result: hand_over(partial(step, result))))
+        self.site.fabric.post(wanted)
 
     def _became_writable(self, outcome: CopyOutcome) -> None:
         waiting, self._when_writable = self._when_writable, []
         self._writable = outcome.error is None
         for then in waiting:
             self.run(then, self._writable and not self._given_up)
+        self._settle()
         if outcome.error is not None:
             raise outcome.error
 
@@ -301,6 +306,9 @@ class Incoming(Steps):
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
+        hopeless = machine.failure is not None or machine.state not in _HOPEFUL
+        if hopeless and not self._given_up:
+            self._give_up()  # whoever ended it: no scatter begins any more
         if self._unsaid and not (self.route is Route.PULL and (self._writing or self._own_doubt)):
             # on `pull` it also says that nothing is read any more
             unsaid, self._unsaid = self._unsaid, []

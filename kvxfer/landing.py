@@ -138,8 +138,8 @@ class Landing:
 
     @property
     def holds(self) -> bool:
-        """Whether the peer holds memory for it, or may hold it."""
-        return self._extent is not None
+        """Whether it holds memory: in the peer's hands, or to be scattered from."""
+        return self._extent is not None or self._landed is not None
 
     def begin(self) -> None:
         """The chunk is ready at the peer, and the window has room."""
@@ -197,6 +197,12 @@ class Landing:
             self._request = self._desk.ask(
                 host.peer.name, max(1, nbytes), host.patience, lambda answer: step(self._admitted, answer)
             )
+            self._withdraw_if_over()
+
+    def _withdraw_if_over(self) -> None:
+        """For what somebody gave up who was told in the same round of decisions."""
+        if not self._host.moving:
+            self.give_up()
 
     def _admitted(self, answer: Extent | KvxferError) -> None:
         host, part, self._request = self._host, self._part, None

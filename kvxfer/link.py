@@ -81,6 +81,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._rest: Iterator[SessionEvent] | None = None  # what came in and waits for its turn
+        self._end: KvxferError | None = None
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
 
@@ -174,14 +175,22 @@ class Link(asyncio.Protocol):
             _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
         if self._rest is not None and self._transport is not None:
-            self._transport.pause_reading()
+            if not self._transport.is_closing():
+                self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        rest, self._rest = self._rest, None
-        if rest is not None and self._transport is not None:
-            self._transport.resume_reading()
+        rest, self._rest, stream = self._rest, None, self._transport
+        if rest is not None and stream is not None:
+            if not stream.is_closing():
+                stream.resume_reading()
             self._handle(rest)  # pauses it again if there is still more
+        self._end_if_handled()
+
+    def _end_if_handled(self) -> None:
+        """The stream has ended; what came before its end counts, and is handled first."""
+        if self._rest is None and self._end is not None:
+            self._fail(self._end)
 
     def _take(self, event: SessionEvent) -> None:
         match event:
@@ -202,12 +211,11 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
-        while self._rest is not None:  # what came before its end counts
-            self._go_on()
         if not self._gone.done():
             self._gone.set_result(None)
         why = f": {exc}" if exc else ""
-        self._fail(PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint))
+        self._end = PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint)
+        self._end_if_handled()
 
     # --- inside
 

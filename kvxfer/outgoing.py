@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Final
 
-from kvxfer.copy.port import READY, CopyOutcome, Direction, Event
+from kvxfer.copy.port import CopyOutcome, Direction, Event
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
 from kvxfer.fabric.port import Outcome
@@ -110,6 +111,8 @@ class Outgoing(Steps):
 
     def stop(self, failure: Failure) -> None:
         """Give up: kill what is not posted, wait for what is."""
+        for shipment in self._shipments.values():
+            shipment.kill()
         messages = self.machine.stop(failure)
         for shipment in list(self._shipments.values()):
             shipment.stop()
@@ -152,7 +155,7 @@ class Outgoing(Steps):
                 bound,
                 grant,
                 until=until,
-                after=self._after(bound, grant.chunk),
+                after=self._events(bound, grant.chunk),
                 tally=self._tally,
                 report=self._reported,
             )
@@ -181,7 +184,8 @@ class Outgoing(Steps):
             self.stop(Failure(Status.FAILED, code, str(error)))
 
     def _plan(self, offer: Offer) -> None:
-        rows = sum(len(span.ids) for span in offer.spans.values())
+        asked = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
+        rows = max(asked, sum(len(span.ids) for span in offer.spans.values()))
         self.plan(lambda: self._bind(offer), self._accept, rows=rows)
 
     def _accept(self, planned: tuple[Bound, Choice, Accept]) -> None:
@@ -226,7 +230,7 @@ class Outgoing(Steps):
             digest=plan.digest(grid),
             why=choice.why,
         )
-        rows = sum(len(span.ids) for span in offer.spans.values())
+        rows = max((len(found) for found in plan.rows.values()), default=0)
         return Bound(plan, grid, rows, whole.pieces, choice.route is Route.STAGED), choice, message
 
     def _announce(self) -> None:
@@ -234,21 +238,26 @@ class Outgoing(Steps):
         bound, offer = self._bound, self.offer
         if bound is None or offer is None or self.machine.state is not SendState.MOVING:
             return
-        ready = [chunk for chunk in self._remaining if offer.readiness.events(*bound.grid.of(chunk)) is not None]
+        most = len(self._remaining)
         if self.machine.route is Route.PULL:
             # a lease runs from the announcement on, so no more is announced than the other side may soon begin to read
-            ready = ready[: max(0, _PULL_AHEAD - self._readable)]
-            self._readable += len(ready)
+            most = max(0, _PULL_AHEAD - self._readable)
+        ready = list(islice(filter(partial(self._is_ready, bound, offer), self._remaining), most))
         if ready:
             gone = set(ready)
             self._remaining = [chunk for chunk in self._remaining if chunk not in gone]
             if self.machine.route is Route.PULL:
+                self._readable += len(ready)
                 for chunk in ready:
                     self._announce_readable(bound, chunk)
             else:
                 self._say(self.machine.ready(ready))
         if offer.finished:
             self._say(self.machine.finish_offer(offer.payload))
+
+    @staticmethod
+    def _is_ready(bound: Bound, offer: Offer, chunk: int) -> bool:
+        return offer.finished or offer.readiness.events(*bound.grid.of(chunk)) is not None
 
     def _announce_readable(self, bound: Bound, chunk: int) -> None:
         """Route `pull`: the peer may read at once, so a chunk is announced only when its events have fired."""
@@ -259,7 +268,8 @@ class Outgoing(Steps):
             lease = int(self.site.config.grant_lease * 1000)
             self._say(self.machine.ready([chunk], lease))
 
-        self.run(self.copy, _NOTHING, Direction.GATHER, readable, self._after(bound, chunk))
+        after = Until(self._events(bound, chunk), lambda: self.machine.state is not SendState.MOVING)
+        self.run(self.copy, _NOTHING, Direction.GATHER, readable, after)
 
     # --- moving
 
@@ -270,10 +280,10 @@ class Outgoing(Steps):
         )
         self.stop(Failure(Status.EXPIRED, Code.TIMEOUT, text))
 
-    def _after(self, bound: Bound, chunk: int) -> Event:
-        """When a chunk may be read; at once when the transfer is given up, whose dead cells then let no byte out."""
-        events = self.offer.readiness.events(*bound.grid.of(chunk)) if self.offer is not None else []
-        return Until(join(events), lambda: self.machine.state is not SendState.MOVING) if events else READY
+    def _events(self, bound: Bound, chunk: int) -> Event:
+        """When a chunk may be read."""
+        events = self.offer.readiness.events(*bound.grid.of(chunk)) if self.offer is not None else None
+        return join(events or [])
 
     # --- reporting
 
@@ -290,7 +300,8 @@ class Outgoing(Steps):
             code = moved.error.code if moved.error is not None else Code.FAILED
             failure = Failure(Status.FAILED, code, str(moved.error or "the chunk could not be moved"))
         self._doubt = self._doubt or (moved.may_read and self.machine.route is not Route.STAGED)
-        self.stop(failure)
+        if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is one of those that are
+            self.stop(failure)
         self._say(self.machine.dropped(chunk, in_doubt=moved.outcome is Outcome.IN_DOUBT))
 
     def _say(self, messages: list[Message]) -> None:

@@ -80,7 +80,7 @@ class Receiver:
         event = as_event(after, site.geometry)
         try:
             finite = timeout is None or math.isfinite(timeout)
-        except TypeError:
+        except (TypeError, OverflowError):
             finite = False
         if not finite:
             raise RequestError(f"timeout must be a number of seconds, or None, not {timeout!r}")

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
-from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.events import Until
+from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Post, PostResult
 from kvxfer.geometry import ChunkGrid, ChunkPlan, CopyPlan, Pieces, TransferPlan
 from kvxfer.memory import Extent, Request
 from kvxfer.planning import block_pieces, staging_pieces
@@ -95,10 +96,11 @@ class Shipment(Steps):
         self._peer: Final = peer
         self._bound: Final = bound
         self._grant: Final = grant
-        self._after: Final = after
+        # an event that never fires must not keep a dead cell: what is copied then is not posted
+        cell = self._cell = Cell(until)
+        self._after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
         self._tally: Final = tally
         self._report: Callable[[int, Moved], None] | None = report
-        self._cell: Final = Cell(until)
         self._began: Final = site.now()
         self._part: ChunkPlan | None = None
         self._lane = ""
@@ -112,8 +114,12 @@ class Shipment(Steps):
         """Go."""
         self.run(self._begin)
 
+    def kill(self) -> None:
+        """Post nothing more."""
+        self._cell.kill()
+
     def stop(self) -> None:
-        """Post nothing more; what is posted is waited for."""
+        """Post nothing more, and end; what is posted is waited for."""
         killed = self._cell.kill()
         if killed and not self._submitted:
             self._end(Moved(Outcome.STOPPED))
@@ -150,6 +156,12 @@ class Shipment(Steps):
         self._request = site.send_desk.ask(
             self._peer.name, part.staged_bytes, site.config.grant_lease, lambda answer: step(self._admitted, answer)
         )
+        self._withdraw_if_over()
+
+    def _withdraw_if_over(self) -> None:
+        """For what somebody ended who was told in the same round of decisions."""
+        if self._report is None and self._request is not None:
+            self.site.send_desk.withdraw(self._request)
 
     def _admitted(self, answer: Extent | KvxferError) -> None:
         part, desk, self._request = self._part, self.site.send_desk, None

@@ -184,6 +184,16 @@ class Site:
             self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
         return self.in_place_desks[key]
 
+    def forget(self, peer: PeerInfo) -> None:
+        """The last link to a peer is gone."""
+        key = peer.identity.incarnation
+        self.lanes.forget(peer)
+        self.plans.forget(peer)
+        self.warming.pop(key, None)
+        desk = self.in_place_desks.get(key)
+        if desk is not None and not desk.share.extents():
+            del self.in_place_desks[key]
+
     @property
     def arena(self) -> MemorySpan:
         """The arena as descriptors name it.

@@ -415,8 +415,7 @@ class Worker:
             sender.lost(link)
         incarnation = link.peer.identity.incarnation
         if all(other.peer.identity.incarnation != incarnation for other in self._links):
-            site.lanes.forget(link.peer)
-            site.plans.forget(link.peer)
+            site.forget(link.peer)
 
     def received(self, link: Link, message: Message) -> None:
         """Hand a message to the role that it is for."""

@@ -35,6 +35,7 @@ __all__ = [
 
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
+_MAX_IDS: Final = 1 << 28
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
@@ -189,8 +190,11 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
 def _normal_span(group: str, value: "Ids | Span") -> Span:
     span = value if isinstance(value, Span) else Span(value)
     try:
+        count = len(span.ids) if hasattr(span.ids, "__len__") else 0
+        if count > _MAX_IDS:
+            raise ValueError(f"{count} of them are more than any pool has")
         ids = np.asarray(span.ids)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors without CPU memory
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # ragged lists, tensors without CPU memory
         raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
     if ids.size == 0:
         ids = ids.astype(np.int64).reshape(-1)

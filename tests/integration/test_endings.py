@@ -1,0 +1,96 @@
+"""A transfer that the prefill side ends: nothing of it goes on afterwards, however much of it was under way."""
+
+import asyncio
+import time
+
+import pytest
+from stage import Cache, Gate, eventually, quiet
+
+from kvxfer import KvxferError, TransferFailedError, Withdrawn
+from kvxfer.fabric.port import Cell
+
+ROUTES = ["staged", "direct", "pull"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_after_that_fires_late_begins_nothing(stage, route):
+    """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    gate = Gate()
+    offer = prefill.offer("r", streaming=True)
+    offer.extend([1, 2], tokens=range(8))
+    offer.ready(layers=[0])
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    if route == "staged":
+        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    assert isinstance(await offer.withdraw(), Withdrawn)
+    with pytest.raises(TransferFailedError):
+        await transfer
+    assert transfer.memory_safe
+    await quiet(prefill, decode)  # though the event has not fired
+    before = [tensor.tensor.clone() for tensor in target.tensors]
+    gate.fired = True
+    await asyncio.sleep(0)
+    ended = time.monotonic()
+    await decode.aclose()
+    assert time.monotonic() - ended < 1
+    assert all((tensor.tensor == old).all() for tensor, old in zip(target.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("how", ["withdraw", "cancel"])
+async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how):
+    """The decode rank's window decides how many there are; most of them wait for memory to gather into."""
+    blocks = 1024
+    source, target = Cache(blocks=blocks), Cache(blocks=blocks)
+    prefill, decode = await stage.pair(
+        source,
+        target,
+        route="staged",
+        arena_bytes="8MiB",
+        chunk_bytes="1KiB",
+        decode={"window": 1000},
+        prefill={"send_share": 0.01},
+    )
+    ids = list(range(blocks))
+    offer = prefill.offer("r", ids, tokens=4 * blocks, after=Gate())
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), ids, tokens=range(4 * blocks))
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 500)
+    if how == "withdraw":
+        assert isinstance(await asyncio.wait_for(offer.withdraw(), 3), Withdrawn)
+        with pytest.raises(TransferFailedError):
+            await transfer
+    else:
+        transfer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await transfer
+        await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monkeypatch):
+    """However long it takes to kill the cells: giving up must not look as if the events had fired."""
+    kill = Cell.kill
+
+    def slow(cell):
+        time.sleep(0.003)  # as if another thread held the GIL
+        return kill(cell)
+
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route, window=64)
+    offer = prefill.offer("r", streaming=True)
+    offer.extend([1, 2], tokens=range(8))
+    offer.ready(after=Gate())
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    layers = sorted({layer for tensor in source.tensors for layer in tensor.layers})
+    waits = [asyncio.ensure_future(transfer.layers(layer, layer + 1)) for layer in layers]
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= len(layers))
+    monkeypatch.setattr(Cell, "kill", slow)
+    await offer.withdraw()
+    with pytest.raises(TransferFailedError):
+        await transfer
+    ends = await asyncio.gather(*waits, return_exceptions=True)
+    assert all(isinstance(end, KvxferError) for end in ends)
+    await quiet(prefill, decode)

@@ -11,10 +11,10 @@ from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import ChunkGrid, CopyPlan
-from kvxfer.landing import Bound, Landing, Reading
+from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
-from kvxfer.planning import decode_spans, encode_spans, selection_to_wire
+from kvxfer.planning import Bound, decode_spans, encode_spans, selection_to_wire
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, KvAgentResult, Message, Refuse, Route, Status, Want
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
@@ -191,9 +191,7 @@ class Incoming(Steps):
             same = len(grid) == message.chunks and plan.digest(grid) == message.digest
             if not same or plan.whole.bytes != message.bytes:
                 raise _plan_differs(message)
-            return Bound(
-                plan, grid, max((len(found) for found in plan.rows.values()), default=0), plan.whole.copy().pieces
-            )
+            return Bound.of(plan, grid)
 
         def checked() -> Bound:
             try:

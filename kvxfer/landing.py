@@ -2,16 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkGrid, ChunkPlan, CopyPlan, Pieces, TransferPlan
+from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
 from kvxfer.memory import Extent, ExtentState, Request
-from kvxfer.planning import block_pieces
+from kvxfer.planning import Bound, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
 from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.sending import Failure
@@ -19,26 +18,9 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.tally import Tally
 
-__all__ = ["Bound", "Host", "Landing", "Reading"]
+__all__ = ["Host", "Landing", "Reading"]
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The plan of an accepted transfer.
-
-    Attributes:
-        plan: What goes where.
-        grid: How it is cut.
-        rows: Table rows that a chunk's plan walks over, about.
-        pieces: Contiguous runs in all.
-    """
-
-    plan: TransferPlan
-    grid: ChunkGrid
-    rows: int
-    pieces: int
 
 
 class Host(Protocol):
@@ -144,7 +126,7 @@ class Landing:
     def begin(self) -> None:
         """The chunk is ready at the peer, and the window has room."""
         bound, chunk = self._bound, self._chunk
-        self._host.plan(lambda: bound.plan.chunk(bound.grid, chunk), self._planned, rows=bound.rows)
+        self._host.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.rows)
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
@@ -274,7 +256,7 @@ class Reading:
         bound, chunk = self._bound, self._chunk
 
         def pieces() -> Pieces:
-            return bound.plan.chunk(bound.grid, chunk).copy().enumerate().merged()
+            return bound.chunk(chunk).copy().enumerate().merged()
 
         self._host.plan(pieces, self._planned, rows=bound.pieces)
 

@@ -6,6 +6,7 @@ what the superseded engine still sends of its own accord (renewals, a late relea
 
 import asyncio
 import heapq
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,7 +41,8 @@ class OfferBook:
         self._offers: dict[OfferKey, Offer] = {}
         self._early: dict[OfferKey, Early] = {}
         self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
-        self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom; renewals leave old entries
+        self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
+        self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -193,7 +195,10 @@ class OfferBook:
             offer.forsake()
 
     def _watch(self, key: OfferKey, until: float) -> None:
-        """Look at a request again at `until`."""
+        """Look at a request at `until`, or before: whoever is renewed meanwhile is then watched anew."""
+        if self._watched.get(key, math.inf) <= until:
+            return
+        self._watched[key] = until
         heapq.heappush(self._ends, (until, key))
         if self._ends[0] == (until, key):
             self._arm()
@@ -207,17 +212,28 @@ class OfferBook:
     def _look(self) -> None:
         now = self._site.now()
         while self._ends and self._ends[0][0] <= now:
-            _, key = heapq.heappop(self._ends)
-            offer, early = self._offers.get(key), self._early.get(key)
-            # a transfer at work keeps its offer, and its own leases bound it; `left` has the offer looked at again
-            if offer is not None and offer.state is OfferState.LIVE and offer.lease <= now and not offer.transfers:
-                self._expire(offer)
-            if early is not None and early.until <= now:
-                del self._early[key]
-                reason = f"the request was not offered within {self._site.config.unclaimed_timeout:g} s"
-                for fetch in early.fetches:
-                    fetch.refuse(Code.NEVER_OFFERED, reason)
+            until, key = heapq.heappop(self._ends)
+            if self._watched.get(key) == until:
+                del self._watched[key]
+                self._look_at(key, now)
         self._arm()
+
+    def _look_at(self, key: OfferKey, now: float) -> None:
+        """End what has run out, or watch it on."""
+        offer, early = self._offers.get(key), self._early.get(key)
+        # a transfer at work keeps its offer, and its own leases bound it; `left` has the offer watched again
+        if offer is not None and offer.state is OfferState.LIVE and not offer.transfers:
+            if offer.lease <= now:
+                self._expire(offer)
+            else:
+                self._watch(key, offer.lease)
+        if early is not None and early.until > now:
+            self._watch(key, early.until)
+        elif early is not None:
+            del self._early[key]
+            reason = f"the request was not offered within {self._site.config.unclaimed_timeout:g} s"
+            for fetch in early.fetches:
+                fetch.refuse(Code.NEVER_OFFERED, reason)
 
     def _expire(self, offer: Offer) -> None:
         config = self._site.config

@@ -13,11 +13,11 @@ from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import CopyPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import decode_spans, encode_spans, fit_grid, merged_pieces
+from kvxfer.planning import Bound, decode_spans, encode_spans, fit_grid, merged_pieces
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, choose
-from kvxfer.shipment import Bound, Moved, Shipment
+from kvxfer.shipment import Moved, Shipment
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
@@ -154,6 +154,7 @@ class Outgoing(Steps):
                 self.peer,
                 bound,
                 grant,
+                staged=self.machine.route is Route.STAGED,
                 until=until,
                 after=self._events(bound, grant.chunk),
                 tally=self._tally,
@@ -167,7 +168,7 @@ class Outgoing(Steps):
         for chunk in self.machine.landed(message):
             if bound is None or offer is None:
                 continue
-            nbytes = bound.plan.chunk(bound.grid, chunk).bytes
+            nbytes = bound.chunk(chunk).bytes
             self._tally.bytes += nbytes
             self._readable -= 1
             self._say(self.machine.moved(chunk, nbytes, Timings()))
@@ -210,19 +211,18 @@ class Outgoing(Steps):
         pair = plans.outgoing(self.peer, fetch.selections)
         check_state(pair, tokens, offer.tokens)
         plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens)
-        whole = plan.whole.copy()
-        pieces = merged_pieces(plan) if self._means.direct else whole.pieces
-        choice = choose(config.route, self._means, fetch.routes, nbytes=plan.whole.bytes, pieces=pieces)
+        nbytes = plan.whole.bytes
+        choice = choose(config.route, self._means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
         limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
         if choice.route is Route.STAGED:
             limit = min(limit, self.site.send_desk.share.capacity)
-        target = limit if offer.finished else min(limit, max(_SMALLEST_STREAMED_CHUNK, plan.whole.bytes // 8))
+        target = limit if offer.finished else min(limit, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
         layers = None if offer.finished else 1
         grid = fit_grid(plan, target_bytes=target, limit_bytes=limit, layers_per_chunk=layers)
         message = Accept(
             transfer=fetch.transfer,
             route=choice.route,
-            bytes=plan.whole.bytes,
+            bytes=nbytes,
             spans=encode_spans(offer.spans, pair.groups),
             layers_per_chunk=grid.layers_per_chunk,
             tokens_per_chunk=grid.tokens_per_chunk,
@@ -230,8 +230,7 @@ class Outgoing(Steps):
             digest=plan.digest(grid),
             why=choice.why,
         )
-        rows = max((len(found) for found in plan.rows.values()), default=0)
-        return Bound(plan, grid, rows, whole.pieces, choice.route is Route.STAGED), choice, message
+        return Bound.of(plan, grid), choice, message
 
     def _announce(self) -> None:
         """Tell the decode rank which chunks may go now."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -13,6 +14,7 @@ from kvxfer.geometry import (
     BlockLists,
     CacheGeometry,
     ChunkGrid,
+    ChunkPlan,
     CopyPlan,
     Interleave,
     PairPlan,
@@ -26,7 +28,15 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import pack_u32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
 
-__all__ = ["PairPlans", "decode_spans", "encode_spans", "geometry_from_wire", "geometry_to_wire", "selection_to_wire"]
+__all__ = [
+    "Bound",
+    "PairPlans",
+    "decode_spans",
+    "encode_spans",
+    "geometry_from_wire",
+    "geometry_to_wire",
+    "selection_to_wire",
+]
 
 _KEPT_PAIRS: Final = 512
 _MAX_STRIDE: Final = 1 << 47
@@ -247,6 +257,32 @@ def _first_blocks(geometry: CacheGeometry, tokens: int) -> dict[str, Span]:
         group: Span(np.arange(min(specs[0].ids, -(-tokens // specs[0].id_tokens) if specs[0].id_tokens else 1)))
         for group, specs in geometry.groups.items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The plan of an accepted transfer, which both sides make.
+
+    Attributes:
+        plan: What goes where.
+        grid: How it is cut.
+        rows: Table rows that a chunk's plan walks over, at most.
+        pieces: Contiguous runs in all.
+    """
+
+    plan: TransferPlan
+    grid: ChunkGrid
+    rows: int
+    pieces: int
+
+    @classmethod
+    def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
+        """Count once what every chunk asks for."""
+        return cls(plan, grid, max(map(len, plan.rows.values()), default=0), plan.whole.copy().pieces)
+
+    def chunk(self, number: int) -> ChunkPlan:
+        """One chunk of it."""
+        return self.plan.chunk(self.grid, number)
 
 
 def fit_grid(plan: TransferPlan, *, target_bytes: int, limit_bytes: int, layers_per_chunk: int | None) -> ChunkGrid:

@@ -9,38 +9,19 @@ from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkGrid, ChunkPlan, CopyPlan, Pieces, TransferPlan
+from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
 from kvxfer.memory import Extent, Request
-from kvxfer.planning import block_pieces, staging_pieces
+from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Timings
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
 
-__all__ = ["Bound", "Moved", "Shipment"]
+__all__ = ["Moved", "Shipment"]
 
 _NOTHING: Final = CopyPlan(())
 _UNTIMED: Final = Timings()
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The plan of an accepted transfer.
-
-    Attributes:
-        plan: What goes where.
-        grid: How it is cut.
-        rows: Table rows that a chunk's plan walks over, about.
-        pieces: Contiguous runs in all.
-        staged: Whether chunks are gathered into staging memory.
-    """
-
-    plan: TransferPlan
-    grid: ChunkGrid
-    rows: int
-    pieces: int
-    staged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +55,7 @@ class Shipment(Steps):
         peer: The decode rank.
         bound: The transfer's plan.
         grant: Which chunk, and where to.
+        staged: Whether it is gathered into staging memory.
         until: When the grant's lease ends; nothing is posted later.
         after: The blocks may be read when this has fired.
         tally: Counts.
@@ -87,6 +69,7 @@ class Shipment(Steps):
         bound: Bound,
         grant: Grant,
         *,
+        staged: bool,
         until: float,
         after: Event,
         tally: Tally,
@@ -96,6 +79,7 @@ class Shipment(Steps):
         self._peer: Final = peer
         self._bound: Final = bound
         self._grant: Final = grant
+        self._staged: Final = staged
         # an event that never fires must not keep a dead cell: what is copied then is not posted
         cell = self._cell = Cell(until)
         self._after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
@@ -133,7 +117,7 @@ class Shipment(Steps):
     def _begin(self) -> None:
         bound, chunk = self._bound, self._grant.chunk
         self._release = self.site.lanes.hold(self._peer)
-        self.plan(lambda: bound.plan.chunk(bound.grid, chunk), self._planned, rows=bound.rows)
+        self.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.rows)
 
     def _planned(self, part: ChunkPlan) -> None:
         self._part = part
@@ -147,7 +131,7 @@ class Shipment(Steps):
         part, site = self._part, self.site
         if part is None or self._report is None:
             return
-        if not self._bound.staged:
+        if not self._staged:
             self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self._bound.pieces)
             return
         if not self._peer.body.staging or self._grant.length < part.staged_bytes:

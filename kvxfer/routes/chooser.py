@@ -1,6 +1,6 @@
 """Which route a transfer takes, and why: by trust, by what both ends can do, by piece size and count."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,7 +66,7 @@ def acceptable(preference: str, means: Means) -> list[Route]:
     return [route for route in order if means.can(route)]
 
 
-def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: int, pieces: int) -> Choice:
+def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: int, pieces: Callable[[], int]) -> Choice:
     """The sender's choice among the routes that the decode rank accepts.
 
     Args:
@@ -74,7 +74,7 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
         means: What the pair can do, as the sender sees it.
         wanted: Routes that the decode rank accepts, best first.
         nbytes: Size of the transfer.
-        pieces: Contiguous pieces after merging neighbours.
+        pieces: Counts contiguous pieces after merging neighbours; called only where the choice depends on it.
 
     Raises:
         RefusedError: If no route is left.
@@ -89,7 +89,7 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
     if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is Route.STAGED:
-        return _by_pieces(nbytes, pieces)
+        return _by_pieces(nbytes, pieces())
     best = possible[0]
     why = "the only common route" if len(possible) == 1 else "preferred by the decode rank"
     missed = own or wanted[0]

@@ -196,7 +196,8 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        return self.window(self.pair.layers, *self._extent)
+        padded = any(rows.present() is not rows for rows in self.rows.values())
+        return self.window(self.pair.layers, *self._extent) if padded else self.outline
 
     @cached_property
     def outline(self) -> ChunkPlan:

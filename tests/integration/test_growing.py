@@ -134,9 +134,11 @@ async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
     await quiet(prefill, decode)
 
 
+@pytest.mark.parametrize("small_plan", [2048, 0], ids=["planned here", "planned in threads"])
 @pytest.mark.parametrize("when", ["before the fetch", "between two steps"])
-async def test_many_small_steps_at_once(stage, when):
+async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
     """Steps that come faster than they are planned and told."""
+    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", small_plan)
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", streaming=True)
@@ -147,6 +149,7 @@ async def test_many_small_steps_at_once(stage, when):
         offer.ready()
         if block == (0 if when == "before the fetch" else 30):
             transfer = decode.start_fetch(ticket, into, tokens=range(3, 255), timeout=5)
+        if transfer is not None:
             await asyncio.sleep(0)
     offer.finish()
     assert transfer is not None

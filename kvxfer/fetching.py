@@ -341,6 +341,7 @@ class Fetching(Steps):
         return tally.stats(
             route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),
+            limited_by="; ".join(dict.fromkeys(i.limited_by for i in self.incoming if i.limited_by)),
             peers=tuple(incoming.peer.name for incoming in self.incoming),
             started=self._began,
             finished=self.site.now(),

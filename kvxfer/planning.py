@@ -27,6 +27,7 @@ from kvxfer.geometry import (
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import pack_u32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.telemetry import logger
 
 __all__ = [
     "Bound",
@@ -38,6 +39,7 @@ __all__ = [
     "selection_to_wire",
 ]
 
+_log: Final = logger("kvxfer.plan")
 _KEPT_PAIRS: Final = 512
 _MAX_STRIDE: Final = 1 << 47
 
@@ -236,6 +238,9 @@ class PairPlans:
             self._pairs[key] = pair
             if len(self._pairs) > _KEPT_PAIRS:
                 self._pairs.popitem(last=False)
+            found = pair.explain()  # once a pair: every transfer's log line names what limits its pieces
+            role = "sending" if sending else "receiving"
+            _log.debug("pair_planned", peer=peer.name, role=role, limited_by=found.limited_by, explanation=str(found))
         return pair
 
 
@@ -274,6 +279,11 @@ class Bound:
     grid: ChunkGrid
     rows: int
     pieces: int
+
+    @property
+    def limited_by(self) -> str:
+        """What keeps pieces from being longer, in a few words."""
+        return self.plan.pair.explain().limited_by
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":

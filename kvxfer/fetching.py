@@ -15,9 +15,9 @@ from kvxfer.copy.port import Event
 from kvxfer.errors import (
     ClosedError,
     Code,
-    GeometryError,
     KvxferError,
     MemoryInDoubtError,
+    MismatchError,
     PeerLostError,
     RefusedError,
     TransferFailedError,
@@ -180,7 +180,7 @@ class Fetching(Steps):
             return
         try:
             shares = site.plans.shares([None if link is None else link.peer for link in links], rank=site.config.rank)
-        except GeometryError as error:
+        except MismatchError as error:
             raise lost or error from error  # a rank that was not reached may be the one that is missing
         self._asking = self._asked = True
         try:

@@ -16,7 +16,7 @@ from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segm
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
-from kvxfer.geometry.resolve import Selection, resolve
+from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "check_spans",
     "check_state",
     "check_tokens",
+    "common",
     "normalise_blocks",
     "resolve",
     "token_count",

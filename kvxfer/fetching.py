@@ -13,9 +13,9 @@ from kvxfer.copy.port import Event
 from kvxfer.errors import (
     ClosedError,
     Code,
-    GeometryError,
     KvxferError,
     MemoryInDoubtError,
+    MismatchError,
     PeerLostError,
     RefusedError,
     TransferFailedError,
@@ -178,7 +178,7 @@ class Fetching(Steps):
             return
         try:
             shares = site.plans.shares([None if link is None else link.peer for link in links], rank=site.config.rank)
-        except GeometryError as error:
+        except MismatchError as error:
             raise lost or error from error  # a rank that was not reached may be the one that is missing
         self._asking = self._asked = True
         try:
@@ -339,6 +339,7 @@ class Fetching(Steps):
         return tally.stats(
             route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),
+            limited_by="; ".join(dict.fromkeys(i.limited_by for i in self.incoming if i.limited_by)),
             peers=tuple(incoming.peer.name for incoming in self.incoming),
             started=self._began,
             finished=self.site.now(),

@@ -82,6 +82,11 @@ class Incoming(Steps):
         return sorted({layer for selection in self._need.selections for layer in selection.layers})
 
     @property
+    def limited_by(self) -> str:
+        """What keeps pieces from being longer; empty before there is a plan."""
+        return self._bound.limited_by if self._bound is not None else ""
+
+    @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
         theirs = self.route is Route.DIRECT and not self.machine.ended and bool(self.machine.granted)

@@ -2,7 +2,16 @@
 
 from typing import Final
 
-__all__ = ["MAX_WORLD"]
+__all__ = ["MAX_FACTS", "MAX_NAME", "MAX_TENSORS", "MAX_WORLD"]
 
 MAX_WORLD: Final = 16_384
 """Ranks of an engine at most: what a card and a ticket may name."""
+
+MAX_NAME: Final = 128
+"""Characters of a name, such as that of a group or of a fact, at most."""
+
+MAX_TENSORS: Final = 16_384
+"""Cache tensors of a rank at most."""
+
+MAX_FACTS: Final = 1024
+"""Facts that two ranks compare when they meet, at most: the model, and four of each tensor class."""

@@ -375,6 +375,7 @@ class Outgoing(Steps):
         self.stats = self._tally.stats(
             route=machine.route.name.lower(),
             why=self._choice.why if self._choice else "",
+            limited_by=self._bound.limited_by if self._bound else "",
             peers=(self.peer_name,),
             started=self._began,
             finished=self.site.now(),
@@ -387,6 +388,8 @@ class Outgoing(Steps):
             route=self.stats.route,
             bytes=self._tally.bytes,
             chunks=self.stats.chunks,
+            pieces=self.stats.pieces,
+            limited_by=self.stats.limited_by,
             duration=self.stats.duration,
             outcome=failure.code.name.lower() if failure else "ok",
             reason=failure.reason if failure else "",

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvxfer.errors import Code, ProtocolError, RefusedError
+from kvxfer.errors import Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.fabric.port import Descriptors
 from kvxfer.geometry import (
     BlockLists,
@@ -22,11 +22,13 @@ from kvxfer.geometry import (
     Span,
     TensorSpec,
     TransferPlan,
+    common,
     resolve,
 )
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import pack_u32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.telemetry import logger
 
 __all__ = [
     "Bound",
@@ -39,6 +41,7 @@ __all__ = [
     "selection_to_wire",
 ]
 
+_log: Final = logger("kvxfer.plan")
 _KEPT_PAIRS: Final = 512
 _MAX_STRIDE: Final = 1 << 47
 _MAX_IDS: Final = 1 << 24
@@ -183,13 +186,32 @@ class PairPlans:
         self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
 
-    def meet(self, peer: PeerInfo) -> None:
-        """Read a new peer's geometry.
+    def meet(self, peer: PeerInfo, *, sending: bool) -> None:
+        """Read a new peer's geometry, and plan the copy of all that both sides hold.
+
+        So what cannot be copied is refused here, by the same code that would plan the transfers, and on both sides.
+
+        Args:
+            peer: The other side.
+            sending: Whether it opened the stream, to fetch from this rank.
 
         Raises:
-            GeometryError: If it contradicts itself.
+            MismatchError: If the peer's description contradicts itself, or the two caches cannot be copied.
+            ProtocolError: If numbers are out of every sensible range.
         """
-        self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
+        try:
+            theirs = self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
+            selections = common(*self._ends(theirs, sending=sending))
+            if selections:
+                self._pair(peer, selections, sending=sending)
+        except GeometryError as error:
+            raise MismatchError(
+                f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
+            ) from error
+
+    def _ends(self, theirs: CacheGeometry, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
+        """Source and destination."""
+        return (self._own, theirs) if sending else (theirs, self._own)
 
     def forget(self, peer: PeerInfo) -> None:
         """The peer is gone."""
@@ -204,8 +226,7 @@ class PairPlans:
         """What a peer holds."""
         found = self._geometries.get(peer.identity.incarnation)
         if found is None:
-            self.meet(peer)
-            found = self._geometries[peer.identity.incarnation]
+            found = self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
         return found
 
     def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
@@ -223,7 +244,7 @@ class PairPlans:
         """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
 
         Raises:
-            GeometryError: If something that it needs is on none of them.
+            MismatchError: If something that it needs is on none of them.
         """
         key = tuple(None if peer is None else peer.identity.incarnation for peer in peers)
         found = self._shares.get(key)
@@ -239,12 +260,11 @@ class PairPlans:
 
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
-        theirs = self.geometry(peer)
-        src, dst = (self._own, theirs) if sending else (theirs, self._own)
-        selections = common_selections(src, dst)
+        src, dst = self._ends(self.geometry(peer), sending=sending)
+        selections = common(src, dst)
         if not selections:
             return []
-        pair = PairPlan(src, dst, selections)
+        pair = self._pair(peer, selections, sending=sending)
         tokens = max(spec.id_tokens for spec in (*src.tensors, *dst.tensors)) or 1
         plan = pair.bind(_first_blocks(src, tokens), _first_blocks(dst, tokens), range(tokens))
         chunk = plan.whole
@@ -254,24 +274,14 @@ class PairPlans:
         key = (peer.identity.incarnation, sending, selections)
         pair = self._pairs.get(key)
         if pair is None:
-            theirs = self.geometry(peer)
-            pair = PairPlan(self._own, theirs, selections) if sending else PairPlan(theirs, self._own, selections)
+            pair = PairPlan(*self._ends(self.geometry(peer), sending=sending), selections)
             self._pairs[key] = pair
             if len(self._pairs) > _KEPT_PAIRS:
                 self._pairs.popitem(last=False)
+            found = pair.explain()  # once a pair: every transfer's log line names what limits its pieces
+            role = "sending" if sending else "receiving"
+            _log.debug("pair_planned", peer=peer.name, role=role, limited_by=found.limited_by, explanation=str(found))
         return pair
-
-
-def common_selections(src: CacheGeometry, dst: CacheGeometry) -> list[Selection]:
-    """Everything that both sides hold."""
-    return [
-        Selection(a.group, a.part, kv, layers, max(a.heads.start, b.heads.start), min(a.heads.stop, b.heads.stop))
-        for a in src.tensors
-        for b in dst.groups.get(a.group, ())
-        if a.part == b.part and max(a.heads.start, b.heads.start) < min(a.heads.stop, b.heads.stop)
-        for kv in a.kv
-        if kv in b.kv and (layers := tuple(sorted(set(a.layers) & set(b.layers))))
-    ]
 
 
 def _first_blocks(geometry: CacheGeometry, tokens: int) -> dict[str, Span]:
@@ -297,6 +307,11 @@ class Bound:
     grid: ChunkGrid
     rows: int
     pieces: int
+
+    @property
+    def limited_by(self) -> str:
+        """What keeps pieces from being longer, in a few words."""
+        return self.plan.pair.explain().limited_by
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":

@@ -50,12 +50,15 @@ class Tally:
         for stage, intervals in other.stages.items():
             self.stages[stage].merge(intervals)
 
-    def stats(self, *, route: str, why: str, peers: tuple[str, ...], started: float, finished: float) -> TransferStats:
+    def stats(
+        self, *, route: str, why: str, limited_by: str, peers: tuple[str, ...], started: float, finished: float
+    ) -> TransferStats:
         """The counts as the caller sees them."""
         length = {stage: intervals.length for stage, intervals in self.stages.items()}
         return TransferStats(
             route=route,
             why=why,
+            limited_by=limited_by,
             bytes=self.bytes,
             pieces=self.pieces,
             chunks=self.chunks,

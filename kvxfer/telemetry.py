@@ -58,9 +58,11 @@ KEYS: Final = frozenset(
         "code",
         "environment",
         "error",
+        "explanation",
         "field",
         "fields",
         "limit",
+        "limited_by",
         "outcome",
         "path",
         "reason",
@@ -212,6 +214,7 @@ class TransferStats:
     Attributes:
         route: How the bytes travelled; several, joined by `+`, if peers differed.
         why: Why this route was chosen.
+        limited_by: What keeps pieces from being longer, and on which side; `PairPlan.explain` says it at length.
         bytes: Bytes of cache moved.
         pieces: Contiguous runs that they were in, in the blocks.
         chunks: Chunks that they travelled in.
@@ -230,6 +233,7 @@ class TransferStats:
 
     route: str
     why: str = ""
+    limited_by: str = ""
     bytes: int = 0
     pieces: int = 0
     chunks: int = 0

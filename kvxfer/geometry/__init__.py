@@ -5,6 +5,7 @@
     pair        what two ranks have in common                           (intersect.py, factor.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py)
+    explain     why its pieces are as long as they are                  (explain.py, growth.py)
 
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
@@ -12,9 +13,10 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
+from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
-from kvxfer.geometry.resolve import Selection, resolve
+from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
@@ -24,23 +26,31 @@ __all__ = [
     "Blocks",
     "Box",
     "BoxAxis",
+    "Breaks",
     "CacheGeometry",
     "CacheTensor",
+    "Cause",
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
+    "Explanation",
     "Group",
     "Interleave",
+    "Limit",
     "PairPlan",
     "Pieces",
+    "Run",
     "Segment",
     "Selection",
+    "Side",
     "Span",
+    "Step",
     "TensorSpec",
     "TransferPlan",
     "check_spans",
     "check_state",
     "check_tokens",
+    "common",
     "normalise_blocks",
     "resolve",
     "token_count",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.overlap import Bytes, shared
+from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +132,10 @@ class TensorSpec:
         layers = f"layers {first}..{last}" if last > first else f"layer {first}"
         return f"cache tensor (group {self.group!r}{part}, kv {'+'.join(self.kv) or '-'}, {layers})"
 
+    def label(self, kv: str) -> str:
+        """How facts and mismatches name a half of its class."""
+        return "/".join(filter(None, (self.group, self.part, kv)))
+
     def stride(self, axis: str) -> int:
         """Bytes between neighbours on an unsplit axis; 0 if the tensor does not have it."""
         factors = self.factors.get(axis, ())
@@ -181,8 +186,16 @@ class TensorSpec:
             if axis not in self.factors and given != 1:
                 raise GeometryError(f"{self.name}: {given} {axis}s were named, but axes {self.axes!r} have no {axis!r}")
         self._check_units()
-        if max(self.shape) > _MAX_DIMENSION or max(self.layers) > _MAX_DIMENSION or self.heads.stop > _MAX_DIMENSION:
-            raise GeometryError(f"{self.name}: a coordinate is over {_MAX_DIMENSION}")
+        for what, number in (
+            ("the longest axis", max(self.shape)),
+            ("the last layer", max(self.layers)),
+            ("the end of heads", self.heads.stop),
+            ("tokens_per_row", self.tokens_per_row),
+            ("of in tokens", self.tokens.of),
+            ("chunk in tokens", self.tokens.chunk),
+        ):
+            if number > _MAX_DIMENSION:
+                raise GeometryError(f"{self.name}: {what} is {number}, but no coordinate may be over {_MAX_DIMENSION}")
         self._check_strides()
 
     def _check_units(self) -> None:
@@ -325,15 +338,15 @@ class CacheGeometry:
     """Everything that one rank holds, checked as a whole.
 
     Raises:
-        GeometryError: If there is nothing, memory lies on several devices, the same coordinates are given twice, or
-            tensors of one group disagree on what a block id covers, or share memory.
+        GeometryError: If there is nothing, or more than can be told to a peer, memory lies on several devices, the same
+            coordinates are given twice, or tensors of one group disagree on what a block id covers, or share memory.
     """
 
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
-        if not self.tensors:
-            raise GeometryError("a cache needs at least one tensor")
+        if not 1 <= len(self.tensors) <= MAX_TENSORS:
+            raise GeometryError(f"a cache needs 1 to {MAX_TENSORS} tensors, not {len(self.tensors)}")
         devices = sorted({(spec.kind, spec.device) for spec in self.tensors})
         if len(devices) > 1:
             raise GeometryError(f"all cache tensors of a worker must be on one device, not on {devices}")
@@ -389,7 +402,7 @@ class CacheGeometry:
         seen: dict[str, str] = {}
         for spec in self.tensors:
             for kv in spec.kv:
-                label = "/".join(filter(None, (spec.group, spec.part, kv)))
+                label = spec.label(kv)
                 for name, value in (
                     (f"{label}.dtype", spec.dtype),
                     (f"{label}.dim", str(spec.count("dim"))),
@@ -404,6 +417,13 @@ class CacheGeometry:
         for name, specs in self.groups.items():
             first = specs[0]
             for spec in specs[1:]:
+                if spec.is_state != first.is_state:
+                    with_tokens, without = (spec, first) if first.is_state else (first, spec)
+                    raise GeometryError(
+                        f"group {name!r}: {with_tokens.name} has a token axis, and {without.name} has none. What "
+                        "belongs to a block as a whole (scales for each block) cannot be cut where blocks of other "
+                        "sizes meet: store it by token, or put state into a group of its own"
+                    )
                 if (spec.id_tokens, spec.tokens) != (first.id_tokens, first.tokens):
                     raise GeometryError(
                         f"group {name!r}: one block id covers {first.id_tokens} tokens ({first.tokens}) in "
@@ -434,8 +454,18 @@ class CacheGeometry:
                                 f"heads {spec.heads} in {spec.name} and heads {heads} in {other.name}"
                             )
                     rivals.append((spec.heads, spec))
-        for _ in self.facts():
-            pass
+        facts = list(self.facts())
+        longest = max((name for name, _ in facts), key=len)
+        if len(longest) > MAX_NAME:
+            raise GeometryError(
+                f"{longest!r} has {len(longest)} characters, and names that two sides compare have at most {MAX_NAME}: "
+                "shorten the names of groups or parts"
+            )
+        if len(facts) >= MAX_FACTS:  # one more may be the model
+            raise GeometryError(
+                f"a cache with {len(facts)} facts about its tensor classes (four of each group, part and half) is over "
+                f"the {MAX_FACTS - 1} that two sides can compare: use fewer groups or parts"
+            )
 
     def _check_memory(self) -> None:
         for name, specs in self.groups.items():

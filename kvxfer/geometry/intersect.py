@@ -21,18 +21,19 @@ from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import RowSide
 
-__all__ = ["SegmentClass", "SegmentKey", "intersect"]
+__all__ = ["KV_ORDER", "Place", "SegmentClass", "SegmentKey", "by_place", "intersect"]
 
 I64: TypeAlias = NDArray[np.int64]
 
-_Place: TypeAlias = tuple[str, str, str, int]
+Place: TypeAlias = tuple[str, str, str, int]
 """Group, part, kv, layer."""
 
 _Region: TypeAlias = tuple[int, int, int, int, int, int]
 """Layer, kv, first head, first dim, base at the source, base at the destination. The first four are unique in a class
 and order its regions alike on both sides; addresses differ between the sides and must not."""
 
-_KV_ORDER: Final = ("", "k", "v")
+KV_ORDER: Final = ("", "k", "v")
+"""Halves in the order of regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,18 @@ class SegmentClass:
 
     Attributes:
         key: Strides and extents.
-        layers: int64 (R,): the layer of each region.
+        places: int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim.
         bases: int64 (R, 2): address of the region's first selected element in block 0, at the source and destination.
     """
 
     key: SegmentKey
-    layers: I64
+    places: I64
     bases: I64
+
+    @property
+    def layers(self) -> I64:
+        """The layer of each region, ascending."""
+        return self.places[:, 0]
 
 
 def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection]) -> tuple[SegmentClass, ...]:
@@ -88,7 +94,7 @@ def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selec
             tensors differs in what cannot be converted.
     """
     _check_disjoint(selections)
-    sources, targets = _by_place(src), _by_place(dst)
+    sources, targets = by_place(src), by_place(dst)
     found: dict[SegmentKey, list[_Region]] = {}
     for selection in selections:
         heads = range(selection.head_start, selection.head_stop)
@@ -112,16 +118,17 @@ def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selec
     classes: list[SegmentClass] = []
     for key in sorted(found, key=SegmentKey.sort_key):
         table = np.asarray(sorted(found[key]), np.int64)
-        classes.append(SegmentClass(key, table[:, 0], table[:, 4:]))
+        classes.append(SegmentClass(key, table[:, :4], table[:, 4:]))
     return tuple(classes)
 
 
-def _places(selection: Selection) -> Iterator[_Place]:
+def _places(selection: Selection) -> Iterator[Place]:
     return ((selection.group, selection.part, selection.kv, layer) for layer in selection.layers)
 
 
-def _by_place(geometry: CacheGeometry) -> dict[_Place, list[TensorSpec]]:
-    found: dict[_Place, list[TensorSpec]] = {}
+def by_place(geometry: CacheGeometry) -> dict[Place, list[TensorSpec]]:
+    """Tensors by what they hold; several of one place hold different heads."""
+    found: dict[Place, list[TensorSpec]] = {}
     for spec in geometry.tensors:
         for kv, layer in product(spec.kv, spec.layers):
             found.setdefault((spec.group, spec.part, kv, layer), []).append(spec)
@@ -130,7 +137,7 @@ def _by_place(geometry: CacheGeometry) -> dict[_Place, list[TensorSpec]]:
 
 def _check_disjoint(selections: Iterable[Selection]) -> None:
     """Selections come from a peer: what is named twice would be written twice."""
-    named: dict[_Place, list[Selection]] = {}
+    named: dict[Place, list[Selection]] = {}
     for selection in selections:
         for place in _places(selection):
             rivals = named.setdefault(place, [])
@@ -156,7 +163,7 @@ def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
             raise GeometryError(f"{src.name}: {what} is {ours} at the source, but {theirs} at the destination")
 
 
-def _regions(src: TensorSpec, dst: TensorSpec, place: _Place, common: range) -> Iterator[tuple[SegmentKey, _Region]]:
+def _regions(src: TensorSpec, dst: TensorSpec, place: Place, common: range) -> Iterator[tuple[SegmentKey, _Region]]:
     """One region for every patch of the common heads and dims of two tensors, in one layer and half."""
     _, _, kv, layer = place
     heads = _axis_patches(
@@ -186,7 +193,7 @@ def _regions(src: TensorSpec, dst: TensorSpec, place: _Place, common: range) -> 
             RowSide.of_tensor(dst),
         )
         at = (bases[0] + head.src + dim.src, bases[1] + head.dst + dim.dst)
-        yield key, (layer, _KV_ORDER.index(kv), common.start + head_at, dim_at, *at)
+        yield key, (layer, KV_ORDER.index(kv), common.start + head_at, dim_at, *at)
 
 
 @lru_cache(maxsize=512)

@@ -21,16 +21,15 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
+from kvxfer.geometry.explain import Explanation
+from kvxfer.geometry.growth import explain
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.rows import BlockLists, Rows, RowSide, check_spans, check_tokens, meet, period
+from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, period
 
 __all__ = ["PairPlan", "TransferPlan", "check_state"]
 
 I64: TypeAlias = NDArray[np.int64]
-
-_Meeting: TypeAlias = tuple[str, RowSide, RowSide]
-"""Classes with equal group and row addressing share their rows."""
 
 
 class PairPlan:
@@ -89,7 +88,7 @@ class PairPlan:
                 side = "destination" if receiving else "source"
                 raise BlocksError(f"group {missing[0]!r} has no block list at the {side}")
             check_spans({name: spans[name] for name in groups}, geometry, receiving=receiving)
-        rows: dict[_Meeting, Rows] = {}
+        rows: dict[Meeting, Rows] = {}
         for key in (c.key for c in self.classes):
             meeting = _meeting(key)
             if meeting not in rows:
@@ -130,6 +129,14 @@ class PairPlan:
             window = min(window, align * max(1, min(steps, default=touched)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
+    def explain(self) -> Explanation:
+        """Why pieces are as long as they are, and which side limits them: exact for full rows, whatever the request."""
+        return self._explained
+
+    @cached_property
+    def _explained(self) -> Explanation:
+        return explain(self.src, self.dst, self.classes)
+
     @cached_property
     def digested(self) -> bytes:
         """What the digest of every transfer of this pair begins with."""
@@ -167,7 +174,7 @@ class PairPlan:
         return per_layer
 
 
-def _meeting(key: SegmentKey) -> _Meeting:
+def _meeting(key: SegmentKey) -> Meeting:
     return key.group, key.src_rows, key.dst_rows
 
 
@@ -187,7 +194,7 @@ class TransferPlan:
     dst_spans: BlockLists
     tokens: range
     covered: int
-    rows: Mapping[_Meeting, Rows]
+    rows: Mapping[Meeting, Rows]
 
     @cached_property
     def whole(self) -> ChunkPlan:
@@ -235,6 +242,10 @@ class TransferPlan:
     def _extent(self) -> tuple[int, int]:
         """Tokens to look at: where none is missing the last one, since state belongs to it."""
         return min(self.tokens.start, self.tokens.stop - 1), self.tokens.stop
+
+    def explain(self) -> Explanation:
+        """As of the pair, and where only block ids end a run, how often they do in this transfer."""
+        return explain(self.pair.src, self.pair.dst, self.pair.classes, self.rows)
 
     def digest(self, grid: ChunkGrid) -> bytes:
         """SHA-256 over what both sides must agree on: selections, the destination's blocks, token range, grid, shapes.

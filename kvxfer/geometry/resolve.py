@@ -5,14 +5,14 @@ the owner is rotated by the decode rank, so that the load spreads. The result is
 every decode rank computes its own part, and nobody has to agree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from kvxfer.errors import GeometryError
-from kvxfer.geometry.cache import CacheGeometry, Interleave
+from kvxfer.errors import MismatchError
+from kvxfer.geometry.cache import CacheGeometry, Interleave, TensorSpec
 
-__all__ = ["Selection", "resolve"]
+__all__ = ["Selection", "common", "resolve"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,6 +45,7 @@ class _Holding:
 
 
 _Class = tuple[str, str, str, int]  # group, part, kv, layer
+_Held = dict[_Class, tuple[_Holding, ...]]
 
 
 def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0) -> list[tuple[Selection, ...]]:
@@ -59,9 +60,10 @@ def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0
         For each rank of `have` its selections; empty for ranks from which nothing is needed.
 
     Raises:
-        GeometryError: If coordinates that `need` holds are on no rank, naming them.
+        MismatchError: If coordinates that `need` holds are on no rank. It names every class of which that is so, with
+            what is held here and there.
     """
-    held = _index(have)
+    held, missing = _index(have), dict[str, tuple[str, str]]()
     share: dict[tuple[tuple[_Holding, ...], int, int], list[tuple[int, int, int]]] = {}
     found: dict[tuple[int, str, str, str, int, int], list[int]] = {}
     for spec in need.tensors:
@@ -73,18 +75,66 @@ def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0
                     share[key] = _share(holdings, spec.heads, rank)
                 for owner, start, stop in share[key]:
                     if owner < 0:
-                        raise GeometryError(
-                            f"no prefill rank holds all tokens of layer {layer}, kv {kv or '-'}, "
-                            f"heads {start}..{stop - 1} of group {spec.group!r}, part {spec.part!r}"
-                        )
+                        missing |= _missing(need, spec, kv, layer, held)
                     found.setdefault((owner, spec.group, spec.part, kv, start, stop), []).append(layer)
+    if missing:
+        shown = "; ".join(f"{name}: {here} here, {there} there" for name, (here, there) in missing.items())
+        raise MismatchError(f"no prefill rank holds all that this one needs: {shown}", fields=missing)
     result: list[list[Selection]] = [[] for _ in have]
     for (owner, group, part, kv, start, stop), layers in found.items():
         result[owner].append(Selection(group, part, kv, tuple(sorted(layers)), start, stop))
     return [tuple(sorted(selections)) for selections in result]
 
 
-def _index(have: Sequence[CacheGeometry]) -> dict[_Class, tuple[_Holding, ...]]:
+def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[Selection, ...]:
+    """Everything that both hold: what a transfer between the two can be about."""
+    held = _index([src])
+    found: dict[tuple[str, str, str, int, int], list[int]] = {}
+    for spec in dst.tensors:
+        for layer in spec.layers:
+            for kv in spec.kv:
+                for holding in held.get((spec.group, spec.part, kv, layer), ()):
+                    start, stop = max(holding.start, spec.heads.start), min(holding.stop, spec.heads.stop)
+                    if start < stop:
+                        found.setdefault((spec.group, spec.part, kv, start, stop), []).append(layer)
+    return tuple(
+        sorted(
+            Selection(group, part, kv, tuple(sorted(layers)), start, stop)
+            for (group, part, kv, start, stop), layers in found.items()
+        )
+    )
+
+
+def _missing(need: CacheGeometry, spec: TensorSpec, kv: str, layer: int, held: _Held) -> dict[str, tuple[str, str]]:
+    """What of a tensor of this rank is on no prefill rank: its name, what of its class is held here, and what there."""
+    label, kind = spec.label(kv), (spec.group, spec.part, kv)
+    there = {place: holdings for place, holdings in held.items() if place[:3] == kind}
+    if not there:
+        names = sorted({"/".join(filter(None, place[:3])) for place in held})
+        return {label: ("held", f"only {', '.join(names)}" if names else "nothing")}
+    here = [own for own in need.tensors if (own.group, own.part) == kind[:2] and kv in own.kv]
+    if (*kind, layer) not in held:
+        return {f"{label}.layers": (_runs(n for own in here for n in own.layers), _runs(place[3] for place in there))}
+    holdings = held[*kind, layer]
+    heads = {head for holding in holdings for head in range(holding.start, holding.stop)}
+    if not heads.issuperset(spec.heads):
+        return {f"{label}.heads": (_runs(n for own in here for n in own.heads), _runs(heads))}
+    turns = sorted({(h.tokens.of, h.tokens.chunk, h.tokens.rank) for h in holdings})
+    return {f"{label}.tokens": ("all", ", ".join(f"part {r} of {of} in turns of {chunk}" for of, chunk, r in turns))}
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Numbers as `0..3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def _index(have: Sequence[CacheGeometry]) -> _Held:
     held: dict[_Class, list[_Holding]] = {}
     for rank, geometry in enumerate(have):
         for spec in geometry.tensors:

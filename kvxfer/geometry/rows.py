@@ -22,6 +22,7 @@ from kvxfer.geometry.cache import CacheGeometry, TensorSpec
 __all__ = [
     "BlockLists",
     "Blocks",
+    "Meeting",
     "RowSide",
     "Rows",
     "Span",
@@ -123,6 +124,10 @@ class RowSide:
         if self.block_ratio == 1:
             return ids
         return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()
+
+
+Meeting: TypeAlias = tuple[str, RowSide, RowSide]
+"""A group and its addressing at the source and destination: what a pair of block lists has one table of rows for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

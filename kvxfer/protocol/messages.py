@@ -17,6 +17,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvxfer.errors import Code
+from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
 
 __all__ = [
     "FOREVER_MS",
@@ -82,14 +83,12 @@ MAX_SELECTIONS: Final = 4096
 """Most selections in one `Fetch`."""
 MAX_SPANS: Final = 1024
 """Most layer groups, and so most spans of one side."""
-MAX_TENSORS: Final = 16_384
-"""Most cache tensors of one rank."""
 
 U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 # msgspec's bounds are signed 64-bit; every u64 of the protocol is an address or a count and stays below 2^63
 U64 = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 I64 = Annotated[int, msgspec.Meta(ge=-0x8000_0000_0000_0000, le=0x7FFF_FFFF_FFFF_FFFF)]
-Name = Annotated[str, msgspec.Meta(max_length=128)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -278,7 +277,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Agent(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """What a side is: facts that must agree, and then (packed apart) its transport and its geometry."""
 
-    facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=1024)]
+    facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=MAX_FACTS)]
     body: bytes
     proof: Hash = b""
 

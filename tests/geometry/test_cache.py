@@ -105,7 +105,7 @@ def test_state_has_no_tokens() -> None:
         (cache((6, 2, 8), "block head dim", tokens_per_row=2), "describe a token axis, which it does not have"),
         (cache((6, 2, 8), "block head dim", tokens=Interleave(0, 2)), "describe a token axis, which it does not have"),
         (cache(tokens_per_row=2, tokens=Interleave(0, 2)), "compressed rows cannot be interleaved"),
-        (cache(layers=[1 << 32]), "a coordinate is over 4294967295"),
+        (cache(layers=[1 << 32]), "no coordinate may be over 4294967295"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused(tensor: CacheTensor, words: str) -> None:
@@ -159,7 +159,7 @@ def test_two_devices_are_refused() -> None:
 
 
 def test_nothing_is_refused() -> None:
-    assert refused([]) == "a cache needs at least one tensor"
+    assert refused([]) == "a cache needs 1 to 16384 tensors, not 0"
 
 
 def test_the_same_coordinates_twice_are_refused() -> None:
@@ -233,7 +233,7 @@ def test_without_addresses_nothing_is_known_of_shared_memory() -> None:
     ("other", "words"),
     [
         (cache((6, 8, 2, 8), kv="v"), "group 'default': one block id covers 4 tokens"),
-        (cache((6, 2, 8), "block head dim", kv="v"), "but 0 ("),
+        (cache((6, 2, 8), "block head dim", kv="v"), "has none. What belongs"),
         (cache(kv="v", tokens=Interleave(1, 2, 4)), "but 4 (Interleave(rank=1, of=2, chunk=4))"),
         (cache((6, 4, 2, 8), layers=[1], part="p", kernel_blocks_per_id=2), "but 8 ("),
     ],

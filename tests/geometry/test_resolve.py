@@ -1,13 +1,14 @@
 """Who sends what."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from worlds import cache_tensor, contiguous
 
-from kvxfer.errors import GeometryError
-from kvxfer.geometry import CacheGeometry, Selection, resolve
+from kvxfer.errors import MismatchError
+from kvxfer.geometry import CacheGeometry, Selection, common, resolve
 
 
 def rank(
@@ -91,18 +92,42 @@ def test_every_residue_of_an_interleaving_has_an_owner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("have", "words"),
+    ("have", "fields"),
     [
-        ([rank((0, 5))], "layer 0, kv k, heads 5..7 of group 'default', part ''"),
-        ([rank((0, 3)), rank((4, 8))], "layer 0, kv k, heads 3..3 of group"),
-        ([rank(layers=(1,))], "layer 0, kv k, heads 0..7 of group"),
-        ([rank(None)], "layer 0, kv k, heads 0..7 of group"),
-        ([rank(group="g")], "of group 'default'"),
-        ([rank(interleave=(0, 2, 4))], "no prefill rank holds all tokens of layer 0"),
-        ([rank(interleave=(0, 2, 4)), rank(interleave=(1, 2, 8))], "no prefill rank holds all tokens of layer 0"),
+        ([rank((0, 5))], {"default/k.heads": ("0..7", "0..4")}),
+        ([rank((0, 3)), rank((4, 8))], {"default/k.heads": ("0..7", "0..2, 4..7")}),
+        ([rank(layers=(1,))], {"default/k.layers": ("0", "1")}),
+        ([rank(None)], {"default/k": ("held", "only default")}),
+        ([rank(group="g")], {"default/k": ("held", "only g/k")}),
+        ([], {"default/k": ("held", "nothing")}),
+        ([rank(interleave=(0, 2, 4))], {"default/k.tokens": ("all", "part 0 of 2 in turns of 4")}),
+        (
+            [rank(interleave=(0, 2, 4)), rank(interleave=(1, 2, 8))],
+            {"default/k.tokens": ("all", "part 0 of 2 in turns of 4, part 1 of 2 in turns of 8")},
+        ),
     ],
 )
-def test_what_nobody_holds_is_named(have: list[CacheGeometry], words: str) -> None:
-    with pytest.raises(GeometryError) as caught:
+def test_what_nobody_holds_is_named(have: list[CacheGeometry], fields: dict[str, tuple[str, str]]) -> None:
+    with pytest.raises(MismatchError, match="no prefill rank holds all that this one needs") as caught:
         resolve(rank(), have)
-    assert words in str(caught.value)
+    assert caught.value.fields == fields
+    for name, (here, there) in fields.items():
+        assert f"{name}: {here} here, {there} there" in str(caught.value)
+
+
+def test_all_that_nobody_holds_is_named_at_once() -> None:
+    need = CacheGeometry((*rank(layers=(0, 1, 2)).tensors, *rank(None, group="latent").tensors))
+    with pytest.raises(MismatchError) as caught:
+        resolve(need, [rank(layers=(1,))])
+    assert caught.value.fields == {"default/k.layers": ("0..2", "1"), "latent": ("held", "only default/k")}
+
+
+def test_what_two_ranks_have_in_common() -> None:
+    one, other = rank((0, 6), layers=(0, 1, 2)), rank((4, 8), layers=(3, 2, 1))
+    assert common(one, other) == (Selection("default", "", "k", (1, 2), 4, 6),)
+    assert common(other, one) == common(one, other)
+    assert common(one, rank((6, 8))) == common(one, rank(layers=(3,))) == common(one, rank(None)) == ()
+    parts = (*rank((0, 4)).tensors, *rank((4, 8)).tensors)
+    halves = CacheGeometry(tuple(replace(spec, base=0) for spec in parts))
+    assert common(halves, one) == tuple(Selection("default", "", "k", (0,), a, b) for a, b in ((0, 4), (4, 6)))
+    assert common(one, one) == tuple(resolve(one, [one])[0])

@@ -213,7 +213,7 @@ async def test_names_may_be_forgiven(stage, source, target):
 async def test_a_cache_that_the_other_side_does_not_hold(stage):
     prefill, decode = await stage.pair(Cache(layers=[0]), Cache(layers=[0, 1]))
     prefill.offer("r", [1], tokens=4)
-    with pytest.raises(UsageError, match="layer 1"):
+    with pytest.raises(MismatchError, match=r"default/k\.layers: 0\.\.1 here, 0 there"):
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
     await quiet(prefill, decode)
 

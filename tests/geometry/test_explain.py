@@ -1,0 +1,314 @@
+"""What a plan says about its pieces, held against the pieces themselves, element by element."""
+
+import dataclasses
+import json
+from collections import Counter
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from worlds import make_world
+
+from kvxfer.geometry import (
+    CacheGeometry,
+    CacheTensor,
+    Cause,
+    Explanation,
+    Interleave,
+    PairPlan,
+    Run,
+    Selection,
+    Side,
+    Span,
+    Step,
+    resolve,
+)
+from kvxfer.geometry.growth import explain
+from kvxfer.geometry.intersect import SegmentClass
+from kvxfer.geometry.rows import row_grid
+
+WORLDS = range(120)
+
+
+# what the tables say, with no formula of the planner
+
+
+def row_axes(c: SegmentClass) -> list[tuple[str, int, int, int]]:
+    """(name, count, source stride, destination stride) of what one full row copies in one region."""
+    key = c.key
+    axes = [("dim", a.count, a.src, a.dst) for a in key.dims] + [("head", a.count, a.src, a.dst) for a in key.heads]
+    return [*axes, ("token", row_grid(key.src_rows, key.dst_rows), key.src_token, key.dst_token)]
+
+
+def elements(axes: list[tuple[str, int, int, int]], bases: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Both addresses of every element of one row."""
+    found: set[tuple[int, int]] = set()
+    for index in product(*(range(count) for _, count, _, _ in axes)):
+        src = sum(i * axis[2] for i, axis in zip(index, axes, strict=True))
+        dst = sum(i * axis[3] for i, axis in zip(index, axes, strict=True))
+        found |= {(base[0] + src, base[1] + dst) for base in bases}
+    return found
+
+
+def piece_sizes(cells: set[tuple[int, int]], item: int) -> Counter[int]:
+    """Bytes of each longest run of elements that follow each other on both sides."""
+    sizes: Counter[int] = Counter()
+    for src, dst in cells:
+        if (src - item, dst - item) in cells:
+            continue
+        length = 1
+        while (src + length * item, dst + length * item) in cells:
+            length += 1
+        sizes[length * item] += 1
+    return sizes
+
+
+def pairs() -> "list[tuple[int, PairPlan]]":
+    found = []
+    for seed in WORLDS:
+        world = make_world(Random(seed))
+        have = [rank.geometry for rank in world.prefill]
+        for number, target in enumerate(world.decode):
+            shares = resolve(target.geometry, have, rank=number)
+            for source, selections in zip(have, shares, strict=True):
+                if selections:
+                    found.append((seed, PairPlan(source, target.geometry, selections)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn() -> "list[tuple[int, PairPlan, SegmentClass, tuple[Run, ...], Counter[int]]]":
+    """Classes of random pairs, with what is said of them and what is so."""
+    return [
+        (seed, pair, c, explain(pair.src, pair.dst, [c]).runs, piece_sizes(elements(row_axes(c), listed(c)), item(c)))
+        for seed, pair in pairs()
+        for c in pair.classes
+    ]
+
+
+def listed(c: SegmentClass) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in c.bases.tolist()]
+
+
+def item(c: SegmentClass) -> int:
+    return c.key.item_bytes
+
+
+def test_pieces_are_as_long_as_is_said(drawn):
+    by_chance = 0
+    for seed, _, c, runs, sizes in drawn:
+        said: Counter[int] = Counter()
+        for run in runs:
+            said[run.piece_bytes] += run.pieces
+            assert run.piece_bytes == (run.steps[-1].nbytes if run.steps else item(c)), seed
+        assert sum(n * size for size, n in said.items()) == sum(n * size for size, n in sizes.items()), seed
+        assert sum(said.values()) >= sum(sizes.values()), seed
+        by_chance += said != sizes  # the last element of one axis happens to lie before the first of another
+    assert len(drawn) > 1000
+    assert by_chance * 500 < len(drawn)
+
+
+def test_the_named_side_alone_ends_the_run(drawn):
+    """Change nothing but the stride that is named, on the side that is named: pieces become as long as is promised."""
+    seen: Counter[tuple[str, Side, Cause]] = Counter()
+    for seed, _, c, runs, _ in drawn:
+        for run in runs:
+            for limit in run.limits:
+                seen[limit.axis, limit.side, limit.cause] += 1
+                if limit.cause in (Cause.BLOCK_IDS, Cause.TURNS) or limit.axis == "block":
+                    continue
+                assert limit.expected == run.piece_bytes, seed
+                axes, bases = mended(c, limit.axis, limit)
+                sizes = piece_sizes(elements(axes, bases), item(c))
+                assert max(sizes) >= limit.expected * limit.count > run.piece_bytes, (seed, limit)
+    for axis, side in product(("dim", "head", "token", "kv", "layer"), Side):
+        assert any(seen[axis, side, cause] for cause in Cause), (axis, side)
+
+
+def mended(c: SegmentClass, name: str, limit) -> tuple[list[tuple[str, int, int, int]], list[tuple[int, int]]]:
+    """The class with one axis moved to where it would continue the run, on the side of the limit alone."""
+    src, dst = (limit.side in (side, Side.BOTH) for side in (Side.SOURCE, Side.DESTINATION))
+    axes, found = [], False
+    for axis in row_axes(c):
+        if not found and axis == (name, limit.count, limit.src_stride, limit.dst_stride):
+            axis = (name, limit.count, limit.expected if src else axis[2], limit.expected if dst else axis[3])  # noqa: PLW2901
+            found = True
+        axes.append(axis)
+    if found:
+        return axes, listed(c)
+    column = {"layer": 0, "kv": 1, "head": 2, "dim": 3}[name]
+    numbers = sorted(set(c.places[:, column].tolist()))
+    first: dict[tuple[int, ...], tuple[int, int]] = {}
+    bases = []
+    for place, base in zip(c.places.tolist(), listed(c), strict=True):
+        at = numbers.index(place.pop(column))
+        start = first.setdefault(tuple(place), base)
+        bases.append(
+            tuple(s + at * limit.expected if m else b for s, b, m in zip(start, base, (src, dst), strict=True))
+        )
+    return axes, bases
+
+
+def test_where_block_ids_alone_end_a_run_the_next_block_continues_it(drawn):
+    counted = 0
+    for seed, _, c, runs, _ in drawn:
+        key, grid = c.key, row_grid(c.key.src_rows, c.key.dst_rows)
+        for run in runs:
+            for limit in run.limits:
+                if limit.cause is Cause.BLOCK_IDS:
+                    counted += 1
+                    within = [not s.is_state and s.block_tokens > grid for s in (key.src_rows, key.dst_rows)]
+                    steps = (
+                        grid * key.src_token if within[0] else key.src_block,
+                        grid * key.dst_token if within[1] else key.dst_block,
+                    )
+                    two = [(a + n * steps[0], b + n * steps[1]) for a, b in listed(c) for n in (0, 1)]
+                    assert max(piece_sizes(elements(row_axes(c), two), item(c))) >= 2 * run.piece_bytes, seed
+    assert counted > 100
+
+
+# the same for one transfer
+
+
+def tensors(layout: str, heads: range = range(8), tokens: int = 16, layers: int = 2, dim: int = 16) -> CacheGeometry:
+    count, kind = len(heads), torch.bfloat16
+    if layout == "cross":
+        whole = torch.empty(9, layers, 2, count, tokens, dim, dtype=kind)
+        return CacheGeometry.of(
+            [CacheTensor(whole, "block layer kv head token dim", layers=range(layers), heads=heads)]
+        )
+    shape, axes = {
+        "NHD": ((2, 9, tokens, count, dim), "kv block token head dim"),
+        "HND": ((2, 9, count, tokens, dim), "kv block head token dim"),
+    }[layout]
+    return CacheGeometry.of(
+        [CacheTensor(torch.empty(shape, dtype=kind), axes, layers=[n], heads=heads) for n in range(layers)]
+    )
+
+
+def plan(src: CacheGeometry, dst: CacheGeometry) -> PairPlan:
+    return PairPlan(src, dst, resolve(dst, [src])[0])
+
+
+def test_a_transfer_counts_the_places_where_blocks_follow_each_other():
+    pair = plan(tensors("NHD"), tensors("NHD", tokens=64))
+    ids = [0, 1, 2, 3, 5, 6, 8, 7]  # 0..3 follow each other, 3 to 5 is broken on both sides, 6 to 8 at the source
+    transfer = pair.bind({"default": Span(ids)}, {"default": Span([3, 7])}, range(128))
+    (run,) = transfer.explain().runs
+    (limit,) = run.limits
+    assert (limit.cause, limit.side) == (Cause.BLOCK_IDS, Side.SOURCE)
+    told = limit.breaks
+    assert told is not None
+    assert (told.places, told.joined, told.source, told.destination, told.both) == (7, 4, 2, 0, 1)
+    pieces = transfer.whole.copy().enumerate().merged()
+    assert len(pieces) == 4 * (told.places + 1 - told.joined)  # 2 layers of k and v
+    assert "in 4 of 7 places; broken by the source 2, by the destination 0, by both 1" in str(limit)
+    assert pair.explain().runs[0].limits[0].breaks is None
+
+
+def test_only_full_rows_are_counted_and_classes_without_rows_are_left_out():
+    pair = plan(tensors("NHD"), tensors("NHD"))
+    transfer = pair.bind({"default": Span([4, 5, 6])}, {"default": Span([1, 2, 3])}, range(3, 48))
+    limit = transfer.explain().runs[0].limits[0]
+    assert limit.breaks is not None
+    assert (limit.breaks.places, limit.breaks.joined) == (1, 1)
+    late = pair.bind({"default": Span([4])}, {"default": Span([1], first_token=16)}, range(16))
+    assert late.explain() == Explanation(())
+    assert late.explain().limited_by == ""
+
+
+# what people read
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "limited_by"),
+    [
+        (tensors("NHD"), tensors("NHD"), "block ids of both sides"),
+        (tensors("NHD"), tensors("NHD", range(4)), "source token stride"),
+        (tensors("NHD", range(4)), tensors("NHD", range(4, 8)), None),
+        (tensors("NHD", range(4)), tensors("NHD"), "destination token stride"),
+        (tensors("NHD"), tensors("HND"), "destination head stride, source token stride"),
+        (tensors("HND"), tensors("cross"), "source kv stride, destination block stride"),
+        (tensors("cross"), tensors("cross"), "block ids of both sides"),
+        (tensors("cross"), tensors("cross", range(2, 4)), "source kv stride"),
+    ],
+)
+def test_logs_say_it_in_a_few_words(src, dst, limited_by):
+    if limited_by is None:
+        assert explain(src, dst, []).limited_by == ""
+        return
+    selections = [Selection("default", "", kv, (0, 1), *common(src, dst)) for kv in "kv"]
+    pair = PairPlan(src, dst, selections)
+    assert pair.explain().limited_by == limited_by
+    assert pair.explain() is pair.explain()  # made once a pair
+
+
+def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[int, int]:
+    a, b = src.tensors[0].heads, dst.tensors[0].heads
+    return max(a.start, b.start), min(a.stop, b.stop)
+
+
+def test_a_head_split_reads_as_one():
+    found = plan(tensors("NHD", dim=128), tensors("NHD", range(4, 8), dim=128)).explain()
+    assert str(found) == (
+        "group 'default', k+v, layers 0..1, heads 4..7: 64 pieces of 1 KiB a row of 16 tokens\n"
+        "  one piece: 2 B (bfloat16), x 128 dim = 256 B, x 4 heads = 1 KiB\n"
+        "  the destination goes on with the next token, but at the source the next token lies 2048 B on, not 1024 B; "
+        "heads are split: 0..7 lie there, and only some are copied; 1024 B would make pieces of at least 16 KiB"
+    )
+    (run,) = found.runs
+    assert run.steps == (Step("dim", 128, 256), Step("head", 4, 1024))
+    assert run.limits[0].held == (0, 8)
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["runs"][0]["limits"][0]["side"] == "source"
+
+
+def test_layers_that_lie_in_tensors_of_their_own_are_said_to():
+    (run,) = plan(tensors("NHD"), tensors("cross", tokens=1)).explain().runs
+    assert run.layers == (0, 1)
+    assert run.halves == ("k", "v")
+    whole = plan(tensors("cross"), tensors("cross")).explain()
+    assert "x 2 halves = 8 KiB, x 2 layers = 16 KiB" in str(whole)
+    assert "one piece of 16 KiB a row of 16 tokens" in str(whole)
+    assert "layers 0..1" in str(whole)
+
+
+def test_tokens_that_take_turns_end_a_run():
+    def rank(number: int, of: int) -> CacheGeometry:
+        memory = torch.empty(8, 4, 6)
+        return CacheGeometry.of([CacheTensor(memory, "block token dim", layers=[0], tokens=Interleave(number, of, 4))])
+
+    pair = PairPlan(rank(1, 2), rank(0, 1), [Selection("default", "", "", (0,), 0, 1)])
+    (run,) = pair.explain().runs
+    assert [(limit.cause, limit.side) for limit in run.limits] == [(Cause.TURNS, Side.DESTINATION)]
+    assert "another rank" in str(run)
+    other = PairPlan(rank(0, 1), rank(1, 2), [Selection("default", "", "", (0,), 0, 1)])
+    assert other.explain().limited_by == "source turns"
+
+
+def test_without_addresses_tensors_are_never_taken_for_neighbours():
+    """A peer that hides its addresses shows every tensor at 0; distances are known within one tensor only."""
+    memory = torch.empty(4, 2, 4, 8)
+    apart = [CacheTensor(memory[:, n], "block token dim", layers=[n]) for n in range(2)]
+    own = CacheGeometry.of(apart)
+    hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
+    selections = [Selection("default", "", "", (0, 1), 0, 1)]
+    (known,) = PairPlan(own, own, selections).explain().runs
+    assert known.steps[-1] == Step("layer", 2, 256)
+    for src, dst in ((own, hidden), (hidden, own), (hidden, hidden)):
+        (run,) = PairPlan(src, dst, selections).explain().runs
+        assert run.piece_bytes == 128
+    halves = [CacheTensor(torch.empty(4, 2, 4, 8), "block layer token dim", layers=pair) for pair in ([0, 1], [2, 3])]
+    whole = CacheGeometry.of(halves)
+    veiled = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in whole.tensors))
+    (run,) = PairPlan(veiled, veiled, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain().runs
+    assert (run.piece_bytes, run.pieces, run.layers) == (256, 2, (0, 3))
+
+
+def test_regions_that_are_neighbours_only_in_part_are_told_apart():
+    memory = torch.empty(4, 4, 4, 8)
+    three = CacheTensor(memory[:, :3], "block layer token dim", layers=[0, 1, 2])
+    alone = CacheTensor(torch.empty_strided((4, 4, 8), (128, 8, 1)), "block token dim", layers=[3])
+    geometry = CacheGeometry.of([three, alone])
+    found = PairPlan(geometry, geometry, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain()
+    assert sorted((run.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]

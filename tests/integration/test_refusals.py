@@ -1,0 +1,254 @@
+"""What cannot be copied is refused by name, with both values, when a worker opens or when two workers meet.
+
+One entry a case: at which of the two stages, and in which words. Nothing of it comes as far as a `Fetch`.
+"""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import pytest
+import torch
+from stage import Cache, eventually, quiet
+
+from kvxfer import GeometryError, Group, MismatchError
+from kvxfer.geometry import CacheTensor, Interleave
+from kvxfer.protocol.framing import decode_body, encode_body
+from kvxfer.protocol.messages import AgentBody
+from kvxfer.worker import Worker
+
+HALF = torch.bfloat16
+
+
+def kv(heads=range(4), layers=(0,), tokens=4, dim=8, dtype=torch.float32, **named):
+    shape = (2, 8, tokens, len(heads), dim)
+    return [
+        CacheTensor(torch.zeros(shape, dtype=dtype), "kv block token head dim", layers=[layer], heads=heads, **named)
+        for layer in layers
+    ]
+
+
+def latent(rows=4, dim=8, layers=(0,), dtype=torch.float32, **named):
+    return [
+        CacheTensor(torch.zeros(8, rows, dim, dtype=dtype), "block token dim", layers=[layer], **named)
+        for layer in layers
+    ]
+
+
+def half(name, dim=8, rows=4):
+    return CacheTensor(torch.zeros(8, rows, 4, dim), "block token head dim", kv=name, layers=[0], heads=range(4))
+
+
+def state(dim=8, group="state", **named):
+    return [CacheTensor(torch.zeros(8, 4, dim), "block head dim", layers=[0], heads=range(4), group=group, **named)]
+
+
+def view(shape, strides):
+    return [CacheTensor(torch.zeros(4096).as_strided(shape, strides), "block token dim", layers=[0])]
+
+
+REGISTRATION = {
+    "another dtype in one class": (
+        [*kv(layers=[0]), *kv(layers=[1], dtype=HALF)],
+        ["default/k.dtype is bfloat16", "another tensor has float32"],
+    ),
+    "another dim in one class": ([*kv(layers=[0]), *kv(layers=[1], dim=16)], ["default/k.dim is 16", "has 8"]),
+    "K and V of other block sizes": ([half("k"), half("v", rows=8)], ["covers 4 tokens", "but 8", "kv k", "kv v"]),
+    "rows of several tokens that cover other blocks": (
+        [*latent(), *latent(part="pooled", tokens_per_row=2)],
+        ["covers 4 tokens", "but 8", "part 'pooled'"],
+    ),
+    "rows of several tokens that take turns": (
+        latent(tokens_per_row=2, tokens=Interleave(0, 2, 4)),
+        ["compressed rows cannot be interleaved"],
+    ),
+    "turns of two ranks in one group": (
+        [*latent(tokens=Interleave(0, 2, 4)), *latent(part="x", tokens=Interleave(1, 2, 4))],
+        ["Interleave(rank=0, of=2, chunk=4)", "Interleave(rank=1, of=2, chunk=4)"],
+    ),
+    "scales by block": (
+        [*kv(), *state(group="default", part="scale")],
+        ["kv k+v, layer 0) has a token axis", "part 'scale'", "has none", "scales for each block"],
+    ),
+    "an expanded tensor": (view((8, 4, 8), (32, 0, 1)), ["byte strides (128, 0, 4)", "a stride of 0 steps inside"]),
+    "strides that overlap": (view((8, 4, 8), (32, 4, 1)), ["a stride of 16 steps inside 32 bytes"]),
+    "kernel blocks that do not fill ids": (kv(kernel_blocks_per_id=3), ["8 blocks", "kernel_blocks_per_id=3"]),
+    "the same twice": ([*kv(), *kv(range(3, 5))], ["given twice", "range(0, 4)", "range(3, 5)"]),
+    "a layer over 32 bits": (kv(layers=[1 << 32]), ["the last layer is 4294967296", "over 4294967295"]),
+    "heads over 32 bits": (kv(range(1 << 32, (1 << 32) + 4)), ["the end of heads is 4294967300", "over 4294967295"]),
+    "rows over 32 bits": (latent(tokens_per_row=1 << 32), ["tokens_per_row is 4294967296", "over 4294967295"]),
+    "turns over 32 bits": (latent(tokens=Interleave(0, 2, 1 << 32)), ["chunk in tokens is 4294967296"]),
+    "a name that no frame holds": (kv(group="g" * 120), ["ggg", "has 137 characters", "at most 128"]),
+    "more classes than can be compared": (
+        [t for n in range(256) for t in latent(part=f"p{n}")],
+        ["1024 facts", "over the 1023"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REGISTRATION)
+async def test_refused_when_a_worker_opens(stage, case):
+    tensors, words = REGISTRATION[case]
+    with pytest.raises(GeometryError) as caught:
+        await stage.worker("alone", None, tensors=tensors)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_pytorch_has_no_negative_strides():
+    with pytest.raises(RuntimeError, match="egative strides"):
+        torch.zeros(8).as_strided((4,), (-1,))
+
+
+MEETING = {
+    "dtype": (kv(), kv(dtype=torch.int32), {"default/k.dtype": ("int32", "float32")}),
+    "dtype of another size": (kv(), kv(dtype=HALF), {"default/v.dtype": ("bfloat16", "float32")}),
+    "dim": (kv(), kv(dim=16), {"default/k.dim": ("16", "8")}),
+    "dim of V alone": ([half("k"), half("v")], [half("k"), half("v", dim=4)], {"default/v.dim": ("4", "8")}),
+    "dim of state": (state(), state(dim=4), {"state.dim": ("4", "8")}),
+    "state against tokens": (latent(group="state"), state(), {"state.has_tokens": ("False", "True")}),
+    "tokens of a row": (latent(), latent(rows=2, tokens_per_row=2), {"default.tokens_per_row": ("2", "1")}),
+    "one of two groups": (
+        [*kv(), *latent(group="draft")],
+        [*kv(), *latent(group="draft", dtype=HALF)],
+        {"draft.dtype": ("bfloat16", "float32")},
+    ),
+    # what this rank needs and nobody has
+    "latents against K and V": (latent(), kv(), {"default/k": ("held", "only default")}),
+    "a group": (kv(), [*kv(), *state()], {"state": ("held", "only default/k, default/v")}),
+    "a group of another name": (kv(group="a"), kv(group="b"), {"b/v": ("held", "only a/k, a/v")}),
+    "a part": (kv(), [*kv(), *latent(part="idx")], {"default/idx": ("held", "only default/k, default/v")}),
+    "V": ([half("k")], [half("k"), half("v")], {"default/v": ("held", "only default/k")}),
+    "layers": (kv(layers=[0]), kv(layers=[0, 1, 2]), {"default/k.layers": ("0..2", "0")}),
+    "heads": (kv(range(2)), kv(range(4)), {"default/v.heads": ("0..3", "0..1")}),
+    "tokens": (
+        latent(tokens=Interleave(0, 2, 4)),
+        latent(),
+        {"default.tokens": ("all", "part 0 of 2 in turns of 4")},
+    ),
+}
+
+
+async def refused(prefill, decode) -> MismatchError:
+    """A fetch that is to be refused before anything of it is sent."""
+    offer = prefill.offer("r", ids(prefill), tokens=4)
+    with pytest.raises(MismatchError) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), ids(decode), tokens=range(4), timeout=5)
+    assert "Fetch" not in decode.describe()["metrics"]["frames_sent"]
+    await offer.withdraw()
+    await quiet(prefill, decode)
+    return caught.value
+
+
+def ids(worker):
+    return {group: [1] for group in worker._site.geometry.groups}
+
+
+@pytest.mark.parametrize("case", MEETING)
+async def test_refused_when_two_workers_meet(stage, case):
+    theirs, ours, fields = MEETING[case]
+    prefill = await stage.worker("prefill", None, tensors=theirs)
+    decode = await stage.worker("decode", None, tensors=ours)
+    error = await refused(prefill, decode)
+    for name, (here, there) in fields.items():
+        assert error.fields[name] == (here, there)
+        for word in (name, here, there):
+            assert word in str(error)
+
+
+FINE = {
+    "more than is needed": ([*kv(layers=[0, 1]), *state(), *latent(part="idx")], kv()),
+    "other block sizes": (kv(tokens=3), kv(tokens=4)),
+    "other kernel blocks": (kv(), kv(tokens=2, kernel_blocks_per_id=2)),
+    "K and V of other dims": ([half("k"), half("v", dim=4)], [half("k"), half("v", dim=4)]),
+    "tokens that take turns at the destination": (latent(), latent(tokens=Interleave(0, 2, 4))),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+async def test_what_can_be_copied_is_not_refused(stage, case):
+    theirs, ours = FINE[case]
+    prefill = await stage.worker("prefill", None, tensors=theirs)
+    decode = await stage.worker("decode", None, tensors=ours)
+    offer = prefill.offer("r", {group: [1, 2] for group in ids(prefill)}, tokens=4)
+    await decode.fetch(prefill.engine.ticket("r"), ids(decode), tokens=range(4), timeout=5)
+    await offer.released()
+
+
+async def test_null_blocks_may_differ(stage):
+    prefill = await stage.worker("prefill", None, tensors=kv(), groups=[Group("default", 0)])
+    decode = await stage.worker("decode", None, tensors=kv())
+    offer = prefill.offer("r", [0, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [0, 1], tokens=range(8), timeout=5)
+    await offer.released()
+
+
+# peers that name no facts: the plan itself is what refuses
+
+
+@pytest.mark.parametrize("case", [name for name, (_, _, fields) in MEETING.items() if "held" not in str(fields)][:8])
+async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
+    theirs, ours, fields = MEETING[case]
+    prefill = await stage.worker("prefill", None, tensors=theirs)
+    decode = await stage.worker("decode", None, tensors=ours)
+    for worker in (prefill, decode):
+        worker._site.facts = []
+    error = await refused(prefill, decode)
+    assert error.peer == prefill_name(prefill)
+    ((name, (here, there)),) = fields.items()
+    await eventually(lambda: said_there(caplog))
+    for text in (str(error), said_there(caplog)):
+        assert "cannot be copied" in text
+        assert name.rpartition(".")[2] in text
+        assert f"is {there} at the source, but {here} at the destination" in text
+
+
+def prefill_name(worker: Worker) -> str:
+    return f"prefill[0/1]@{worker._site.incarnation.hex()[:8]}"
+
+
+def said_there(caplog) -> str:
+    """What the prefill side logs of the same refusal, once it has."""
+    told = [record.kvxfer for record in caplog.records if record.name.startswith("kvxfer")]
+    failed = (line for line in told if line["event"] == "handshake_failed" and line["role"] == "server")
+    return next((line["error"] for line in failed), "")
+
+
+async def test_a_peer_whose_description_contradicts_itself_is_refused(stage):
+    prefill = await stage.worker("prefill", Cache())
+    decode = await stage.worker("decode", Cache())
+    for trusted, body in list(prefill._site.body.items()):
+        told = decode_body(body)
+        twice = [*told.tensors, told.tensors[0]]
+        prefill._site.body[trusted] = encode_body(AgentBody(told.fabric, told.metadata, twice, told.staging))
+    error = await refused(prefill, decode)
+    assert "the same coordinates are given twice" in str(error)
+
+
+# engines of several ranks
+
+
+async def test_what_is_missing_is_known_once_every_rank_was_met(stage):
+    sources = [Cache(layers=[0, 1]), Cache(layers=[3, 4])]
+    prefill, _ = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", Cache(layers=range(6)))
+    for rank in prefill:
+        rank.offer("r", [1], tokens=4)
+    for _ in range(2):  # and again, with the ranks already met
+        with pytest.raises(MismatchError) as caught:
+            await decode.fetch(prefill[0].engine.ticket("r"), [1], tokens=range(4), timeout=5)
+        assert caught.value.fields["default/k.layers"] == ("0..5", "0..1, 3..4")
+        assert "Fetch" not in decode.describe()["metrics"]["frames_sent"]
+    await quiet(*prefill, decode)
+
+
+async def test_a_rank_that_does_not_fit_fails_the_fetch_only_if_it_is_needed(stage):
+    prefill, _ = await stage.engine("prefill", [Cache(layers=[0]), Cache(layers=[1], dim=16)])
+    alone = await stage.worker("alone", Cache(layers=[0]))
+    both = await stage.worker("both", Cache(layers=[0, 1]))
+    offers = [rank.offer("r", [1], tokens=4) for rank in prefill]
+    with pytest.raises(MismatchError) as caught:
+        await both.fetch(prefill[0].engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    assert caught.value.fields["default/k.dim"] == ("8", "16")
+    await alone.fetch(prefill[0].engine.ticket("r"), [1], tokens=range(4), timeout=5)
+    for offer in offers:
+        await offer.withdraw()
+    await quiet(*prefill, alone, both)

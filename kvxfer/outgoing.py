@@ -50,7 +50,7 @@ class Outgoing(Steps):
         self.peer: Final = link.peer
         self.offer: Offer | None = None
         self.stats: TransferStats | None = None
-        self._means: Final = site.means(link.peer, trusted=link.trusted)
+        self._means: Final = site.means(link.peer, trusted=link.trusted, sending=True)
         self._ended: Final = ended
         self._tally: Final = Tally()
         self._began: Final = site.now()
@@ -96,7 +96,7 @@ class Outgoing(Steps):
         elif offer.tokens >= fetch.token_stop:
             if not self._planning:
                 self._planning = True
-                self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, offer))
+                self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, offer), sending=True))
         elif offer.finished:
             self.refuse(
                 Code.TOKENS_OUTSIDE_OFFER,

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvxfer.errors import Code, ProtocolError, RefusedError
+from kvxfer.errors import Code, MismatchError, ProtocolError, RefusedError
 from kvxfer.fabric.port import Descriptors
 from kvxfer.geometry import (
     BlockLists,
@@ -22,10 +22,12 @@ from kvxfer.geometry import (
     Span,
     TensorSpec,
     TransferPlan,
+    converts,
+    differences,
     resolve,
 )
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import pack_u32, unpack_u32
+from kvxfer.protocol.messages import pack_f32, pack_u32, unpack_f32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
 
 __all__ = [
@@ -67,6 +69,7 @@ def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[w
             null_block=-1 if spec.null_block is None else spec.null_block,
             kind=kind,
             device=spec.device,
+            scale=pack_f32(spec.scale),
         )
         for spec in geometry.tensors
     ]
@@ -102,6 +105,7 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
                 tokens_per_row=frame.tokens_per_row,
                 tokens=Interleave(frame.interleave_rank, frame.interleave_of, max(frame.interleave_chunk, 1)),
                 null_block=None if frame.null_block < 0 else frame.null_block,
+                scale=tuple(unpack_f32(frame.scale)),
             )
         )
     return CacheGeometry(tuple(specs))
@@ -159,6 +163,7 @@ class PairPlans:
         self._geometries: dict[bytes, CacheGeometry] = {}
         self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
+        self._converting: set[tuple[bytes, bool]] = set()
 
     def meet(self, peer: PeerInfo) -> None:
         """Read a new peer's geometry.
@@ -168,9 +173,45 @@ class PairPlans:
         """
         self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
 
+    def agree(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
+        """See whether everything that both sides hold can be copied in this direction.
+
+        Args:
+            peer: The other side, already met.
+            sending: Whether this rank is the prefill rank.
+            convert: Whether the decode rank asked for conversion.
+
+        Raises:
+            MismatchError: If not; names each difference with both values.
+        """
+        src, dst = self._ends(peer, sending=sending)
+        found = [(spec.name, unlike) for spec, unlike in differences(src, dst, convert=convert)]
+        if found:
+            fields = {
+                f"{name}: {unlike.what}": (unlike.src, unlike.dst) if sending else (unlike.dst, unlike.src)
+                for name, unlike in found
+            }
+            name, unlike = found[0]
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise MismatchError(f"{name}: {unlike}{more}", peer=peer.name, fields=fields)
+        key = (peer.identity.incarnation, sending)
+        if convert and converts(src, dst):
+            self._converting.add(key)
+        else:
+            self._converting.discard(key)
+
+    def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """Whether copies in this direction convert: agreed upon, and needed."""
+        return (peer.identity.incarnation, sending) in self._converting
+
+    def _ends(self, peer: PeerInfo, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
+        theirs = self.geometry(peer)
+        return (self._own, theirs) if sending else (theirs, self._own)
+
     def forget(self, peer: PeerInfo) -> None:
         """The peer is gone."""
         key = peer.identity.incarnation
+        self._converting -= {(key, True), (key, False)}
         self._geometries.pop(key, None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == key]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
@@ -216,12 +257,11 @@ class PairPlans:
 
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
-        theirs = self.geometry(peer)
-        src, dst = (self._own, theirs) if sending else (theirs, self._own)
+        src, dst = self._ends(peer, sending=sending)
         selections = common_selections(src, dst)
         if not selections:
             return []
-        pair = PairPlan(src, dst, selections)
+        pair = PairPlan(src, dst, selections, convert=self.converts(peer, sending=sending))
         tokens = max(spec.id_tokens for spec in (*src.tensors, *dst.tensors)) or 1
         plan = pair.bind(_first_blocks(src, tokens), _first_blocks(dst, tokens), range(tokens))
         chunk = plan.whole
@@ -231,8 +271,8 @@ class PairPlans:
         key = (peer.identity.incarnation, sending, selections)
         pair = self._pairs.get(key)
         if pair is None:
-            theirs = self.geometry(peer)
-            pair = PairPlan(self._own, theirs, selections) if sending else PairPlan(theirs, self._own, selections)
+            src, dst = self._ends(peer, sending=sending)
+            pair = PairPlan(src, dst, selections, convert=self.converts(peer, sending=sending))
             self._pairs[key] = pair
             if len(self._pairs) > _KEPT_PAIRS:
                 self._pairs.popitem(last=False)

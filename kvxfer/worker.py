@@ -395,9 +395,7 @@ class Worker:
             if same and other.role is link.role and other is not link:
                 other.close("a newer session of the same peer was opened")
         self._links.add(link)
-        self._open.plans.meet(peer)
-        self._open.lanes.wanted(peer)
-        self._open.warm(peer)
+        self._open.meet(peer, sending=link.role is Role.SERVER)
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
         if link.role is Role.CLIENT:
             self._roles[1].opened(link)

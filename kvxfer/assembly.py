@@ -203,12 +203,14 @@ async def assemble(parts: Assembly) -> Site:
 
 
 def _capabilities(config: Config, *, staging: bool, in_place: bool) -> Capability:
-    """What this rank tells its peers that it can do."""
+    """What this rank tells its peers that it can do, or asks for."""
     capabilities = Capability.STREAMING
     if staging:
         capabilities |= Capability.STAGED
     if in_place:
         capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
+    if config.convert:
+        capabilities |= Capability.CONVERT
     return capabilities
 
 

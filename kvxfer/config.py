@@ -193,6 +193,8 @@ class Config(BaseSettings):
     """Endpoints that this worker connects to, as patterns."""
     compat: Literal["strict", "geometry"] = "strict"
     """`geometry` forgives different engine and model names, never shapes."""
+    convert: bool = False
+    """As a decode rank, take a cache of other dtypes or scales, converted on the way; else the peer is refused."""
 
     route: Literal["auto", "staged", "direct", "pull"] = "auto"
     """How bytes travel; `auto` chooses for each transfer."""
@@ -384,6 +386,8 @@ class Config(BaseSettings):
     def _memory_problems(self) -> Iterator[str]:
         if self.arena_bytes == 0 and self.route == "staged":
             yield "route is 'staged' and arena_bytes is 0, which switches it off; give it an arena, or route = 'auto'"
+        if self.arena_bytes == 0 and self.convert:
+            yield "convert is set and arena_bytes is 0, but only the route staged converts; give it an arena"
         if self.trust == "none" and self.route in {"direct", "pull"}:
             yield (
                 f"trust is 'none' and route is {self.route!r}, which needs peers that know each other's addresses; set "

@@ -271,8 +271,9 @@ class UnreachableError(PeerError, ConnectionError):
 class MismatchError(PeerError):
     """The two engines cannot exchange this cache.
 
-    Cause: another model, dtype, shape or protocol version on the other side.
-    Remedy: `fields` names each one with both values; `compat="geometry"` forgives names, never shapes.
+    Cause: another model, dtype, scale, shape or protocol version on the other side.
+    Remedy: `fields` names each one with both values; `compat="geometry"` forgives names, never shapes, and
+    `convert=True` at the decode rank converts dtypes and scales.
 
     Attributes:
         fields: Name of each differing field, with (this side's value, the peer's value).

@@ -117,7 +117,7 @@ class Incoming(Steps):
         """Ask."""
         site, need = self.site, self._need
         left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
-        possible = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted))
+        possible = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted, sending=False))
         self._asked = [route for route in possible if route is not Route.DIRECT or site.config.max_in_place_bytes]
         sent = self.link.send(
             Fetch(
@@ -149,7 +149,7 @@ class Incoming(Steps):
         self.route, self.why = message.route, message.why
         self.run(self._learn, message.spans)
         self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
-        self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, message))
+        self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
     def refused(self, message: Refuse) -> None:
         """The peer refused."""

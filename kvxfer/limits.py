@@ -2,8 +2,10 @@
 
 from typing import Final
 
-__all__ = ["MAX_FACTS", "MAX_NAME", "MAX_TENSORS", "MAX_WORLD"]
+__all__ = ["MAX_FACTS", "MAX_NAME", "MAX_SCALES", "MAX_TENSORS", "MAX_WORLD"]
 
+MAX_SCALES: Final = 65_536
+"""Numbers in the scale of one cache tensor at most."""
 MAX_WORLD: Final = 16_384
 """Ranks of an engine at most: what a card and a ticket may name."""
 

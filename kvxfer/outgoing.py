@@ -76,7 +76,7 @@ class Outgoing(Steps):
         self.peer: Final = link.peer
         self.offer: Offer | None = None
         self.stats: TransferStats | None = None
-        self._means: Final = site.means(link.peer, trusted=link.trusted)
+        self._means: Final = site.means(link.peer, trusted=link.trusted, sending=True)
         self._ended: Final = ended
         self._tally: Final = Tally()
         self._began: Final = site.now()
@@ -120,7 +120,7 @@ class Outgoing(Steps):
             self._deny(Code.TOKENS_OUTSIDE_OFFER, reason)
         elif bound is None and min(asked.start + 1, asked.stop) <= offer.tokens and not self._planning:
             self._planning = True
-            self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, offer))
+            self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, offer), sending=True))
         elif bound is not None and bound.plan.pair.has_state and offer.tokens > asked.stop:
             reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {asked.stop}"
             self._deny(Code.TOKENS, reason)

@@ -23,10 +23,12 @@ from kvxfer.geometry import (
     TensorSpec,
     TransferPlan,
     common,
+    converts,
+    differences,
     resolve,
 )
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import pack_u32, unpack_u32
+from kvxfer.protocol.messages import pack_f32, pack_u32, unpack_f32, unpack_u32
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
 
@@ -72,6 +74,7 @@ def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[w
             null_block=-1 if spec.null_block is None else spec.null_block,
             kind=kind,
             device=spec.device,
+            scale=pack_f32(spec.scale),
         )
         for spec in geometry.tensors
     ]
@@ -107,6 +110,7 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
                 tokens_per_row=frame.tokens_per_row,
                 tokens=Interleave(frame.interleave_rank, frame.interleave_of, max(frame.interleave_chunk, 1)),
                 null_block=None if frame.null_block < 0 else frame.null_block,
+                scale=tuple(unpack_f32(frame.scale)),
             )
         )
     return CacheGeometry(tuple(specs))
@@ -185,37 +189,68 @@ class PairPlans:
         self._geometries: dict[bytes, CacheGeometry] = {}
         self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
+        self._converting: set[tuple[bytes, bool]] = set()
 
-    def meet(self, peer: PeerInfo, *, sending: bool) -> None:
-        """Read a new peer's geometry, and plan the copy of all that both sides hold.
+    def meet(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
+        """Read a new peer's geometry, and plan the copy of all that both sides hold in one direction.
 
         So what cannot be copied is refused here, by the same code that would plan the transfers, and on both sides.
 
         Args:
             peer: The other side.
             sending: Whether it opened the stream, to fetch from this rank.
+            convert: Whether the decode rank asked for conversion.
 
         Raises:
-            MismatchError: If the peer's description contradicts itself, or the two caches cannot be copied.
+            MismatchError: If the peer's description contradicts itself, or something cannot be copied. It names each
+                difference with both values.
             ProtocolError: If numbers are out of every sensible range.
         """
+        key = (peer.identity.incarnation, sending)
         try:
-            theirs = self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
-            selections = common(*self._ends(theirs, sending=sending))
-            if selections:
+            self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
+            src, dst = self._ends(peer, sending=sending)
+            self._agree(peer, src, dst, sending=sending, convert=convert)
+            self._converting.discard(key)
+            if convert and converts(src, dst):
+                self._converting.add(key)
+            if selections := common(src, dst):
                 self._pair(peer, selections, sending=sending)
         except GeometryError as error:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
             ) from error
 
-    def _ends(self, theirs: CacheGeometry, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
+    def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """Whether copies in this direction convert: agreed upon, and needed."""
+        return (peer.identity.incarnation, sending) in self._converting
+
+    @staticmethod
+    def _agree(peer: PeerInfo, src: CacheGeometry, dst: CacheGeometry, *, sending: bool, convert: bool) -> None:
+        """Name everything in which what both sides hold differs so that it cannot be copied."""
+        found = [(spec.name, unlike) for spec, unlike in differences(src, dst, convert=convert)]
+        if found:
+            fields = {
+                f"{name}: {unlike.what}": (unlike.src, unlike.dst) if sending else (unlike.dst, unlike.src)
+                for name, unlike in found
+            }
+            name, unlike = found[0]
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise MismatchError(
+                f"the caches of {peer.name} and of this rank cannot be copied: {name}: {unlike}{more}",
+                peer=peer.name,
+                fields=fields,
+            )
+
+    def _ends(self, peer: PeerInfo, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
         """Source and destination."""
+        theirs = self.geometry(peer)
         return (self._own, theirs) if sending else (theirs, self._own)
 
     def forget(self, peer: PeerInfo) -> None:
         """The peer is gone."""
         key = peer.identity.incarnation
+        self._converting -= {(key, True), (key, False)}
         self._geometries.pop(key, None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == key]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
@@ -260,7 +295,7 @@ class PairPlans:
 
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
-        src, dst = self._ends(self.geometry(peer), sending=sending)
+        src, dst = self._ends(peer, sending=sending)
         selections = common(src, dst)
         if not selections:
             return []
@@ -274,7 +309,8 @@ class PairPlans:
         key = (peer.identity.incarnation, sending, selections)
         pair = self._pairs.get(key)
         if pair is None:
-            pair = PairPlan(*self._ends(self.geometry(peer), sending=sending), selections)
+            src, dst = self._ends(peer, sending=sending)
+            pair = PairPlan(src, dst, selections, convert=self.converts(peer, sending=sending))
             self._pairs[key] = pair
             if len(self._pairs) > _KEPT_PAIRS:
                 self._pairs.popitem(last=False)

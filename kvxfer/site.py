@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from kvxfer.config import Config
 from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
-from kvxfer.errors import ArenaError, KvxferError, TicketError
+from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import Lanes
@@ -117,7 +117,7 @@ class Site:
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
         in_place_desks: By incarnation of the peer, what it may write in place at once.
-        warming: By incarnation of the peer, the task that compiles the kernels for it.
+        warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
     """
 
@@ -144,7 +144,7 @@ class Site:
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
-    warming: dict[bytes, "asyncio.Task[None]"] = field(default_factory=dict)
+    warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
 
     def now(self) -> float:
@@ -155,23 +155,43 @@ class Site:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
-    def warm(self, peer: PeerInfo) -> None:
-        """Begin to compile what copies with a new peer need, so that none compiles later. Nothing to do on a CPU."""
-        key = peer.identity.incarnation
-        if self.geometry.kind == "cuda" and key not in self.warming:
-            self.warming[key] = self.tasks.spawn(self._warm(peer), f"kvxfer warm {peer.name}")
+    def meet(self, peer: PeerInfo, *, sending: bool) -> None:
+        """Take note of a new peer, and begin to prepare copies in one direction.
 
-    def when_warm(self, peer: PeerInfo, then: Callback) -> None:
+        Raises:
+            MismatchError: If its description contradicts itself, or something that both sides hold cannot be copied.
+        """
+        theirs = Capability(peer.identity.capabilities)
+        asked = theirs if sending else self.capabilities  # the decode rank's
+        self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
+        if self.plans.converts(peer, sending=sending) and not (self.staging and Capability.STAGED in theirs):
+            here, there = self.config.arena_bytes, "an arena" if Capability.STAGED in theirs else "none"
+            raise MismatchError(
+                "dtypes or scales differ, and only the route staged converts them, which needs an arena on both sides: "
+                f"arena_bytes is {here} here, and the peer has {there}",
+                peer=peer.name,
+                fields={"arena": ("an arena" if self.staging else "none", there)},
+            )
+        self.lanes.wanted(peer)
+        self.warm(peer, sending=sending)
+
+    def warm(self, peer: PeerInfo, *, sending: bool) -> None:
+        """Begin to compile what copies with a new peer need, so that none compiles later. Nothing to do on a CPU."""
+        key = (peer.identity.incarnation, sending)
+        if self.geometry.kind == "cuda" and key not in self.warming:
+            self.warming[key] = self.tasks.spawn(self._warm(peer, sending=sending), f"kvxfer warm {peer.name}")
+
+    def when_warm(self, peer: PeerInfo, then: Callback, *, sending: bool) -> None:
         """Go on once the kernels for this peer are compiled; at once if they are, or none are needed."""
-        task = self.warming.get(peer.identity.incarnation)
+        task = self.warming.get((peer.identity.incarnation, sending))
         if task is None or task.done():
             then()
         else:
             task.add_done_callback(lambda _: then())
 
-    async def _warm(self, peer: PeerInfo) -> None:
+    async def _warm(self, peer: PeerInfo, *, sending: bool) -> None:
         try:
-            samples = [plan for sending in (True, False) for plan in self.plans.samples(peer, sending=sending)]
+            samples = self.plans.samples(peer, sending=sending)
             await self.runtime.in_thread(lambda: self.executor.warm(samples))
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
@@ -189,7 +209,8 @@ class Site:
         key = peer.identity.incarnation
         self.lanes.forget(peer)
         self.plans.forget(peer)
-        self.warming.pop(key, None)
+        for sending in (True, False):
+            self.warming.pop((key, sending), None)
         desk = self.in_place_desks.get(key)
         if desk is not None and not desk.share.extents():
             del self.in_place_desks[key]
@@ -205,19 +226,22 @@ class Site:
             raise ArenaError("the route staged is off here: arena_bytes is 0")
         return self.sending
 
-    def means(self, peer: PeerInfo, *, trusted: bool) -> Means:
+    def means(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> Means:
         """What this rank and a peer can do together.
 
         Args:
             peer: The other side; whether it shared its addresses shows in its geometry.
             trusted: Whether this side shared its own.
+            sending: Whether this rank is the prefill rank.
         """
         theirs = Capability(peer.identity.capabilities)
-        knows = self.plans.geometry(peer).addressed
+        converts = self.plans.converts(peer, sending=sending)
+        in_place = self.in_place and self.plans.geometry(peer).addressed and trusted and not converts
         return Means(
             staged=self.staging is not None and Capability.STAGED in theirs,
-            direct=self.in_place and knows and trusted and Capability.DIRECT in theirs,
-            pull=self.in_place and knows and trusted and Capability.PULL in theirs,
+            direct=in_place and Capability.DIRECT in theirs,
+            pull=in_place and Capability.PULL in theirs,
+            converts=converts,
         )
 
     @property

@@ -42,6 +42,7 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
     Welcome,
+    pack_f32,
     pack_u32,
 )
 from proto.schema import to_json
@@ -62,6 +63,8 @@ BODY = AgentBody(
                     pack_u32([0, 1]), 0, 8, "bfloat16", 2, 0),
         TensorFrame("state", "ssm", "", "block head dim", [32, 64, 16], [4096, 64, 4], pack_u32([2]), 0, 64, "float32",
                     4, 0x7F00_0000_0000, 1, 1, 0, 1, 0, 0, "VRAM", 1),
+        TensorFrame("attention", "", "v", "block token head dim", [64, 16, 2, 128], [4096, 256, 128, 1],
+                    pack_u32([0, 1]), 0, 2, "float8_e4m3fn", 1, 0, scale=pack_f32([0.5, 0.03125])),
     ],
     staging=[MemorySpan("VRAM", 1, 0x7F10_0000_0000, 268_435_456)],
 )  # fmt: skip

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvxfer.copy.jobs import Backlog, as_kvxfer_error
 from kvxfer.copy.port import CopyJob, Direction, Event
 from kvxfer.copy.ring import Ring
-from kvxfer.copy.tables import Tables, pack, widths
+from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.runtime import Runtime
@@ -94,7 +94,7 @@ class CudaExecutor:
 
     @property
     def compiles(self) -> int:
-        """Kernel variants compiled so far, at most one for each access width."""
+        """Kernel variants compiled so far."""
         return self._kernel.compiles
 
     def submit(self, job: CopyJob, direction: Direction) -> None:
@@ -108,8 +108,8 @@ class CudaExecutor:
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Compile every variant that these plans, or the same with other tokens, need. Takes seconds the first time."""
-        for width in sorted(widths(plans), reverse=True):
-            self._kernel.compile(width)
+        for variant in sorted(variants(plans), reverse=True):
+            self._kernel.compile(variant)
 
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.

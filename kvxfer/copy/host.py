@@ -7,6 +7,8 @@ Rows of equal token count form a class, which is copied in one of two ways, whic
 - *item by item*: both sides are flat arrays of equal items, `take` and `put` move them by index. Best for small rows.
   Where one side is contiguous, bytes are touched once, otherwise they pass through a buffer that stays in the cache.
 
+Elements that are converted are gathered a few rows at a time, computed, and put in their places (`convert.py`).
+
 A view must not outlive the memory that it shows: views live inside one call of `run`, while the job's memory is valid.
 """
 
@@ -32,6 +34,8 @@ _POLL_S: Final = 0.0005
 """How often unfired events are queried."""
 _BUFFER_BYTES: Final = 256 * 1024
 _ITEMS_PER_BATCH: Final = 1 << 16
+_CONVERTED_AT_ONCE: Final = 1 << 14
+"""Elements: they stay in the cache, and torch computes so few without threads of its own."""
 
 # estimates of one step in nanoseconds, measured on x86-64; they only choose between two right ways
 _ROW_NS: Final = 550.0
@@ -116,7 +120,11 @@ def run(plan: CopyPlan) -> None:
         if segment.box.token_bytes and len(segment.regions):
             for tokens in np.unique(segment.rows[:, 4]).tolist():
                 if tokens > 0:
-                    _RowClass(segment, segment.rows[segment.rows[:, 4] == tokens], tokens).copy()
+                    rows = _RowClass(segment, segment.rows[segment.rows[:, 4] == tokens], tokens)
+                    if segment.factors is None:
+                        rows.copy()
+                    else:
+                        rows.convert(segment.factors)
 
 
 class _RowClass:
@@ -124,11 +132,13 @@ class _RowClass:
 
     def __init__(self, segment: Segment, rows: I64, tokens: int) -> None:
         box = segment.box
+        self.elements: Final = box.elements
         axes = [(axis.count, axis.src, axis.dst) for axis in box.outer if axis.count > 1]
         if tokens > 1 and not box.token_in_run:
             axes.append((tokens, box.src_token, box.dst_token))
         self.axes: Final = sorted(axes, key=lambda axis: -axis[2])
-        self.run_bytes: Final = box.run_bytes * (tokens if box.token_in_run else 1)
+        self.run: Final = box.run * (tokens if box.token_in_run else 1)
+        self.run_bytes: Final = self.run * box.elements.dst_bytes
         self.runs: Final = prod(count for count, _, _ in axes)
         src = rows[:, 0] * segment.src_block + rows[:, 1] * box.src_token
         dst = rows[:, 2] * segment.dst_block + rows[:, 3] * box.dst_token
@@ -172,16 +182,39 @@ class _RowClass:
         for src, dst in self.bases:
             bits |= src | dst
         word = min(8, bits & -bits)
-        shape = [*(count for count, _, _ in self.axes), self.run_bytes // word]
-        sides: list[tuple[list[int], list[int]]] = []
-        for number, (offsets, step) in enumerate(((self.src, self.src_step), (self.dst, self.dst_step)), start=1):
-            rows = int(offsets.max()) // max(step, 1) + 1
-            sides.append(([rows, *shape], [step, *(axis[number] for axis in self.axes), word]))
+        sides = self._sides(self.run_bytes // word, word, word)
         for src, dst in self.bases:
             source = _view(src, *sides[0], f"u{word}")
             target = _view(dst, *sides[1], f"u{word}")
             for i, j in keys:
                 target[i] = source[j]
+
+    def _sides(self, run: int, src_word: int, dst_word: int) -> list[tuple[list[int], list[int]]]:
+        """Shape and strides of both sides as arrays of words, whose first axis is the row."""
+        shape = [*(count for count, _, _ in self.axes), run]
+        sides: list[tuple[list[int], list[int]]] = []
+        for number, offsets, step, word in (
+            (1, self.src, self.src_step, src_word),
+            (2, self.dst, self.dst_step, dst_word),
+        ):
+            rows = int(offsets.max()) // max(step, 1) + 1
+            sides.append(([rows, *shape], [step, *(axis[number] for axis in self.axes), word]))
+        return sides
+
+    def convert(self, factors: NDArray[np.float32]) -> None:
+        """Convert all rows in all regions, a few rows at a time."""
+        from kvxfer.copy.convert import convert  # imports torch, which copies of bytes do without
+
+        elements = self.elements
+        sides = self._sides(self.run, elements.src_bytes, elements.dst_bytes)
+        taken, put = self.src // max(self.src_step, 1), self.dst // max(self.dst_step, 1)
+        batch = max(1, _CONVERTED_AT_ONCE // (self.runs * self.run))
+        for (src, dst), (multiply, divide) in zip(self.bases, factors, strict=True):
+            source = _view(src, *sides[0], f"i{elements.src_bytes}")
+            target = _view(dst, *sides[1], f"i{elements.dst_bytes}")
+            for start in range(0, len(taken), batch):
+                rows = slice(start, start + batch)
+                target[put[rows]] = convert(source[taken[rows]], elements, multiply, divide)
 
     def _batches(self, item: int) -> Iterator[tuple[I64, I64]]:
         """Source and destination index of every item, a batch of rows at a time."""

@@ -1,7 +1,11 @@
 """The Triton kernel that makes every copy on a GPU. The one module that imports triton; import it only to use one.
 
 A persistent grid walks tiles of the tables that `kvxfer.copy.tables` describes. Everything that differs between plans
-is read from those tables, so there is one compiled variant per access width, and a plan is one launch per width.
+is read from those tables, so there is one compiled variant per access width (and pair of dtypes, where elements are
+converted), and a plan is one launch per variant.
+
+Elements are decoded and rounded in integer arithmetic: it gives the same bits as `kvxfer.copy.convert` on a CPU, on
+every GPU, including those that know nothing of 8-bit floats.
 
 Triton's language has no types, so this module is checked less strictly than the rest.
 """
@@ -18,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, TILE_WORDS, Launch
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Launch, Variant
 
 __all__ = ["OPTIONS", "Kernel", "constants", "copy_boxes"]
 
@@ -28,6 +32,13 @@ OPTIONS: Final[dict[str, Any]] = {"num_warps": 32, "num_stages": 1, "enable_fp_f
 
 HEADER = tl.constexpr(HEADER_WORDS)
 AXIS = tl.constexpr(AXIS_WORDS)
+PLAIN = tl.constexpr(0)
+FLOAT32 = tl.constexpr(1)
+FLOAT16 = tl.constexpr(2)
+BFLOAT16 = tl.constexpr(3)
+E4M3 = tl.constexpr(4)
+E5M2 = tl.constexpr(5)
+_KINDS: Final = {"": 0, "float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
 
 
 @triton.jit
@@ -73,7 +84,86 @@ def _copy_words(src, dst, live, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _copy_tile(head, item, word, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _elements(address, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    """Pointers to WIDTH elements behind each address, as integers of their size."""
+    if KIND == FLOAT32:
+        first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), (4 * WIDTH, 4 * WIDTH))
+    elif KIND == FLOAT16 or KIND == BFLOAT16:  # noqa: PLR1714, SIM109 - Triton compiles no `in`
+        first = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), (2 * WIDTH, 2 * WIDTH))
+    else:
+        first = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), (WIDTH, WIDTH))
+    return first + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _decode(bits, KIND: tl.constexpr):
+    """The values of elements as float32: exact."""
+    if KIND == FLOAT32:
+        value = bits.to(tl.float32, bitcast=True)
+    elif KIND == FLOAT16:
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == BFLOAT16:
+        value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == E5M2:  # the upper half of a float16
+        value = (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        wide = bits.to(tl.int32)
+        size = wide & 0x7F
+        small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # in units of 2^-9
+        large = (size << 20) + (120 << 23)
+        exact = tl.where(size == 0x7F, 0x7FC00000, tl.where(size < 8, small, large))
+        value = (exact | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _narrowed(bits, KIND: tl.constexpr):
+    """Bits of float32 that are no NaN, rounded to an 8-bit float; what is too large becomes the largest."""
+    mantissa = 3 if KIND == E4M3 else 2
+    bias = 7 if KIND == E4M3 else 15
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000 if KIND == E4M3 else 0x47600000)  # 448, 57344
+    cut = 23 - mantissa
+    rebias = (127 - bias) << 23
+    normal = (size - rebias + ((1 << (cut - 1)) - 1) + ((size >> cut) & 1)) >> cut
+    # added to a number whose last bit is worth as much as the last of a subnormal, a value is rounded to that
+    unit = (127 + 1 - bias - mantissa + 23) << 23
+    magic = tl.full(size.shape, unit, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (size.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - unit
+    return tl.where(size < rebias + (1 << 23), subnormal, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _encode(value, KIND: tl.constexpr):
+    """The elements that are nearest to float32 values, to even ones between two; every NaN in one form."""
+    bits = value.to(tl.int32, bitcast=True)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if KIND == FLOAT32:
+        found = tl.where(nan, 0x7FC00000, bits)
+    elif KIND == FLOAT16:
+        found = tl.where(nan, 0x7E00, value.to(tl.float16).to(tl.int16, bitcast=True)).to(tl.int16)
+    elif KIND == BFLOAT16:
+        found = tl.where(nan, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    else:
+        found = tl.where(nan, 0x7F, _narrowed(bits, KIND)).to(tl.int8)
+    return found
+
+
+@triton.jit
+def _factor(bits):
+    """The float32 in the lower half of a word."""
+    return (bits & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _convert_words(src, dst, live, factors, WIDTH: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
+    """Convert WIDTH elements for each address: one access on either side, if their bytes are no more than 16."""
+    value = _decode(tl.load(_elements(src, WIDTH, SRC), mask=live), SRC)
+    value = tl.div_rn(value * _factor(factors), tl.broadcast_to(_factor(factors >> 32), value.shape))
+    tl.store(_elements(dst, WIDTH, DST), _encode(value, DST), mask=live)
+
+
+@triton.jit
+def _copy_tile(head, item, word, WIDTH: tl.constexpr, TILE: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
     """Copy TILE words from word `word` of item `item` on, across items."""
     size = _load(head + 2)
     items = _load(head + 5)
@@ -86,7 +176,7 @@ def _copy_tile(head, item, word, WIDTH: tl.constexpr, TILE: tl.constexpr):
     number = tl.minimum(number, items - 1)
     region = _divide(number, _load(head + 7), _load(head + 8))
     row = head + tl.load(head + 10) + (number - region * rows).to(tl.int64) * 3
-    pair = head + tl.load(head + 9) + region.to(tl.int64) * 2
+    pair = head + tl.load(head + 9) + region.to(tl.int64) * (2 if SRC == PLAIN else 3)
     src = tl.load(pair) + tl.load(row)
     dst = tl.load(pair + 1) + tl.load(row + 1)
     most = _load(row + 2)
@@ -97,11 +187,14 @@ def _copy_tile(head, item, word, WIDTH: tl.constexpr, TILE: tl.constexpr):
         rest = outer
         axis += AXIS
     src, dst, live = _advance(axis, rest, most, src, dst, live)
-    _copy_words(src, dst, live, WIDTH)
+    if SRC == PLAIN:
+        _copy_words(src, dst, live, WIDTH)
+    else:
+        _convert_words(src, dst, live, tl.load(pair + 2), WIDTH, SRC, DST)
 
 
 @triton.jit(do_not_specialize=["table", "first", "headers"])
-def copy_boxes(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def copy_boxes(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
     """Copy all tiles of `headers` headers that begin at word `first` of `table`."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -117,7 +210,7 @@ def copy_boxes(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr):
         word = offset - item * size
         word_stride = stride - item_stride * size
         for _ in range(start, tl.load(head).to(tl.int32), programs):
-            _copy_tile(head, item, word, WIDTH, TILE)
+            _copy_tile(head, item, word, WIDTH, TILE, SRC, DST)
             word += word_stride
             carry = word >= size
             word = tl.where(carry, word - size, word)
@@ -133,27 +226,27 @@ class Kernel:
         table: Any int64 tensor on the device; it only shows the compiler the type of a table.
 
     Attributes:
-        compiles: Variants compiled or loaded so far; at most one for each width.
+        compiles: Variants compiled or loaded so far.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table: Final = table
         self._lock: Final = threading.Lock()
-        self._variants: Final[dict[int, Any]] = {}
+        self._variants: Final[dict[Variant, Any]] = {}
         self.compiles = 0
 
-    def compile(self, width: int) -> Any:
-        """Compile the variant of one access width and load it into the device, unless that has been done."""
+    def compile(self, variant: Variant) -> Any:
+        """Compile a variant and load it into the device, unless that has been done."""
         with self._lock:
-            variant = self._variants.get(width)
-            if variant is None:
+            compiled = self._variants.get(variant)
+            if compiled is None:
                 with torch.cuda.device(self._table.device):
-                    variant = copy_boxes.warmup(self._table, 0, 0, **constants(width), **OPTIONS, grid=(1,))
+                    compiled = copy_boxes.warmup(self._table, 0, 0, **constants(variant), **OPTIONS, grid=(1,))
                     stream = torch.cuda.current_stream().cuda_stream
-                    variant[1, 1, 1](self._table.data_ptr(), 0, 0, *constants(width).values(), stream=stream)
-                self._variants[width] = variant
+                    compiled[1, 1, 1](self._table.data_ptr(), 0, 0, *constants(variant).values(), stream=stream)
+                self._variants[variant] = compiled
                 self.compiles += 1
-        return variant
+        return compiled
 
     def launch(self, launch: Launch, table: int, first: int, ctas: int, stream: int) -> None:
         """Launch a copy. The kernel's device must be the current one.
@@ -165,13 +258,14 @@ class Kernel:
             ctas: At most so many thread blocks.
             stream: Handle of the stream.
         """
-        variant = self._variants.get(launch.width) or self.compile(launch.width)
+        compiled = self._variants.get(launch.variant) or self.compile(launch.variant)
         # a variant is launched by hand: the way through `copy_boxes[grid]` specialises and looks up on every call
         grid = (min(ctas, launch.tiles), 1, 1)
-        arguments = (table, first + launch.first, launch.headers, *constants(launch.width).values())
-        variant[grid](*arguments, stream=stream)
+        arguments = (table, first + launch.first, launch.headers, *constants(launch.variant).values())
+        compiled[grid](*arguments, stream=stream)
 
 
-def constants(width: int) -> dict[str, int]:
-    """The compile-time constants of the variant for one access width, in the order of the kernel's parameters."""
-    return {"WIDTH": width, "TILE": TILE_WORDS}
+def constants(variant: Variant) -> dict[str, int]:
+    """The compile-time constants of a variant, in the order of the kernel's parameters."""
+    elements = variant.elements
+    return {"WIDTH": variant.width, "TILE": variant.tile, "SRC": _KINDS[elements.src], "DST": _KINDS[elements.dst]}

@@ -1,8 +1,8 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
-    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py, overlap.py)
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py, overlap.py, scales.py)
     resolve     who sends what                                          (resolve.py)
-    pair        what two ranks have in common                           (intersect.py, factor.py)
+    pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py)
     explain     why its pieces are as long as they are                  (explain.py, growth.py)
@@ -12,7 +12,9 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
+from kvxfer.geometry.conversion import converts, differences
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
+from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
@@ -20,6 +22,7 @@ from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
+    "BYTES",
     "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
     "BlockLists",
@@ -33,6 +36,7 @@ __all__ = [
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
+    "Elements",
     "Explanation",
     "Group",
     "Interleave",
@@ -51,6 +55,8 @@ __all__ = [
     "check_state",
     "check_tokens",
     "common",
+    "converts",
+    "differences",
     "normalise_blocks",
     "resolve",
     "token_count",

@@ -11,9 +11,11 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final
 
+from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.overlap import Bytes, shared
+from kvxfer.geometry.scales import check_scale, read_scale
 from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class TensorSpec:
         tokens_per_row: Tokens that one index of the token axis stands for (compressed caches).
         tokens: Which tokens it holds, under context parallelism.
         null_block: See `Group`.
+        scale: value = stored * scale: one number, one for each of its heads, or none for 1.
     """
 
     group: str
@@ -118,6 +121,7 @@ class TensorSpec:
     tokens_per_row: int = 1
     tokens: Interleave = Interleave()
     null_block: int | None = None
+    scale: tuple[float, ...] = ()
     factors: Mapping[str, tuple[Factor, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +148,11 @@ class TensorSpec:
     def count(self, axis: str) -> int:
         """Coordinates on an axis; 1 if the tensor does not have it."""
         return prod(factor.count for factor in self.factors.get(axis, ()))
+
+    def scales(self, heads: range) -> tuple[float, ...]:
+        """One number for all these heads (global numbers, which it holds), or one for each of them."""
+        first = self.heads.start
+        return self.scale[heads.start - first : heads.stop - first] if len(self.scale) > 1 else self.scale or (1.0,)
 
     @property
     def is_state(self) -> bool:
@@ -186,6 +195,10 @@ class TensorSpec:
             if axis not in self.factors and given != 1:
                 raise GeometryError(f"{self.name}: {given} {axis}s were named, but axes {self.axes!r} have no {axis!r}")
         self._check_units()
+        check_scale(self.name, self.scale, len(self.heads))
+        if self.item_bytes != CONVERTIBLE.get(self.dtype, self.item_bytes):
+            size = CONVERTIBLE[self.dtype]
+            raise GeometryError(f"{self.name}: elements of {self.dtype} have {size} bytes, not {self.item_bytes}")
         for what, number in (
             ("the longest axis", max(self.shape)),
             ("the last layer", max(self.layers)),
@@ -248,6 +261,11 @@ class CacheTensor:
         tokens: Which tokens it holds, under context parallelism.
         kernel_blocks_per_id: Blocks of this tensor that one block id stands for.
         tokens_per_row: Tokens that one index of the token axis stands for.
+        scale: What a stored number must be multiplied by to give its value: float32 of shape () or (heads,), one number
+            for each head that this tensor holds; 1 without it. It is read here, once, which waits for the device that
+            holds it; kvxfer keeps no reference, and later changes of the tensor are not seen. Both sides may have one.
+            Where they differ, as where dtypes do, a decode rank with `convert=True` gets
+            `stored * scale of the source / scale of the destination`, and any other is refused.
     """
 
     tensor: "torch.Tensor"
@@ -261,6 +279,7 @@ class CacheTensor:
     tokens: Interleave = Interleave()
     kernel_blocks_per_id: int = 1
     tokens_per_row: int = 1
+    scale: "torch.Tensor | None" = None
 
     def _check_types(self) -> None:
         """Callers may be untyped: say what was passed instead of failing somewhere inside."""
@@ -299,12 +318,13 @@ class CacheTensor:
                 f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
             )
         item_bytes = tensor.element_size()
+        heads = self.heads if self.heads is not None else range(1)
         return TensorSpec(
             group=self.group,
             part=self.part,
             kv=tuple(self.kv or ("kv" if "kv" in names else "")) or ("",),
             layers=tuple(int(layer) for layer in self.layers),
-            heads=self.heads if self.heads is not None else range(1),
+            heads=heads,
             axes=axes,
             shape=tuple(tensor.shape),
             strides=tuple(stride * item_bytes for stride in tensor.stride()),
@@ -317,6 +337,7 @@ class CacheTensor:
             tokens_per_row=int(self.tokens_per_row),
             tokens=self.tokens,
             null_block=null_block,
+            scale=read_scale(self.scale, len(heads)),
         )
 
 

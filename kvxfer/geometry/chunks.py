@@ -3,7 +3,7 @@
 The staging buffer is just one more strided array, so all three are the same tables with other base addresses.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import CopyPlan, Segment, fold
+from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
 from kvxfer.geometry.rows import Rows
 
-__all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPlan"]
+__all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan"]
 
 I64: TypeAlias = NDArray[np.int64]
+F32: TypeAlias = NDArray[np.float32]
 
 STAGING_ALIGNMENT: Final = 16
 """Segments begin at multiples of this many bytes in staging, so that the widest accesses stay aligned."""
@@ -80,42 +82,61 @@ class ChunkGrid:
         return layers, max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPart:
+    """What a chunk takes of one class.
+
+    Attributes:
+        key: Strides, extents and elements of the class.
+        bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
+        factors: float32 (R, 2): by what its elements are multiplied, and then divided.
+        rows: Where the block lists meet.
+    """
+
+    key: SegmentKey
+    bases: I64
+    factors: F32
+    rows: Rows
+
+
 class ChunkPlan:
     """One chunk: the same rows and regions as a gather into staging, a scatter out of it, or a copy in place.
 
+    Staging holds elements in the narrower of the two dtypes, so one of gather and scatter converts, the other copies.
+
     Args:
-        parts: For each class that takes part its key, the bases of its regions (int64 (R, 2): address of the first
-            element in block 0, at the source and destination) and its rows, in the order of staging.
+        parts: What it takes of each class that takes part, in the order of staging.
 
     Attributes:
         staged_bytes: Room that the chunk takes in staging: every row a full sub-block, segments aligned.
         bytes: Bytes that it carries.
     """
 
-    def __init__(self, parts: tuple[tuple[SegmentKey, I64, Rows], ...]) -> None:
+    def __init__(self, parts: Sequence[ChunkPart]) -> None:
         self._parts: Final = parts
         self._offsets: Final[list[int]] = []
         offset = 0
-        for key, bases, rows in parts:
+        for part in parts:
             self._offsets.append(offset)
-            offset += len(bases) * len(rows) * rows.grid * key.token_bytes
+            offset += len(part.bases) * len(part.rows) * part.rows.grid * part.key.token_bytes
             offset = -(-offset // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.staged_bytes: Final = offset
-        self.bytes: Final = sum(len(bases) * rows.total_tokens * key.token_bytes for key, bases, rows in parts)
+        self.bytes: Final = sum(len(part.bases) * part.rows.total_tokens * part.key.token_bytes for part in parts)
 
     def copy(self) -> CopyPlan:
         """Source blocks straight into destination blocks; needs both sides' addresses."""
         return CopyPlan(
             tuple(
                 _segment(
-                    (*key.heads, *key.dims),
-                    bases,
-                    (key.src_block, key.src_token),
-                    (key.dst_block, key.dst_token),
-                    rows.table,
-                    key.item_bytes,
+                    (*part.key.heads, *part.key.dims),
+                    part,
+                    part.bases,
+                    (part.key.src_block, part.key.src_token),
+                    (part.key.dst_block, part.key.dst_token),
+                    part.rows.table,
+                    part.key.elements,
                 )
-                for key, bases, rows in self._parts
+                for part in self._parts
             )
         )
 
@@ -129,7 +150,8 @@ class ChunkPlan:
 
     def _staged(self, staging: int, *, scatter: bool) -> CopyPlan:
         segments: list[Segment] = []
-        for (key, own, rows), offset in zip(self._parts, self._offsets, strict=True):
+        for part, offset in zip(self._parts, self._offsets, strict=True):
+            key, own, rows = part.key, part.bases, part.rows
             count = len(rows)
             token, row = _staging_strides(key, rows.grid)
             axes = _staging_axes(key, rows.grid, scatter=scatter)
@@ -142,24 +164,28 @@ class ChunkPlan:
             else:
                 table[:, 2], table[:, 3] = np.arange(count), 0
                 bases, src, dst = np.stack([side, flat], axis=1), (key.src_block, key.src_token), (row, token)
-            segments.append(_segment(axes, bases, src, dst, table, key.item_bytes))
+            elements = key.elements.scattered if scatter else key.elements.gathered
+            segments.append(_segment(axes, part, bases, src, dst, table, elements))
         return CopyPlan(tuple(segments))
 
 
 def _segment(
     axes: Iterable[BoxAxis],
+    part: ChunkPart,
     bases: I64,
     src: tuple[int, int],
     dst: tuple[int, int],
     rows: I64,
-    item_bytes: int,
+    elements: Elements,
 ) -> Segment:
     """A segment from (block stride, token stride) of both sides, its axes beyond the box unrolled into regions."""
-    box, unrolled = fold(axes, src[1], dst[1], item_bytes)
+    box, unrolled = fold(axes, src[1], dst[1], elements)
+    factors = part.factors if elements.converts else None
     for axis in unrolled:
         steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
         bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
-    return Segment(bases, rows, src[0], dst[0], box)
+        factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
+    return Segment(bases, rows, src[0], dst[0], box, factors)
 
 
 def _staging_strides(key: SegmentKey, grid: int) -> tuple[int, int]:

@@ -6,6 +6,10 @@
 
 once for the source and once for the destination. A segment holds what does not change between its rows: strides and the
 box. The tables are O(regions + rows) although the copy may consist of millions of pieces.
+
+A copy that converts is the same walk in elements, which have another size (and dtype) on either side: each is read,
+multiplied by one number of its region, divided by the other (in float32), rounded to the destination's dtype and
+written. A copy of bytes is the case of elements of one byte.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +20,14 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.factor import BoxAxis
 
 __all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "fold"]
 
 I64: TypeAlias = NDArray[np.int64]
+F32: TypeAlias = NDArray[np.float32]
 
 MAX_OUTER_AXES: Final = 3
 """Outer axes of a box besides its token axis; more are unrolled into regions."""
@@ -34,19 +41,26 @@ class Box:
         outer: At most `MAX_OUTER_AXES` axes, outermost first, merged where both sides are contiguous.
         src_token: Bytes between tokens at the source.
         dst_token: Bytes between tokens at the destination.
-        run_bytes: Contiguous bytes; times the row's token count if `token_in_run`.
+        run: Contiguous elements; times the row's token count if `token_in_run`.
         token_in_run: True if tokens follow each other without a gap on both sides: they are the run's outermost axis.
+        elements: What is done to each; bytes, unless it is converted.
     """
 
     outer: tuple[BoxAxis, ...]
     src_token: int
     dst_token: int
-    run_bytes: int
+    run: int
     token_in_run: bool
+    elements: Elements = BYTES
+
+    @property
+    def run_bytes(self) -> int:
+        """Contiguous bytes that are written; times the row's token count if `token_in_run`."""
+        return self.run * self.elements.dst_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token row carries in one region."""
+        """Bytes that one token row writes in one region."""
         return self.run_bytes * int(np.prod([axis.count for axis in self.outer], dtype=np.int64))
 
 
@@ -60,6 +74,8 @@ class Segment:
         src_block: Bytes between blocks at the source.
         dst_block: Bytes between blocks at the destination.
         box: What one row copies.
+        factors: float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then
+            divided; else None.
     """
 
     regions: I64
@@ -67,6 +83,7 @@ class Segment:
     src_block: int
     dst_block: int
     box: Box
+    factors: F32 | None = None
 
     @property
     def bytes(self) -> int:
@@ -81,7 +98,13 @@ class Segment:
         return len(self.regions) * rows * runs
 
     def enumerate(self) -> "Pieces":
-        """List every piece, as far as possible in ascending order of destination."""
+        """List every piece, as far as possible in ascending order of destination.
+
+        Raises:
+            GeometryError: If it converts: a descriptor can only say which bytes go where.
+        """
+        if self.box.elements.converts:
+            raise GeometryError(f"{self.box.elements.src} to {self.box.elements.dst} cannot be copied piece by piece")
         parts = [self._enumerate(int(tokens)) for tokens in np.unique(self.rows[:, 4])]  # full rows, and clipped ones
         return Pieces.joined(parts)
 
@@ -161,7 +184,9 @@ class CopyPlan:
         return Pieces.joined([segment.enumerate() for segment in self.segments])
 
 
-def fold(axes: Iterable[BoxAxis], src_token: int, dst_token: int, item_bytes: int) -> tuple[Box, tuple[BoxAxis, ...]]:
+def fold(
+    axes: Iterable[BoxAxis], src_token: int, dst_token: int, elements: Elements
+) -> tuple[Box, tuple[BoxAxis, ...]]:
     """Find the longest run and merge what is contiguous.
 
     The run starts as one element and takes in every axis that continues it on both sides; the token axis only as its
@@ -171,13 +196,15 @@ def fold(axes: Iterable[BoxAxis], src_token: int, dst_token: int, item_bytes: in
         The box, and the axes beyond `MAX_OUTER_AXES`, to be unrolled into regions.
     """
     rest = [axis for axis in axes if axis.count > 1]
-    run, token_in_run = item_bytes, False
+    run, elements = (1, elements) if elements.converts else (elements.src_bytes, BYTES)
+    token_in_run = False
     while not token_in_run:
-        inner = next((axis for axis in rest if axis.src == axis.dst == run), None)
+        steps = (run * elements.src_bytes, run * elements.dst_bytes)
+        inner = next((axis for axis in rest if (axis.src, axis.dst) == steps), None)
         if inner is not None:
             rest.remove(inner)
             run *= inner.count
-        elif src_token == dst_token == run:
+        elif (src_token, dst_token) == steps:
             token_in_run = True
         else:
             break
@@ -191,4 +218,4 @@ def fold(axes: Iterable[BoxAxis], src_token: int, dst_token: int, item_bytes: in
     by_count = sorted(merged, key=lambda a: a.count)
     unrolled = by_count[: max(0, len(merged) - MAX_OUTER_AXES)]
     outer = tuple(axis for axis in merged if axis not in unrolled)
-    return Box(outer, src_token, dst_token, run, token_in_run), tuple(unrolled)
+    return Box(outer, src_token, dst_token, run, token_in_run, elements), tuple(unrolled)

@@ -143,8 +143,8 @@ class Run:
         halves: Which of k and v, or `("",)`.
         layers: First and last layer.
         heads: First head and one past the last of what is copied.
-        dtype: As in `TensorSpec`.
-        item_bytes: Bytes of one element.
+        dtype: As in `TensorSpec`; of both sides where they differ.
+        item_bytes: Bytes of one element, in which both sides are counted; of the narrower dtype where they differ.
         steps: What a piece is made of, the innermost axis first.
         piece_bytes: Bytes of one piece in a full row.
         pieces: Pieces of all these regions in a full row.

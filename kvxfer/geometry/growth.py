@@ -6,12 +6,14 @@ other that limits), or neither goes on with any, or nothing but the next block i
 strides of a class and the base addresses of its regions. Regions whose runs grow differently, because only some of them
 are neighbours in memory, are told apart.
 
+Where elements are converted, both sides are counted in bytes of the narrower dtype.
+
 The statements are exact for full rows (sub-blocks that the token range does not cut) of one class, but for pieces that
 touch by chance in two coordinates at once (the last of one axis and the first of another).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeAlias
 
@@ -19,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.conversion import Place, by_place
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
-from kvxfer.geometry.intersect import KV_ORDER, Place, SegmentClass, SegmentKey, by_place
+from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
 from kvxfer.geometry.rows import Meeting, Rows, row_grid
 
 __all__ = ["explain"]
@@ -48,13 +52,37 @@ def explain(
     sides = (_Holder(by_place(src), addressed=src.addressed), _Holder(by_place(dst), addressed=dst.addressed))
     found: list[Run] = []
     for c in classes:
-        key = c.key
+        key = _as_staged(c.key)
         met = rows[key.group, key.src_rows, key.dst_rows] if rows is not None else None
         if met is None or len(met):
-            bases = [side.addresses(key, c.places, own) for side, own in zip(sides, c.bases.T, strict=True)]
+            items = (key.elements.src_bytes, key.elements.dst_bytes)
+            bases = [
+                side.addresses(key, c.places, own * key.item_bytes // item)
+                for side, own, item in zip(sides, c.bases.T, items, strict=True)
+            ]
             regions = _Regions(c.places, c.places, np.stack(bases, axis=1))
             found += _ClassRuns(key, *sides, met).grow(_first(key), regions, key.item_bytes, ())
     return Explanation(tuple(found))
+
+
+def _as_staged(key: SegmentKey) -> SegmentKey:
+    """The class as if both sides had elements as wide as those in staging, so that runs of both can be compared."""
+    if not key.elements.converts:
+        return key
+    item, src, dst = key.item_bytes, key.elements.src_bytes, key.elements.dst_bytes
+
+    def scaled(axes: Iterable[BoxAxis]) -> tuple[BoxAxis, ...]:
+        return tuple(BoxAxis(axis.count, axis.src * item // src, axis.dst * item // dst) for axis in axes)
+
+    return replace(
+        key,
+        heads=scaled(key.heads),
+        dims=scaled(key.dims),
+        src_token=key.src_token * item // src,
+        dst_token=key.dst_token * item // dst,
+        src_block=key.src_block * item // src,
+        dst_block=key.dst_block * item // dst,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +199,7 @@ class _ClassRuns:
             KV_ORDER[low[1] : high[1] + 1],
             (low[0], high[0]),
             (low[2], high[2] + prod(axis.count for axis in key.heads)),
-            self.src.spec(key, regions.low[0]).dtype,
+            " to ".join(dict.fromkeys(side.spec(key, regions.low[0]).dtype for side in (self.src, self.dst))),
             key.item_bytes,
             steps,
             run,
@@ -230,11 +258,12 @@ class _ClassRuns:
         stride = strides[-1]
         if stride is not None:
             spec = (self.src if side is Side.SOURCE else self.dst).spec(self.key, place)
+            near, far = (number * spec.item_bytes // self.key.item_bytes for number in (run, abs(stride)))
             between = tuple(
                 name
                 for name, factors in spec.factors.items()
                 if name != axis.name
-                and any(f.count > 1 and f.stride < abs(stride) and f.stride * f.count > run for f in factors)
+                and any(f.count > 1 and f.stride < far and f.stride * f.count > near for f in factors)
             )
             copied = prod(one.count for one in self.key.heads)
             if "head" in between and len(spec.heads) > copied:

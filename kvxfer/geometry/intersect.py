@@ -1,10 +1,10 @@
 """What two ranks have in common: strides, boxes and base addresses of all that is selected between them.
 
 Each selected pair of tensors is intersected in global coordinates. Pairs with equal strides and extents on both sides
-form one class, whose members (regions) differ only in their base addresses.
+form one class, whose members (regions) differ only in their base addresses, and in the two numbers of a conversion.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -17,20 +17,21 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor
 from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.conversion import Part, Place, by_place, difference, parts
+from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import RowSide
 
-__all__ = ["KV_ORDER", "Place", "SegmentClass", "SegmentKey", "by_place", "intersect"]
+__all__ = ["KV_ORDER", "SegmentClass", "SegmentKey", "intersect"]
 
 I64: TypeAlias = NDArray[np.int64]
+F32: TypeAlias = NDArray[np.float32]
 
-Place: TypeAlias = tuple[str, str, str, int]
-"""Group, part, kv, layer."""
-
-_Region: TypeAlias = tuple[int, int, int, int, int, int]
-"""Layer, kv, first head, first dim, base at the source, base at the destination. The first four are unique in a class
-and order its regions alike on both sides; addresses differ between the sides and must not."""
+_Region: TypeAlias = tuple[int, int, int, int, int, int, float, float]
+"""Layer, kv, first head, first dim, base at the source, base at the destination, and the two numbers of a conversion.
+The first four are unique in a class and order its regions alike on both sides; addresses differ between the sides and
+must not."""
 
 KV_ORDER: Final = ("", "k", "v")
 """Halves in the order of regions."""
@@ -38,14 +39,14 @@ KV_ORDER: Final = ("", "k", "v")
 
 @dataclass(frozen=True, slots=True)
 class SegmentKey:
-    """What makes two pairs of tensors one class: equal strides, extents and item sizes on both sides.
+    """What makes two pairs of tensors one class: equal strides, extents and elements on both sides.
 
     The order of its fields is the order of segments in a staged chunk (protocol, section 6).
     """
 
     group: str
     part: str
-    item_bytes: int
+    elements: Elements
     heads: tuple[BoxAxis, ...]
     dims: tuple[BoxAxis, ...]
     src_token: int
@@ -56,13 +57,18 @@ class SegmentKey:
     dst_rows: RowSide
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one element in staging."""
+        return self.elements.staged_bytes
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token row in one region."""
+        """Bytes of one token row in one region, in staging."""
         return self.item_bytes * prod(axis.count for axis in (*self.heads, *self.dims))
 
     def sort_key(self) -> tuple[object, ...]:
         """Total order; both sides sort by the same numbers."""
-        return (self.group, self.part, self.item_bytes, self.heads, self.dims, self.src_token, self.dst_token,
+        return (self.group, self.part, self.elements, self.heads, self.dims, self.src_token, self.dst_token,
                 self.src_block, self.dst_block, self.src_rows.shape, self.dst_rows.shape)  # fmt: skip
 
 
@@ -74,11 +80,13 @@ class SegmentClass:
         key: Strides and extents.
         places: int64 (R, 4): its layer, half (an index of `KV_ORDER`), first head and first dim.
         bases: int64 (R, 2): address of the region's first selected element in block 0, at the source and destination.
+        factors: float32 (R, 2): by what elements are multiplied, and then divided; 1 where nothing is converted.
     """
 
     key: SegmentKey
     places: I64
     bases: I64
+    factors: F32
 
     @property
     def layers(self) -> I64:
@@ -86,12 +94,14 @@ class SegmentClass:
         return self.places[:, 0]
 
 
-def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection]) -> tuple[SegmentClass, ...]:
+def intersect(
+    src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection], *, convert: bool
+) -> tuple[SegmentClass, ...]:
     """Intersect every selected pair of tensors and collect equal ones, in the order of staging.
 
     Raises:
         GeometryError: If a selection is not held by both sides, two selections name the same coordinates, or a pair of
-            tensors differs in what cannot be converted.
+            tensors differs in what cannot be converted, or is not to be.
     """
     _check_disjoint(selections)
     sources, targets = by_place(src), by_place(dst)
@@ -107,32 +117,30 @@ def intersect(src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selec
                 )
                 if common:
                     covered += len(common)
-                    _check_pair(source, target)
-                    for key, region in _regions(source, target, place, common):
-                        found.setdefault(key, []).append(region)
+                    unlike = difference(source, target, common, convert=convert)
+                    if unlike is not None:
+                        raise GeometryError(f"{source.name}: {unlike}")
+                    for part in parts(source, target, common):
+                        for key, region in _regions(source, target, place, part):
+                            found.setdefault(key, []).append(region)
             if not heads or covered != len(heads):
                 raise GeometryError(
                     f"layer {place[3]}, heads {heads.start}..{heads.stop - 1}, kv {selection.kv or '-'} of group "
                     f"{selection.group!r}, part {selection.part!r} were selected, but are not held by both sides"
                 )
-    classes: list[SegmentClass] = []
+    return tuple(_collected(found))
+
+
+def _collected(found: Mapping[SegmentKey, list[_Region]]) -> Iterator[SegmentClass]:
     for key in sorted(found, key=SegmentKey.sort_key):
-        table = np.asarray(sorted(found[key]), np.int64)
-        classes.append(SegmentClass(key, table[:, :4], table[:, 4:]))
-    return tuple(classes)
+        regions = sorted(found[key])
+        table = np.asarray([region[:6] for region in regions], np.int64)
+        factors = np.asarray([region[6:] for region in regions], np.float32)
+        yield SegmentClass(key, table[:, :4], table[:, 4:], factors)
 
 
 def _places(selection: Selection) -> Iterator[Place]:
     return ((selection.group, selection.part, selection.kv, layer) for layer in selection.layers)
-
-
-def by_place(geometry: CacheGeometry) -> dict[Place, list[TensorSpec]]:
-    """Tensors by what they hold; several of one place hold different heads."""
-    found: dict[Place, list[TensorSpec]] = {}
-    for spec in geometry.tensors:
-        for kv, layer in product(spec.kv, spec.layers):
-            found.setdefault((spec.group, spec.part, kv, layer), []).append(spec)
-    return found
 
 
 def _check_disjoint(selections: Iterable[Selection]) -> None:
@@ -151,21 +159,10 @@ def _check_disjoint(selections: Iterable[Selection]) -> None:
             rivals.append(selection)
 
 
-def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
-    for what, ours, theirs in (
-        ("dtype", src.dtype, dst.dtype),
-        ("item_bytes", src.item_bytes, dst.item_bytes),
-        ("dim", src.count("dim"), dst.count("dim")),
-        ("has_tokens", not src.is_state, not dst.is_state),
-        ("tokens_per_row", src.tokens_per_row, dst.tokens_per_row),
-    ):
-        if ours != theirs:
-            raise GeometryError(f"{src.name}: {what} is {ours} at the source, but {theirs} at the destination")
-
-
-def _regions(src: TensorSpec, dst: TensorSpec, place: Place, common: range) -> Iterator[tuple[SegmentKey, _Region]]:
-    """One region for every patch of the common heads and dims of two tensors, in one layer and half."""
+def _regions(src: TensorSpec, dst: TensorSpec, place: Place, part: Part) -> Iterator[tuple[SegmentKey, _Region]]:
+    """One region for every patch of some common heads and the dims of two tensors, in one layer and half."""
     _, _, kv, layer = place
+    common = part.heads
     heads = _axis_patches(
         src.factors.get("head", ()),
         dst.factors.get("head", ()),
@@ -182,7 +179,7 @@ def _regions(src: TensorSpec, dst: TensorSpec, place: Place, common: range) -> I
         key = SegmentKey(
             src.group,
             src.part,
-            src.item_bytes,
+            part.elements,
             head.axes,
             dim.axes,
             src.stride("token"),
@@ -193,7 +190,7 @@ def _regions(src: TensorSpec, dst: TensorSpec, place: Place, common: range) -> I
             RowSide.of_tensor(dst),
         )
         at = (bases[0] + head.src + dim.src, bases[1] + head.dst + dim.dst)
-        yield key, (layer, KV_ORDER.index(kv), common.start + head_at, dim_at, *at)
+        yield key, (layer, KV_ORDER.index(kv), common.start + head_at, dim_at, *at, part.multiply, part.divide)
 
 
 @lru_cache(maxsize=512)

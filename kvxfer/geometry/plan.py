@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
+from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan
 from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.growth import explain
 from kvxfer.geometry.intersect import SegmentKey, intersect
@@ -39,17 +39,20 @@ class PairPlan:
         src: Geometry of the prefill rank.
         dst: Geometry of the decode rank.
         selections: What goes from one to the other.
+        convert: Whether the decode rank asked for conversion of dtypes and scales that differ.
 
     Raises:
         GeometryError: If a selection is not held by both sides, two of them overlap, or the two sides store it in
-            different ways that cannot be copied (dtype, dim, state against tokens).
+            different ways that cannot be copied (dim, state against tokens, dtype unless it is to be converted).
     """
 
-    def __init__(self, src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection]) -> None:
+    def __init__(
+        self, src: CacheGeometry, dst: CacheGeometry, selections: Sequence[Selection], *, convert: bool = False
+    ) -> None:
         self.src = src
         self.dst = dst
         self.selections: Final = tuple(sorted(selections))
-        self.classes: Final = intersect(src, dst, self.selections)
+        self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
 
     @property
@@ -147,10 +150,13 @@ class PairPlan:
         for c in self.classes:
             key = c.key
             null = -1 if key.src_rows.null_block is None else key.src_rows.null_block
-            found += _packed(key.group, key.part, key.item_bytes)
+            found += _packed(key.group, key.part, key.elements.src_bytes, key.elements.dst_bytes)
+            found += _packed(key.elements.src, key.elements.dst)
             for axes in (key.heads, key.dims):
                 found += _packed(len(axes), *(axis.count for axis in axes))
             found += _packed(len(c.layers), *key.src_rows.shape, null, *key.dst_rows.shape)
+            if key.elements.converts:
+                found += c.factors.astype("<f4").tobytes()
         return bytes(found)
 
     @cached_property
@@ -229,14 +235,14 @@ class TransferPlan:
         """
         cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
         rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
-        parts: list[tuple[SegmentKey, I64, Rows]] = []
+        parts: list[ChunkPart] = []
         for c in self.pair.classes:
             low = bisect_left(c.layers, layers[0]) if layers else 0
             high = bisect_left(c.layers, layers[-1] + 1) if layers else 0
-            part = (c.key, c.bases[low:high], rows[_meeting(c.key)])
-            if len(part[1]) and len(part[2]):
+            part = ChunkPart(c.key, c.bases[low:high], c.factors[low:high], rows[_meeting(c.key)])
+            if len(part.bases) and len(part.rows):
                 parts.append(part)
-        return ChunkPlan(tuple(parts))
+        return ChunkPlan(parts)
 
     @property
     def _extent(self) -> tuple[int, int]:

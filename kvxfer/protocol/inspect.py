@@ -19,7 +19,7 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import MAX_DEPTH, SESSION_FRAME_LIMIT, decode, decode_body, peek_tag
-from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_u32
+from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_f32, unpack_u32
 from kvxfer.protocol.scan import Item, ScanError, find, head, scan
 
 __all__ = ["describe", "from_hex", "registry_name"]
@@ -201,6 +201,8 @@ def _sequence(name: str, value: Sequence[object], data: bytes, path: tuple[int, 
 def _bytes(name: str, value: bytes) -> str:
     if name in _PACKED:
         return _ranges(unpack_u32(value))
+    if name == "scale":
+        return _numbers(unpack_f32(value))
     if name == "body":
         return f"{len(value)} bytes, decoded below"
     if not value:
@@ -251,6 +253,12 @@ def _ranges(numbers: Iterable[int]) -> str:
     shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:_SHOWN_RANGES])
     more = f", ... {len(runs) - _SHOWN_RANGES} more runs" if len(runs) > _SHOWN_RANGES else ""
     return f"{shown}{more} ({total})" if total else "none (0)"
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    shown = ", ".join(f"{number:g}" for number in numbers[:_SHOWN_RANGES])
+    more = f", ... {len(numbers) - _SHOWN_RANGES} more" if len(numbers) > _SHOWN_RANGES else ""
+    return f"{shown}{more}" or "none (1)"
 
 
 def _explain(payload: bytes, error: ProtocolError, begin: int) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvxfer.errors import Code
-from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
+from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_SCALES, MAX_TENSORS
 
 __all__ = [
     "FOREVER_MS",
@@ -58,7 +58,9 @@ __all__ = [
     "Timings",
     "Want",
     "Welcome",
+    "pack_f32",
     "pack_u32",
+    "unpack_f32",
     "unpack_u32",
 ]
 
@@ -93,6 +95,8 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
+# four bytes a number; one a head at most
+Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
 # a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
 Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
 Chunks = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
@@ -140,6 +144,7 @@ class Capability(IntFlag):
     PULL = 1 << 2
     MAPPED = 1 << 3
     STREAMING = 1 << 4
+    CONVERT = 1 << 5
 
 
 class TicketRef(msgspec.Struct, frozen=True, array_like=True):
@@ -205,7 +210,10 @@ class MemorySpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
-    """One cache tensor. `shape` and `strides` (bytes) follow `axes`; `base` is 0 unless the peer is trusted with it."""
+    """One cache tensor. `shape` and `strides` (bytes) follow `axes`; `base` is 0 unless the peer is trusted with it.
+
+    `scale` has one number, one for each head, or none for 1: value = stored * scale.
+    """
 
     group: Name
     part: Name
@@ -227,9 +235,11 @@ class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
     null_block: Annotated[int, msgspec.Meta(ge=-1, le=0xFFFF_FFFF)] = -1
     kind: Name = "DRAM"
     device: U32 = 0
+    scale: Scale = b""
 
     def __post_init__(self) -> None:
         _check_ids(self.layers)
+        _check_ids(self.scale)
 
 
 class AgentBody(msgspec.Struct, frozen=True, array_like=True):
@@ -426,7 +436,28 @@ Message: TypeAlias = (
 def _check_ids(packed: bytes) -> None:
     """Refuse a torn list; msgspec turns the error into its own while decoding, so the frame is refused."""
     if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes are no whole number of u32")
+        raise ValueError(f"{len(packed)} bytes are no whole number of words of 4")
+
+
+def pack_f32(values: Iterable[float]) -> bytes:
+    """Pack numbers as little-endian float32."""
+    packed = array.array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_f32(data: bytes) -> Sequence[float]:
+    """Inverse of `pack_f32`.
+
+    Raises:
+        ValueError: If the length is not a multiple of four.
+    """
+    unpacked = array.array("f")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked
 
 
 def pack_u32(values: Iterable[int]) -> bytes:

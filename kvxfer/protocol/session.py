@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from kvxfer.dtypes import convertible
 from kvxfer.errors import KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.messages import (
@@ -26,6 +27,7 @@ from kvxfer.protocol.messages import (
     Agent,
     AgentBody,
     Cancel,
+    Capability,
     Claim,
     Fetch,
     Goodbye,
@@ -54,6 +56,10 @@ __all__ = [
     "State",
     "Terms",
 ]
+
+
+_DTYPE: Final = ".dtype"
+"""How the name of a fact ends that conversion may forgive."""
 
 
 class Role(Enum):
@@ -386,9 +392,17 @@ class Session:
             for name, value in facts
             if name in ours and ours[name] != value and name not in self._terms.forgiven
         }
+        able = {name for name, values in different.items() if name.endswith(_DTYPE) and convertible(*values)}
+        if self._asked_to_convert():
+            different = {name: values for name, values in different.items() if name not in able}
         if different:
             shown = "; ".join(f"{name}: {mine!r} here, {their!r} there" for name, (mine, their) in different.items())
-            raise MismatchError(f"the two engines differ in {shown}", fields=different)
+            advice = "; convert=True at the decode rank would convert it" if different.keys() <= able else ""
+            raise MismatchError(f"the two engines differ in {shown}{advice}", fields=different)
+
+    def _asked_to_convert(self) -> bool:
+        """Whether the side that opened the stream asked for conversion of what it fetches."""
+        return self._hello is not None and Capability.CONVERT in Capability(self._hello.capabilities)
 
     # --- proofs
 

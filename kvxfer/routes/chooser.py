@@ -23,11 +23,13 @@ class Means:
         staged: Both sides have staging memory.
         direct: The sender knows the receiver's addresses, and both have registered their blocks.
         pull: The receiver knows the sender's addresses, and both have registered their blocks.
+        converts: Dtypes or scales differ, which leaves `staged` alone: a descriptor only says which bytes go where.
     """
 
     staged: bool
     direct: bool
     pull: bool
+    converts: bool = False
 
     def can(self, route: Route) -> bool:
         """Whether a route is possible."""
@@ -92,8 +94,11 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
         return _by_pieces(nbytes, pieces())
     best = possible[0]
     why = "the only common route" if len(possible) == 1 else "preferred by the decode rank"
+    reason = "is not possible for this pair"
+    if means.converts:
+        why, reason = "the only route that converts", "cannot convert dtypes or scales"
     missed = own or wanted[0]
-    return Choice(best, why, "" if missed is best else f"{missed.name.lower()} is not possible for this pair")
+    return Choice(best, why, "" if missed is best else f"{missed.name.lower()} {reason}")
 
 
 def _by_pieces(nbytes: int, pieces: int) -> Choice:

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import conversions
 import numpy as np
 import pytest
 import torch
@@ -23,16 +24,17 @@ SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
 
 def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0) -> list[int]:
     """Run a plan in the interpreter, its tables `at` words behind the start of their memory. Returns the widths."""
-    before, tables.TILE_WORDS = tables.TILE_WORDS, tile
+    before = tables.TILE_WORDS, tables.CONVERTED_TILE_WORDS
+    tables.TILE_WORDS = tables.CONVERTED_TILE_WORDS = tile
     try:
         packed = tables.pack(plan)
     finally:
-        tables.TILE_WORDS = before
+        tables.TILE_WORDS, tables.CONVERTED_TILE_WORDS = before
     words = torch.from_numpy(np.concatenate([np.full(at, -1, np.int64), packed.words]))
     for launch in packed.launches:
-        fixed = {**kernel.constants(launch.width), "TILE": tile}
+        fixed = {**kernel.constants(launch.variant), "TILE": tile}
         copy_boxes[(min(ctas, launch.tiles),)](words, at + launch.first, launch.headers, **fixed)
-    return [launch.width for launch in packed.launches]
+    return [launch.variant.width for launch in packed.launches]
 
 
 def check(make, *, ctas=3, tile=64) -> list[int]:
@@ -112,3 +114,30 @@ def test_more_axes_than_a_box_has_today():
         return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 0, 0, box),))
 
     check(make)
+
+
+# numpy, which interprets, warns where a number becomes infinite
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), ctas=st.integers(1, 7), tile=st.sampled_from([32, 256]))
+def test_random_plans_that_convert(seed, ctas, tile):
+    dst = np.full(NBYTES, CANARY, np.uint8)
+    plan = conversions.random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES, most=16 * tile)
+    want = conversions.expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    interpret(plan, ctas=ctas, tile=tile, at=6)
+    np.testing.assert_array_equal(dst, want)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
+def test_every_element_is_converted_as_torch_does(src, dst):
+    given = conversions.patterns(src)
+    for multiply, divide in ((1.0, 1.0), (0.0123, 1.7)):
+        made = torch.zeros(len(given), dtype=getattr(torch, dst))
+        at, to = given.data_ptr(), made.data_ptr()
+        plan = conversions.line(src, dst, at, to, len(given), [(multiply, divide)])
+        interpret(plan, ctas=2, tile=4096)
+        want = conversions.reference(given, dst, multiply, divide)
+        kind = conversions.INTEGERS[made.itemsize]
+        wrong = (made.view(kind) != want.view(kind)).nonzero().ravel()
+        assert not len(wrong), (given[wrong[:5]], made[wrong[:5]], want[wrong[:5]])

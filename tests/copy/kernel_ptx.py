@@ -7,24 +7,35 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
 from kvxfer.copy.kernel import OPTIONS, constants, copy_boxes
+from kvxfer.copy.tables import Variant
+from kvxfer.geometry.elements import Elements
 
-SIGNATURE = {"table": "*i64", "first": "i32", "headers": "i32", "WIDTH": "constexpr", "TILE": "constexpr"}
-PER_THREAD = 4
-EXPECTED = {16: ("ld.global.v2.b64", "st.global.v2.b64"), 4: ("ld.global.b32", "st.global.b32")}
+SIGNATURE = {"table": "*i64", "first": "i32", "headers": "i32"} | dict.fromkeys(
+    ("WIDTH", "TILE", "SRC", "DST"), "constexpr"
+)
+EXPECTED = {  # accesses a thread, of both kinds
+    Variant(16): (4, "ld.global.v2.b64", "st.global.v2.b64"),
+    Variant(4): (4, "ld.global.b32", "st.global.b32"),
+    Variant(8, Elements(2, 1, "bfloat16", "float8_e4m3fn")): (2, "ld.global.v4.b32", "st.global.v2.b32"),
+    Variant(8, Elements(1, 2, "float8_e4m3fn", "bfloat16")): (2, "ld.global.v2.b32", "st.global.v4.b32"),
+    Variant(8, Elements(2, 2, "float16", "bfloat16")): (2, "ld.global.v4.b32", "st.global.v4.b32"),
+}
+KINDS = ("b64", "b32", "b16", "b8", "v2.b64", "v2.b32", "v4.b32")
 
 
 def main() -> int:
     warnings.simplefilter("ignore")
     wrong = 0
-    for width, (load, store) in EXPECTED.items():
-        source = ASTSource(copy_boxes, signature=SIGNATURE, constexprs=constants(width))
+    for variant, (each, load, store) in EXPECTED.items():
+        source = ASTSource(copy_boxes, signature=SIGNATURE, constexprs=constants(variant))
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
         ptx = compiled.asm["ptx"]
         loads, stores = ptx.count(load), ptx.count(store)
-        narrow = sum(ptx.count(f"st.global.{kind}") for kind in ("b64", "b32", "b16", "b8", "v2.b64")) - stores
-        print(f"{width:2d} bytes: {loads} x {load}, {stores} x {store}, {narrow} other stores, "
+        narrow = sum(ptx.count(f"st.global.{kind} ") for kind in KINDS) - stores
+        flushed = ptx.count(".ftz")  # subnormal numbers count
+        print(f"{variant}: {loads} x {load}, {stores} x {store}, {narrow} other stores, {flushed} x .ftz, "
               f"{compiled.metadata.shared} bytes of shared memory, {ptx.count('bar.sync')} barriers")  # fmt: skip
-        wrong += stores != PER_THREAD or loads != PER_THREAD or narrow or compiled.metadata.shared
+        wrong += stores != each or loads != each or narrow or flushed or compiled.metadata.shared
     print("wrong" if wrong else "all variants as expected")
     return int(bool(wrong))
 

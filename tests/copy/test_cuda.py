@@ -84,9 +84,9 @@ class World:
         self.outcomes, self.order = {}, []
 
     def _launch(self, launch, table, first, ctas, stream):
-        if self.launch_error and launch.width != 16:
+        if self.launch_error and launch.variant.width != 16:
             raise self.launch_error
-        self.launched.append((launch.width, first))
+        self.launched.append((launch.variant.width, first))
 
     def submit(self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None):
         plan = plan or contiguous_rows(0, 1 << 20, rows=rows, regions=1, row_bytes=64, pool=rows)

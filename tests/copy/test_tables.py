@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.copy import tables
-from kvxfer.copy.tables import HEADER_WORDS, WIDTHS, pack, widths
+from kvxfer.copy.tables import HEADER_WORDS, WIDTHS, Variant, pack, variants
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
 
@@ -31,15 +31,15 @@ def test_division_by_multiplication_is_exact(divisor, number, near):
 def test_a_plan_is_at_most_one_launch_for_each_width_and_carries_all_its_bytes(seed):
     plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
     packed = pack(plan)
-    used = [launch.width for launch in packed.launches]
+    used = [launch.variant.width for launch in packed.launches]
     assert len(set(used)) == len(used)
-    assert set(used) <= widths([plan]) <= set(WIDTHS)
+    assert {Variant(width) for width in used} <= variants([plan]) <= {Variant(width) for width in WIDTHS}
     most = 0
     for launch in packed.launches:
         heads = packed.words[launch.first : launch.first + launch.headers * HEADER_WORDS].reshape(-1, HEADER_WORDS)
         assert heads[:, 0].sum() == launch.tiles
         np.testing.assert_array_equal(heads[:, 1], np.cumsum(heads[:, 0]) - heads[:, 0])
-        most += int((heads[:, 2] * heads[:, 5]).sum()) * launch.width
+        most += int((heads[:, 2] * heads[:, 5]).sum()) * launch.variant.width
     assert most >= plan.bytes
 
 
@@ -48,7 +48,7 @@ def test_the_width_is_the_widest_that_everything_allows(width):
     row = 48 * width
     for src, dst in ((width, 0), (0, width)):
         plan = contiguous_rows(src + 64, dst + 64, rows=4, regions=1, row_bytes=row, pool=8)
-        assert [launch.width for launch in pack(plan).launches] == [width]
+        assert [launch.variant.width for launch in pack(plan).launches] == [width]
 
 
 def test_tables_are_small():
@@ -62,7 +62,7 @@ def test_what_has_no_bytes_has_no_launches():
     plan.segments[0].rows[:, 4] = 0
     assert pack(plan).launches == ()
     assert pack(CopyPlan(())).launches == ()
-    assert widths([CopyPlan(())]) == set()
+    assert variants([CopyPlan(())]) == set()
 
 
 def test_rows_too_long_for_31_bits_are_refused_by_name():

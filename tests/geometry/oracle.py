@@ -15,10 +15,14 @@ Shares nothing with the planner, not even a formula. A tensor is a plain dict:
     unit              tokens per index of the token axis
     null              an id that is no block, or None
 
+    dtype             torch's name, where it matters
+    scale             value = stored * scale: (), (one,), or one a head
+
 A block list is (ids, first_token), a selection (group, part, kv, layers, first head, one past the last head).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -124,6 +128,35 @@ def byte_pairs(
         return np.zeros((0, 2), np.int64)
     pairs = np.concatenate(found)
     return pairs[np.argsort(pairs[:, 1], kind="stable")]
+
+
+def element_moves(
+    src: Iterable[Tensor],
+    dst: Iterable[Tensor],
+    selections: Iterable[Selection],
+    src_blocks: Mapping[str, BlockList],
+    dst_blocks: Mapping[str, BlockList],
+    tokens: tuple[int, int],
+) -> Iterator[tuple[Tensor, Tensor, int, I64, I64]]:
+    """Every element to convert, head by head: both tensors, the head, and the byte offsets of its elements there."""
+    src, dst = list(src), list(dst)
+    for group, part, kv, layers, head_start, head_stop in selections:
+        for layer in layers:
+            place = (group, part, kv, layer)
+            for tensor, other in product(src, dst):
+                mine = _cells(tensor, place, src_blocks, tokens, tokens[1])
+                theirs = _cells(other, place, dst_blocks, tokens, tokens[1])
+                for cell in mine.keys() & theirs.keys():
+                    if head_start <= cell[0] < head_stop:
+                        yield tensor, other, cell[0], mine[cell], theirs[cell]
+
+
+def scale_of(tensor: Tensor, head: int) -> float:
+    """The scale of one head (global number)."""
+    scale = tensor.get("scale", ())
+    if not scale:
+        return 1.0
+    return scale[0] if len(scale) == 1 else scale[head - tensor["heads"][0]]
 
 
 def _cells(

@@ -8,7 +8,7 @@ from execute import by_destination, byte_pairs, table_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Pieces, Segment
+from kvxfer.geometry import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Elements, Pieces, Segment
 from kvxfer.geometry.copyplan import fold
 
 
@@ -52,12 +52,12 @@ def listed(found: Pieces) -> list[tuple[int, int, int]]:
 )
 def test_fold(axes: list[BoxAxis], tokens: tuple[int, int], expected: Box) -> None:
     for given_axes in (axes, axes[::-1]):
-        assert fold(given_axes, *tokens, 2) == (expected, ())
+        assert fold(given_axes, *tokens, Elements(2, 2)) == (expected, ())
 
 
 def test_the_token_axis_ends_the_run() -> None:
     """Behind the tokens nothing may join: a row with fewer tokens would leave a hole."""
-    box, _ = fold([BoxAxis(2, 32, 32), BoxAxis(8, 2, 2)], 16, 16, 2)
+    box, _ = fold([BoxAxis(2, 32, 32), BoxAxis(8, 2, 2)], 16, 16, Elements(2, 2))
     assert (box.run_bytes, box.token_in_run) == (16, True)
     assert box.outer == (BoxAxis(2, 32, 32),)
     assert box.token_bytes == 32
@@ -65,7 +65,7 @@ def test_the_token_axis_ends_the_run() -> None:
 
 def test_axes_beyond_the_box_are_unrolled_smallest_first() -> None:
     axes = [BoxAxis(n, 10**n, 7 * 10**n) for n in (5, 2, 4, 3)]
-    box, unrolled = fold(axes, 1, 1, 8)
+    box, unrolled = fold(axes, 1, 1, Elements(8, 8))
     assert unrolled == (BoxAxis(2, 100, 700),)
     assert len(box.outer) == MAX_OUTER_AXES
     assert sorted(box.outer) == sorted(set(axes) - set(unrolled))

@@ -1,6 +1,7 @@
 """What two ranks have in common, and what cannot be paired."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ def pair(src: TensorSpec, dst: TensorSpec, *selections: Selection) -> PairPlan:
     ("change", "words"),
     [
         ({"dtype": "float16"}, "dtype is bfloat16 at the source, but float16 at the destination"),
-        # a peer that lies about the size of its elements must not make us write beyond ours
-        ({"item_bytes": 4, "strides": (512, 128, 32, 4)}, "item_bytes is 2 at the source, but 4 at the destination"),
+        ({"scale": (0.5,)}, "scale of head 0 is 1 at the source, but 0.5 at the destination"),
+        ({"scale": (1.0, 1.0, 2.0, 1.0)}, "scale of head 2 is 1 at the source, but 2 at the destination"),
         ({"shape": (4, 4, 4, 7)}, "dim is 8 at the source, but 7 at the destination"),
         ({"tokens_per_row": 2}, "tokens_per_row is 1 at the source, but 2 at the destination"),
     ],
@@ -38,6 +39,16 @@ def test_elements_that_differ_are_refused_with_both_values(change: dict[str, obj
         pair(one, replace(one, **change))  # pyright: ignore[reportArgumentType]
     assert words in str(caught.value)
     assert "group 'default', kv k, layer 0" in str(caught.value)
+
+
+def test_a_peer_that_lies_about_the_size_of_its_elements_is_refused() -> None:
+    """It must not make us write beyond ours."""
+    longer: dict[str, Any] = {"item_bytes": 4, "strides": (512, 128, 32, 4)}
+    with pytest.raises(GeometryError, match="elements of bfloat16 have 2 bytes, not 4"):
+        replace(spec(), **longer)
+    unknown = replace(spec(), dtype="int16")
+    with pytest.raises(GeometryError, match="item_bytes is 2 at the source, but 4 at the destination"):
+        pair(unknown, replace(unknown, **longer))
 
 
 def test_state_is_not_tokens() -> None:

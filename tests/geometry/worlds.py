@@ -5,7 +5,7 @@ dicts of `oracle`, and as `CacheTensor`s over real torch memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from random import Random
@@ -19,6 +19,7 @@ from oracle import BlockList
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Interleave, Span
 
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 BLOCK_TOKENS = [(4, 4), (4, 16), (16, 4), (4, 12), (8, 12), (12, 8), (16, 16)]
 WIDE_BLOCK_TOKENS = [(16, 64), (64, 16), (16, 48), (32, 48)]
 USUAL_ORDERS = [
@@ -45,6 +46,7 @@ class Part:
     unit: int = 1
     state: bool = False
     state_ratio: int = 1
+    dtype: str = ""  # of worlds in which the two sides differ
 
 
 @dataclass
@@ -83,7 +85,8 @@ class World:
 def cache_tensor(memory: NDArray[np.uint8], tensor: dict[str, Any]) -> CacheTensor:
     """The plain description as a torch view of real memory."""
     item = tensor["item"]
-    flat = torch.from_numpy(memory[: len(memory) // 8 * 8]).view(DTYPES[item])
+    dtype = getattr(torch, tensor["dtype"]) if tensor.get("dtype") else DTYPES[item]
+    flat = torch.from_numpy(memory[: len(memory) // 8 * 8]).view(dtype)
     view = torch.as_strided(flat, tensor["shape"], [s // item for s in tensor["strides"]], tensor["base"] // item)
     residue, of, chunk = tensor["interleave"]
     halves = "".join(tensor["kv"])
@@ -98,7 +101,14 @@ def cache_tensor(memory: NDArray[np.uint8], tensor: dict[str, Any]) -> CacheTens
         tokens=Interleave(residue, of, chunk),
         kernel_blocks_per_id=tensor["ratio"],
         tokens_per_row=tensor["unit"],
+        scale=_scale_tensor(tensor.get("scale", ())),
     )
+
+
+def _scale_tensor(scale: tuple[float, ...]) -> torch.Tensor | None:
+    if not scale:
+        return None
+    return torch.tensor(scale[0] if len(scale) == 1 else scale, dtype=torch.float32)
 
 
 def contiguous(
@@ -142,10 +152,11 @@ def _term_length(term: str, sizes: dict[str, int]) -> int:
     return sizes[name] // int(inner or 1)
 
 
-def make_world(rng: Random) -> World:
-    """Draw a world."""
+def make_world(rng: Random, *, mixed: bool = False) -> World:
+    """Draw a world; in a mixed one the two sides store other dtypes, with scales."""
     wide = rng.random() < 0.1
     parts = _model(rng, small=wide)
+    theirs, ours = (_mixed(rng, parts), _mixed(rng, parts)) if mixed else (parts, parts)
     block_tokens = {p.group: rng.choice(WIDE_BLOCK_TOKENS if wide else BLOCK_TOKENS) for p in parts}
     start = rng.choice([0, rng.randint(0, 40)])
     stop = start + rng.choice([1, rng.randint(1, 16), rng.randint(1, 48)])
@@ -154,13 +165,24 @@ def make_world(rng: Random) -> World:
     decode_ways, prefill_ways = _ways(rng), _ways(rng)
     decode_blocks, prefill_blocks = ({g: sizes[i] for g, sizes in block_tokens.items()} for i in (1, 0))
     slots = {p.group: rng.choice([1, 1, 2]) for p in parts if p.state}
-    decode = _side(rng, parts, decode_blocks, decode_ways, slots, (start, stop), None)
+    decode = _side(rng, ours, decode_blocks, decode_ways, slots, (start, stop), None)
     lows = {
         group: max(start, min((rank.blocks[group][1] for rank in decode if group in rank.blocks), default=0))
         for group in block_tokens
     }
-    prefill = _side(rng, parts, prefill_blocks, prefill_ways, slots, (start, stop), lows)
+    prefill = _side(rng, theirs, prefill_blocks, prefill_ways, slots, (start, stop), lows)
     return World(prefill, decode, (start, stop))
+
+
+def _mixed(rng: Random, parts: list[Part]) -> list[Part]:
+    chosen = [rng.choice(sorted(FLOATS)) for _ in parts]
+    return [replace(part, dtype=dtype, item=FLOATS[dtype]) for part, dtype in zip(parts, chosen, strict=True)]
+
+
+def _scale(rng: Random, heads: tuple[int, int]) -> tuple[float, ...]:
+    """None, one, or one a head; often those of the other side."""
+    numbers = [float(np.float32(rng.choice([1.0, 0.5, rng.uniform(0.01, 30)]))) for _ in range(*heads)]
+    return rng.choice([(), (1.0,), (0.5,), tuple(numbers)])
 
 
 def _model(rng: Random, *, small: bool) -> list[Part]:
@@ -279,6 +301,8 @@ def _rank(
         ways = (0, 1, 1) if part.group in whole else interleave
         for tensor in _lay_out(rng, part, layers, heads, block_tokens[part.group], pools[part.group]):
             tensor |= {"interleave": ways, "null": nulls.get(part.group)}
+            if part.dtype:
+                tensor |= {"dtype": part.dtype, "scale": _scale(rng, tensor["heads"])}
             if tensor.pop("fresh"):
                 room = cursor
                 room += -room % 8 + rng.randint(0, 3) * part.item

@@ -140,7 +140,7 @@ def test_every_size_at_every_alignment(runner, memory):
     plan, _ = every_size(src.data_ptr(), dst.data_ptr())
     assert src.data_ptr() % 16 == dst.data_ptr() % 16 == 0
     settle()
-    assert {launch.width for launch in tables.pack(plan).launches} == set(tables.WIDTHS)
+    assert {launch.variant.width for launch in tables.pack(plan).launches} == set(tables.WIDTHS)
     want = expected(plan, src.cpu().numpy(), src.data_ptr(), dst.cpu().numpy(), dst.data_ptr())
     runner.copy(plan)
     np.testing.assert_array_equal(dst.cpu().numpy(), want)
@@ -260,7 +260,7 @@ def test_nothing_is_compiled_after_warming(runner):
     rows = np.asarray([[0, 0, 1, 0, 16]], np.int64)
     box = Box((), 132, 132, 132, token_in_run=True)
     whole = CopyPlan((Segment(np.asarray([at], np.int64), rows, 2112, 2112, box),))
-    assert [launch.width for launch in tables.pack(whole).launches] == [16]
+    assert [launch.variant.width for launch in tables.pack(whole).launches] == [16]
     runner.executor.warm([whole])  # cut at other tokens it needs 8 and 4 bytes too
     assert runner.executor.compiles == 3
     runner.executor.warm([every_size(0, 0)[0]])
@@ -535,13 +535,13 @@ class Launcher:
         self.words = torch.from_numpy(packed.words).to("cuda:0")
         self.options = {**kernel.OPTIONS, **({"num_warps": warps} if warps else {})}
         self.kernel: Any = kernel.copy_boxes
+        self.constants = kernel.constants
         self.tile = tile
 
     def __call__(self, ctas):
         for launch in self.launches:
-            self.kernel[(min(ctas, launch.tiles),)](
-                self.words, launch.first, launch.headers, WIDTH=launch.width, TILE=self.tile, **self.options
-            )
+            fixed = {**self.constants(launch.variant), "TILE": self.tile}
+            self.kernel[(min(ctas, launch.tiles),)](self.words, launch.first, launch.headers, **fixed, **self.options)
 
 
 def test_figures_throughput():

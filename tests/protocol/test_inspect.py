@@ -124,7 +124,8 @@ def test_a_result():
 def test_an_agent_shows_its_body():
     text = "\n".join(lines(Agent([("model", "m")], encode_body(BODY))))
     assert "facts             [['model', 'm']]" in text
-    assert "tensors           2 entries" in text
+    assert "tensors           3 entries" in text
+    assert "scale=0.5, 0.03125" in text
     assert "strides=[32768 bytes, 2048 bytes, 256 bytes, 2 bytes]" in text
     assert "base=0x7f0000000000" in text
 

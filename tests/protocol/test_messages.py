@@ -46,7 +46,14 @@ from kvxfer.protocol.messages import (
 
 MESSAGES = get_args(Message)
 TICKET = TicketRef("req-1", 0, bytes(16))
-PACKED = {("Selection", "layers"), ("Span", "ids"), ("TensorFrame", "layers"), ("Want", "chunks"), ("Landed", "chunks")}
+PACKED = {
+    ("Selection", "layers"),
+    ("Span", "ids"),
+    ("TensorFrame", "layers"),
+    ("TensorFrame", "scale"),
+    ("Want", "chunks"),
+    ("Landed", "chunks"),
+}
 
 
 def values(kind, meta=None):

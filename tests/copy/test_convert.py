@@ -1,0 +1,107 @@
+"""Conversion on a CPU: the same bits as torch's own arithmetic, at every address of a plan."""
+
+import conversions
+import numpy as np
+import pytest
+import torch
+from copy_plans import CANARY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.copy import host, tables
+from kvxfer.copy.convert import NAN, convert
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.elements import Elements
+
+NBYTES = 1 << 18
+SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+def bits(tensor):
+    return tensor.view(conversions.INTEGERS[tensor.itemsize])
+
+
+@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.0123, 1.7), (3e38, 1e-3)])
+def test_every_element_is_converted_as_torch_does(src, dst, factors):
+    source = conversions.patterns(src)
+    multiply, divide = map(np.float32, factors)
+    made = convert(bits(source).numpy(), conversions.elements(src, dst), multiply, divide)
+    np.testing.assert_array_equal(made, bits(conversions.reference(source, dst, *factors)).numpy())
+
+
+def test_what_is_too_large_for_8_bits_becomes_the_largest_and_for_16_infinite():
+    given = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, torch.nan, 464.0, 449.0])
+
+    def made(dst):
+        found = convert(bits(given).numpy(), conversions.elements("float32", dst), np.float32(1), np.float32(1))
+        return torch.from_numpy(found).view(getattr(torch, dst)).float().tolist()
+
+    assert made("float8_e4m3fn")[:4] == [448, -448, 448, -448]
+    assert made("float8_e4m3fn")[5:] == [448, 448]
+    assert made("float8_e5m2")[:4] == [57344, -57344, 57344, -57344]
+    assert made("float16")[:4] == [torch.inf, -torch.inf, torch.inf, -torch.inf]
+    assert all(np.isnan(made(dst)[4]) for dst in NAN)
+
+
+def test_identity_leaves_every_number_as_it_is():
+    for dtype in NAN:
+        source = conversions.patterns(dtype)
+        made = torch.from_numpy(
+            convert(bits(source).numpy(), conversions.elements(dtype, dtype), np.float32(1), np.float32(1))
+        ).view(source.dtype)
+        finite = source.float().isfinite()
+        assert torch.equal(bits(made)[finite], bits(source)[finite])
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), at_once=st.sampled_from([1, 64, host._CONVERTED_AT_ONCE]))
+def test_random_plans(seed, at_once):
+    dst = np.full(NBYTES, CANARY, np.uint8)
+    plan = conversions.random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES)
+    want = conversions.expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    before, host._CONVERTED_AT_ONCE = host._CONVERTED_AT_ONCE, at_once
+    try:
+        host.run(plan)
+    finally:
+        host._CONVERTED_AT_ONCE = before
+    np.testing.assert_array_equal(dst, want)
+
+
+def test_regions_have_numbers_of_their_own():
+    given = torch.ones(3 * 8, dtype=torch.bfloat16)
+    made = torch.zeros(3 * 8)
+    factors = [(1.0, 2.0), (3.0, 1.0), (5.0, 10.0)]
+    host.run(conversions.line("bfloat16", "float32", given.data_ptr(), made.data_ptr(), 8, factors, regions=3))
+    assert made.view(3, 8).tolist() == [[0.5] * 8, [3.0] * 8, [0.5] * 8]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_what_is_compiled_beforehand_is_what_is_launched(seed):
+    plan = conversions.random_plan(seed, 1 << 20, 1 << 30, 1 << 20)
+    packed = tables.pack(plan)
+    assert {launch.variant for launch in packed.launches} <= tables.variants([plan])
+    assert len({launch.variant for launch in packed.launches}) == len(packed.launches)
+    most = sum(
+        int((heads[:, 2] * heads[:, 5]).sum()) * launch.variant.width * launch.variant.elements.dst_bytes
+        for launch in packed.launches
+        for heads in [
+            packed.words[launch.first : launch.first + launch.headers * tables.HEADER_WORDS].reshape(
+                -1, tables.HEADER_WORDS
+            )
+        ]
+    )
+    assert most >= plan.bytes
+
+
+def test_a_usual_layout_needs_one_variant():
+    plan = conversions.line("bfloat16", "float8_e4m3fn", 1 << 20, 1 << 30, 1024)
+    expected = tables.Variant(8, Elements(2, 1, "bfloat16", "float8_e4m3fn"))
+    assert tables.variants([plan]) == {expected}
+
+
+def test_there_are_no_pieces_of_it():
+    plan = conversions.line("float16", "bfloat16", 0, 1024, 8)
+    with pytest.raises(GeometryError, match="float16 to bfloat16 cannot be copied piece by piece"):
+        plan.enumerate()

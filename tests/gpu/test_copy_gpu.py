@@ -23,9 +23,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "tests" / "copy"))
 
+import conversions  # noqa: E402  # pyright: ignore[reportMissingImports]
 from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import READY, CopyJob, Direction, tables  # noqa: E402
+from kvxfer.copy import READY, CopyJob, Direction, host, tables  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor, recorded  # noqa: E402
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
@@ -162,6 +163,65 @@ def test_random_plans(runner):
         np.testing.assert_array_equal(target.cpu().numpy(), want, err_msg=f"seed {seed}")
 
 
+@pytest.mark.parametrize(("src", "dst"), conversions.PAIRS)
+def test_every_element_is_converted_as_on_a_cpu(runner, src, dst):
+    """All elements of 8 and 16 bits, and of 32 those near all others; wide accesses and narrow ones."""
+    given = conversions.patterns(src)
+    count = len(given) // 8 * 8
+    on_gpu = given.to("cuda:0")
+    for multiply, divide, count_now in ((1.0, 1.0, count), (0.0123, 1.7, count - 1), (3e38, 1e-3, count)):
+        made = torch.zeros(count, dtype=getattr(torch, dst), device="cuda:0")
+        at, to = on_gpu.data_ptr(), made.data_ptr()
+        settle()
+        runner.copy(conversions.line(src, dst, at, to, count_now, [(multiply, divide)]))
+        want = conversions.reference(given[:count_now], dst, multiply, divide)
+        kind = conversions.INTEGERS[made.itemsize]
+        wrong = (made.cpu()[:count_now].view(kind) != want.view(kind)).nonzero().ravel()
+        assert not len(wrong), (given[wrong[:5]], made.cpu()[wrong[:5]], want[wrong[:5]])
+        assert (made.cpu()[count_now:].view(kind) == 0).all()
+
+
+def test_random_plans_that_convert(runner):
+    nbytes = MIB
+    src, dst = noise(nbytes), canvas(nbytes)
+    host_src = src.cpu().numpy()
+    for seed in range(300):
+        dst.fill_(CANARY)
+        settle()
+        plan = conversions.random_plan(seed, src.data_ptr(), dst.data_ptr(), nbytes)
+        want = conversions.expected(plan, host_src, src.data_ptr(), dst.cpu().numpy(), dst.data_ptr())
+        runner.copy(plan, Direction.SCATTER if seed % 2 else Direction.GATHER)
+        np.testing.assert_array_equal(dst.cpu().numpy(), want, err_msg=f"seed {seed}")
+
+
+def test_large_conversions_equal_those_on_a_cpu(runner):
+    """64 MiB in rows of several heads, from NHD to HND, with numbers of its own in each region."""
+    for src_name, dst_name in (("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"), ("float16", "bfloat16")):
+        e = conversions.elements(src_name, dst_name)
+        rows, regions, block = 256, 8, 16 * 8 * 128
+        given = noise(rows * regions * block * e.src_bytes)
+        made, host_made = (
+            canvas(rows * regions * block * e.dst_bytes),
+            canvas(rows * regions * block * e.dst_bytes).cpu(),
+        )
+        rng = np.random.default_rng(1)
+        zero = np.zeros(rows, np.int64)
+        table = np.stack([rng.permutation(rows), zero, rng.permutation(rows), zero, zero + 16], axis=1)
+        step = np.arange(regions)[:, None] * rows * block * np.asarray([[e.src_bytes, e.dst_bytes]])
+        factors = np.exp2(rng.normal(0, 3, (regions, 2))).astype(np.float32)
+        s, d = e.src_bytes, e.dst_bytes
+        box = Box((BoxAxis(8, 128 * s, 16 * 128 * d),), 8 * 128 * s, 128 * d, 128, token_in_run=False, elements=e)
+
+        def plan(at, to, table=table, step=step, factors=factors, box=box, blocks=(block * s, block * d)):
+            return CopyPlan((Segment(np.asarray([[at, to]]) + step, table, blocks[0], blocks[1], box, factors),))
+
+        on_cpu = given.cpu()
+        settle()
+        runner.copy(plan(given.data_ptr(), made.data_ptr()))
+        host.run(plan(on_cpu.data_ptr(), host_made.data_ptr()))
+        assert torch.equal(made.cpu(), host_made)
+
+
 def test_large_layouts_byte_by_byte(runner):
     src, dst = noise(512 * MIB), canvas(512 * MIB)
     rng = np.random.default_rng(3)
@@ -273,6 +333,19 @@ def test_nothing_is_compiled_after_warming(runner):
     for rows in (1, 2, 16, 17, 1000):
         runner.copy(contiguous_rows(*at, rows=rows, regions=1, row_bytes=16, pool=1024))
     assert runner.executor.compiles == len(tables.WIDTHS)
+    assert triton_variants() == before
+
+
+def test_conversions_are_compiled_by_warming(runner):
+    src, dst = noise(MIB), canvas(MIB)
+    plan = conversions.line("bfloat16", "float8_e4m3fn", src.data_ptr(), dst.data_ptr(), 1024)
+    runner.executor.warm([plan])
+    assert runner.executor.compiles == 1
+    before = triton_variants()
+    settle()
+    for count in (8, 16, 1024, 8192):
+        runner.copy(conversions.line("bfloat16", "float8_e4m3fn", src.data_ptr(), dst.data_ptr(), count, [(2.0, 3.0)]))
+    assert runner.executor.compiles == 1
     assert triton_variants() == before
 
 
@@ -570,6 +643,34 @@ def test_figures_throughput():
             wall = plan.bytes / float(np.median(walls[1:])) / 1e9
             print(f"  {name:24s} {plan.bytes >> 20:4d} MiB  " + "  ".join(cells) + f"  job: {wall:5.0f}", flush=True)
     assert runner.executor.close(10)
+
+
+def test_figures_of_conversions():
+    """Whole jobs through the executor, HND from NHD, runs of 128 elements; what is read and written, both counted."""
+    src, dst = noise(2 * GIB), torch.empty(2 * GIB, dtype=torch.uint8, device="cuda:0")
+    print("\nGB/s read + written, by CTAs")
+    for names in (("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"), ("float16", "bfloat16")):
+        e = conversions.elements(*names)
+        rows, regions, block = 256, 64, 16 * 8 * 128
+        ids, zero = np.random.default_rng(0).permutation(512)[:rows], np.zeros(rows, np.int64)
+        table = np.stack([ids, zero, np.arange(rows), zero, zero + 16], axis=1).astype(np.int64)
+        s, d = e.src_bytes, e.dst_bytes
+        box = Box((BoxAxis(8, 128 * s, 16 * 128 * d),), 8 * 128 * s, 128 * d, 128, token_in_run=False, elements=e)
+        at = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
+        bases = at + np.arange(regions)[:, None] * block * np.asarray([[512 * s, rows * d]])
+        factors = np.full((regions, 2), 1.5, np.float32)
+        plan = CopyPlan((Segment(bases, table, block * s, block * d, box, factors),))
+        cells = []
+        for ctas in CTAS:
+            runner = Runner(ctas=ctas)
+            walls = []
+            for _ in range(6):
+                began = time.perf_counter()
+                runner.copy(plan)
+                walls.append(time.perf_counter() - began)
+            cells.append(f"{ctas:3d}: {plan.bytes / d * (s + d) / float(np.median(walls[1:])) / 1e9:5.0f}")
+            assert runner.executor.close(10)
+        print(f"  {' to '.join(names):26s} {plan.bytes >> 20:4d} MiB written  " + "  ".join(cells), flush=True)
 
 
 def test_figures_for_tile_and_warps():

@@ -34,7 +34,8 @@ JUNK = -7
 GROWTH = 1_000
 GUARD = 4096
 """Elements before and after a layer."""
-CANARY = -123_456
+CANARY = 0xA5
+"""Their bytes."""
 _alive: list[object] = []
 
 
@@ -43,7 +44,8 @@ def place(cache, device):
     placed = copy.copy(cache)
     placed.memory, placed.guards = {}, []
     for layer, memory in cache.memory.items():
-        room = torch.full((memory.numel() + 2 * GUARD,), CANARY, dtype=memory.dtype, device=device)
+        room = torch.empty(memory.numel() + 2 * GUARD, dtype=memory.dtype, device=device)
+        room.view(torch.uint8).fill_(CANARY)
         placed.memory[layer] = room[GUARD:-GUARD].view(memory.shape)
         placed.memory[layer].copy_(memory)
         placed.guards += [room[:GUARD], room[-GUARD:]]
@@ -54,7 +56,7 @@ def place(cache, device):
 
 def guarded(placed):
     """Whether the guards are as they were."""
-    return all(bool((guard == CANARY).all()) for guard in placed.guards)
+    return all(bool((guard.view(torch.uint8) == CANARY).all()) for guard in placed.guards)
 
 
 class Expected(Copied):

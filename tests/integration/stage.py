@@ -106,7 +106,8 @@ class Copied:
             from_block, from_slot = source.at(source_ids, tokens, source_first)
             taken = source.view(layer)[:, from_block, from_slot]
             for head in set(cache.heads) & set(source.heads):
-                view[:, block, slot, cache.heads.index(head)] = taken[:, :, source.heads.index(head)]
+                found = taken[:, :, source.heads.index(head)]
+                view[:, block, slot, cache.heads.index(head)] = found.to(view.dtype)
         return self
 
     def check(self):

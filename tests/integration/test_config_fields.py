@@ -124,6 +124,16 @@ async def geometry_forgives_names(play):
     await play.bring("r")
 
 
+@field("convert")
+async def another_dtype_is_converted(play):
+    source, target = Cache(dtype=torch.float32), Cache(dtype=torch.bfloat16)
+    await play.pair(source=source, target=target, decode={"convert": True})
+    await play.bring("r")
+    strict = await play.worker("strict", Cache(dtype=torch.bfloat16))
+    play.prefill.offer("s", [1], tokens=4)
+    assert "convert=True" in str(await fails(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
+
+
 async def duo(play, **config):
     """A prefill engine of two ranks, half of the heads each."""
     caches = [Cache(heads=range(2)), Cache(heads=range(2, 4))]

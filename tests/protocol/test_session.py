@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
@@ -19,6 +20,7 @@ from kvxfer.protocol.messages import (
     Agent,
     AgentBody,
     Cancel,
+    Capability,
     Claim,
     Fetch,
     Goodbye,
@@ -422,6 +424,32 @@ def test_facts_are_compared_field_by_field_on_both_sides(ours, theirs, forgiven)
     for name, (a, b) in different.items():
         assert f"{name}: {a!r} here, {b!r} there" in str(errors[Role.CLIENT])
     assert client.state is server.state is State.CLOSED
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([*CONVERTIBLE, "int8", "float64"]),
+    st.sampled_from([*CONVERTIBLE, "int8", "float64"]),
+    st.sampled_from(["8", "16"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_dtypes_may_differ_if_the_opener_asked_for_conversion(theirs, ours, dim, asked, other_way):
+    """Both sides decide alike, and what the server would ask for as a client does not count."""
+    client, server = (
+        dataclasses.replace(WHO[role], capabilities=int(Capability.CONVERT if asks else Capability.STAGED))
+        for role, asks in ((Role.CLIENT, asked), (Role.SERVER, other_way))
+    )
+    facts = [[("k.dtype", dtype), ("k.dim", number)] for dtype, number in ((ours, "8"), (theirs, dim))]
+    _, errors = pump(*pair({"facts": facts[0], "who": client}, {"facts": facts[1], "who": server}))
+    able = ours in CONVERTIBLE and theirs in CONVERTIBLE
+    wrong = {"k.dtype": ours != theirs and not (asked and able), "k.dim": dim != "8"}
+    different = {name for name, differs in wrong.items() if differs}
+    found = {role: set(error.fields) for role, error in errors.items()}
+    assert found == dict.fromkeys(Role if different else (), different)
+    for error in errors.values():
+        helps = different == {"k.dtype"} and able
+        assert ("convert=True at the decode rank would convert it" in str(error)) == helps
 
 
 def test_each_side_forgives_for_itself():

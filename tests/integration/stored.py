@@ -1,0 +1,85 @@
+"""Caches of floats with scales, and what a fetch that converts must make of them."""
+
+from dataclasses import replace
+
+import torch
+from far import guarded
+from stage import Cache, Copied
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor):
+    return tensor.view(INTEGERS[tensor.itemsize])
+
+
+class Stored(Cache):
+    """Random numbers as they are stored, with a scale of each layer: "" for none, "tensor" or "head"."""
+
+    def __init__(self, dtype, scale="", *, seed=1, **options):
+        super().__init__(dtype=dtype, **options)
+        rng = torch.Generator().manual_seed(seed)
+        self.scales = {}
+        for layer, memory in self.memory.items():
+            memory.copy_((torch.randn(memory.shape, generator=rng) * 20).to(dtype))
+            shape = {"": (), "tensor": (), "head": (len(self.heads),)}[scale]
+            numbers = torch.rand(shape, generator=rng) * 3 + 0.01
+            self.scales[layer] = numbers if scale else None
+
+    def __getstate__(self):
+        """As integers: torch does not pickle floats of 8 bits."""
+        dtypes = {layer: memory.dtype for layer, memory in self.memory.items()}
+        return {**self.__dict__, "memory": {layer: bits(m) for layer, m in self.memory.items()}, "dtypes": dtypes}
+
+    def __setstate__(self, state):
+        dtypes = state.pop("dtypes")
+        self.__dict__ = {**state, "memory": {layer: m.view(dtypes[layer]) for layer, m in state["memory"].items()}}
+
+    @property
+    def tensors(self):
+        return [replace(tensor, scale=self.scales[tensor.layers[0]]) for tensor in super().tensors]
+
+    def scale_of(self, layer, head):
+        scale = self.scales[layer]
+        if scale is None:
+            return torch.ones(1)
+        return (scale if scale.ndim == 0 else scale[self.heads.index(head)]).reshape(1)
+
+
+class Converted(Copied):
+    """What a fetch must make of a destination, by torch's own arithmetic."""
+
+    def bring(self, source, source_ids, ids, tokens, source_first=0, first=0):
+        cache = self.cache
+        block, slot = cache.at(ids, tokens, first)
+        for layer in set(cache.layers) & set(source.layers):
+            view = self.expected[layer].permute(cache._order)
+            from_block, from_slot = source.at(source_ids, tokens, source_first)
+            taken = source.view(layer)[:, from_block, from_slot]
+            for head in set(cache.heads) & set(source.heads):
+                mine, theirs = source.scale_of(layer, head), cache.scale_of(layer, head)
+                values = taken[:, :, source.heads.index(head)].float() * mine / theirs
+                if view.itemsize == 1:
+                    largest = torch.finfo(view.dtype).max
+                    values = values.clamp(-largest, largest)
+                view[:, block, slot, cache.heads.index(head)] = values.to(view.dtype)
+        return self
+
+    def check(self):
+        for layer, expected in self.expected.items():
+            wrong = int((bits(self.cache.memory[layer]) != bits(expected)).sum())
+            assert not wrong, f"layer {layer} differs in {wrong} elements"
+
+
+class ConvertedThere(Converted):
+    """The same of a placed destination (`far.place`), of which `mirror` holds the contents before."""
+
+    def __init__(self, mirror, placed):
+        super().__init__(mirror)
+        self.placed = placed
+
+    def check(self):
+        for layer, expected in self.expected.items():
+            wrong = int((bits(self.placed.memory[layer].cpu()) != bits(expected)).sum())
+            assert not wrong, f"layer {layer} differs in {wrong} elements"
+        assert guarded(self.placed), "bytes before or after a layer were written"

@@ -13,11 +13,13 @@ from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave,
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
 from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.layouts import LAYOUTS, expand_layout
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
+    "LAYOUTS",
     "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
     "BlockLists",
@@ -41,6 +43,7 @@ __all__ = [
     "check_spans",
     "check_state",
     "check_tokens",
+    "expand_layout",
     "normalise_blocks",
     "resolve",
     "token_count",

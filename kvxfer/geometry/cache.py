@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
+from kvxfer.geometry.layouts import bind_layout
 from kvxfer.geometry.overlap import Bytes, shared
 
 if TYPE_CHECKING:
@@ -226,6 +227,7 @@ class CacheTensor:
     Args:
         tensor: CPU or CUDA tensor, one dimension per name in `axes`.
         axes: Names of its axes in its own order: block, layer, kv, head, token, dim; head and dim may be split once.
+            Or one of vLLM's names for such an order, as in `LAYOUTS`: `"NHD"`, `"LBNHC"`.
         layers: Global numbers of the layers that it holds, in the order of its layer axis.
         heads: Global range of the heads that it holds; may be left out without a head axis.
         kv: For a tensor without a kv axis `"k"` or `"v"`, or None if it holds neither (MLA); with one, `"kv"` (the
@@ -277,10 +279,11 @@ class CacheTensor:
             GeometryError: If names, coordinates, shape, strides or device do not fit together.
         """
         self._check_types()
-        tensor, axes = self.tensor, " ".join(self.axes.split())
-        names = {axis.name for axis in parse_axes(axes)}
+        tensor = self.tensor
         if kind := _not_plain(tensor):
             raise GeometryError(f"a cache tensor of group {self.group!r} is {kind}")
+        axes, shape, strides = bind_layout(self.axes, tensor.shape, tensor.stride())
+        names = {axis.name for axis in parse_axes(axes)}
         if self.heads is None and "head" in names:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
@@ -293,8 +296,8 @@ class CacheTensor:
             layers=tuple(int(layer) for layer in self.layers),
             heads=self.heads if self.heads is not None else range(1),
             axes=axes,
-            shape=tuple(tensor.shape),
-            strides=tuple(stride * item_bytes for stride in tensor.stride()),
+            shape=shape,
+            strides=tuple(stride * item_bytes for stride in strides),
             dtype=str(tensor.dtype).removeprefix("torch."),
             item_bytes=item_bytes,
             base=tensor.data_ptr(),

@@ -6,6 +6,10 @@
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py)
 
+Caches need not be described one by one:
+
+    group       a list of tensors, one a layer -> list of CacheTensor   (group.py)
+
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
@@ -13,6 +17,7 @@ from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave,
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
 from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.group import group
 from kvxfer.geometry.layouts import LAYOUTS, expand_layout
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, resolve
@@ -44,6 +49,7 @@ __all__ = [
     "check_state",
     "check_tokens",
     "expand_layout",
+    "group",
     "normalise_blocks",
     "resolve",
     "token_count",

@@ -9,6 +9,7 @@
 Caches need not be described one by one:
 
     group       a list of tensors, one a layer -> list of CacheTensor   (group.py)
+    engine      the config of a model -> geometries of all ranks        (models.py, engine.py, layouts.py)
 
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
@@ -16,9 +17,11 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
+from kvxfer.geometry.engine import Engine, EngineLayout, from_hf_config, scattered
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.group import group
 from kvxfer.geometry.layouts import LAYOUTS, expand_layout
+from kvxfer.geometry.models import ModelCache, Part, read_model
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
@@ -36,9 +39,13 @@ __all__ = [
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
+    "Engine",
+    "EngineLayout",
     "Group",
     "Interleave",
+    "ModelCache",
     "PairPlan",
+    "Part",
     "Pieces",
     "Segment",
     "Selection",
@@ -49,8 +56,11 @@ __all__ = [
     "check_state",
     "check_tokens",
     "expand_layout",
+    "from_hf_config",
     "group",
     "normalise_blocks",
+    "read_model",
     "resolve",
+    "scattered",
     "token_count",
 ]

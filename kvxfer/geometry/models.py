@@ -6,7 +6,7 @@ here passes for plain attention, with a note that says so, if nothing in its con
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -99,6 +99,8 @@ def read_model(config: Mapping[str, Any] | str | Path) -> ModelCache:
         said = {key: value for key, value in cast("Mapping[str, Any]", text).items() if value is not None}
         outer = _Config({"model_type": outer.model_type, "dtype": outer.dtype} | said)
     outer = _Config({**_DEFAULTS.get(outer.model_type, {}), **outer.values})
+    if outer.values.get("per_layer_config"):
+        raise outer.fail("per_layer_config lets layers differ in ways that are not known here; use CacheTensor")
     reader = _READERS.get(outer.model_type)
     notes: tuple[str, ...] = ()
     if reader is None:
@@ -201,7 +203,7 @@ class _Config:
     def refuse_signs(self) -> None:
         """Refuse a config of an unknown model type that speaks of anything but plain attention."""
         for key, value in self.values.items():
-            if value and _SIGNS.search(key):
+            if _SIGNS.search(key) and (value or key in _TELLING):
                 raise self.fail(
                     f"this model type is not known, and {key} = {value!r} says that its cache is more than plain K and "
                     "V; describe it with CacheTensor"
@@ -211,8 +213,10 @@ class _Config:
 _SIGNS: Final = re.compile(
     r"(?:^|_)(?:kv_lora|q_lora|index_|mamba|ssm|state_size|conv_|linear_|recurrent|lru_|rwkv|retention|delta|hybrid"
     r"|attn_layer|layers_block_type|block_types|full_attn|kv_shared|global_head_dim|num_global|v_head_dim|compress"
-    r"|attention_chunk|cross_attention|multi_query|is_encoder_decoder|encoder_layers)"
+    r"|attention_chunk|cross_attention|multi_query|is_encoder_decoder|encoder_layers|kv_channels|k_eq_v)"
 )
+_TELLING: Final = frozenset({"attention_k_eq_v"})
+"""Keys of models whose layers differ in the size of their heads, whatever the value."""
 
 
 def _plain(config: _Config) -> _Layers:
@@ -316,15 +320,35 @@ def _mamba2(config: _Config) -> tuple[Part, ...]:
     )
 
 
+def _delta(config: _Config) -> tuple[Part, ...]:
+    """Gated delta rule: convolutions of queries, keys and values, and a matrix a head."""
+    keys, values = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+    key_dim, value_dim = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
+    rows, dtype = config.number("linear_conv_kernel_dim") - 1, config.dtype
+    return (
+        _state("conv.q", keys, key_dim, rows, dtype, dim_first=True),
+        _state("conv.k", keys, key_dim, rows, dtype, dim_first=True),
+        _state("conv.v", values, value_dim, rows, dtype, dim_first=True),
+        _state("ssm", values, 1, value_dim * key_dim, _state_dtype(config)),
+    )
+
+
+_RECURRENT: Final[Mapping[str, Callable[[_Config], tuple[Part, ...]]]] = {
+    **dict.fromkeys(("jamba", "mamba"), _mamba1),
+    **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2"), _mamba2),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _delta),
+}
+
+
 def _hybrid(config: _Config) -> _Layers:
-    """Layers of attention, of Mamba, of both, or of neither."""
-    mamba = _mamba1 if config.model_type in {"jamba", "mamba"} else _mamba2
+    """Layers of attention, of recurrent state, of both, or of neither."""
+    state = _RECURRENT[config.model_type]
     found: _Layers = []
     for kind in _hybrid_kinds(config):
         if kind not in _HOLDS:
             raise config.fail(f"layers of type {kind!r} are not known")
         attends, recurs = _HOLDS[kind]
-        found.append((*((config.attention(),) if attends else ()), *(mamba(config) if recurs else ())))
+        found.append((*((config.attention(),) if attends else ()), *(state(config) if recurs else ())))
     return found
 
 
@@ -353,17 +377,26 @@ def _hybrid_kinds(config: _Config) -> list[str]:
                 f"hybrid_override_pattern has {len(pattern)} letters, but num_hidden_layers is {config.layer_count()}"
             )
         return [_PATTERN.get(letter, letter) for letter in pattern]
-    layers = range(config.layer_count())
-    if config.model_type == "falcon_h1":
-        return ["hybrid" for _ in layers]
-    if config.model_type in {"mamba", "mamba2"}:
-        return ["mamba" for _ in layers]
+    count = config.layer_count()
+    if config.model_type in _ALIKE:
+        return [_ALIKE[config.model_type]] * count
+    attending = _attending(config, count)
+    return ["attention" if layer in attending else "linear_attention" for layer in range(count)]
+
+
+_ALIKE: Final = {"falcon_h1": "hybrid", "mamba": "mamba", "mamba2": "mamba"}
+"""Models whose layers are all of one type."""
+
+
+def _attending(config: _Config, count: int) -> Collection[int]:
+    """The layers that keep K and V, where the config gives their numbers or a rule."""
     if config.model_type == "jamba":
-        period, offset = config.number("attn_layer_period"), int(values.get("attn_layer_offset") or 0)
-        return ["attention" if layer % period == offset else "mamba" for layer in layers]
+        offset = config.number("attn_layer_offset") if config.values.get("attn_layer_offset") else 0
+        return range(offset, count, config.number("attn_layer_period"))
     if config.model_type == "bamba":
-        attending = set(cast("Sequence[int]", values.get("attn_layer_indices") or ()))
-        return ["attention" if layer in attending else "mamba" for layer in layers]
+        return cast("Sequence[int]", config.values.get("attn_layer_indices") or ())
+    if interval := config.maybe("full_attention_interval"):
+        return range(interval - 1, count, interval)
     raise config.fail("layer_types is missing, so it is not known which layers keep what")
 
 
@@ -374,13 +407,10 @@ _PLAIN_TYPES: Final = (
 _LATENT_TYPES: Final = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa",
 )  # fmt: skip
-_HYBRID_TYPES: Final = (
-    "jamba", "nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba", "mamba2",
-)  # fmt: skip
 _READERS: Final[Mapping[str, Callable[[_Config], _Layers]]] = {
     **dict.fromkeys(_PLAIN_TYPES, _plain),
     **dict.fromkeys(_LATENT_TYPES, _latent),
-    **dict.fromkeys(_HYBRID_TYPES, _hybrid),
+    **dict.fromkeys(_RECURRENT, _hybrid),
 }
 KNOWN_TYPES: Final = frozenset(_READERS)
 """Model types whose caches are known; others are plain attention or refused."""

@@ -132,6 +132,9 @@ def test_an_unknown_type_that_looks_plain_is_noted():
         {"is_encoder_decoder": True},
         {"multi_query": True},
         {"hybrid_override_pattern": "M*"},
+        {"kv_channels": 128},
+        {"global_head_dim": 512},
+        {"attention_k_eq_v": False},
     ],
 )
 def test_an_unknown_type_that_does_not_is_refused(sign):
@@ -158,6 +161,7 @@ def test_what_is_switched_off_is_no_sign():
         ({"layer_types": ["sliding_attention"] * 32}, "but sliding_window is missing"),
         ({"model_type": "brandnew", "sliding_window": 512}, "does not say which layers have the window"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 9}, "does not say which layers"),
+        ({"per_layer_config": {"05": {"head_dim": 512}}}, "per_layer_config lets layers differ"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "nemotron_h"}, "layer_types is missing, so it is not known which layers keep what"),
         ({"torch_dtype": "int4"}, "dtype 'int4' is unknown; use one of float32, bfloat16"),

@@ -54,6 +54,17 @@ MODELS = {
         "mamba_d_state": 16,
         "num_mem_blocks": 1,
     },
+    "qwen3_next": {
+        "head_dim": 32,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "num_experts": 10,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "mamba": {"state_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
 }

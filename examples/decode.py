@@ -16,16 +16,14 @@ from typing import Any
 import torch
 
 import kvxfer
+from kvxfer.geometry import group
 
 TOKENS = 500
 
 
 async def decode(device: str, ticket: dict[str, Any]) -> bool:
     cache = [torch.zeros(2, 32, 8, 32, 128, device=device) for _ in range(4)]  # a layer: kv, block, head, token, dim
-    tensors = [
-        kvxfer.CacheTensor(layer, "kv block head token dim", layers=[number], heads=range(8))
-        for number, layer in enumerate(cache)
-    ]
+    tensors = group(cache, "kv block head token dim", heads=range(8))
     blocks = torch.randperm(32)[:16].tolist()  # 16 blocks of 32 tokens
     async with kvxfer.Worker(tensors) as worker:
         after = torch.cuda.current_stream(device) if device != "cpu" else kvxfer.READY  # when they may be written

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 import torch
 
 import kvxfer
+from kvxfer.geometry import group
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer
 
 LAYERS, HEADS, DIM, TOKENS = 2, 8, 64, 200
@@ -28,10 +29,7 @@ def prefill_rank(rank: int, cache: torch.Tensor) -> kvxfer.Worker:
 
 def decode_rank(cache: list[torch.Tensor]) -> kvxfer.Worker:
     """All heads, one tensor a layer, HND in blocks of 32 tokens."""
-    tensors = [
-        kvxfer.CacheTensor(layer, "kv block head token dim", layers=[number], heads=range(HEADS))
-        for number, layer in enumerate(cache)
-    ]
+    tensors = group(cache, "kv block head token dim", heads=range(HEADS))
     return kvxfer.Worker(tensors, kvxfer.Config(engine="decode"))
 
 

@@ -17,16 +17,14 @@ from pathlib import Path
 import torch
 
 import kvxfer
+from kvxfer.geometry import group
 
 TOKENS = 500
 
 
 async def prefill(device: str, ticket_file: Path | None) -> None:
     cache = [torch.randn(2, 64, 16, 8, 128, device=device) for _ in range(4)]  # a layer: kv, block, token, head, dim
-    tensors = [
-        kvxfer.CacheTensor(layer, "kv block token head dim", layers=[number], heads=range(8))
-        for number, layer in enumerate(cache)
-    ]
+    tensors = group(cache, "kv block token head dim", heads=range(8))
     blocks = torch.randperm(64)[:32].tolist()  # 32 blocks of 16 tokens hold the request's 500
     async with kvxfer.Worker(tensors) as worker:
         after = torch.cuda.current_stream(device) if device != "cpu" else kvxfer.READY  # when blocks may be read

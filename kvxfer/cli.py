@@ -1,4 +1,4 @@
-"""The command `kvxfer`: look at settings, read frames, show versions.
+"""The command `kvxfer`: look at settings, plan transfers, read frames, show versions.
 
 Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
 exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
@@ -15,6 +15,7 @@ from kvxfer.errors import KvxferError, UsageError
 
 if TYPE_CHECKING:
     from kvxfer.config import Config
+    from kvxfer.forecast import Forecast
 
 __all__ = ["app", "main"]
 
@@ -106,6 +107,77 @@ def _print_tables(effective: "Config") -> None:
     console.print(settings)
     console.print()
     console.print(bounds)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option("--config", help="config.json of a Hugging Face model, or its folder.")],
+    prefill: Annotated[str, typer.Option(help="Engine that holds the request: tp=4,pp=1,block=16,layout=NHD.")],
+    decode: Annotated[str, typer.Option(help="Engine that fetches it: tp=2,block=64,layout=HND,cross-layer.")],
+    tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already.")],
+    dtype: Annotated[str | None, typer.Option(help="Of K and V: bf16, fp16, fp8, ...; by default the model's.")] = None,
+    route: Annotated[str | None, typer.Option(help="As the setting: auto, staged, direct or pull.")] = None,
+    chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,
+    profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what a transfer between two engines would be: bytes, pieces, chunks, route and time of each pair of ranks.
+
+    Nothing is allocated or sent. Other settings are those of `kvxfer config`.
+    """
+    import json
+
+    from kvxfer.config import Config
+    from kvxfer.enginespec import nearest, parse_engine, parse_tokens
+    from kvxfer.forecast import forecast
+    from kvxfer.geometry.models import dtype_name, read_model
+    from kvxfer.routes.cost import PROFILES
+
+    if profile and profile not in PROFILES:
+        raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")
+    settings = {name: value for name, value in (("route", route), ("chunk_bytes", chunk)) if value is not None}
+    found = forecast(
+        read_model(model),
+        parse_engine(prefill, "--prefill"),
+        parse_engine(decode, "--decode"),
+        parse_tokens(tokens),
+        config=Config.load(**settings),
+        profile=PROFILES[profile or next(iter(PROFILES))],
+        dtype=None if dtype is None else dtype_name(dtype),
+    )
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print_forecast(found)
+
+
+def _print_forecast(found: "Forecast") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvxfer.forecast import shown_size, shown_time
+
+    rows = Table(box=None, pad_edge=False)
+    for heading in ("pair", "bytes", "pieces", "smallest", "median", "largest", "chunks", "route", "time"):
+        rows.add_column(heading, justify="left" if heading in {"pair", "route"} else "right", no_wrap=True)
+    rows.add_column("why", overflow="fold")
+    for pair in found.pairs:
+        pieces, about = pair.pieces, "~" if pair.pieces.sampled else ""
+        rows.add_row(
+            f"{pair.prefill_rank} -> {pair.decode_rank}",
+            shown_size(pair.bytes),
+            f"{about}{pieces.count}",
+            *(shown_size(size) for size in (pieces.smallest, pieces.median, pieces.largest)),
+            str(pair.chunks),
+            pair.choice.route.name.lower(),
+            shown_time(pair.predicted_s),
+            "; ".join(filter(None, (pair.choice.why, pair.choice.fallback))),
+        )
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+    for line in found.summary():
+        console.print(line, markup=False)
+    console.print()
+    console.print(rows)
 
 
 @app.command()

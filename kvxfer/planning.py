@@ -374,8 +374,8 @@ def fit_grid(
     *,
     target_bytes: int,
     limit_bytes: int,
-    layers_per_chunk: int | None,
-    tokens_per_chunk: int | None,
+    layers_per_chunk: int | None = None,
+    tokens_per_chunk: int | None = None,
 ) -> ChunkGrid:
     """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging.
 

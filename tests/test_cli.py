@@ -109,6 +109,132 @@ def test_an_error_is_one_line_and_exit_code_2(arguments, environment, said):
     assert len(err.splitlines()) == 1
 
 
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+ENGINES = ["--prefill", "tp=4,pp=1,block=16,layout=NHD", "--decode", "tp=2,block=64,layout=HND,cross-layer"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    return ["--config", str(file)]
+
+
+def test_plan_prints_a_table(model):
+    code, out, err = run("plan", *model, *ENGINES, "--tokens", "1000")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][:5] == ["llama:", "32", "layers,", "bfloat16,", "tokens"]
+    assert "decode: 2 ranks, blocks of 64 tokens: block layer kv head token dim" in out
+    assert "predictions" in out
+    assert "H200" in out
+    (pair,) = [row for row in rows if row[:3] == ["2", "->", "1"]]
+    assert pair[3:8] == ["31.25", "MiB", "128000", "256", "B"]
+    assert "128000 pieces of 256 bytes on average" in out
+
+
+def test_plan_as_json(model):
+    code, out, _ = run("plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {
+        "model",
+        "tokens",
+        "prefill",
+        "decode",
+        "profile",
+        "pairs",
+        "bytes",
+        "slowest_pair_s",
+    }
+    assert found["model"] == {
+        "type": "llama",
+        "layers": 32,
+        "groups": ["default"],
+        "dtype": "float8_e4m3fn",
+        "notes": [],
+    }
+    assert found["tokens"] == {"start": 24, "stop": 1024}
+    assert found["profile"]["name"] == "cpu"
+    assert found["decode"] == {
+        "ranks": 2,
+        "tp": 2,
+        "pp": [32],
+        "cp": 1,
+        "block": 64,
+        "axes": "block layer kv head token dim",
+    }
+    assert len(found["pairs"]) == 4
+    first = found["pairs"][0]
+    assert first["piece_bytes"] == {"min": 128, "median": 128, "max": 128}
+    assert (first["bytes"], first["pieces"], first["sampled"]) == (1000 * 32 * 2 * 2 * 128, 128000, False)
+    assert (first["prefill_rank"], first["decode_rank"]) == (0, 0)
+    assert (first["route"], first["fallback"]) == ("staged", "")
+    assert first["why"] == "128000 pieces of 128 bytes on average"
+    assert first["chunks"] == 1
+    assert found["bytes"] == 4 * first["bytes"]
+    assert found["slowest_pair_s"] == first["predicted_s"] > 0
+
+
+def test_plan_decides_by_the_settings(model):
+    def route(*arguments, **environment):
+        code, out, err = run(
+            "plan", *model, "--prefill", "", "--decode", "", "--tokens", "512", "--json", *arguments, **environment
+        )
+        assert (code, err) == (0, "")
+        (pair,) = json.loads(out)["pairs"]
+        return pair["route"], pair["chunks"]
+
+    assert route("--chunk", "33MiB") == ("staged", 2)
+    assert route("--chunk", "17MiB") == ("staged", 4)
+    assert route("--chunk", "33MiB", "--route", "direct") == ("direct", 2)
+    assert route(KVXFER_CHUNK_BYTES="17MiB", KVXFER_ROUTE="pull") == ("pull", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"--prefill": "tp=0"}, "--prefill tp=0: tp=0 is not possible"),
+        ({"--prefill": "tp=3"}, "prefill: tp=3 is not possible: 8 heads"),
+        ({"--decode": "layuot=NHD"}, "--decode layuot=NHD: 'layuot' is unknown: did you mean layout?"),
+        ({"--decode": "layout=NDH"}, "did you mean NHD?"),
+        ({"--config": "/nowhere/config.json"}, "/nowhere/config.json cannot be read"),
+        ({"--tokens": "9:3"}, "--tokens 9:3 is not possible"),
+        ({"--dtype": "int3"}, "dtype 'int3' is unknown"),
+        ({"--profile": "h200"}, "--profile h200 is unknown: did you mean h200-nvlink?"),
+        ({"--chunk": "many"}, "chunk_bytes is 'many'"),
+        ({"--route": "pul"}, "route is 'pul'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(model, changes, said):
+    given = {model[0]: model[1], "--prefill": "tp=1", "--decode": "tp=1", "--tokens": "100"} | changes
+    code, out, err = run("plan", *(word for pair in given.items() for word in pair))
+    assert (code, out) == (2, "")
+    assert err.startswith("kvxfer: ")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_plan_imports_neither_torch_nor_nixl(model):
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['torch', 'nixl', 'triton']))\n"
+        f"sys.argv = ['kvxfer', 'plan', *{[*model, *ENGINES]!r}, '--tokens', '100']\n"
+        "from kvxfer.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 -> 1" in done.stdout
+
+
 def test_inspect_reads_hex_stdin_and_files(tmp_path):
     frame = encode(Ping())
     file = tmp_path / "frames"

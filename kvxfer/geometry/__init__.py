@@ -7,6 +7,11 @@
     tables      what a copy kernel needs                                (copyplan.py)
     explain     why its pieces are as long as they are                  (explain.py, growth.py)
 
+Caches need not be described one by one:
+
+    group       a list of tensors, one a layer -> list of CacheTensor   (group.py)
+    engine      the config of a model -> geometries of all ranks        (models.py, engine.py, layouts.py)
+
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
@@ -15,14 +20,19 @@ from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.conversion import converts, differences
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
 from kvxfer.geometry.elements import BYTES, Elements
+from kvxfer.geometry.engine import Engine, EngineLayout, from_hf_config, scattered
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
 from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.group import group
+from kvxfer.geometry.layouts import LAYOUTS, expand_layout
+from kvxfer.geometry.models import ModelCache, Part, read_model
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 
 __all__ = [
     "BYTES",
+    "LAYOUTS",
     "MAX_OUTER_AXES",
     "STAGING_ALIGNMENT",
     "BlockLists",
@@ -37,11 +47,15 @@ __all__ = [
     "ChunkPlan",
     "CopyPlan",
     "Elements",
+    "Engine",
+    "EngineLayout",
     "Explanation",
     "Group",
     "Interleave",
     "Limit",
+    "ModelCache",
     "PairPlan",
+    "Part",
     "Pieces",
     "Run",
     "Segment",
@@ -57,7 +71,12 @@ __all__ = [
     "common",
     "converts",
     "differences",
+    "expand_layout",
+    "from_hf_config",
+    "group",
     "normalise_blocks",
+    "read_model",
     "resolve",
+    "scattered",
     "token_count",
 ]

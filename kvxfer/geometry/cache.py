@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
+from kvxfer.geometry.layouts import bind_layout
 from kvxfer.geometry.overlap import Bytes, shared
 from kvxfer.geometry.scales import check_scale, read_scale
 from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
@@ -252,6 +253,7 @@ class CacheTensor:
     Args:
         tensor: CPU or CUDA tensor, one dimension per name in `axes`.
         axes: Names of its axes in its own order: block, layer, kv, head, token, dim; head and dim may be split once.
+            Or one of vLLM's names for such an order, as in `LAYOUTS`: `"NHD"`, `"LBNHC"`.
         layers: Global numbers of the layers that it holds, in the order of its layer axis.
         heads: Global range of the heads that it holds; may be left out without a head axis.
         kv: For a tensor without a kv axis `"k"` or `"v"`, or None if it holds neither (MLA); with one, `"kv"` (the
@@ -309,10 +311,11 @@ class CacheTensor:
             GeometryError: If names, coordinates, shape, strides or device do not fit together.
         """
         self._check_types()
-        tensor, axes = self.tensor, " ".join(self.axes.split())
-        names = {axis.name for axis in parse_axes(axes)}
+        tensor = self.tensor
         if kind := _not_plain(tensor):
             raise GeometryError(f"a cache tensor of group {self.group!r} is {kind}")
+        axes, shape, strides = bind_layout(self.axes, tensor.shape, tensor.stride())
+        names = {axis.name for axis in parse_axes(axes)}
         if self.heads is None and "head" in names:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
@@ -326,8 +329,8 @@ class CacheTensor:
             layers=tuple(int(layer) for layer in self.layers),
             heads=heads,
             axes=axes,
-            shape=tuple(tensor.shape),
-            strides=tuple(stride * item_bytes for stride in tensor.stride()),
+            shape=shape,
+            strides=tuple(stride * item_bytes for stride in strides),
             dtype=str(tensor.dtype).removeprefix("torch."),
             item_bytes=item_bytes,
             base=tensor.data_ptr(),

@@ -139,13 +139,9 @@ class PagedCache:
 
     def cache_tensors(self) -> "list[CacheTensor]":
         """Describe the pool to kvxfer: one `CacheTensor` per layer with all heads, in the group `default`."""
-        from kvxfer.geometry import CacheTensor
+        from kvxfer.geometry import group
 
-        heads = range(self.heads)
-        return [
-            CacheTensor(tensor, axes=self.axes, layers=[layer], heads=heads)
-            for layer, tensor in enumerate(self.tensors)
-        ]
+        return group(self.tensors, self.axes, heads=range(self.heads))
 
     # blocks
 

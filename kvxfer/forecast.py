@@ -1,0 +1,285 @@
+"""What a transfer between two engines would be, without making it: for each pair of ranks bytes, pieces, route, time.
+
+Who sends what, the chunk grid and the route come from the code that a worker runs, with the settings that a worker
+would have; the time is a prediction of `routes.cost`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.config import Config
+from kvxfer.errors import GeometryError
+from kvxfer.geometry import (
+    CopyPlan,
+    Engine,
+    EngineLayout,
+    ModelCache,
+    PairPlan,
+    Pieces,
+    Segment,
+    TransferPlan,
+    check_tokens,
+    resolve,
+)
+from kvxfer.planning import fit_grid, merged_pieces
+from kvxfer.protocol.messages import Route
+from kvxfer.routes.chooser import Choice, Means, acceptable, choose
+from kvxfer.routes.cost import Profile
+
+__all__ = ["Forecast", "PairForecast", "PieceSizes", "forecast", "shown_size", "shown_time"]
+
+_LISTED: Final = 1 << 18
+"""Up to so many pieces of a pair are listed one by one; of more a part is, and the rest is taken to be alike."""
+_SMALLEST_POOL: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSizes:
+    """Contiguous pieces of a copy, neighbours merged.
+
+    Attributes:
+        count: How many.
+        smallest: Bytes of the smallest.
+        median: Bytes of the one in the middle, by number.
+        largest: Bytes of the largest.
+        sampled: Whether these numbers come from a part of the pieces.
+    """
+
+    count: int
+    smallest: int
+    median: int
+    largest: int
+    sampled: bool
+
+    @classmethod
+    def of(cls, plan: CopyPlan) -> "PieceSizes":
+        """Count and measure; of very many pieces those of some rows of every segment."""
+        sampled = plan.pieces > _LISTED
+        sizes: NDArray[np.int64]
+        weights: NDArray[np.float64]
+        if sampled:
+            parts = [_sample(segment, _LISTED * segment.pieces // plan.pieces) for segment in plan.segments]
+            sizes = np.concatenate([pieces.nbytes for pieces, _ in parts])
+            weights = np.repeat([weight for _, weight in parts], [len(pieces) for pieces, _ in parts])
+        else:
+            sizes = plan.enumerate().merged().nbytes
+            weights = np.ones(len(sizes))
+        order = np.argsort(sizes, kind="stable")
+        total = float(weights.sum())
+        middle = order[int(np.searchsorted(np.cumsum(weights[order]), total / 2))]
+        return cls(round(total), int(sizes[order[0]]), int(sizes[middle]), int(sizes[order[-1]]), sampled)
+
+
+def _sample(segment: Segment, pieces: int) -> tuple[Pieces, float]:
+    """About so many pieces of a segment, and how many each of them stands for: its first rows, and its last."""
+    rows = segment.rows
+    kept = min(len(rows), max(2, pieces * len(rows) // max(segment.pieces, 1)))
+    some = Segment(
+        segment.regions,
+        np.concatenate([rows[: kept - 1], rows[-1:]]),
+        segment.src_block,
+        segment.dst_block,
+        segment.box,
+    )
+    return some.enumerate().merged(), segment.bytes / some.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PairForecast:
+    """What would go from one prefill rank to one decode rank.
+
+    Attributes:
+        prefill_rank: Sender.
+        decode_rank: Receiver.
+        bytes: Size.
+        pieces: Contiguous pieces in the caches of both, neighbours merged.
+        chunks: Chunks that it is cut into.
+        choice: The route that the sender would choose, and why.
+        predicted_s: Seconds, if the pair were alone.
+    """
+
+    prefill_rank: int
+    decode_rank: int
+    bytes: int
+    pieces: PieceSizes
+    chunks: int
+    choice: Choice
+    predicted_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kvxfer plan --json` prints it."""
+        return {
+            "prefill_rank": self.prefill_rank,
+            "decode_rank": self.decode_rank,
+            "bytes": self.bytes,
+            "pieces": self.pieces.count,
+            "piece_bytes": {
+                "min": self.pieces.smallest,
+                "median": self.pieces.median,
+                "max": self.pieces.largest,
+            },
+            "sampled": self.pieces.sampled,
+            "chunks": self.chunks,
+            "route": self.choice.route.name.lower(),
+            "why": self.choice.why,
+            "fallback": self.choice.fallback,
+            "predicted_s": self.predicted_s,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A transfer of one request between two engines.
+
+    Attributes:
+        prefill: The engine that holds the request.
+        decode: The engine that fetches it.
+        tokens: What it fetches.
+        profile: What the predicted times rest on.
+        pairs: Pairs of ranks between which something moves, by decode rank.
+    """
+
+    prefill: Engine
+    decode: Engine
+    tokens: range
+    profile: Profile
+    pairs: tuple[PairForecast, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all pairs."""
+        return sum(pair.bytes for pair in self.pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `kvxfer plan --json` prints it."""
+        model = self.prefill.model
+        return {
+            "model": {
+                "type": model.model_type,
+                "layers": len(model.layers),
+                "groups": list(dict.fromkeys(part.group for part in self.prefill.parts)),
+                "dtype": self.prefill.dtype,
+                "notes": list(model.notes),
+            },
+            "tokens": {"start": self.tokens.start, "stop": self.tokens.stop},
+            "prefill": _engine_json(self.prefill),
+            "decode": _engine_json(self.decode),
+            "profile": {"name": self.profile.name, "hardware": self.profile.hardware},
+            "pairs": [pair.to_json() for pair in self.pairs],
+            "bytes": self.bytes,
+            "slowest_pair_s": max(pair.predicted_s for pair in self.pairs),
+        }
+
+    def summary(self) -> list[str]:
+        """What `kvxfer plan` prints above its table."""
+        model, start, stop = self.prefill.model, self.tokens.start, self.tokens.stop
+        lines = [
+            f"{model.model_type}: {len(model.layers)} layers, {self.prefill.dtype}, tokens {start} to {stop - 1}",
+            f"{shown_size(self.bytes)} between {len(self.pairs)} pairs of ranks",
+        ]
+        for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
+            layout = engine.layout
+            lines.append(f"{side}: {len(engine.ranks)} ranks, blocks of {layout.block} tokens: {layout.axis_string}")
+        lines.append(f"times are predictions for a pair that is alone, after {self.profile.hardware}")
+        return [*lines, *(f"note: {note}" for note in model.notes)]
+
+
+def shown_size(nbytes: int) -> str:
+    """Bytes for people: three figures and a binary unit."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+def shown_time(seconds: float) -> str:
+    """Seconds for people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _engine_json(engine: Engine) -> dict[str, Any]:
+    layout = engine.layout
+    return {
+        "ranks": len(engine.ranks),
+        "tp": layout.tp,
+        "pp": [len(stage) for stage in layout.stages(len(engine.model.layers))],
+        "cp": layout.cp,
+        "block": layout.block,
+        "axes": layout.axis_string,
+    }
+
+
+def forecast(
+    model: ModelCache,
+    prefill: EngineLayout,
+    decode: EngineLayout,
+    tokens: range,
+    *,
+    config: Config,
+    profile: Profile,
+    dtype: str | None = None,
+) -> Forecast:
+    """Plan the transfer of one request.
+
+    Args:
+        model: What both engines run.
+        prefill: How the one that holds the request divides and lays out its cache.
+        decode: How the other does.
+        tokens: What is fetched; the request ends with it, and the tokens before it are held already.
+        config: Settings of every worker. All pairs are taken to be connected, and to trust each other unless
+            `trust="none"`.
+        profile: What the predicted times rest on.
+        dtype: Of K, V and latent rows; by default the model's.
+
+    Raises:
+        GeometryError: If the model cannot be divided so, or the two layouts hold what cannot be copied.
+        TokensError: If the range is empty.
+        RefusedError: If no route is left, or no chunk is small enough.
+    """
+    check_tokens(tokens)
+    pool = max(_SMALLEST_POOL, *(4 * tokens.stop // layout.block for layout in (prefill, decode)))
+    src = _engine("prefill", model, prefill, dtype, pool)
+    dst = _engine("decode", model, decode, dtype, pool)
+    src_spans = src.spans(tokens.stop, aligned=decode.block)
+    dst_spans = dst.spans(tokens.stop, aligned=prefill.block, draw=1)
+    found: list[PairForecast] = []
+    for decode_rank, need in enumerate(dst.ranks):
+        for prefill_rank, selections in enumerate(resolve(need, src.ranks, rank=decode_rank)):
+            if selections:
+                plan = PairPlan(src.ranks[prefill_rank], need, selections).bind(src_spans, dst_spans, tokens)
+                if plan.whole.bytes:  # interleaved tokens: a rank may hold none of a short request
+                    found.append(_pair(prefill_rank, decode_rank, plan, config, profile))
+    return Forecast(src, dst, tokens, profile, tuple(found))
+
+
+def _engine(side: str, model: ModelCache, layout: EngineLayout, dtype: str | None, pool: int) -> Engine:
+    try:
+        return Engine(model, layout, dtype or model.dtype, pool)
+    except GeometryError as error:
+        raise GeometryError(f"{side}: {error}") from error
+
+
+def _pair(prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile) -> PairForecast:
+    """One pair, decided as `Outgoing` decides it."""
+    in_place = config.trust != "none" and config.route != "staged"
+    means = Means(staged=config.arena_bytes > 0, direct=in_place, pull=in_place)
+    copy, nbytes = plan.whole.copy(), plan.whole.bytes
+    choice = choose(
+        config.route,
+        means,
+        acceptable(config.route, means),
+        nbytes=nbytes,
+        pieces=lambda: merged_pieces(plan),
+    )
+    limit = config.chunk_bytes
+    if choice.route is Route.STAGED:
+        limit = min(limit, config.send_bytes, config.receive_bytes)
+    grid = fit_grid(plan, target_bytes=limit, limit_bytes=limit)
+    pieces = PieceSizes.of(copy)
+    seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
+    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds)

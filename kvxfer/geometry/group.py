@@ -1,0 +1,82 @@
+"""A bare list of tensors, one a layer, as the cache tensors of one group."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from kvxfer.errors import GeometryError
+from kvxfer.geometry.cache import CacheTensor, Interleave
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["group"]
+
+_Layer: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]"
+
+
+def group(
+    tensors: "Iterable[_Layer]",
+    axes: str,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: range | None = None,
+    kv: str | None = None,
+    group: str = "default",
+    part: str = "",
+    tokens: Interleave = Interleave(),  # noqa: B008 - frozen
+    kernel_blocks_per_id: int = 1,
+    tokens_per_row: int = 1,
+) -> list[CacheTensor]:
+    """Describe a list of tensors, one a layer, in order.
+
+    Args:
+        tensors: For each layer its tensor, or the pair of its K and its V.
+        axes: Of every tensor, as in `CacheTensor`; a name such as `"NHD"` will do.
+        layers: Their global numbers, in the same order; 0, 1, 2 and so on by default.
+        heads: As in `CacheTensor`, as are all that follow.
+        kv: Not for pairs, which say it themselves.
+        group: Block-address space.
+        part: Tells tensors of one layer with other meaning apart.
+        tokens: Which tokens they hold, under context parallelism.
+        kernel_blocks_per_id: Blocks of the tensors that one block id stands for.
+        tokens_per_row: Tokens that one index of the token axis stands for.
+
+    Returns:
+        One `CacheTensor` a tensor, for `Worker` or `CacheGeometry.of`. They keep references to the tensors.
+
+    Raises:
+        GeometryError: If the numbers of tensors and of layers differ, or a pair is not one.
+    """
+    given = list(tensors)
+    numbers = list(range(len(given)) if layers is None else layers)
+    if len(numbers) != len(given):
+        raise GeometryError(f"{len(given)} tensors were given, but layers= names {len(numbers)}: give one a layer")
+    found: list[CacheTensor] = []
+    for number, layer in zip(numbers, given, strict=True):
+        for half, tensor in _halves(number, layer, kv):
+            found.append(
+                CacheTensor(
+                    tensor,
+                    axes,
+                    layers=[number],
+                    heads=heads,
+                    kv=half,
+                    group=group,
+                    part=part,
+                    tokens=tokens,
+                    kernel_blocks_per_id=kernel_blocks_per_id,
+                    tokens_per_row=tokens_per_row,
+                )
+            )
+    return found
+
+
+def _halves(number: int, layer: "_Layer", kv: str | None) -> "list[tuple[str | None, torch.Tensor]]":
+    """The tensors of one layer, and which half each of them holds."""
+    if not isinstance(layer, tuple | list):
+        return [(kv, layer)]
+    pair = cast("Sequence[torch.Tensor]", layer)
+    if len(pair) != 2 or kv is not None:
+        problem = f"kv={kv!r} cannot be said of a pair" if len(pair) == 2 else f"it has {len(pair)} tensors"
+        raise GeometryError(f"layer {number}: a layer is one tensor, or its K and its V as a pair; {problem}")
+    return [("k", pair[0]), ("v", pair[1])]

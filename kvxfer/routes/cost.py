@@ -1,0 +1,94 @@
+"""How long a transfer is likely to take, from what was measured on some machine: a prediction, not a promise.
+
+    seconds = fixed + chunks * chunk + pieces * piece + bytes / bandwidth
+
+A piece costs a descriptor on the routes that post each of them, and a copy on `staged`, which is nothing worth naming
+on a GPU. The formula knows one pair of ranks that is alone: no contention, no waiting for blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from kvxfer.protocol.messages import Route
+
+__all__ = ["PROFILES", "Costs", "Profile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a route costs on one kind of machine.
+
+    Attributes:
+        fixed_s: Seconds for every transfer: the exchange of frames, planning, the first post.
+        chunk_s: Seconds for every chunk, with the default window of chunks under way.
+        piece_s: Seconds for every contiguous piece.
+        bytes_per_s: Bandwidth once all that is under way.
+    """
+
+    fixed_s: float
+    chunk_s: float
+    piece_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs of one kind of machine.
+
+    Attributes:
+        name: For `kvxfer plan --profile`.
+        hardware: What was measured, in words.
+        routes: Costs of each route.
+    """
+
+    name: str
+    hardware: str
+    routes: Mapping[Route, Costs]
+
+    def seconds(self, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
+        """Predicted seconds from `fetch` to its return.
+
+        Args:
+            route: How the bytes travel.
+            nbytes: Size of the transfer.
+            chunks: Chunks that it is cut into.
+            pieces: Contiguous pieces, neighbours merged.
+        """
+        costs = self.routes[route]
+        return costs.fixed_s + chunks * costs.chunk_s + pieces * costs.piece_s + nbytes / costs.bytes_per_s
+
+
+_H200: Final = Profile(
+    "h200-nvlink",
+    "two NVLinked H200 of one host, caches and arena in GPU memory (torch 2.11, NIXL 1.5.1, UCX 1.23)",
+    MappingProxyType(
+        {
+            # whole fetches in chunks of 32 MiB, 4 under way: 2 MiB in 3.3 ms, 512 MiB at 18.0 GB/s, 2 GiB at 22.7 GB/s;
+            # the bandwidth is that of one contiguous NIXL write. The formula gives 3.4 ms, 20.8 and 22.1 GB/s.
+            Route.STAGED: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=0.0, bytes_per_s=390e9),
+            # 512 MiB in pieces of 32 KiB at 9.7 GB/s; the formula gives that
+            Route.DIRECT: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=1.8e-6, bytes_per_s=390e9),
+            # no whole fetch was measured: the control work of `direct`, and READs of 8 KiB pieces at 1.8 GB/s
+            Route.PULL: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=4.5e-6, bytes_per_s=390e9),
+        }
+    ),
+)
+_CPU: Final = Profile(
+    "cpu",
+    "two processes on two shared cores (x86-64), caches and arena in CPU memory (torch 2.13, NIXL over shared memory)",
+    MappingProxyType(
+        {
+            # whole fetches of 1 to 256 MiB in chunks of 16 MiB. In pieces of 32 KiB 256 MiB ran at 2.0 GB/s, in pieces
+            # of 4 KiB at 1.0; 1 MiB took 5.8 and 6.8 ms. Of ten measurements the formula is up to 20 % off.
+            Route.STAGED: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=2.3e-6, bytes_per_s=2.6e9),
+            # likewise: 256 MiB at 2.5 and 0.6 GB/s, 1 MiB in 4.4 and 6.7 ms
+            Route.DIRECT: Costs(fixed_s=4.0e-3, chunk_s=0.5e-3, piece_s=5.2e-6, bytes_per_s=5.0e9),
+            # likewise: 256 MiB at 2.2 and 0.8 GB/s, 1 MiB in 5.8 and 7.3 ms
+            Route.PULL: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=3.8e-6, bytes_per_s=3.5e9),
+        }
+    ),
+)
+PROFILES: Final[Mapping[str, Profile]] = MappingProxyType({profile.name: profile for profile in (_H200, _CPU)})
+"""Profiles by name; the first is the default of `kvxfer plan`."""

@@ -1,0 +1,48 @@
+"""Predicted times, against the measurements that the profiles name."""
+
+import pytest
+
+from kvxfer.protocol.messages import Route
+from kvxfer.routes.cost import PROFILES, Costs, Profile
+
+MIB = 1 << 20
+
+
+def test_the_formula():
+    profile = Profile("p", "h", {Route.DIRECT: Costs(fixed_s=1.0, chunk_s=0.1, piece_s=0.01, bytes_per_s=100.0)})
+    assert profile.seconds(Route.DIRECT, nbytes=500, chunks=3, pieces=7) == pytest.approx(1 + 0.3 + 0.07 + 5)
+
+
+@pytest.mark.parametrize(
+    ("profile", "route", "mib", "chunks", "pieces", "measured_s"),
+    [
+        ("h200-nvlink", Route.STAGED, 2, 1, 64, 3.3e-3),
+        ("h200-nvlink", Route.STAGED, 512, 16, 16384, 512 * MIB / 18.0e9),
+        ("h200-nvlink", Route.STAGED, 2048, 64, 65536, 2048 * MIB / 22.7e9),
+        ("h200-nvlink", Route.DIRECT, 512, 16, 16384, 512 * MIB / 9.7e9),
+        ("cpu", Route.STAGED, 1, 1, 32, 5.8e-3),
+        ("cpu", Route.STAGED, 64, 4, 2048, 38.3e-3),
+        ("cpu", Route.STAGED, 64, 4, 16384, 72.1e-3),
+        ("cpu", Route.STAGED, 256, 16, 8192, 133.8e-3),
+        ("cpu", Route.STAGED, 256, 16, 65536, 266.7e-3),
+        ("cpu", Route.DIRECT, 1, 1, 32, 4.4e-3),
+        ("cpu", Route.DIRECT, 64, 4, 2048, 29.6e-3),
+        ("cpu", Route.DIRECT, 64, 4, 16384, 103.0e-3),
+        ("cpu", Route.DIRECT, 256, 16, 8192, 108.5e-3),
+        ("cpu", Route.DIRECT, 256, 16, 65536, 463.9e-3),
+        ("cpu", Route.PULL, 1, 1, 32, 5.8e-3),
+        ("cpu", Route.PULL, 64, 4, 2048, 31.7e-3),
+        ("cpu", Route.PULL, 64, 4, 16384, 81.5e-3),
+        ("cpu", Route.PULL, 256, 16, 8192, 121.0e-3),
+        ("cpu", Route.PULL, 256, 16, 65536, 339.1e-3),
+    ],
+)
+def test_a_profile_is_near_what_was_measured(profile, route, mib, chunks, pieces, measured_s):
+    predicted_s = PROFILES[profile].seconds(route, nbytes=mib * MIB, chunks=chunks, pieces=pieces)
+    assert predicted_s == pytest.approx(measured_s, rel=0.2)
+
+
+def test_a_profile_knows_every_route_that_moves_bytes():
+    for name, profile in PROFILES.items():
+        assert profile.name == name
+        assert set(profile.routes) == {Route.STAGED, Route.DIRECT, Route.PULL}

@@ -1,0 +1,158 @@
+"""Forecasts: the published sizes of pieces, and that a worker would decide likewise."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.errors import GeometryError, RefusedError, TokensError
+from kvxfer.forecast import PieceSizes, forecast, shown_size, shown_time
+from kvxfer.geometry import EngineLayout, PairPlan, Pieces, from_hf_config, read_model, resolve
+from kvxfer.protocol.messages import Route
+from kvxfer.routes.cost import PROFILES
+from tests.geometry.published import CONFIGS
+
+KIB, MIB = 1 << 10, 1 << 20
+H200 = PROFILES["h200-nvlink"]
+
+
+def plan(name, prefill=None, decode=None, tokens: range | int = 1024, *, dtype=None, profile=H200, **settings):
+    prefill = prefill or EngineLayout()
+    span = tokens if isinstance(tokens, range) else range(tokens)
+    return forecast(
+        read_model(CONFIGS[name]),
+        prefill,
+        decode or prefill,
+        span,
+        config=Config(**settings),
+        profile=profile,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "per_layer", "across"),
+    [
+        ("Llama-3.1-8B", EngineLayout(), 32 * KIB, 2 * MIB),
+        ("Llama-3.2-1B", EngineLayout(), 16 * KIB, MIB // 2),
+        ("Llama-3.1-70B", EngineLayout(tp=4), 8 * KIB, 1.25 * MIB),
+        ("DeepSeek-V2-Lite", EngineLayout(block=64), 72 * KIB, 1.9 * MIB),
+        ("Mistral-7B-v0.2", EngineLayout(), 32 * KIB, 2 * MIB),
+        ("Qwen3-0.6B", EngineLayout(), 32 * KIB, 1.75 * MIB),
+    ],
+)
+def test_the_published_sizes_of_one_contiguous_piece(name, layout, per_layer, across):
+    """vLLM, bf16, blocks of 16 tokens (MLA: 64): with a cache for each layer, and with blocks across layers."""
+    for way, published in ((layout, per_layer), (dataclasses.replace(layout, cross_layer=True), across)):
+        for pair in plan(name, way).pairs:
+            sizes = pair.pieces
+            assert sizes.smallest == sizes.median == sizes.largest
+            assert sizes.largest == pytest.approx(published, rel=0.002)  # one figure of the table is rounded
+            assert sizes.count * sizes.largest == pair.bytes
+
+
+def test_pairs_bytes_and_pieces_of_an_uneven_change_of_layout():
+    found = plan(
+        "Llama-3.2-1B", EngineLayout(tp=4), EngineLayout(tp=2, block=64, layout="HND", cross_layer=True), tokens=100
+    )
+    assert [(pair.prefill_rank, pair.decode_rank) for pair in found.pairs] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    rows = 100 * 16 * 2 * 2  # tokens, layers, k and v, heads of a prefill rank: nothing is contiguous but a row of dim
+    assert {(pair.bytes, pair.pieces.count, pair.pieces.largest) for pair in found.pairs} == {(rows * 128, rows, 128)}
+    assert found.bytes == 4 * rows * 128
+    assert {(pair.choice.route, pair.choice.why) for pair in found.pairs} == {
+        (Route.STAGED, "6400 pieces of 128 bytes on average")
+    }
+
+
+def test_a_prefix_that_is_held_is_not_fetched_and_state_is():
+    whole, rest = plan("Nemotron-H-8B", tokens=100), plan("Nemotron-H-8B", tokens=range(96, 100))
+    token = 4 * 2 * 8 * 128 * 2
+    assert whole.bytes - rest.bytes == 96 * token
+    assert rest.bytes > 24 * 128 * 64 * 128 * 2
+
+
+def test_a_window_is_fetched_and_not_what_lies_before_it():
+    found = plan("gpt-oss-20b", tokens=1000)
+    token = 12 * 2 * 8 * 64 * 2  # of the layers of one kind
+    first = (1000 - 128 + 1) // 16 * 16
+    assert found.bytes == token * (1000 + 1000 - first)
+
+
+def test_few_large_pieces_go_by_themselves_and_settings_count():
+    large = EngineLayout(cross_layer=True)
+    (pair,) = plan("Llama-3.1-8B", large).pairs
+    assert (pair.choice.route, pair.choice.why) == (Route.DIRECT, "pieces of 2097152 bytes on average")
+    (pair,) = plan("Llama-3.1-8B", large, trust="none").pairs
+    assert (pair.choice.route, pair.choice.why) == (Route.STAGED, "the only common route")
+    (pair,) = plan("Llama-3.1-8B", large, route="pull").pairs
+    assert pair.choice.route is Route.PULL
+    (pair,) = plan("Llama-3.1-8B", arena_bytes=0).pairs
+    assert pair.choice.route is Route.DIRECT
+
+
+def test_chunks_follow_the_setting():
+    counts = [plan("Llama-3.1-8B", chunk_bytes=size).pairs[0].chunks for size in ("33MiB", "9MiB", "3MiB")]
+    assert counts == [4, 16, 64]  # of 128 MiB: eight layers of 4 MiB a chunk, two, half of one
+    with pytest.raises(RefusedError, match="the smallest possible chunk needs"):
+        plan("Llama-3.1-8B", chunk_bytes=512)
+
+
+def test_the_time_is_that_of_the_profile():
+    for profile in PROFILES.values():
+        (pair,) = plan("Llama-3.1-8B", profile=profile).pairs
+        expected = profile.seconds(Route.STAGED, nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
+        assert pair.predicted_s == expected
+
+
+@pytest.mark.parametrize("tokens", [4096, 5001])
+def test_of_very_many_pieces_some_are_measured(monkeypatch, tokens):
+    layouts = EngineLayout(tp=2), EngineLayout(tp=2, layout="HND", block=64)
+    exact = plan("Llama-3.2-1B", EngineLayout(), EngineLayout(block=64), tokens=tokens)
+    assert not exact.pairs[0].pieces.sampled
+    sampled = plan("Llama-3.2-1B", *layouts, tokens=tokens).pairs[0].pieces
+    monkeypatch.setattr("kvxfer.forecast._LISTED", 1 << 30)
+    counted = plan("Llama-3.2-1B", *layouts, tokens=tokens).pairs[0].pieces
+    assert sampled == dataclasses.replace(counted, sampled=True)
+    monkeypatch.setattr("kvxfer.forecast._LISTED", 1 << 10)
+    fewer = plan("Llama-3.2-1B", EngineLayout(), EngineLayout(block=64), tokens=tokens).pairs[0].pieces
+    assert fewer.sampled
+    assert fewer.count == pytest.approx(exact.pairs[0].pieces.count, rel=0.02)
+    assert (fewer.smallest, fewer.largest) == (exact.pairs[0].pieces.smallest, exact.pairs[0].pieces.largest)
+
+
+def test_sizes_are_those_of_the_pieces():
+    engine = from_hf_config(CONFIGS["Jamba-v0.1"])
+    (selections,) = resolve(engine.ranks[0], engine.ranks)
+    bound = PairPlan(engine.ranks[0], engine.ranks[0], selections).bind(
+        engine.spans(100), engine.spans(100, draw=1), range(100)
+    )
+    copy = bound.whole.copy()
+    sizes = PieceSizes.of(copy)
+    merged: Pieces = copy.enumerate().merged()
+    assert (sizes.count, sizes.smallest, sizes.largest) == (len(merged), merged.nbytes.min(), merged.nbytes.max())
+    assert sizes.median == np.median(merged.nbytes)
+
+
+def test_a_rank_that_holds_none_of_the_tokens_is_in_no_pair():
+    found = plan("Llama-3.1-8B", EngineLayout(cp=2), EngineLayout(), tokens=1)
+    assert [(pair.prefill_rank, pair.decode_rank) for pair in found.pairs] == [(0, 0)]
+
+
+def test_what_is_wrong_names_its_side():
+    with pytest.raises(GeometryError, match="decode: tp=3 is not possible"):
+        plan("Llama-3.1-8B", EngineLayout(), EngineLayout(tp=3))
+    with pytest.raises(TokensError):
+        plan("Llama-3.1-8B", tokens=0)
+
+
+def test_numbers_for_people():
+    assert [shown_size(size) for size in (0, 1023, 1024, 1_990_656, 5 << 30, 7 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.898 MiB",
+        "5 GiB",
+        "7168 TiB",
+    ]
+    assert [shown_time(seconds) for seconds in (0.0034, 0.99, 1.5)] == ["3.4 ms", "990.0 ms", "1.50 s"]

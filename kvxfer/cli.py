@@ -119,6 +119,7 @@ def plan(
     route: Annotated[str | None, typer.Option(help="As the setting: auto, staged, direct or pull.")] = None,
     chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,
     profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
+    explain: Annotated[bool, typer.Option("--explain", help="Say why pieces are no longer than they are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say what a transfer between two engines would be: bytes, pieces, chunks, route and time of each pair of ranks.
@@ -148,10 +149,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
-        _print_forecast(found)
+        _print_forecast(found, explain=explain)
 
 
-def _print_forecast(found: "Forecast") -> None:
+def _print_forecast(found: "Forecast", *, explain: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -178,6 +179,11 @@ def _print_forecast(found: "Forecast") -> None:
         console.print(line, markup=False)
     console.print()
     console.print(rows)
+    alike: dict[str, list[str]] = {}
+    for pair in found.pairs if explain else ():
+        alike.setdefault(str(pair.explanation), []).append(f"{pair.prefill_rank} -> {pair.decode_rank}")
+    for text, pairs in alike.items():
+        console.print(f"\n{', '.join(pairs)}:\n{text}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -16,6 +16,7 @@ from kvxfer.geometry import (
     CopyPlan,
     Engine,
     EngineLayout,
+    Explanation,
     ModelCache,
     PairPlan,
     Pieces,
@@ -99,6 +100,7 @@ class PairForecast:
         chunks: Chunks that it is cut into.
         choice: The route that the sender would choose, and why.
         predicted_s: Seconds, if the pair were alone.
+        explanation: Why the pieces are no longer.
     """
 
     prefill_rank: int
@@ -108,6 +110,7 @@ class PairForecast:
     chunks: int
     choice: Choice
     predicted_s: float
+    explanation: Explanation
 
     def to_json(self) -> dict[str, Any]:
         """As `kvxfer plan --json` prints it."""
@@ -127,6 +130,8 @@ class PairForecast:
             "why": self.choice.why,
             "fallback": self.choice.fallback,
             "predicted_s": self.predicted_s,
+            "limited_by": self.explanation.limited_by,
+            "explanation": [str(run) for run in self.explanation.runs],
         }
 
 
@@ -282,4 +287,4 @@ def _pair(prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Confi
     grid = fit_grid(plan, target_bytes=limit, limit_bytes=limit)
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
-    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds)
+    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, plan.explain())

@@ -164,7 +164,7 @@ class Ranks:
         """Open one rank of an engine, of which others may be elsewhere."""
         placed = self.placed(cache, device)
         settings = Config(engine=engine, rank=rank, world=world, **config)
-        transport = LoopbackTransport(f"{engine}{rank}", network) if network is not None else None
+        transport = self.transport(f"{engine}{rank}", network) if network is not None else None
         worker = Worker(placed.tensors, settings, groups=self.groups(cache), transport=transport)
         self._given.append(cache)
         self.caches.append(placed)
@@ -176,6 +176,10 @@ class Ranks:
         for worker in self.workers[-last:]:
             worker.join(card, key=KEY)
         self.issuer = Issuer(card, KEY)
+
+    def transport(self, name, network):
+        """An agent of a loopback network."""
+        return LoopbackTransport(name, network)
 
     def placed(self, cache, device):
         """A cache as a worker gets it."""
@@ -252,6 +256,11 @@ def _held(seen):
         "holders": len(seen["custody"].holders),
         "bytes": sum(share.capacity_bytes - share.free_bytes for share in (arena["send"], arena["receive"])),
     }
+
+
+def idle(ranks):
+    """Whether nothing is, of what `quiet` said."""
+    return all(not any(seen.values()) for seen in ranks)
 
 
 class Far:

@@ -18,24 +18,21 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvxfer.assembly import given_config, given_groups, given_tensors
+from kvxfer.blocklists import MAX_TOKENS, check_cover, offered_blocks, wanted_blocks, written_blocks
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, PeerError, RequestError
 from kvxfer.events import as_event
 from kvxfer.fabric.port import Transport
-from kvxfer.fetching import written_blocks
 from kvxfer.geometry import (
     Blocks,
     CacheGeometry,
     CacheTensor,
     Group,
-    check_spans,
     check_tokens,
-    normalise_blocks,
     token_count,
 )
-from kvxfer.handles import BlockingOffer, BlockingTransfer, offered_blocks
+from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.loop_thread import LoopThread, ServedWorker
-from kvxfer.offers import MAX_TOKENS, check_cover
 from kvxfer.polling import Outbox, PollEvent
 from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.telemetry import logger
@@ -236,11 +233,12 @@ class BlockingWorker:
         service = self._open
         if not streaming and (blocks is None or tokens is None):
             raise RequestError("an offer needs blocks= and tokens=, or streaming=True")
-        if tokens is not None:
-            check_tokens(token_count(tokens), limit=MAX_TOKENS)
+        held = None if tokens is None else token_count(tokens)
+        if held is not None:
+            check_tokens(held, limit=MAX_TOKENS)
         spans = None if blocks is None else offered_blocks(blocks, service.geometry)
-        if spans is not None and tokens is not None:
-            check_cover(spans, service.geometry, tokens)
+        if spans is not None and held is not None:
+            check_cover(spans, service.geometry, held)
         event = None if streaming else as_event(after, service.geometry)
         offer = BlockingOffer(request, attempt, service.thread, self._outbox, service.geometry)
         self._post(
@@ -304,10 +302,7 @@ class BlockingWorker:
             UsageError: If an argument is wrong; see the class for what is found out later.
         """
         service, parsed = self._open, Ticket.parse(ticket)
-        check_tokens(tokens, limit=MAX_TOKENS)
-        spans = normalise_blocks(blocks, service.geometry)
-        check_spans(spans, service.geometry, receiving=True)
-        check_cover(spans, service.geometry, tokens.stop)
+        spans = wanted_blocks(blocks, service.geometry, tokens)
         event = as_event(after, service.geometry)
         written = written_blocks(spans, service.geometry, tokens)
         transfer = BlockingTransfer(parsed.request, written, service.thread, self._outbox)

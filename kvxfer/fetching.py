@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from kvxfer.copy.port import Event
 from kvxfer.errors import (
     ClosedError,
@@ -23,7 +21,7 @@ from kvxfer.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.geometry import BlockLists, CacheGeometry, Selection
+from kvxfer.geometry import BlockLists, Selection
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
 from kvxfer.need import Need
@@ -383,16 +381,3 @@ def _short(blocks: Mapping[str, Sequence[int]]) -> str:
     """Block lists as messages show them."""
     parts = [f"{group}: {list(ids[:8])}{'...' if len(ids) > 8 else ''}" for group, ids in blocks.items()]
     return "{" + ", ".join(parts) + "}"
-
-
-def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> dict[str, list[int]]:
-    """Destination blocks that a fetch of these tokens writes, by group."""
-    written: dict[str, list[int]] = {}
-    for group, span in spans.items():
-        ids, spec = np.asarray(span.ids, np.int64), geometry.groups[group][0]
-        if not spec.is_state and spec.tokens.of == 1:
-            first = max(0, tokens.start - span.first_token) // spec.id_tokens
-            last = -(-max(0, tokens.stop - span.first_token) // spec.id_tokens)
-            ids = ids[first:last]
-        written[group] = ids.tolist()
-    return written

@@ -12,6 +12,7 @@ from concurrent.futures import wait as wait_for_any
 from contextlib import suppress
 from typing import Any, Final, assert_never
 
+from kvxfer.blocklists import MAX_TOKENS, offered_blocks
 from kvxfer.errors import (
     ClosedError,
     Code,
@@ -22,9 +23,9 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.events import as_event
-from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry import Blocks, CacheGeometry, check_tokens
 from kvxfer.loop_thread import LoopThread, state_under_way, withdraw
-from kvxfer.offers import MAX_TOKENS, Ending, Expired, Offer, OfferState, Released, Withdrawn
+from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn
 from kvxfer.polling import (
     Fetched,
     FetchFailed,
@@ -352,17 +353,6 @@ class BlockingOffer:
     def _check_unfinished(self, what: str) -> None:
         if self._finished:
             raise RequestError(f"cannot {what}: offer {self.request!r} is finished")
-
-
-def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
-    """Block lists of an offer in normal form, copied and checked.
-
-    Raises:
-        BlocksError: If ids are malformed or out of range.
-    """
-    spans = normalise_blocks(blocks, geometry)
-    check_spans({group: span for group, span in spans.items() if len(span.ids)}, geometry, receiving=False)
-    return spans
 
 
 def _abandoned(what: str, blocks: Mapping[str, Sequence[int]]) -> MemoryInDoubtError:

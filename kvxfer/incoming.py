@@ -1,7 +1,7 @@
 """One transfer at the decode rank with one prefill rank: runs the sans-I/O `Receiving` machine."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -10,12 +10,23 @@ from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Outcome, Post, PostResult
-from kvxfer.geometry import ChunkGrid, CopyPlan
+from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan
 from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
-from kvxfer.planning import Bound, decode_spans, encode_spans, selection_to_wire
-from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, KvAgentResult, Message, Refuse, Route, Status, Want
+from kvxfer.planning import Bound, encode_spans, joined_spans, selection_to_wire
+from kvxfer.protocol.messages import (
+    FOREVER_MS,
+    Accept,
+    Fetch,
+    KvAgentResult,
+    Message,
+    Refuse,
+    Route,
+    Span,
+    Status,
+    Want,
+)
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
 from kvxfer.routes.chooser import acceptable
@@ -52,6 +63,8 @@ class Incoming(Steps):
         self._need: Final = need
         self._owner: Final = owner
         self._bound: Bound | None = None
+        self._source: BlockLists = {}  # the peer's blocks, as far as it named them
+        self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
         self._asked: list[Route] = []
         self._queue: deque[tuple[int, float]] = deque()  # chunks that are ready, and until when (`pull`) to read them
         self._chunks: dict[int, Landing | Reading] = {}  # under way
@@ -129,6 +142,7 @@ class Incoming(Steps):
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
         self.route, self.why = message.route, message.why
+        self.run(self._learn, message.spans)
         self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, message))
 
@@ -139,9 +153,12 @@ class Incoming(Steps):
         self._settle()
 
     def wanted(self, message: Want) -> None:
-        """Chunks are ready at the peer."""
+        """Chunks are ready at the peer, and perhaps its block lists have grown."""
         until = self.site.now() + message.lease_ms / 1000
         self._queue.extend((chunk, until) for chunk in self.machine.wanted(message))
+        if message.spans and self.moving:
+            self._stale = True
+            self.run(self._learn, message.spans)
         self._pump()
 
     def result(self, message: KvAgentResult) -> None:
@@ -179,17 +196,17 @@ class Incoming(Steps):
 
     def _plan(self, message: Accept) -> None:
         site, need = self.site, self._need
-        spans = decode_spans(message.spans)
+        spans = self._source
         rows = max(sum(len(span.ids) for span in side.values()) for side in (spans, need.spans))
 
         def make() -> Bound:
             pair = site.plans.incoming(self.peer, need.selections)
-            plan = pair.bind(spans, need.spans, need.tokens)
+            plan = pair.bind(spans, need.spans, need.tokens, covered=0)
             grid = ChunkGrid(
                 pair.layers, message.layers_per_chunk, message.tokens_per_chunk, need.tokens.start, need.tokens.stop
             )
             same = len(grid) == message.chunks and plan.digest(grid) == message.digest
-            if not same or plan.whole.bytes != message.bytes:
+            if not same or plan.outline.bytes != message.bytes:
                 raise _plan_differs(message)
             return Bound.of(plan, grid)
 
@@ -214,6 +231,9 @@ class Incoming(Steps):
     def _pump(self) -> None:
         """Begin with chunks from the queue while the credit window has room."""
         bound = self._bound
+        if self._stale or self._growing:
+            self._grow()
+            return
         while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
             chunk, until = self._queue.popleft()
             if self.route is Route.PULL:
@@ -222,6 +242,24 @@ class Incoming(Steps):
                 desk, staged = self._desk()
                 self._chunks[chunk] = Landing(self, bound, chunk, desk, staged=staged)
             self.run(self._chunks[chunk].begin)
+
+    def _learn(self, spans: Sequence[Span]) -> None:
+        """Block ids of the peer that it did not name before."""
+        self._source = joined_spans(self._source, spans)
+
+    def _grow(self) -> None:
+        """The source's block lists have grown since the plan was made: no chunk may begin with the old one."""
+        bound, source = self._bound, self._source
+        if bound is None or self._growing or not self.moving:
+            return
+        self._growing, self._stale = True, False
+
+        def grown(bound: Bound) -> None:
+            self._growing = False
+            self._bound = bound
+            self._pump()
+
+        self.plan(lambda: bound.grown(source, covered=0), grown, rows=bound.rows)
 
     def _desk(self) -> tuple[Desk, bool]:
         """Where chunks take admission, and whether that is staging memory."""

@@ -116,7 +116,6 @@ class Landing:
         self._request: Request | None = None
         self._extent: Extent | None = None  # in the peer's hands
         self._landed: Extent | None = None  # ours again, to be scattered from
-        self._bytes = 0
 
     @property
     def holds(self) -> bool:
@@ -138,14 +137,17 @@ class Landing:
         host.tally.spent("gathering", sent - message.timings.gather_us / 1e6, sent)
         if extent is None or part is None or not host.moving:
             return  # it is being stopped, and `settle` gives the memory back
+        if message.bytes != part.bytes:
+            host.stop(_differs(self._chunk, part.bytes, message.bytes))
+            return
         self._extent = None
         if self._staged:
             self._desk.share.scatter(extent)
-            self._landed, self._bytes = extent, message.bytes
+            self._landed = extent
             host.run(host.when_writable, self._scatter)
         else:
             self._desk.release(extent)
-            host.landed(self._chunk, message.bytes)
+            host.landed(self._chunk, part.bytes)
 
     def give_up(self) -> None:
         """Wait for nothing any more."""
@@ -218,7 +220,7 @@ class Landing:
         if outcome.error is not None:
             raise outcome.error
         self._host.tally.spent("scattering", outcome.started, outcome.finished)
-        self._host.landed(self._chunk, self._bytes)
+        self._host.landed(self._chunk, self._part.bytes if self._part is not None else 0)
 
     def _drop(self) -> None:
         """Give back the memory that was scattered from."""
@@ -262,9 +264,12 @@ class Reading:
 
     def arrived(self, message: KvAgentResult) -> None:
         """The peer confirms that what was read was not changed meanwhile."""
-        self._host.tally.began(self._host.site.now())
-        if self._host.moving:
-            self._host.landed(self._chunk, message.bytes)
+        host, nbytes = self._host, int(self._pieces.nbytes.sum()) if self._pieces is not None else 0
+        host.tally.began(host.site.now())
+        if message.bytes != nbytes:
+            host.stop(_differs(self._chunk, nbytes, message.bytes))
+        elif host.moving:
+            host.landed(self._chunk, nbytes)
 
     def give_up(self) -> None:
         """Post nothing any more."""
@@ -311,3 +316,9 @@ class Reading:
             host.stop(Failure(Status.FAILED, Code.FABRIC if result.error else Code.TIMEOUT, reason))
         elif host.moving:
             host.say(*host.machine.landed([self._chunk]))
+
+
+def _differs(chunk: int, here: int, there: int) -> Failure:
+    """The two sides do not mean the same by a chunk: its bytes are not where they belong."""
+    reason = f"chunk {chunk} has {here} bytes by this side's plan, and {there} by the prefill rank's"
+    return Failure(Status.FAILED, Code.PLAN_DIFFERS, reason)

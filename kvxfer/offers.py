@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
+from kvxfer.blocklists import MAX_TOKENS, check_cover, offered_blocks
 from kvxfer.copy.port import READY, Event
 from kvxfer.errors import (
     BlocksError,
@@ -23,7 +24,7 @@ from kvxfer.errors import (
     TokensError,
 )
 from kvxfer.events import as_event
-from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, Span, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry import Blocks, Span, check_tokens
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
@@ -31,7 +32,6 @@ from kvxfer.site import Site
 from kvxfer.telemetry import TransferStats
 
 __all__ = [
-    "MAX_TOKENS",
     "Ending",
     "Expired",
     "Offer",
@@ -41,13 +41,10 @@ __all__ = [
     "OutgoingTransfer",
     "Released",
     "Withdrawn",
-    "check_cover",
 ]
 
 OfferKey: TypeAlias = tuple[str, int]
 """Request id and attempt."""
-MAX_TOKENS: Final = 0xFFFF_FFFF
-"""Token numbers travel in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +125,15 @@ class OfferState(Enum):
 
 
 class Readiness:
-    """Up to which token each layer is ready, and after which events."""
+    """Up to which token each layer is ready, and after which events.
+
+    Attributes:
+        by_layer: Whether layers become ready one after the other, as far as that was seen.
+    """
 
     def __init__(self, layers: Iterable[int]) -> None:
         self._marks: dict[int, list[tuple[int, Event]]] = {layer: [] for layer in layers}
+        self.by_layer = True
 
     def reached(self, layer: int) -> int:
         """One past the last token of a layer that is (or will be, after its events) ready."""
@@ -147,6 +149,7 @@ class Readiness:
         for layer in layers:
             if layer not in self._marks:
                 raise TokensError(f"layer {layer} is not held here; this cache has {sorted(self._marks)}")
+        self.by_layer = len(layers) < len(self._marks)
         for layer in layers:
             if stop > self.reached(layer):
                 self._marks[layer].append((stop, event))
@@ -176,12 +179,14 @@ class Offer:
         request: Its id.
         attempt: Which attempt at this id.
         tokens: Tokens on offer so far; final once the offer is finished.
+        step: Tokens that came with the last extension.
     """
 
     def __init__(self, book: OfferKeeper, site: Site, key: OfferKey) -> None:
         self.request: Final = key[0]
         self.attempt: Final = key[1]
         self.tokens = 0
+        self.step = 0
         self.spans: dict[str, Span] = {}
         self.readiness: Final = Readiness({layer for spec in site.geometry.tensors for layer in spec.layers})
         self.finished = False
@@ -226,13 +231,12 @@ class Offer:
         check_tokens(tokens, limit=MAX_TOKENS)
         if tokens.start != self.tokens:
             raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
-        added = normalise_blocks(blocks, self._site.geometry)
-        check_spans({g: s for g, s in added.items() if len(s.ids)}, self._site.geometry, receiving=False)
+        added = offered_blocks(blocks, self._site.geometry)
         self._site.custody.check({group: np.asarray(span.ids).tolist() for group, span in added.items()})
         spans = {group: self._appended(group, span) for group, span in added.items()}
-        check_cover(spans, self._site.geometry, tokens.stop)
+        check_cover(spans, self._site.geometry, tokens)
         self.spans = spans
-        self.tokens = tokens.stop
+        self.tokens, self.step = tokens.stop, len(tokens)
         self._grew()
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
@@ -402,25 +406,3 @@ class Offer:
         if span.first_token:
             raise BlocksError(f"group {group!r}: first_token belongs to the first block list of an offer only")
         return Span(np.concatenate([np.asarray(before.ids), np.asarray(span.ids)]), before.first_token)
-
-
-def check_cover(spans: BlockLists, geometry: CacheGeometry, stop: int) -> None:
-    """Check that block lists begin before a token and reach up to it; the planner does where tokens are interleaved.
-
-    Raises:
-        BlocksError: Naming the group and both numbers.
-    """
-    for group, span in spans.items():
-        spec = geometry.groups[group][0]
-        if spec.is_state or spec.tokens.of > 1:
-            continue
-        cover = span.first_token + len(span.ids) * spec.id_tokens
-        if cover < stop:
-            raise BlocksError(
-                f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "
-                f"but {stop} are needed"
-            )
-        if span.first_token >= stop:
-            raise BlocksError(
-                f"group {group!r}: the block list begins with token {span.first_token}, beyond the {stop} needed"
-            )

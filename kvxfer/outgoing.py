@@ -1,7 +1,8 @@
 """One transfer at the prefill rank: runs the sans-I/O `Sending` machine over copies and posts."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -10,7 +11,7 @@ from kvxfer.copy.port import CopyOutcome, Direction, Event
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
 from kvxfer.fabric.port import Outcome
-from kvxfer.geometry import CopyPlan, check_state
+from kvxfer.geometry import BlockLists, CopyPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound, decode_spans, encode_spans, fit_grid, merged_pieces
@@ -31,6 +32,31 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size, few enough for one lease."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
 """Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An offer as it is when a transfer of it is planned.
+
+    Attributes:
+        spans: Source blocks by group.
+        tokens: Tokens that they hold.
+        step: Tokens that came last: more will come in steps like it.
+        finished: Whether nothing will be added.
+        by_layer: Whether layers become ready one after the other.
+    """
+
+    spans: BlockLists
+    tokens: int
+    step: int
+    finished: bool
+    by_layer: bool
+
+    @classmethod
+    def of(cls, offer: Offer) -> "Draft":
+        """Take it down."""
+        by_layer = not offer.finished and offer.readiness.by_layer
+        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer)
 
 
 class Outgoing(Steps):
@@ -56,6 +82,7 @@ class Outgoing(Steps):
         self._began: Final = site.now()
         self._bound: Bound | None = None
         self._choice: Choice | None = None
+        self._said: BlockLists = {}  # source blocks that the decode rank was told of
         self._remaining: list[int] = []  # chunks that were not announced yet
         self._planning = False
         self._shipments: Final[dict[int, Shipment]] = {}
@@ -87,21 +114,20 @@ class Outgoing(Steps):
         offer, fetch = self.offer, self.machine.fetch
         if offer is None or self.machine.state is SendState.ENDED:
             return
-        bound = self._bound
-        if bound is not None and bound.plan.pair.has_state and offer.tokens != fetch.token_stop:
-            reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {fetch.token_stop}"
-            self.stop(Failure(Status.FAILED, Code.TOKENS, reason))
-        elif bound is not None:
+        bound, asked = self._bound, range(fetch.token_start, fetch.token_stop)
+        if offer.finished and offer.tokens < asked.stop:
+            reason = f"tokens {asked.start}..{asked.stop - 1} were asked, but {offer.tokens} are on offer"
+            self._deny(Code.TOKENS_OUTSIDE_OFFER, reason)
+        elif bound is None and min(asked.start + 1, asked.stop) <= offer.tokens and not self._planning:
+            self._planning = True
+            self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, offer))
+        elif bound is not None and bound.plan.pair.has_state and offer.tokens > asked.stop:
+            reason = f"the offer grew to {offer.tokens} tokens, and its state is no longer that of {asked.stop}"
+            self._deny(Code.TOKENS, reason)
+        elif bound is not None and bound.plan.covered < min(offer.tokens, asked.stop):
+            self._grow(bound, offer)
+        else:
             self._announce()
-        elif offer.tokens >= fetch.token_stop:
-            if not self._planning:
-                self._planning = True
-                self.run(self.site.when_warm, self.peer, partial(self.run, self._plan, offer))
-        elif offer.finished:
-            self.refuse(
-                Code.TOKENS_OUTSIDE_OFFER,
-                f"tokens {fetch.token_start}..{fetch.token_stop - 1} were asked, but {offer.tokens} are on offer",
-            )
 
     def refuse(self, code: Code, reason: str) -> None:
         """End before anything moved."""
@@ -178,21 +204,27 @@ class Outgoing(Steps):
 
     def failed(self, error: KvxferError) -> None:
         """A step raised."""
-        code = error.reason if isinstance(error, RefusedError) else error.code
+        self._deny(error.reason if isinstance(error, RefusedError) else error.code, str(error))
+
+    def _deny(self, code: Code, reason: str) -> None:
+        """Refuse if nothing was accepted yet, and stop otherwise."""
         if self.machine.state is SendState.PARKED:
-            self.refuse(code, str(error))
+            self.refuse(code, reason)
         else:
-            self.stop(Failure(Status.FAILED, code, str(error)))
+            self.stop(Failure(Status.FAILED, code, reason))
 
     def _plan(self, offer: Offer) -> None:
         asked = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
         rows = max(asked, sum(len(span.ids) for span in offer.spans.values()))
-        self.plan(lambda: self._bind(offer), self._accept, rows=rows)
+        draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
+        self.plan(lambda: self._bind(draft), partial(self._accept, offer, draft), rows=rows)
 
-    def _accept(self, planned: tuple[Bound, Choice, Accept]) -> None:
+    def _accept(self, offer: Offer, draft: Draft, planned: tuple[Bound, Choice, Accept]) -> None:
+        self._planning = False
         if self.machine.state is not SendState.PARKED:
             return
         self._bound, choice, message = planned
+        self._said = draft.spans
         self._choice = choice
         self._remaining = list(range(message.chunks))
         self._tally.chunks, self._tally.pieces = message.chunks, self._bound.pieces
@@ -202,23 +234,42 @@ class Outgoing(Steps):
         if choice.route is Route.PULL:
             self._awake = self.site.fabric.hold_awake()  # a target that others read from must make progress
         self._say(self.machine.accept(message))
-        self._announce()
+        self.offer_grew()
 
-    def _bind(self, offer: Offer) -> tuple[Bound, Choice, Accept]:
+    def _grow(self, bound: Bound, offer: Offer) -> None:
+        """The offer's block lists reach further than the plan."""
+        if self._planning or self.machine.state is not SendState.MOVING:
+            return
+        self._planning = True
+        spans, covered = offer.spans, offer.tokens
+
+        def grown(bound: Bound) -> None:
+            self._planning = False
+            self._bound = bound
+            self.offer_grew()
+
+        self.plan(lambda: bound.grown(spans, covered), grown, rows=bound.rows)
+
+    def _bind(self, offer: Draft) -> tuple[Bound, Choice, Accept]:
         """Plan the transfer. Pure: may run in a worker thread."""
         fetch, config, plans = self.machine.fetch, self.site.config, self.site.plans
         tokens = range(fetch.token_start, fetch.token_stop)
         pair = plans.outgoing(self.peer, fetch.selections)
         check_state(pair, tokens, offer.tokens)
-        plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens)
-        nbytes = plan.whole.bytes
+        plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
+        nbytes = plan.outline.bytes
         choice = choose(config.route, self._means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
         limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
         if choice.route is Route.STAGED:
             limit = min(limit, self.site.send_desk.share.capacity)
         target = limit if offer.finished else min(limit, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
-        layers = None if offer.finished else 1
-        grid = fit_grid(plan, target_bytes=target, limit_bytes=limit, layers_per_chunk=layers)
+        grid = fit_grid(
+            plan,
+            target_bytes=target,
+            limit_bytes=limit,
+            layers_per_chunk=1 if offer.by_layer else None,
+            tokens_per_chunk=offer.step if offer.tokens < tokens.stop else None,
+        )
         message = Accept(
             transfer=fetch.transfer,
             route=choice.route,
@@ -250,13 +301,23 @@ class Outgoing(Steps):
                 for chunk in ready:
                     self._announce_readable(bound, chunk)
             else:
-                self._say(self.machine.ready(ready))
+                self._want(bound, ready)
         if offer.finished:
             self._say(self.machine.finish_offer(offer.payload))
 
     @staticmethod
     def _is_ready(bound: Bound, offer: Offer, chunk: int) -> bool:
-        return offer.finished or offer.readiness.events(*bound.grid.of(chunk)) is not None
+        layers, start, stop = bound.grid.of(chunk)
+        known = stop <= bound.plan.covered
+        return known and (offer.finished or offer.readiness.events(layers, start, stop) is not None)
+
+    def _want(self, bound: Bound, chunks: Sequence[int], lease_ms: int = 0) -> None:
+        """Announce chunks, and before them the blocks that they are in."""
+        offer = self.offer
+        if offer is not None and self.machine.state is SendState.MOVING:
+            news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
+            self._said = offer.spans
+            self._say(self.machine.ready(chunks, lease_ms, news))
 
     def _announce_readable(self, bound: Bound, chunk: int) -> None:
         """Route `pull`: the peer may read at once, so a chunk is announced only when its events have fired."""
@@ -265,7 +326,7 @@ class Outgoing(Steps):
             if outcome.error is not None:
                 raise outcome.error
             lease = int(self.site.config.grant_lease * 1000)
-            self._say(self.machine.ready([chunk], lease))
+            self._want(bound, [chunk], lease)
 
         after = Until(self._events(bound, chunk), lambda: self.machine.state is not SendState.MOVING)
         self.run(self.copy, _NOTHING, Direction.GATHER, readable, after)

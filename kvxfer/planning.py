@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -35,11 +35,13 @@ __all__ = [
     "encode_spans",
     "geometry_from_wire",
     "geometry_to_wire",
+    "joined_spans",
     "selection_to_wire",
 ]
 
 _KEPT_PAIRS: Final = 512
 _MAX_STRIDE: Final = 1 << 47
+_MAX_IDS: Final = 1 << 24
 
 
 def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[wire.TensorFrame]:
@@ -120,12 +122,33 @@ def selection_to_wire(selection: Selection) -> wire.Selection:
     )
 
 
-def encode_spans(spans: BlockLists, groups: Iterable[str]) -> list[wire.Span]:
-    """Block lists of these groups as they travel."""
-    return [
-        wire.Span(group, spans[group].first_token, np.asarray(spans[group].ids).astype("<u4").tobytes())
-        for group in groups
-    ]
+def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists | None = None) -> list[wire.Span]:
+    """Block lists of these groups as they travel; of those in `said` only what follows them, if anything does."""
+    found: list[wire.Span] = []
+    for group in groups:
+        first = len(said[group].ids) if said is not None else 0
+        ids = np.asarray(spans[group].ids)[first:]
+        if said is None or len(ids):
+            found.append(wire.Span(group, spans[group].first_token, ids.astype("<u4").tobytes()))
+    return found
+
+
+def joined_spans(before: BlockLists, more: Sequence[wire.Span]) -> dict[str, Span]:
+    """Block lists of a peer, with the ids that it says follow them.
+
+    Raises:
+        ProtocolError: If packed ids are cut, a group is there twice, or a list grows beyond what a request can have.
+    """
+    added = decode_spans(more)
+    for group, span in added.items():
+        if len(span.ids) + (len(before[group].ids) if group in before else 0) > _MAX_IDS:
+            raise ProtocolError(f"the block list of group {group!r} has grown beyond {_MAX_IDS} ids")
+    joined = {
+        group: Span(np.concatenate([np.asarray(before[group].ids), np.asarray(span.ids)]), before[group].first_token)
+        for group, span in added.items()
+        if group in before
+    }
+    return {**before, **added, **joined}
 
 
 def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
@@ -267,7 +290,7 @@ class Bound:
         plan: What goes where.
         grid: How it is cut.
         rows: Table rows that a chunk's plan walks over, at most.
-        pieces: Contiguous runs in all.
+        pieces: Contiguous runs in all, if no source block is padding.
     """
 
     plan: TransferPlan
@@ -278,14 +301,31 @@ class Bound:
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
         """Count once what every chunk asks for."""
-        return cls(plan, grid, max(map(len, plan.rows.values()), default=0), plan.whole.copy().pieces)
+        return cls(plan, grid, max(map(len, plan.rows.values()), default=0), plan.outline.copy().pieces)
+
+    def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
+        """The same, now that the source's lists reach further.
+
+        Raises:
+            BlocksError: If the ids are outside their pools, or do not reach up to `covered`.
+        """
+        plan = self.plan
+        further = plan.pair.bind(src_spans, plan.dst_spans, plan.tokens, covered=covered)
+        return replace(self, plan=further)
 
     def chunk(self, number: int) -> ChunkPlan:
         """One chunk of it."""
         return self.plan.chunk(self.grid, number)
 
 
-def fit_grid(plan: TransferPlan, *, target_bytes: int, limit_bytes: int, layers_per_chunk: int | None) -> ChunkGrid:
+def fit_grid(
+    plan: TransferPlan,
+    *,
+    target_bytes: int,
+    limit_bytes: int,
+    layers_per_chunk: int | None,
+    tokens_per_chunk: int | None,
+) -> ChunkGrid:
     """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging.
 
     Staging holds full sub-blocks, so a chunk may need more room than it carries bytes.
@@ -295,10 +335,15 @@ def fit_grid(plan: TransferPlan, *, target_bytes: int, limit_bytes: int, layers_
     """
     target = min(target_bytes, limit_bytes)
     while True:
-        grid = plan.pair.grid(plan.tokens, target_bytes=target, layers_per_chunk=layers_per_chunk)
+        grid = plan.pair.grid(
+            plan.tokens,
+            target_bytes=target,
+            layers_per_chunk=layers_per_chunk,
+            tokens_per_chunk=tokens_per_chunk,
+        )
         last = len(grid) - 1
         probes = sorted({0, min(1, last), min(grid.layer_runs, last), max(0, last - grid.layer_runs), last})
-        need = max(plan.chunk(grid, chunk).staged_bytes for chunk in probes)
+        need = max(plan.chunk(grid, chunk, outline=True).staged_bytes for chunk in probes)
         if need <= limit_bytes:
             return grid
         if target < 2:
@@ -317,10 +362,10 @@ def merged_pieces(plan: TransferPlan) -> int:
     """
     pair, tokens = plan.pair, plan.tokens
     sample = max((spec.id_tokens for spec in (*pair.src.tensors, *pair.dst.tensors)), default=1) or 1
-    first = plan.window(pair.layers, tokens.start, min(tokens.stop, tokens.start + sample))
+    first = plan.window(pair.layers, tokens.start, min(plan.covered, tokens.start + sample))
     if first.bytes == 0:
-        return plan.whole.copy().pieces
-    return max(1, len(first.copy().enumerate().merged()) * plan.whole.bytes // first.bytes)
+        return plan.outline.copy().pieces
+    return max(1, len(first.copy().enumerate().merged()) * plan.outline.bytes // first.bytes)
 
 
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:

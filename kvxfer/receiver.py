@@ -5,13 +5,13 @@ import math
 from itertools import count
 from typing import Any, Final
 
+from kvxfer.blocklists import wanted_blocks, written_blocks
 from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError, RequestError
 from kvxfer.events import as_event
-from kvxfer.fetching import Demand, Fetching, written_blocks
-from kvxfer.geometry import Blocks, check_spans, check_tokens, normalise_blocks
+from kvxfer.fetching import Demand, Fetching
+from kvxfer.geometry import Blocks
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
-from kvxfer.offers import MAX_TOKENS, check_cover
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Message, Refuse, Release, Status, Want
 from kvxfer.protocol.messages import Claim as ClaimMessage
@@ -72,10 +72,7 @@ class Receiver:
             raise RequestError(
                 f"{len(self._fetches)} fetches are under way; max_transfers is {site.config.max_transfers}"
             )
-        check_tokens(tokens, limit=MAX_TOKENS)
-        spans = normalise_blocks(blocks, site.geometry)
-        check_spans(spans, site.geometry, receiving=True)
-        check_cover(spans, site.geometry, tokens.stop)
+        spans = wanted_blocks(blocks, site.geometry, tokens)
         written = written_blocks(spans, site.geometry, tokens)
         event = as_event(after, site.geometry)
         try:

@@ -257,7 +257,8 @@ class Worker:
         Args:
             ticket: As the prefill side issued it.
             blocks: Destination ids, covering `tokens`; they are the fetch's until it ends.
-            tokens: Which tokens; blocks keep what they hold of others, byte for byte.
+            tokens: Which tokens; blocks keep what they hold of others, byte for byte. `range(n, n)` if all n are held
+                already: then only state and the payload are brought.
             after: On CUDA required: the blocks may be written once this event (or the work on this stream) has
                 completed.
             timeout: Seconds; the setting `fetch_timeout` if left out.

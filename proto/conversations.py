@@ -218,6 +218,20 @@ _PAYLOAD_LATER: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 
+_GROWING: list[Line] = [
+    ("decode", _fetch([Route.STAGED])),
+    # 16 of 32 tokens are computed: the offer has one block
+    ("prefill", msgspec.structs.replace(_accept(Route.STAGED), spans=[Span("attention", 0, pack_u32([40]))])),
+    ("prefill", _want(0)),
+    ("decode", _reserve(_extent(0))),
+    ("prefill", _ok(0)),
+    # the others are, in a block that was not named yet
+    ("prefill", msgspec.structs.replace(_want(1), spans=[Span("attention", 0, pack_u32([41]))])),
+    ("decode", _reserve(_extent(1))),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+
 # name, what happens, how it ends for the fetch, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
@@ -228,6 +242,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("fetch_before_offer", "a claim and a fetch wait for their offer", "done", [*HANDSHAKE, *_PARKED]),
     ("cancel_before_offer", "a parked fetch is given up", "stopped", [*HANDSHAKE, *_PARKED_CANCELLED]),
     ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
+    ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",

@@ -101,6 +101,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "refuse_for_a_while", Refuse(1, Code.TOO_MANY, "", 250)
     yield "want", Want(1, pack_u32([0, 1]))
     yield "want_with_a_lease", Want(1, pack_u32([5]), 30_000)
+    yield "want_with_blocks", Want(1, pack_u32([2]), 0, [Span("attention", 0, pack_u32([41, 7]))])
     yield "reserve_extents", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000)
     yield "reserve_in_place", Reserve(1, [Grant(0, 0, 0), Grant(1, 0, 0)], 30_000, 42)
     yield "landed", Landed(1, pack_u32([0, 1]))

@@ -34,7 +34,8 @@ class ChunkGrid:
         layers_per_chunk: Layers in a run.
         tokens_per_chunk: Tokens in a window; windows begin at multiples of it.
         start: First token of the transfer.
-        stop: One past its last token.
+        stop: One past its last token. Where it is `start` too, no token is missing at the destination; the grid then
+            is one window at the last token, to which state belongs.
     """
 
     layers: tuple[int, ...]
@@ -44,8 +45,13 @@ class ChunkGrid:
     stop: int
 
     def __post_init__(self) -> None:
-        if self.layers_per_chunk < 1 or self.tokens_per_chunk < 1 or not self.layers or self.stop <= self.start:
+        if self.layers_per_chunk < 1 or self.tokens_per_chunk < 1 or not self.layers or not 0 < self.stop >= self.start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
+
+    @property
+    def first(self) -> int:
+        """The token at which the first window begins, if not before."""
+        return min(self.start, self.stop - 1)
 
     @property
     def layer_runs(self) -> int:
@@ -55,7 +61,7 @@ class ChunkGrid:
     @property
     def windows(self) -> int:
         """Token windows."""
-        return (self.stop - 1) // self.tokens_per_chunk - self.start // self.tokens_per_chunk + 1
+        return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1
 
     def __len__(self) -> int:
         return self.windows * self.layer_runs
@@ -69,9 +75,9 @@ class ChunkGrid:
         if not 0 <= chunk < len(self):
             raise IndexError(f"chunk {chunk} is outside 0..{len(self) - 1}")
         window, run = divmod(chunk, self.layer_runs)
-        first = (self.start // self.tokens_per_chunk + window) * self.tokens_per_chunk
+        first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
         layers = self.layers[run * self.layers_per_chunk : (run + 1) * self.layers_per_chunk]
-        return layers, max(first, self.start), min(first + self.tokens_per_chunk, self.stop)
+        return layers, max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 
 
 class ChunkPlan:

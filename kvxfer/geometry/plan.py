@@ -63,15 +63,25 @@ class PairPlan:
         """Whether a group without tokens takes part."""
         return any(c.key.src_rows.is_state for c in self.classes)
 
-    def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range) -> "TransferPlan":
+    def bind(
+        self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
+    ) -> "TransferPlan":
         """Add block lists and a token range.
+
+        Args:
+            src_spans: Source blocks by group.
+            dst_spans: Destination blocks by group.
+            tokens: The range; `range(n, n)` where the destination lacks no token, and only state moves.
+            covered: Up to this token the source lists must reach, where the request is still being computed and they
+                grow; the whole range if left out. What lies beyond can be counted, but not copied.
 
         Raises:
             BlocksError: If a list is missing, ids are outside the pools, repeated at the destination, or do not cover
                 the range.
-            TokensError: If the range is empty.
+            TokensError: If the range is reversed, or ends at token 0.
         """
-        check_tokens(tokens)
+        check_tokens(tokens, may_be_empty=True)
+        covered = tokens.stop if covered is None else min(covered, tokens.stop)
         groups = self.groups
         for spans, geometry, receiving in ((src_spans, self.src, False), (dst_spans, self.dst, True)):
             missing = [name for name in groups if name not in spans]
@@ -83,10 +93,17 @@ class PairPlan:
         for key in (c.key for c in self.classes):
             meeting = _meeting(key)
             if meeting not in rows:
-                rows[meeting] = meet(*meeting, src_spans[key.group], dst_spans[key.group], tokens)
-        return TransferPlan(self, src_spans, dst_spans, tokens, rows)
+                rows[meeting] = meet(*meeting, src_spans[key.group], dst_spans[key.group], tokens, covered=covered)
+        return TransferPlan(self, dst_spans, tokens, covered, rows)
 
-    def grid(self, tokens: range, *, target_bytes: int, layers_per_chunk: int | None = None) -> ChunkGrid:
+    def grid(
+        self,
+        tokens: range,
+        *,
+        target_bytes: int,
+        layers_per_chunk: int | None = None,
+        tokens_per_chunk: int | None = None,
+    ) -> ChunkGrid:
         """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so.
 
         Whole runs of layers over all tokens while one layer fits; otherwise one layer cut into token windows. A chunk
@@ -96,14 +113,18 @@ class PairPlan:
             tokens: The transfer's tokens.
             target_bytes: Size to aim for.
             layers_per_chunk: Upper bound, for streaming by layer.
+            tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
         """
         align = self._window_tokens
         touched = -(-tokens.stop // align) - tokens.start // align
+        window = tokens.stop
+        if tokens_per_chunk is not None and tokens_per_chunk < len(tokens):
+            touched = -(-tokens_per_chunk // align)
+            window = touched * align
         sizes = list(self._layer_bytes.values())
         most = max((per_window * touched + fixed for per_window, fixed in sizes), default=1)
         fitting = max(1, target_bytes // most)
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
-        window = tokens.stop
         if most > target_bytes:
             steps = [(target_bytes - fixed) // per_window for per_window, fixed in sizes if per_window]
             window = min(window, align * max(1, min(steps, default=touched)))
@@ -152,26 +173,55 @@ def _meeting(key: SegmentKey) -> _Meeting:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet."""
+    """A pair's plan for one request: block lists and token range added, and the rows in which the lists meet.
+
+    Attributes:
+        pair: The plan of the pair.
+        dst_spans: Destination blocks by group.
+        tokens: Token range.
+        covered: Up to this token the source's blocks are known.
+        rows: By class of classes with equal row addressing; with those of padding and of unknown blocks.
+    """
 
     pair: PairPlan
-    src_spans: BlockLists
     dst_spans: BlockLists
     tokens: range
+    covered: int
     rows: Mapping[_Meeting, Rows]
 
     @cached_property
     def whole(self) -> ChunkPlan:
-        """All of it as one chunk."""
-        return self.window(self.pair.layers, self.tokens.start, self.tokens.stop)
+        """All of it as one chunk.
 
-    def chunk(self, grid: ChunkGrid, chunk: int) -> ChunkPlan:
-        """One chunk of the grid."""
-        return self.whole if len(grid) == 1 else self.window(*grid.of(chunk))
+        Raises:
+            BlocksError: If a source block is not known yet.
+        """
+        padded = any(rows.present() is not rows for rows in self.rows.values())
+        return self.window(self.pair.layers, *self._extent) if padded else self.outline
 
-    def window(self, layers: Sequence[int], start: int, stop: int) -> ChunkPlan:
-        """The part that lies in a run of the pair's layers and in the tokens [start, stop)."""
-        rows = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
+    @cached_property
+    def outline(self) -> ChunkPlan:
+        """What all of it amounts to if no source block is padding. To be counted, never to be copied."""
+        return self.window(self.pair.layers, *self._extent, outline=True)
+
+    def chunk(self, grid: ChunkGrid, chunk: int, *, outline: bool = False) -> ChunkPlan:
+        """One chunk of the grid, or its outline.
+
+        Raises:
+            BlocksError: If a source block is not known yet.
+        """
+        if len(grid) == 1:
+            return self.outline if outline else self.whole
+        return self.window(*grid.of(chunk), outline=outline)
+
+    def window(self, layers: Sequence[int], start: int, stop: int, *, outline: bool = False) -> ChunkPlan:
+        """The part that lies in a run of the pair's layers and in the tokens [start, stop).
+
+        Raises:
+            BlocksError: If a source block is not known yet, and not only its outline is asked for.
+        """
+        cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
+        rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
         parts: list[tuple[SegmentKey, I64, Rows]] = []
         for c in self.pair.classes:
             low = bisect_left(c.layers, layers[0]) if layers else 0
@@ -181,18 +231,22 @@ class TransferPlan:
                 parts.append(part)
         return ChunkPlan(tuple(parts))
 
-    def digest(self, grid: ChunkGrid) -> bytes:
-        """SHA-256 over what both sides must agree on: selections, spans, token range, grid, element and row shapes.
+    @property
+    def _extent(self) -> tuple[int, int]:
+        """Tokens to look at: where none is missing the last one, since state belongs to it."""
+        return min(self.tokens.start, self.tokens.stop - 1), self.tokens.stop
 
-        Addresses and strides are not part of it; they differ between the sides by design. The bytes that are hashed are
-        part of the protocol (section 6.5).
+    def digest(self, grid: ChunkGrid) -> bytes:
+        """SHA-256 over what both sides must agree on: selections, the destination's blocks, token range, grid, shapes.
+
+        Addresses and strides are not part of it; they differ between the sides by design. Nor are the source's blocks,
+        which may not be there yet. The bytes that are hashed are part of the protocol (section 6.5).
         """
         digest = hashlib.sha256(self.pair.digested)
-        for spans in (self.src_spans, self.dst_spans):
-            for group in self.pair.groups:
-                ids = np.asarray(spans[group].ids, "<u4")
-                digest.update(_packed(group, spans[group].first_token, len(ids)))
-                digest.update(ids.tobytes())
+        for group in self.pair.groups:
+            ids = np.asarray(self.dst_spans[group].ids, "<u4")
+            digest.update(_packed(group, self.dst_spans[group].first_token, len(ids)))
+            digest.update(ids.tobytes())
         digest.update(_packed(self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk))
         return digest.digest()
 
@@ -210,12 +264,12 @@ def _packed(*values: int | str) -> bytes:
 
 
 def check_state(pair: PairPlan, tokens: range, offered: int) -> None:
-    """Refuse a range that ends before the last token when state takes part.
+    """Refuse a range that ends before the last token so far when state takes part.
 
     Raises:
         TokensError: Naming the group.
     """
-    if pair.has_state and tokens.stop != offered:
+    if pair.has_state and tokens.stop < offered:
         group = next(c.key.group for c in pair.classes if c.key.src_rows.is_state)
         raise TokensError(
             f"group {group!r} is state, which belongs to token {offered - 1}: "

@@ -36,6 +36,8 @@ __all__ = [
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 _MAX_IDS: Final = 1 << 28
+_PADDING: Final = -1  # a source block that is none: nothing comes of its rows
+_UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
@@ -129,7 +131,7 @@ class Rows:
 
     Attributes:
         table: int64 (N, 5): source block, first token row there, destination block, first token row there, number of
-            token rows (1 for state); kernel block numbers.
+            token rows (1 for state); kernel block numbers. A negative source block is padding, or not known yet.
         begin: int64 (N,): global number of the first token row of each row, ascending; for state its last token.
         grid: Largest number of token rows that a row can have.
         unit: Tokens that a token row stands for.
@@ -166,6 +168,22 @@ class Rows:
             begin[0] += lead
             table[-1, 4] -= cut
         return Rows(table, begin, self.grid, self.unit)
+
+    def present(self) -> "Rows":
+        """Those that can be copied: all but the ones of padding.
+
+        Raises:
+            BlocksError: If the source block of a row is not known yet.
+        """
+        source = self.table[:, 0]
+        if not len(self) or int(source.min()) >= 0:
+            return self
+        unknown = source == _UNKNOWN
+        if unknown.any():
+            token = int(self.begin[np.argmax(unknown)]) * self.unit
+            raise BlocksError(f"the source block that holds token {token} is not known yet")
+        keep = source >= 0
+        return Rows(self.table[keep], self.begin[keep], self.grid, self.unit)
 
     def _end(self, row: int) -> int:
         """One past the last token row of a row."""
@@ -234,8 +252,10 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
     for group, span in spans.items():
         specs = geometry.groups[group]
         ids, limit = np.asarray(span.ids, np.int64), geometry.pool_ids[group]
-        if ids.size == 0:
-            raise BlocksError(f"group {group!r}: the block list is empty")
+        if ids.size == 0 and receiving and specs[0].is_state:
+            raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
+        if ids.size == 0:  # whether a list is long enough is for those to say who know the tokens
+            continue
         if int(ids.min()) < 0 or int(ids.max()) >= limit:
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
@@ -278,40 +298,52 @@ def period(src: RowSide, dst: RowSide) -> int:
     return lcm(row_grid(src, dst) * src.tokens_per_row, *turns)
 
 
-def meet(group: str, src: RowSide, dst: RowSide, src_span: Span, dst_span: Span, tokens: range) -> Rows:
+def meet(
+    group: str,
+    src: RowSide,
+    dst: RowSide,
+    src_span: Span,
+    dst_span: Span,
+    tokens: range,
+    *,
+    covered: int | None = None,
+) -> Rows:
     """Rows in which two block lists meet within a token range.
 
     Args:
         group: For messages.
         src: Addressing at the source.
         dst: Addressing at the destination.
-        src_span: Source block list, ids in range.
+        src_span: Source block list, ids in range. While the request is still computed it may end early.
         dst_span: Destination block list; where it starts later than the range, the rows do too.
         tokens: The transfer's tokens.
+        covered: Up to this token the source list must reach, the end of the range if left out; the source blocks of
+            later rows may be unknown.
 
     Raises:
         BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
     """
     s_ids, d_ids = src.kernel_blocks(np.asarray(src_span.ids)), dst.kernel_blocks(np.asarray(dst_span.ids))
     unit, grid = src.tokens_per_row, row_grid(src, dst)
+    due = tokens.stop if covered is None else min(covered, tokens.stop)
     if src.is_state:
-        if len(s_ids) != len(d_ids):
+        if len(s_ids) != len(d_ids) and (len(s_ids) or due == tokens.stop):
             raise BlocksError(
                 f"group {group!r} is state: {len(s_ids)} slots at the source, {len(d_ids)} at the destination"
             )
-        begin = np.full(len(s_ids), tokens.stop - 1, np.int64)
-        zero = np.zeros(len(s_ids), np.int64)
-        columns = (s_ids, zero, d_ids, zero, zero + 1)
+        begin = np.full(len(d_ids), tokens.stop - 1, np.int64)
+        zero = np.zeros(len(d_ids), np.int64)
+        columns = (s_ids if len(s_ids) else zero + _UNKNOWN, zero, d_ids, zero, zero + 1)
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
         cuts = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
         cuts = cuts[src.holds(cuts) & dst.holds(cuts)]
         begin = np.maximum(cuts, first)
         count = np.minimum(cuts + grid, last) - begin
-        s_at = _position(group, "source", src, src_span, begin, count, len(s_ids))
-        d_at = _position(group, "destination", dst, dst_span, begin, count, len(d_ids))
+        s_at = _position(group, "source", src, src_span, begin, count, due)
+        d_at = _position(group, "destination", dst, dst_span, begin, count, tokens.stop)
         columns = (
-            s_ids[s_at // src.block_tokens],
+            _blocks(s_ids, s_at // src.block_tokens),
             s_at % src.block_tokens,
             d_ids[d_at // dst.block_tokens],
             d_at % dst.block_tokens,
@@ -319,19 +351,27 @@ def meet(group: str, src: RowSide, dst: RowSide, src_span: Span, dst_span: Span,
         )
     table = np.stack(columns, axis=1)
     if src.null_block is not None:
-        keep = table[:, 0] // src.block_ratio != src.null_block
-        table, begin = table[keep], begin[keep]
+        table[table[:, 0] // src.block_ratio == src.null_block, 0] = _PADDING
     return Rows(table, begin, grid, unit)
 
 
-def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, tokens: I64, blocks: int) -> I64:
-    """Local position of each row in its block list, checked to lie inside."""
-    unit = at.tokens_per_row
+def _blocks(ids: I64, at: I64) -> I64:
+    """The blocks at these places of a list, which may end before."""
+    if not at.size or int(at.max()) < len(ids):
+        return ids[at]
+    return np.where(at < len(ids), np.append(ids, _UNKNOWN)[np.minimum(at, len(ids))], _UNKNOWN)
+
+
+def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> I64:
+    """Local position of each row in its block list; of the rows that begin before `covered`, checked to lie inside."""
+    unit, room = at.tokens_per_row, len(span.ids) * at.block_ratio * at.block_tokens
     origin = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
     position = at.local(begin) - origin
-    if position.size and (position[0] < 0 or int((position + tokens).max()) > blocks * at.block_tokens):
-        have = f"{blocks} blocks of {at.block_tokens} from token {span.first_token}"
-        need = f"tokens {int(begin[0]) * unit}..{int(begin[-1] + tokens[-1]) * unit - 1}"
+    due = bisect_left(begin, covered // unit)
+    if (position.size and position[0] < 0) or (due and int((position + count)[:due].max()) > room):
+        have = f"{len(span.ids) * at.block_ratio} blocks of {at.block_tokens} from token {span.first_token}"
+        last = max(due, 1) - 1
+        need = f"tokens {int(begin[0]) * unit}..{int(begin[last] + count[last]) * unit - 1}"
         raise BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
     return position
 
@@ -350,15 +390,22 @@ def token_count(tokens: int) -> range:
         ) from error
 
 
-def check_tokens(tokens: range, *, limit: int | None = None) -> None:
+def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool = False) -> None:
     """Check a token range as a caller gave it.
+
+    Args:
+        tokens: The range.
+        limit: Tokens that there are.
+        may_be_empty: Whether `range(n, n)` will do: the first n tokens, of which none is missing.
 
     Raises:
         TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
     """
     if not hasattr(tokens, "step"):
         raise TokensError(f"tokens must be a range, such as range(0, 4096), not {tokens!r}")
-    if tokens.step != 1 or tokens.start < 0 or tokens.stop <= tokens.start:
-        raise TokensError(f"tokens must be a range of step 1 with at least one token, not {tokens}")
+    least = max(tokens.start if may_be_empty else tokens.start + 1, 1)
+    if tokens.step != 1 or tokens.start < 0 or tokens.stop < least:
+        rule = "that ends after token 0" if may_be_empty else "with at least one token"
+        raise TokensError(f"tokens must be a range of step 1 {rule}, not {tokens}")
     if limit is not None and tokens.stop > limit:
         raise TokensError(f"tokens {tokens.start}..{tokens.stop - 1} reach beyond the {limit} tokens on offer")

@@ -331,11 +331,15 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """These chunks are ready to go. On `pull` they may be read until `lease_ms` after the frame arrived."""
+    """These chunks are ready to go. On `pull` they may be read until `lease_ms` after the frame arrived.
+
+    The ids in `spans` follow those of `Accept` and of earlier frames: the offer's block lists have grown.
+    """
 
     transfer: U64
     chunks: Ids
     lease_ms: U32 = 0
+    spans: Spans = []
 
     def __post_init__(self) -> None:
         _check_ids(self.chunks)

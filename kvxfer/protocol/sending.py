@@ -4,7 +4,7 @@ Messages and news go in; messages to send and chunks to move come out. The machi
 terminal result with any status but `IN_DOUBT` leaves only when no chunk is in the hands of the shell any more.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -21,6 +21,7 @@ from kvxfer.protocol.messages import (
     Refuse,
     Reserve,
     Route,
+    Span,
     Status,
     Timings,
     Want,
@@ -151,15 +152,15 @@ class Sending:
         self._event("refuse")
         return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
 
-    def ready(self, chunks: Iterable[int], lease_ms: int = 0) -> list[Message]:
-        """These chunks may go now; those announced before are left out."""
+    def ready(self, chunks: Iterable[int], lease_ms: int = 0, spans: Sequence[Span] = ()) -> list[Message]:
+        """These chunks may go now, but those announced before. `spans` are block ids that were not said yet."""
         if self.state is not SendState.MOVING:
             return []
         fresh = [chunk for chunk in dict.fromkeys(chunks) if self._chunks[chunk] is _Chunk.WAITING]
         for chunk in fresh:
             self._chunks[chunk] = _Chunk.WANTED
         self._announced += len(fresh) if self.route is Route.PULL else 0
-        return [Want(self.transfer, pack_u32(fresh), lease_ms)] if fresh else []
+        return [Want(self.transfer, pack_u32(fresh), lease_ms, list(spans))] if fresh else []
 
     def finish_offer(self, payload: bytes) -> list[Message]:
         """The offer is complete: no chunk will be added, and this is the payload."""

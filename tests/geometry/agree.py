@@ -1,5 +1,6 @@
 """One world against the brute-force oracle: who sends what, whole copies, staged chunks, merged pieces, both ends."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -10,6 +11,7 @@ import oracle
 from execute import I64, Space, by_destination, byte_pairs, run, table_pairs
 from numpy.typing import NDArray
 
+from kvxfer.errors import BlocksError
 from kvxfer.geometry import (
     STAGING_ALIGNMENT,
     CacheGeometry,
@@ -130,6 +132,8 @@ def check_pair(
     )
     assert not joins.any()
 
+    check_growth(transfer, source, target, tokens, rng)
+
     # each end knows the peer's addresses as 0
     there = PairPlan(source.geometry, without_bases(target.geometry), selections)
     here = PairPlan(without_bases(source.geometry), target.geometry, selections)
@@ -140,6 +144,26 @@ def check_pair(
     for grid in (draw_grid(pair, tokens, rng), chosen):
         check_chunks(ends, grid, Space(source.base, data), Space(target.base, before.copy()), expected, mine)
     return len(mine)
+
+
+def check_growth(transfer: TransferPlan, source: Rank, target: Rank, tokens: tuple[int, int], rng: Random) -> None:
+    """While the source's lists grow, what they cover is planned as it will be in the end."""
+    pair, covered = transfer.pair, rng.randint(*tokens)
+    young = youngest(pair, source, target, tokens, covered)
+    grid = draw_grid(pair, tokens, rng)
+    assert young.digest(grid) == transfer.digest(grid)
+    assert young.outline.bytes == transfer.outline.bytes >= transfer.whole.bytes
+    now, then = (plan.window(pair.layers, tokens[0], covered).copy().enumerate() for plan in (young, transfer))
+    assert np.array_equal(by_destination(byte_pairs(now)), by_destination(byte_pairs(then)))
+
+
+def youngest(pair: PairPlan, source: Rank, target: Rank, tokens: tuple[int, int], covered: int) -> TransferPlan:
+    """The plan with the shortest source lists that reach so far."""
+    for known in range(max(len(span.ids) for span in source.spans.values()) + 1):
+        lists = {group: Span(span.ids[:known], span.first_token) for group, span in source.spans.items()}
+        with contextlib.suppress(BlocksError):
+            return pair.bind(lists, target.spans, range(*tokens), covered=covered)
+    raise AssertionError("the whole lists do not cover it")
 
 
 def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid:

@@ -56,7 +56,9 @@ def test_a_grid_covers_every_token_of_every_layer_once(start: int, stop: int) ->
         assert sorted(cells) == [(layer, token) for layer in (0, 3, 7) for token in range(start, stop)]
 
 
-@pytest.mark.parametrize("wrong", [((), 1, 1, 0, 1), ((0,), 0, 1, 0, 1), ((0,), 1, 0, 0, 1), ((0,), 1, 1, 3, 3)])
+@pytest.mark.parametrize(
+    "wrong", [((), 1, 1, 0, 1), ((0,), 0, 1, 0, 1), ((0,), 1, 0, 0, 1), ((0,), 1, 1, 3, 2), ((0,), 1, 1, 0, 0)]
+)
 def test_an_empty_grid_is_refused(wrong: tuple[tuple[int, ...], int, int, int, int]) -> None:
     with pytest.raises(GeometryError, match="a chunk grid needs layers, tokens and positive steps, not ChunkGrid"):
         ChunkGrid(*wrong)

@@ -220,8 +220,8 @@ def test_binding_checks_the_lists() -> None:
         with pytest.raises(BlocksError) as caught:
             pair.bind(*lists, range(12))
         assert words in str(caught.value)
-    with pytest.raises(TokensError, match="with at least one token"):
-        pair.bind(*good, range(3, 3))
+    with pytest.raises(TokensError, match="that ends after token 0"):
+        pair.bind(*good, range(3, 2))
 
 
 def test_a_repeated_source_block_is_read_twice() -> None:
@@ -241,7 +241,8 @@ def test_digest_covers_what_must_agree() -> None:
 
     base = digest(pair, Span(ids), Span(to))
     assert len(base) == 32
-    assert base == digest(pair, Span(list(map(int, ids))), Span(to))
+    assert base == digest(pair, Span(list(map(int, ids))), Span(list(map(int, to))))
+    assert base == digest(pair, Span(ids[::-1]), Span(to))  # the source's blocks may not all be known yet
     blind = PairPlan(without_bases(source.geometry), without_bases(target.geometry), pair.selections)
     assert base == digest(blind, Span(ids), Span(to))
     coarser = CacheGeometry(
@@ -251,13 +252,10 @@ def test_digest_covers_what_must_agree() -> None:
     fewer = PairPlan(source.geometry, target.geometry, pair.selections[:1])
     narrower = PairPlan(source.geometry, target.geometry, [replace(s, head_stop=1) for s in pair.selections])
     others = [
-        digest(pair, Span(ids[::-1]), Span(to)),
         digest(pair, Span(ids), Span(to[::-1])),
-        digest(pair, Span(to), Span(ids)),
         digest(pair, Span(ids), Span(to), range(2, 12)),
         digest(pair, Span(ids), Span(to), range(1, 11)),
         digest(pair, Span(ids), Span(to[1:], 4)),
-        digest(pair, Span([*ids, 0]), Span(to)),
         digest(pair, Span(ids), Span(to), cut=replace(grid, layers_per_chunk=1)),
         digest(pair, Span(ids), Span(to), cut=replace(grid, tokens_per_chunk=4)),
         digest(fewer, Span(ids), Span(to)),

@@ -98,10 +98,14 @@ def test_other_values_are_refused(ids: Sequence[int], words: str) -> None:
         normalise_blocks(ids, geometry("a"))
 
 
-def test_an_empty_list_is_refused_by_its_own_message() -> None:
-    cache = geometry("a")
-    with pytest.raises(BlocksError, match="group 'a': the block list is empty"):
-        check_spans(normalise_blocks([], cache), cache, receiving=False)
+def test_a_slot_for_state_is_needed_where_it_arrives() -> None:
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(10, 8), "block dim", layers=[0], group="a")])
+    nothing = normalise_blocks([], cache)
+    check_spans(nothing, cache, receiving=False)  # it may be added later
+    with pytest.raises(BlocksError, match="group 'a' is state and needs a slot: its block list is empty"):
+        check_spans(nothing, cache, receiving=True)
+    tokens = geometry("a")
+    check_spans(normalise_blocks([], tokens), tokens, receiving=True)  # enough if no token is missing
 
 
 @pytest.mark.parametrize(
@@ -219,10 +223,47 @@ def test_lists_that_are_too_short(src: Span, dst: Span, words: str) -> None:
 def test_null_blocks_are_skipped_at_the_source_alone() -> None:
     null = replace(PLAIN, null_block=2)
     rows = meet("a", null, null, span(5, 2, 8), span(1, 2, 0), range(12))
-    assert table(rows) == [(5, 0, 1, 0, 4), (8, 0, 0, 0, 4)]
+    assert table(rows.present()) == [(5, 0, 1, 0, 4), (8, 0, 0, 0, 4)]
+    assert rows.total_tokens == 12
     split = replace(null, block_ratio=2, block_tokens=2)
     rows = meet("a", split, PLAIN, span(2, 3), span(1, 9), range(8))
-    assert table(rows) == [(6, 0, 9, 0, 2), (7, 0, 9, 2, 2)]
+    assert table(rows.present()) == [(6, 0, 9, 0, 2), (7, 0, 9, 2, 2)]
+
+
+def test_a_source_list_may_still_grow() -> None:
+    whole = meet("a", PLAIN, PLAIN, span(5, 2, 8), span(1, 9, 0), range(2, 12))
+    assert whole.present() is whole
+    short = meet("a", PLAIN, PLAIN, span(5, 2), span(1, 9, 0), range(2, 12), covered=7)
+    assert table(short.within(2, 8).present()) == table(whole.within(2, 8))
+    assert (short.begin == whole.begin).all()
+    assert (short.table[:, 1:] == whole.table[:, 1:]).all()
+    for rows in (short, short.within(7, 9)):
+        with pytest.raises(BlocksError, match="the source block that holds token 8 is not known yet"):
+            rows.present()
+    with pytest.raises(BlocksError, match=r"source \(2 blocks of 4 from token 0\) does not cover tokens 2\.\.11"):
+        meet("a", PLAIN, PLAIN, span(5, 2), span(1, 9, 0), range(2, 12), covered=9)
+    with pytest.raises(BlocksError, match=r"source \(1 blocks of 4 from token 4\) does not cover tokens 2"):
+        meet("a", PLAIN, PLAIN, span(2, first=4), span(1, 9, 0), range(2, 12), covered=0)
+    with pytest.raises(BlocksError, match="destination"):
+        meet("a", PLAIN, PLAIN, span(5, 2), span(1, 9), range(2, 12), covered=7)
+
+
+def test_the_slot_of_state_may_come_last() -> None:
+    rows = meet("a", STATE, STATE, span(), span(1), range(3, 12), covered=8)
+    assert len(rows.within(3, 11).present()) == 0
+    with pytest.raises(BlocksError, match="token 11 is not known yet"):
+        rows.within(3, 12).present()
+    with pytest.raises(BlocksError, match="0 slots at the source, 1 at the destination"):
+        meet("a", STATE, STATE, span(), span(1), range(3, 12))
+    with pytest.raises(BlocksError, match="2 slots at the source, 1 at the destination"):
+        meet("a", STATE, STATE, span(5, 2), span(1), range(3, 12), covered=8)
+
+
+def test_no_token_is_missing() -> None:
+    assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(), range(7, 7))) == 0
+    rows = meet("a", STATE, STATE, span(5), span(1), range(7, 7))
+    assert table(rows) == [(5, 0, 1, 0, 1)]
+    assert rows.begin.tolist() == [6]
 
 
 def test_kernel_blocks_of_an_id_are_its_own() -> None:

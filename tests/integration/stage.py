@@ -81,7 +81,7 @@ class Cache:
 
     def at(self, ids, tokens, first=0):
         """Block and slot of each token."""
-        where = torch.tensor([t - first for t in tokens])
+        where = torch.tensor([t - first for t in tokens], dtype=torch.int64)
         return torch.tensor(ids)[where // self.block_tokens], where % self.block_tokens
 
     def logical(self, ids, tokens, heads=None, first=0):

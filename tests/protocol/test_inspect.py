@@ -232,6 +232,7 @@ def test_absent_and_unknown_fields_are_marked():
         "  transfer          1",
         "  chunks            none (0)",
         "  lease_ms          0 ms (absent, default)",
+        "  spans             [] (absent, default)",
     ]
     assert raw("94040102c3")[1:] == ["  (3 unknown tail fields, ignored)"]
     assert raw("9164")[0].endswith("tag 100, unknown to this version; closes the session")

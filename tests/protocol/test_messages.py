@@ -136,7 +136,7 @@ def test_defaults_are_part_of_the_wire():
 
 def test_bytes_of_some_messages_written_by_hand():
     assert encode(Ping()).hex() == "020000009104"
-    assert encode(Want(1, pack_u32([0, 258]), 5)).hex() == "0e000000940901c408000000000201000005"
+    assert encode(Want(1, pack_u32([0, 258]), 5)).hex() == "0f000000950901c40800000000020100000590"
     assert encode(Release(TicketRef("a", 2, b"\xff"))).hex() == "0a000000930e93a16102c401ff00"
     assert encode(Cancel(2**32)).hex() == "0c000000930dcf000000010000000044"
     whole = KvAgentResult(1, WHOLE, Status.IN_DOUBT, 0, True)

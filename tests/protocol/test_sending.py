@@ -15,6 +15,7 @@ from kvxfer.protocol.messages import (
     Refuse,
     Reserve,
     Route,
+    Span,
     Status,
     TicketRef,
     Timings,
@@ -147,6 +148,11 @@ def test_a_chunk_is_announced_once():
     assert sending.ready([0, 2, 0]) == [Want(9, pack_u32([0, 2]), 0)]
     assert sending.ready([0, 1, 2], 50) == [Want(9, pack_u32([1]), 50)]
     assert sending.ready([0, 1, 2]) == []
+
+
+def test_blocks_are_named_with_the_chunks_in_them():
+    sending, more = make(3), [Span("attention", 0, pack_u32([7]))]
+    assert sending.ready([1], spans=more) == [Want(9, pack_u32([1]), 0, more)]
 
 
 @pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])

@@ -1,0 +1,225 @@
+"""Offers whose block lists grow while they are fetched, and fetches that lack no token."""
+
+import asyncio
+
+import pytest
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import Code, Group, Released, Span, TransferFailedError
+
+ROUTES = ["staged", "direct", "pull"]
+STEPS = ((range(3), [3]), (range(3, 4), []), (range(4, 9), [2, 1]), (range(9, 16), [0]))
+"""Tokens, and source blocks of 4 that come with them."""
+IDS = [3, 2, 1, 0]
+INTO = [4, 5, 6, 7]
+
+
+def landed(copied):
+    """Whether the destination is as expected by now."""
+    try:
+        copied.check()
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(2, 14), timeout=5)
+    before = Copied(target)
+    for tokens, blocks in STEPS:
+        offer.extend(blocks, tokens=tokens)
+        for layers in [[0], [1]] if by_layer else [None]:
+            offer.ready(layers=layers)
+        reached = Copied(target)
+        reached.expected = {layer: memory.clone() for layer, memory in before.expected.items()}
+        whole = tokens.stop // 4 * 4  # chunks end where blocks do
+        reached.bring(source, IDS, INTO, range(2, max(2, min(whole, 14))))
+        await eventually(lambda: landed(reached))  # noqa: B023 - it is waited for in this turn
+    assert not transfer.done
+    offer.finish(b"done")
+    result = await transfer
+    assert result.payload == b"done"
+    assert result.stats.bytes == 2 * 12 * 2 * 4 * 8 * 4
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+async def test_a_layer_that_is_complete_can_be_used(stage):
+    source, target = Cache(layers=range(3)), Cache(layers=range(3))
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [3, 2], tokens=8, streaming=True)
+    offer.ready(layers=[0])
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    first = Copied(target)
+    first.expected[0] = Copied(target).bring(source, IDS, INTO, range(8)).expected[0]
+    await eventually(lambda: landed(first))
+    offer.extend([1, 0], tokens=range(8, 16))
+    offer.ready(layers=[0])
+    first.expected[0] = Copied(target).bring(source, IDS, INTO, range(16)).expected[0]
+    await transfer.layers(0, 1)
+    first.check()
+    offer.ready()
+    offer.finish()
+    await transfer
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_padding_may_come_with_any_step(stage, route):
+    """The null block at the source has no tokens; those at the destination keep what they hold."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route, prefill={"groups": [Group("default", 9)]})
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(1, 16), timeout=5)
+    copied = Copied(target)
+    for at, block in enumerate([9, 3, 9, 2]):
+        offer.extend([block], tokens=range(4 * at, 4 * at + 4))
+        offer.ready()
+        if block != 9:
+            copied.bring(source, [block], [INTO[at]], range(4 * at, 4 * at + 4), 4 * at, 4 * at)
+            await eventually(lambda: landed(copied))
+    offer.finish()
+    assert (await transfer).stats.bytes == 2 * 8 * 2 * 4 * 8 * 4
+    copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_state_comes_with_the_last_step(stage):
+    def caches():
+        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+
+    sources, targets = caches(), caches()
+    prefill, decode = await stage.pair(sources, targets)
+    offer = prefill.offer("r", streaming=True)
+    into = {"full": [1, 2], "state": [3]}
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), into, tokens=range(8), timeout=5)
+    copied = [Copied(target) for target in targets]
+    offer.extend({"full": [5], "state": []}, tokens=range(4))  # the slot is not known yet
+    offer.ready()
+    copied[0].bring(sources[0], [5], [1], range(4))
+    await eventually(lambda: landed(copied[0]))
+    copied[1].check()
+    offer.extend({"full": [6], "state": [2]}, tokens=range(4, 8))
+    offer.ready()
+    offer.finish()
+    await transfer
+    copied[0].bring(sources[0], [5, 6], [1, 2], range(8))
+    copied[1].bring(sources[1], [2], [3], range(1))
+    for one in copied:
+        one.check()
+    await quiet(prefill, decode)
+
+
+async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    offer.extend([3, 2], tokens=range(8))
+    offer.ready()
+    copied = Copied(target).bring(source, IDS, INTO, range(8))
+    await eventually(lambda: landed(copied))
+    offer.finish()
+    with pytest.raises(TransferFailedError, match=r"tokens 0\.\.15 were asked, but 8 are on offer") as caught:
+        await transfer
+    assert caught.value.reason is Code.TOKENS_OUTSIDE_OFFER
+    copied.check()
+    await decode.fetch(prefill.engine.ticket("r"), INTO[:2], tokens=range(8), timeout=5)
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("small_plan", [2048, 0], ids=["planned here", "planned in threads"])
+@pytest.mark.parametrize("when", ["before the fetch", "between two steps"])
+async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
+    """Steps that come faster than they are planned and told."""
+    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", small_plan)
+    source, target = Cache(blocks=64), Cache(blocks=64)
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", streaming=True)
+    ticket, into = prefill.engine.ticket("r"), list(range(63, -1, -1))
+    transfer = None
+    for block in range(64):
+        offer.extend([block], tokens=range(4 * block, 4 * block + 4))
+        offer.ready()
+        if block == (0 if when == "before the fetch" else 30):
+            transfer = decode.start_fetch(ticket, into, tokens=range(3, 255), timeout=5)
+        if transfer is not None:
+            await asyncio.sleep(0)
+    offer.finish()
+    assert transfer is not None
+    copied = Copied(target).bring(source, list(range(64)), into, range(3, 255))
+    await transfer
+    copied.check()
+    await quiet(prefill, decode)
+
+
+# --- a destination that lacks no token
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("held", [[1, 2], []], ids=["blocks named", "no blocks"])
+async def test_state_moves_where_every_token_is_held(stage, route, held):
+    def caches():
+        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+
+    sources, targets = caches(), caches()
+    prefill, decode = await stage.pair(sources, targets, route=route)
+    offer = prefill.offer("r", {"full": [5, 6], "state": [2]}, tokens=6, payload=b"token")
+    copied = [Copied(target) for target in targets]
+    copied[1].bring(sources[1], [2], [3], range(1))
+    result = await decode.fetch(prefill.engine.ticket("r"), {"full": held, "state": [3]}, tokens=range(6, 6), timeout=5)
+    assert result.payload == b"token"
+    assert result.stats.bytes == 4 * 8 * 4
+    for one in copied:
+        one.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_only_the_payload_moves_where_there_is_no_state(stage, route):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", streaming=True)
+    copied = Copied(target)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8, 8), timeout=5)
+    for at in range(2):
+        offer.extend([at], tokens=range(4 * at, 4 * at + 4))
+        offer.ready()
+    offer.finish(b"token")
+    result = await transfer
+    assert (result.payload, result.stats.bytes) == (b"token", 0)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+async def test_the_offer_must_hold_the_last_token_all_the_same(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    prefill.offer("r", [1], tokens=4)
+    with pytest.raises(Exception, match="but 4 are on offer"):
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8, 8), timeout=5)
+    await quiet(decode)
+
+
+async def test_a_window_that_begins_after_the_range_needs_no_blocks(stage):
+    """Sliding windows: of a range that lies before the window nothing of that group moves."""
+
+    def caches():
+        return [Cache(group="full"), Cache(group="window", layers=[4])]
+
+    sources, targets = caches(), caches()
+    prefill, decode = await stage.pair(sources, targets)
+    prefill.offer("r", {"full": [0, 1, 2, 3], "window": Span([8, 9], 8)}, tokens=16)
+    copied = [Copied(target) for target in targets]
+    copied[0].bring(sources[0], [0, 1], [4, 5], range(6))
+    into = {"full": [4, 5], "window": Span([], 8)}
+    await decode.fetch(prefill.engine.ticket("r"), into, tokens=range(6), timeout=5)
+    for one in copied:
+        one.check()

@@ -239,6 +239,10 @@ GROUPS = [
         for theirs, how, ours, there, tp, start, stop in (
             (4, "span", 4, "span", 1, 0, 41),
             (8, "span", 4, "span", 2, 5, 41),
+            (4, "span", 8, "exact", 1, 0, 41),
+            (8, "exact", 16, "exact", 2, 3, 41),
+            (16, "exact", 4, "exact", 1, 0, 39),
+            (4, "null", 16, "span", 1, 0, 41),
             (4, "null", 4, "span", 2, 0, 38),
             (8, "null", 8, "span", 1, 3, 37),
         )
@@ -250,6 +254,15 @@ GROUPS = [
         Engine(stages=_FOUR, block=8, window="all"),
         Engine(HND, stages=_FOUR, block=4),
         range(41),
+    ),
+    Case(
+        "layer groups",
+        "a window that is interleaved over ranks",
+        _SLIDING,
+        Engine(stages=_FOUR, cp=2, chunk=2, window="exact"),
+        Engine(HND, stages=_FOUR, cp=3, chunk=1, block=8, window="exact"),
+        range(41),
+        ((0, 1),) * 3,
     ),
     Case(
         "layer groups",

@@ -8,6 +8,7 @@ pool, blocks that other requests share, padding, guards.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 from random import Random
 from typing import Any
 
@@ -103,6 +104,25 @@ class Rank:
             self.blocks[group] = ([block for block in own if block is not None], first)
         self.spans = {group: Span(np.asarray(own, np.int64), first) for group, (own, first) in self.blocks.items()}
 
+    @property
+    def layers(self) -> list[int]:
+        """Every layer of which it holds something."""
+        return sorted({layer for share in self.shares for layer in share.layers})
+
+    def added(self, tokens: range, *, last: bool) -> dict[str, Span]:
+        """The blocks that come with these tokens while the request is computed; the slot of state with the last."""
+        found: dict[str, Span] = {}
+        for share in self.shares:
+            ids, first = self.blocks[share.of.group]
+            upto, before = (
+                max(0, -(-_held(share.tokens, token) // share.block) - _held(share.tokens, first) // share.block)
+                if share.block
+                else len(ids) * last * (token == tokens.stop)
+                for token in (tokens.stop, tokens.start)
+            )
+            found[share.of.group] = Span(ids[before:upto], 0 if tokens.start else first)
+        return found
+
     def cells(self, coder: "Coder", tokens: range | None = None) -> I64:
         """int64 (n, 2): every byte of the current request's cache here, as (offset, code of its coordinates).
 
@@ -132,6 +152,17 @@ class Coder:
         self._classes = {
             (one.group, one.part, half): at for at, (one, half) in enumerate((m, h) for m in model for h in m.dims)
         }
+        self._states = [self._classes[one.group, one.part, ""] for one in model if one.state]
+
+    def among(self, codes: I64, layers: Sequence[int]) -> NDArray[np.bool_]:
+        """Which codes are of these layers."""
+        return np.isin(codes // _LONGEST**3 % _LONGEST, list(layers))
+
+    def before(self, codes: I64, stop: int, last: int) -> NDArray[np.bool_]:
+        """Which codes are of tokens before `stop`; state is of the last one."""
+        token = codes // _LONGEST % _LONGEST
+        token[np.isin(codes // _LONGEST**4, self._states)] = last - 1
+        return token < stop
 
     def first(self, group: str, part: str, kv: str, layer: int) -> int:
         """Code of the first byte of the first head of the first row."""
@@ -207,6 +238,13 @@ class World:
     def tokens(self) -> tuple[int, int]:
         """What is fetched."""
         return self.request.tokens.start, self.request.tokens.stop
+
+    @property
+    def period(self) -> int:
+        """Tokens after which blocks and turns begin anew on all ranks."""
+        sides = (self.case.prefill, self.case.decode)
+        blocks = [side.block_of(one.group) for side in sides for one in self.case.model if not one.state]
+        return lcm(*blocks, *(side.chunk * side.cp for side in sides))
 
     def begin(self, request: Request) -> None:
         """Give a request its blocks on every rank, and write its cache into those of the prefill ranks."""

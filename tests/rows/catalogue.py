@@ -72,7 +72,7 @@ class Case:
         prefill: Who holds the request.
         decode: Who needs it.
         tokens: What is fetched.
-        senders: For each decode rank, the prefill ranks that send to it.
+        senders: For each decode rank, the prefill ranks that it asks.
         offered: Tokens on offer; None for as many as are fetched.
     """
 
@@ -371,6 +371,15 @@ STATE = [
     )
 ]
 
+STATE += [
+    replace(case, name=f"{name}, {case.name}", tokens=tokens)
+    for name, tokens, case in (
+        ("a prefix held", range(11, 21), STATE[3]),
+        ("every token held", range(21, 21), STATE[0]),
+        ("every token held", range(21, 21), STATE[4]),
+    )
+]
+
 # --- context parallelism
 
 
@@ -392,6 +401,7 @@ CONTEXT = [
         ("2 against 3, chunks of 1", (2, 1, 1), (3, 1, 1), range(5, 62), ((0, 1),) * 3),
         ("3 against 2, a block against 1", (3, 4, 1), (2, 1, 1), range(5, 62), ((0, 1, 2),) * 2),
         ("2 against 2, a block of each", (2, 4, 1), (2, 8, 1), range(5, 62), ((0, 1),) * 2),
+        ("a prompt shorter than a turn", (3, 4, 1), (2, 8, 1), range(1, 6), ((0, 1, 2),) * 2),
         ("with TP, 2 x 2 against 1", (2, 4, 2), (1, 1, 1), range(3, 42), ((0, 1, 2, 3),)),
         ("with TP, 2 against 2 x 2", (2, 1, 1), (2, 8, 2), range(3, 42), ((0, 1),) * 4),
     )
@@ -416,6 +426,7 @@ PREFIX = [
         ("all but the last token held", 40, range(42, 43), 43),
         ("prefill holds more than is asked", 0, range(21), 43),
         ("both", 8, range(11, 21), 43),
+        ("everything held", 0, range(43, 43), 43),
     )
 ]
 

@@ -40,8 +40,8 @@ async def ranks() -> AsyncIterator[Recorded]:
 
 def drawn(case: Case, rng: Random) -> Request:
     """A request that the engines of a case could have."""
-    stop = rng.randint(case.tokens.start + 1, case.tokens.stop)
-    start = rng.choice([0, rng.randrange(stop), rng.randrange(stop), stop - 1])
+    stop = rng.randint(min(case.tokens.start + 1, case.tokens.stop), case.tokens.stop)
+    start = rng.choice([0, rng.randrange(stop), rng.randrange(stop), stop - 1, stop])
     bound = any(one.state or one.window for one in case.model)  # belongs to the last token of what is on offer
     offered = stop if bound else stop + rng.choice([0, 1, 17])
     return Request(range(start, stop), offered, rng.randrange(1 << 16))
@@ -67,7 +67,7 @@ def most_rounding(world: World, ledger: Ledger, needed: int) -> int:
     sides = (world.case.prefill, world.case.decode)
     block = max(engine.block_of(one.group) for engine in sides for one in world.case.model if not one.state)
     classes = sum(len(one.dims) for one in world.case.model) * max(len(rank.cache) for rank in world.decode)
-    return 2 * block * needed // len(world.request.tokens) + 16 * classes * ledger.posts
+    return 2 * block * needed // max(1, len(world.request.tokens)) + 16 * classes * ledger.posts
 
 
 @pytest.mark.parametrize("name", CASES)

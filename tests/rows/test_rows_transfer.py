@@ -45,12 +45,11 @@ async def near() -> AsyncIterator[Sides]:
 
 
 def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """For each decode rank the prefill ranks that sent bytes to it, as the offers tell."""
+    """For each decode rank the prefill ranks that had a transfer with it, as the offers tell."""
     found: list[list[int]] = [[] for _ in range(ranks)]
     for prefill, (_, each) in enumerate(endings):
         for stats in each:
-            if stats.bytes:
-                found[int(stats.peers[0].partition("[")[2].partition("/")[0])].append(prefill)
+            found[int(stats.peers[0].partition("[")[2].partition("/")[0])].append(prefill)
     return tuple(map(tuple, found))
 
 

@@ -44,8 +44,9 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
     for group, span in spans.items():
         ids, spec = np.asarray(span.ids, np.int64), geometry.groups[group][0]
         if not spec.is_state and spec.tokens.of == 1:
-            first = max(0, tokens.start - span.first_token) // spec.id_tokens
-            last = -(-max(0, tokens.stop - span.first_token) // spec.id_tokens)
+            origin = span.first_token // spec.id_tokens * spec.id_tokens
+            first = max(0, tokens.start - origin) // spec.id_tokens
+            last = -(-max(0, tokens.stop - origin) // spec.id_tokens)
             ids = ids[first : last if len(tokens) else first]
         written[group] = ids.tolist()
     return written
@@ -61,7 +62,7 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> No
         spec = geometry.groups[group][0]
         if spec.is_state or spec.tokens.of > 1 or not len(tokens):
             continue
-        cover = span.first_token + len(span.ids) * spec.id_tokens
+        cover = (span.first_token // spec.id_tokens + len(span.ids)) * spec.id_tokens
         if cover < tokens.stop:
             raise BlocksError(
                 f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "

@@ -50,7 +50,9 @@ class Span:
 
     Attributes:
         ids: Block ids in token order.
-        first_token: Global number of the first token of the first block.
+        first_token: The first token that the list is about; the first block is the one that holds it, or begins after
+            it where tokens are interleaved. What that block holds of earlier tokens is neither read nor written, so
+            a window may begin anywhere, whatever the block sizes of both sides.
     """
 
     ids: Ids
@@ -113,11 +115,11 @@ class RowSide:
         return np.asarray((tokens // self.chunk) % self.of == self.rank)
 
     def local(self, tokens: I64) -> I64:
-        """Position of tokens among those that this rank holds."""
+        """How many tokens before these this rank holds: where in its blocks they are, if it holds them."""
         if self.of == 1:
             return tokens
         turn = self.chunk * self.of
-        return tokens // turn * self.chunk + tokens % self.chunk
+        return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
 
     def kernel_blocks(self, ids: I64) -> I64:
         """Kernel block numbers of a list of block ids."""
@@ -264,11 +266,6 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
         if int(ids.min()) < 0 or int(ids.max()) >= limit:
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
-        if span.first_token and specs[0].id_tokens and _misaligned(specs[0], span.first_token):
-            raise BlocksError(
-                f"group {group!r}: first_token {span.first_token} is not at the start of a block of "
-                f"{specs[0].id_tokens}"
-            )
         if not receiving:
             continue
         if len(set(ids.tolist())) < len(ids):
@@ -283,13 +280,6 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(
                 f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
             )
-
-
-def _misaligned(spec: TensorSpec, first_token: int) -> bool:
-    side = RowSide.of_tensor(spec)
-    local = int(side.local(np.asarray([first_token], np.int64))[0])
-    owned = first_token == 0 or bool(side.holds(np.asarray([first_token], np.int64))[0])
-    return not owned or local % (spec.id_tokens or 1) != 0
 
 
 def row_grid(src: RowSide, dst: RowSide) -> int:
@@ -369,11 +359,11 @@ def _blocks(ids: I64, at: I64) -> I64:
 
 def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> I64:
     """Local position of each row in its block list; of the rows that begin before `covered`, checked to lie inside."""
-    unit, room = at.tokens_per_row, len(span.ids) * at.block_ratio * at.block_tokens
-    origin = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
-    position = at.local(begin) - origin
+    unit, id_rows = at.tokens_per_row, at.block_ratio * at.block_tokens
+    first, room = int(at.local(np.asarray([span.first_token // unit], np.int64))[0]), len(span.ids) * id_rows
+    position = at.local(begin) - first // id_rows * id_rows
     due = bisect_left(begin, covered // unit)
-    if (position.size and position[0] < 0) or (due and int((position + count)[:due].max()) > room):
+    if (position.size and position[0] < first % id_rows) or (due and int((position + count)[:due].max()) > room):
         have = f"{len(span.ids) * at.block_ratio} blocks of {at.block_tokens} from token {span.first_token}"
         last = max(due, 1) - 1
         need = f"tokens {int(begin[0]) * unit}..{int(begin[last] + count[last]) * unit - 1}"

@@ -173,7 +173,7 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One side's blocks of one group, in token order; the first holds `first_token`."""
+    """One side's blocks of one group, in token order, from the one that holds `first_token` on."""
 
     group: Name
     first_token: U32

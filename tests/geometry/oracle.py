@@ -18,7 +18,8 @@ Shares nothing with the planner, not even a formula. A tensor is a plain dict:
     dtype             torch's name, where it matters
     scale             value = stored * scale: (), (one,), or one a head
 
-A block list is (ids, first_token), a selection (group, part, kv, layers, first head, one past the last head).
+A block list is (ids, first_token): ids from that of the block on in which first_token lies, and of that block only what
+begins there. A selection is (group, part, kv, layers, first head, one past the last head).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ def held_rows(tensor: Tensor, blocks: BlockList) -> list[tuple[int, int, int]]:
     per_block = 1 if is_state(tensor) else axis_length(tensor, "token")
     first_row = 0 if is_state(tensor) else first_token // tensor["unit"]
     before = sum(1 for row in range(first_row) if (row // chunk) % of == residue)
+    before -= before % (per_block * tensor["ratio"])
     rows: list[tuple[int, int, int]] = []
     for position, block_id in enumerate(ids):
         if block_id == tensor["null"]:
@@ -79,7 +81,9 @@ def held_rows(tensor: Tensor, blocks: BlockList) -> list[tuple[int, int, int]]:
             for inside in range(per_block):
                 local = before + (position * tensor["ratio"] + sub) * per_block + inside
                 turn, rest = divmod(local, chunk)
-                rows.append(((turn * of + residue) * chunk + rest, block_id * tensor["ratio"] + sub, inside))
+                row = (turn * of + residue) * chunk + rest
+                if row >= first_row:
+                    rows.append((row, block_id * tensor["ratio"] + sub, inside))
     return rows
 
 

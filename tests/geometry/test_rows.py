@@ -13,7 +13,6 @@ from kvxfer.geometry import (
     CacheGeometry,
     CacheTensor,
     Group,
-    Interleave,
     Span,
     check_spans,
     check_tokens,
@@ -113,7 +112,6 @@ def test_a_slot_for_state_is_needed_where_it_arrives() -> None:
     [
         (span(1, 10, 2), "block id 10 at position 1 is outside 0..9"),
         (span(1, 2, -1), "block id -1 at position 2 is outside 0..9"),
-        (span(1, first=6), "first_token 6 is not at the start of a block of 4"),
     ],
 )
 def test_ids_outside_the_pool_are_refused_on_both_sides(given: Span, words: str) -> None:
@@ -145,18 +143,6 @@ def test_block_zero_is_a_block_unless_declared_null() -> None:
     check_spans({"a": span(0)}, geometry("a"), receiving=True)
     with pytest.raises(BlocksError, match="the null block 0"):
         check_spans({"a": span(0)}, geometry("a", null=0), receiving=True)
-
-
-@pytest.mark.parametrize(
-    ("first", "good"), [(0, True), (2, True), (12, False), (10, True), (8, False), (4, False), (18, True)]
-)
-def test_first_token_of_an_interleaved_list_is_one_that_the_rank_holds(first: int, good: bool) -> None:
-    cache = geometry("a", tokens=Interleave(1, 2, 2))  # holds 2 3 6 7 | 10 11 14 15 | 18 ...
-    if good:
-        check_spans({"a": span(1, first=first)}, cache, receiving=True)
-    else:
-        with pytest.raises(BlocksError, match=f"first_token {first} is not at the start of a block of 4"):
-            check_spans({"a": span(1, first=first)}, cache, receiving=True)
 
 
 @pytest.mark.parametrize("tokens", [range(0), range(4, 4), range(5, 3), range(0, 8, 2), range(-1, 3), range(8, 0, -1)])
@@ -205,6 +191,28 @@ def test_lists_that_start_later() -> None:
     rows = meet("a", PLAIN, PLAIN, span(5, 2, first=4), span(1, first=8), range(2, 12))
     assert table(rows) == [(2, 0, 1, 0, 4)]
     assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(1, first=40), range(8))) == 0
+
+
+def test_lists_may_begin_inside_of_a_block() -> None:
+    """A window of 7 tokens up to token 12: blocks of 4 that begin with token 4, into one of 8 that begins with 0."""
+    wide = replace(PLAIN, block_tokens=8)
+    rows = meet("a", PLAIN, wide, span(5, 2, first=4), span(1, 9, first=5), range(12))
+    assert table(rows) == [(5, 1, 1, 5, 3), (2, 0, 9, 0, 4)]
+    assert table(meet("a", PLAIN, wide, span(5, 2, first=5), span(1, 9, first=5), range(12))) == table(rows)
+    for first in (6, 8):
+        with pytest.raises(BlocksError, match=f"of the source .* from token {first}. does not cover tokens 5"):
+            meet("a", PLAIN, wide, span(5, 2, first=first), span(1, 9, first=5), range(12))
+
+
+@pytest.mark.parametrize("first", [4, 5, 6, 7, 8, 9, 10])
+def test_an_interleaved_list_may_begin_with_a_token_that_another_rank_holds(first: int) -> None:
+    side = replace(PLAIN, rank=1, of=2, chunk=2)  # holds 2 3 6 7 | 10 11 14 15 | 18 ...
+    rows = meet("a", side, side, span(5, 8, first=first), span(1, 9, first=first), range(16))
+    left = sum(first <= token for token in (6, 7))
+    if left == 0:  # then the lists begin with the second block
+        assert table(rows) == [(5, 0, 1, 0, 2), (5, 2, 1, 2, 2)]
+    else:
+        assert table(rows) == [(5, 4 - left, 1, 4 - left, left), (8, 0, 9, 0, 2), (8, 2, 9, 2, 2)]
 
 
 @pytest.mark.parametrize(

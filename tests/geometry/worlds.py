@@ -322,14 +322,21 @@ def _span(
     rng: Random, block: int, ways: tuple[int, int, int], tokens: tuple[int, int], low: int | None
 ) -> tuple[int, int]:
     """Number of blocks and first token of a list that covers the range (from `low` on, if given)."""
-    residue, of, chunk = ways
     reach = tokens[1] if low is None else low
     skipped = _held_below(reach, ways) // block
     skipped = rng.choice([0, skipped, rng.randint(0, skipped)])
     need = max(1, -(-(_held_below(tokens[1], ways) - skipped * block) // block))
-    turn, rest = divmod(skipped * block, chunk)
-    first = (turn * of + residue) * chunk + rest if skipped else 0
-    return need + rng.choice([0, 0, 1]), first
+    first, later = (_nth_held(count * block, ways) for count in (skipped, skipped + 1))
+    if rng.random() < 0.3:  # anywhere in the first block
+        first = rng.randint(first, max(first, min(later, reach if low is not None else reach - 1) - 1))
+    return need + rng.choice([0, 0, 1]), first if skipped or rng.random() < 0.5 else 0
+
+
+def _nth_held(position: int, ways: tuple[int, int, int]) -> int:
+    """Token at a position among those that a rank holds."""
+    residue, of, chunk = ways
+    turn, rest = divmod(position, chunk)
+    return (turn * of + residue) * chunk + rest
 
 
 def _lay_out(

@@ -24,7 +24,7 @@ from stage import KEY, Copied
 
 from kvxfer import READY, Config, Worker
 from kvxfer.testing import LoopbackTransport
-from kvxfer.tickets import EngineCard, Issuer
+from kvxfer.tickets import EngineCard, Issuer, RankCard
 
 ANSWER_SECONDS = 60
 SLEEP_CYCLES = 1_000_000_000
@@ -154,21 +154,52 @@ class Ranks:
 
     async def open(self, engine, caches, *, device="cpu", network=None, **config) -> dict[str, Any]:
         """Open a rank for each cache and join them; returns the engine's card. Without a network it is over NIXL."""
-        first = len(self.workers)
-        for rank, cache in enumerate(caches):
-            placed = place(cache, device)
-            settings = Config(engine=engine, rank=rank, world=len(caches), **config)
-            transport = LoopbackTransport(f"{engine}{rank}", network) if network is not None else None
-            worker = Worker(placed.tensors, settings, transport=transport)
-            self._given.append(cache)
-            self.caches.append(placed)
-            self.workers.append(await self._stack.enter_async_context(worker))
-        ranks = self.workers[first:]
-        card = EngineCard.of([worker.card for worker in ranks])
-        for worker in ranks:
+        cards = [
+            await self.open_rank(engine, cache, rank, len(caches), device=device, network=network, **config)
+            for rank, cache in enumerate(caches)
+        ]
+        card = EngineCard.of(cards)
+        self.join(card, last=len(caches))
+        return card.to_dict()
+
+    async def open_rank(self, engine, cache, rank, world, *, device="cpu", network=None, **config) -> RankCard:
+        """Open one rank of an engine, of which others may be elsewhere."""
+        placed = self.placed(cache, device)
+        settings = Config(engine=engine, rank=rank, world=world, **config)
+        transport = self.transport(f"{engine}{rank}", network) if network is not None else None
+        worker = Worker(placed.tensors, settings, groups=self.groups(cache), transport=transport)
+        self._given.append(cache)
+        self.caches.append(placed)
+        self.workers.append(await self._stack.enter_async_context(worker))
+        return worker.card
+
+    def join(self, card, *, last):
+        """Tell the ranks that were opened last which engine they are of."""
+        for worker in self.workers[-last:]:
             worker.join(card, key=KEY)
         self.issuer = Issuer(card, KEY)
-        return card.to_dict()
+
+    def transport(self, name, network):
+        """An agent of a loopback network."""
+        return LoopbackTransport(name, network)
+
+    def placed(self, cache, device):
+        """A cache as a worker gets it."""
+        return place(cache, device)
+
+    def groups(self, cache):
+        """Properties of its groups."""
+        del cache
+        return ()
+
+    def settled(self, cache):
+        """What `after=` takes for all work on it that was queued so far."""
+        return now_on(cache)
+
+    def unchanged(self, given, placed):
+        """Whether it, and what is around it, holds what it was opened with."""
+        same = all(torch.equal(placed.memory[layer].cpu(), memory) for layer, memory in given.memory.items())
+        return same and guarded(placed)
 
     async def close(self):
         stack, self._stack = self._stack, contextlib.AsyncExitStack()
@@ -181,11 +212,11 @@ class Ranks:
         """Offer; `late`: of contents that are written a while after this returns."""
         worker, cache = self.workers[rank], self.caches[rank]
         if not options.get("streaming"):
-            options["after"] = event_after(cache, grow) if late else now_on(cache)
+            options["after"] = event_after(cache, grow) if late else self.settled(cache)
         self._offers[rank, request] = worker.offer(request, ids, **options)
 
     def ready(self, rank, request, **options):
-        self._offers[rank, request].ready(after=now_on(self.caches[rank]), **options)
+        self._offers[rank, request].ready(after=self.settled(self.caches[rank]), **options)
 
     def finish(self, rank, request, payload=b""):
         self._offers[rank, request].finish(payload)
@@ -198,15 +229,16 @@ class Ranks:
     def start_fetch(self, rank, ticket, ids, **options):
         self._fetches[rank, ticket["request"]] = self.workers[rank].start_fetch(ticket, ids, **options)
 
+    async def fetched(self, rank, request):
+        """Wait for a fetch, and say what its stats do."""
+        return (await self._fetches[rank, request]).stats
+
     async def layers(self, rank, request, start, stop):
         await self._fetches[rank, request].layers(start, stop)
 
     def intact(self):
         """Whether every cache, and what is around it, holds what it was opened with."""
-        return all(
-            guarded(placed) and all(torch.equal(placed.memory[n].cpu(), memory) for n, memory in given.memory.items())
-            for given, placed in zip(self._given, self.caches, strict=True)
-        )
+        return all(map(self.unchanged, self._given, self.caches))
 
     def arenas(self):
         """The kind of memory that each rank's arena is."""
@@ -228,13 +260,22 @@ def _held(seen):
     }
 
 
-class Far:
-    """Another process with `Ranks`; every method of theirs can be awaited here."""
+def idle(ranks):
+    """Whether nothing is, of what `quiet` said."""
+    return all(not any(seen.values()) for seen in ranks)
 
-    def __init__(self) -> None:
+
+class Far:
+    """Another process with `Ranks`; every method of theirs can be awaited here.
+
+    Args:
+        kind: Which ranks; a class of a module that can be imported there as well.
+    """
+
+    def __init__(self, kind: type[Ranks] = Ranks) -> None:
         context = multiprocessing.get_context("spawn")
         self._wire, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
         self.process.start()
         theirs.close()
         self._numbers = itertools.count()
@@ -271,13 +312,13 @@ class Far:
         return value
 
 
-def _serve(wire: Connection) -> None:
+def _serve(wire: Connection, kind: type[Ranks]) -> None:
     """The other process: one call after the other, until the pipe is closed."""
-    asyncio.run(_answer_all(wire))
+    asyncio.run(_answer_all(wire, kind()))
 
 
-async def _answer_all(wire: Connection) -> None:
-    ranks, loop = Ranks(), asyncio.get_running_loop()
+async def _answer_all(wire: Connection, ranks: Ranks) -> None:
+    loop = asyncio.get_running_loop()
     calls: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def receive():

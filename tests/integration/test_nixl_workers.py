@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from far import Far, Ranks, guarded
+from far import Far, Ranks, guarded, idle
 from scene import IDS, INTO, LAYERS, ONE_TO_TWO, SIZES, TOKENS, TWO_TO_ONE, Move, begin, sources, targets, tickets
 
 from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError
@@ -42,10 +42,6 @@ async def near():
     ranks = Ranks()
     yield ranks
     await ranks.close()
-
-
-def idle(ranks):
-    return all(not any(seen.values()) for seen in ranks)
 
 
 async def all_idle(far, near):

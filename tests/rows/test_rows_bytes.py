@@ -1,0 +1,105 @@
+"""Fewest bytes: nothing crosses the wire twice, and nothing is written that was not asked for.
+
+Every case of the catalogue, with token ranges, block lists, chunk sizes and routes drawn anew, several requests one
+after another into the same blocks; counted from what the fabric and the copies were given.
+"""
+
+from collections.abc import AsyncIterator
+from random import Random
+
+import numpy as np
+import pytest
+from build import Request, World
+from catalogue import CASES, Case
+from ledger import NOTHING, Ledger, RecordingNetwork, RecordingTransport, recording_executor, watch_all
+from sides import Sides, all_idle, issuer
+from stage import KEY
+
+from kvxfer import READY
+
+REQUESTS = 3
+CHUNKS = {False: ["2KiB", "6KiB", "64KiB"], True: ["24KiB", "64KiB"]}
+"""By whether a case has all layouts at once, of which the smallest chunk holds a window of each."""
+
+
+class Recorded(Sides):
+    """Ranks whose transport is recorded."""
+
+    def transport(self, name: str, network: RecordingNetwork) -> RecordingTransport:
+        """An agent that notes its posts."""
+        return RecordingTransport(name, network)
+
+
+@pytest.fixture
+async def ranks() -> AsyncIterator[Recorded]:
+    """Ranks in this process."""
+    found = Recorded()
+    yield found
+    await found.close()
+
+
+def drawn(case: Case, rng: Random) -> Request:
+    """A request that the engines of a case could have."""
+    stop = rng.randint(min(case.tokens.start + 1, case.tokens.stop), case.tokens.stop)
+    start = rng.choice([0, rng.randrange(stop), rng.randrange(stop), stop - 1, stop])
+    bound = any(one.state or one.window for one in case.model)  # belongs to the last token of what is on offer
+    offered = stop if bound else stop + rng.choice([0, 1, 17])
+    return Request(range(start, stop), offered, rng.randrange(1 << 16))
+
+
+def check(world: World, ledger: Ledger, route: str) -> None:
+    """What moved is what was asked for."""
+    for rank in world.decode:
+        needed = world.needs(rank)
+        agent = f"decode{rank.number}"
+        wire = np.concatenate(ledger.wire.get(agent, [np.zeros(0, np.int64)]))
+        written = np.concatenate(ledger.written.get(agent, [np.zeros(0, np.int64)]))
+        cache = wire[wire != NOTHING]
+        assert np.array_equal(np.sort(cache), np.sort(needed[:, 1]))  # each byte once, and no other
+        assert np.array_equal(np.sort(written), np.sort(needed[:, 0]))
+        assert np.array_equal(ledger.holds(rank)[needed[:, 0]], needed[:, 1])
+        rounding = len(wire) - len(cache)
+        assert rounding <= (most_rounding(world, ledger, len(needed)) if route == "staged" else 0)
+
+
+def most_rounding(world: World, ledger: Ledger, needed: int) -> int:
+    """Bytes that staging may add: less than a block at either end of the range, and the alignment of each segment."""
+    sides = (world.case.prefill, world.case.decode)
+    block = max(engine.block_of(one.group) for engine in sides for one in world.case.model if not one.state)
+    classes = sum(len(one.dims) for one in world.case.model) * max(len(rank.cache) for rank in world.decode)
+    return 2 * block * needed // max(1, len(world.request.tokens)) + 16 * classes * ledger.posts
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_no_byte_too_many(ranks: Recorded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rng, network = CASES[name], Random(name), RecordingNetwork()
+    ledger = network.ledger
+    monkeypatch.setattr("kvxfer.copy.host.HostExecutor", recording_executor(ledger))
+    route, chunk_bytes = rng.choice(["staged", "staged", "direct", "pull"]), rng.choice(CHUNKS[case.row == "layout"])
+    request = Request.of(case)
+    world = World.of(case, Request(request.tokens, request.offered + 17))  # pools for the longest that is drawn
+    sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes}
+    tickets = issuer(await ranks.prefill_of(world, **sizes), KEY)
+    await ranks.decode(world, **sizes)
+    watch_all(ledger, world, ranks.workers)
+    senders, receivers = ranks.workers[: len(world.prefill)], ranks.workers[len(world.prefill) :]
+    for number in range(REQUESTS):
+        world.begin(request if number == 0 else drawn(case, rng))
+        ledger.begin(world)
+        expected = [world.expected(rank) for rank in world.decode]
+        tokens, ident = world.request.tokens, f"{name} {number}"
+        offers = [
+            worker.offer(ident, rank.spans, tokens=world.request.offered, after=READY)
+            for worker, rank in zip(senders, world.prefill, strict=True)
+        ]
+        transfers = [
+            worker.start_fetch(tickets.ticket(ident), rank.spans, tokens=tokens, after=READY, timeout=20)
+            for worker, rank in zip(receivers, world.decode, strict=True)
+        ]
+        results = [await transfer for transfer in transfers]
+        for rank, memory in zip(world.decode, expected, strict=True):
+            assert np.array_equal(rank.memory, memory), f"rank {rank.number}: {(rank.memory != memory).sum()} bytes"
+        assert {type(await offer.released()).__name__ for offer in offers} == {"Released"}
+        check(world, ledger, route)
+        assert [result.stats.bytes for result in results] == [len(world.needs(rank)) for rank in world.decode]
+    await all_idle(ranks)

@@ -1,0 +1,100 @@
+"""Every case of the catalogue as workers over NIXL, the two engines in two processes: every byte of every rank."""
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from build import Request, World
+from catalogue import CASES
+from far import Far
+from sides import Sides, all_idle, issuer
+from stage import KEY
+
+from kvxfer import READY, RefusedError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+NUMBERS = {name: number for number, name in enumerate(CASES)}
+IN_PLACE = ("direct", "pull")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Far]:
+    """The process of the prefill engines."""
+    far = Far(Sides)
+    yield far
+    far.end()
+
+
+@pytest.fixture
+async def far(process: Far) -> AsyncIterator[Far]:
+    """The same, of which all ranks are closed afterwards."""
+    yield process
+    await process.close()
+
+
+@pytest.fixture
+async def near() -> AsyncIterator[Sides]:
+    """Decode ranks in this process."""
+    sides = Sides()
+    yield sides
+    await sides.close()
+
+
+def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """For each decode rank the prefill ranks that had a transfer with it, as the offers tell."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for prefill, (_, each) in enumerate(endings):
+        for stats in each:
+            found[int(stats.peers[0].partition("[")[2].partition("/")[0])].append(prefill)
+    return tuple(map(tuple, found))
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_every_byte_between_two_processes(far: Far, near: Sides, name: str) -> None:
+    """All cases staged, and each also on one of the routes that write or read in place."""
+    world = World.of(CASES[name])
+    needed = [len(world.needs(rank)) for rank in world.decode]
+    tickets = issuer(await far.prefill(name), KEY)
+    before = [rank.memory.copy() for rank in world.decode]
+    expected = [world.expected(rank) for rank in world.decode]
+    for route in ("staged", IN_PLACE[NUMBERS[name] % 2]):
+        request = f"{NUMBERS[name]} {route}"
+        for rank, memory in zip(world.decode, before, strict=True):
+            rank.memory[:] = memory
+        await far.offer_all(request, payload=b"token")
+        await near.decode(world, f"decode-{route}", route=route)
+        fetches = [
+            worker.fetch(tickets.ticket(request), rank.spans, tokens=world.request.tokens, after=READY, timeout=20)
+            for worker, rank in zip(near.workers[-len(world.decode) :], world.decode, strict=True)
+        ]
+        results = await asyncio.gather(*fetches)
+        for rank, memory in zip(world.decode, expected, strict=True):
+            assert np.array_equal(rank.memory, memory), f"rank {rank.number}: {(rank.memory != memory).sum()} bytes"
+        assert {(result.payload, result.stats.route) for result in results} == {(b"token", route)}
+        endings = await far.released_all(request)
+        assert {ending for ending, _ in endings} == {"Released"}
+        assert [result.stats.bytes for result in results] == needed
+        assert sum(stats.bytes for _, each in endings for stats in each) == sum(needed)
+        assert senders(endings, len(world.decode)) == world.case.senders
+    assert await far.intact()
+    await all_idle(far, near)
+
+
+async def test_a_fetch_that_ends_before_the_last_token_is_refused_by_the_name_of_the_state(
+    far: Far, near: Sides
+) -> None:
+    name = "hybrid state: TP 2:1"
+    tokens = range(CASES[name].tokens.stop - 1)
+    world = World.of(CASES[name], Request(tokens, CASES[name].tokens.stop))
+    tickets = issuer(await far.prefill(name, world.request), KEY)
+    await far.offer_all("short")
+    await near.decode(world)
+    (rank,), before = world.decode, world.decode[0].memory.copy()
+    with pytest.raises(RefusedError, match="group 'state' is state, which belongs to token 20"):
+        await near.workers[0].fetch(tickets.ticket("short"), rank.spans, tokens=tokens, after=READY, timeout=20)
+    assert np.array_equal(rank.memory, before)
+    assert await far.withdrawn_all("short") == ["Withdrawn", "Withdrawn"]

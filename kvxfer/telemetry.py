@@ -215,7 +215,7 @@ class TransferStats:
         route: How the bytes travelled; several, joined by `+`, if peers differed.
         why: Why this route was chosen.
         limited_by: What keeps pieces from being longer, and on which side; `PairPlan.explain` says it at length.
-        bytes: Bytes of cache moved.
+        bytes: Bytes of cache moved; converted elements count in the narrower of their two sizes.
         pieces: Contiguous runs that they were in, in the blocks.
         chunks: Chunks that they travelled in.
         descriptors: Pieces that this side handed to its transport.

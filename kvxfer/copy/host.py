@@ -216,14 +216,22 @@ class _RowClass:
                 rows = slice(start, start + batch)
                 target[put[rows]] = convert(source[taken[rows]], elements, multiply, divide)
 
+    def _lowest(self, item: int) -> tuple[int, int]:
+        """Items by which a row reaches before its first one on either side: strides of split axes may be negative."""
+        return (
+            sum((count - 1) * min(0, src) for count, src, _ in self.axes) // item,
+            sum((count - 1) * min(0, dst) for count, _, dst in self.axes) // item,
+        )
+
     def _batches(self, item: int) -> Iterator[tuple[I64, I64]]:
-        """Source and destination index of every item, a batch of rows at a time."""
+        """Source and destination index of every item from the lowest one on, a batch of rows at a time."""
         inner = [*self.axes, (self.run_bytes // item, item, item)]
         offsets = np.zeros((2, 1), np.int64)
         for count, src, dst in inner:
             steps = np.arange(count, dtype=np.int64) * np.asarray([[src], [dst]], np.int64)
             offsets = (offsets[:, :, None] + steps[:, None, :]).reshape(2, -1)
         offsets //= item
+        offsets -= np.asarray(self._lowest(item))[:, None]
         rows = np.stack([self.src, self.dst]) // item
         batch = max(1, _ITEMS_PER_BATCH // offsets.shape[1])
         for start in range(0, rows.shape[1], batch):
@@ -234,12 +242,13 @@ class _RowClass:
         chunk = max(1, _BUFFER_BYTES // item)
         dtype = f"V{item}"
         buffer = np.empty(chunk, dtype)
+        lowest = self._lowest(item)
         for src, dst in batches:
             src_range, dst_range = _is_range(src), _is_range(dst)
             src_items, dst_items = int(src.max()) + 1, int(dst.max()) + 1
             for src_base, dst_base in self.bases:
-                source = _view(src_base, [src_items], [item], dtype)
-                target = _view(dst_base, [dst_items], [item], dtype)
+                source = _view(src_base + lowest[0] * item, [src_items], [item], dtype)
+                target = _view(dst_base + lowest[1] * item, [dst_items], [item], dtype)
                 for start in range(0, len(src), chunk):
                     s, d = src[start : start + chunk], dst[start : start + chunk]
                     if dst_range:

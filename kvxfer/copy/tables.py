@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
+from kvxfer.geometry.chunks import STAGING_ALIGNMENT
 from kvxfer.geometry.copyplan import CopyPlan, Segment
 from kvxfer.geometry.elements import BYTES, Elements
 
@@ -131,12 +132,19 @@ def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
         for segment in plan.segments:
             own = {part.width for part in _parts(segment)}
             box, elements = segment.box, segment.box.elements
-            usable = CONVERTED_WIDTHS if elements.converts else WIDTHS
+            usable = _usable(elements)
             widest = max(own, default=usable[0])
             token = box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
             narrowest = _widest(min(own, default=widest) | box.run | token, usable[0])
             needed |= {Variant(width, elements) for width in usable if width in own or narrowest <= width <= widest}
     return needed
+
+
+def _usable(elements: Elements) -> tuple[int, ...]:
+    """Widths of an access, the widest first. Staging is aligned to 16 bytes, so no wider one may be counted on."""
+    if not elements.converts:
+        return WIDTHS
+    return tuple(width for width in CONVERTED_WIDTHS if width * elements.staged_bytes <= STAGING_ALIGNMENT)
 
 
 def _widest(bits: int, most: int) -> int:
@@ -149,7 +157,7 @@ def _parts(segment: Segment) -> list[_Part]:
     """Split regions and rows by the access width that they allow; nearly always there is one part."""
     box, elements = segment.box, segment.box.elements
     src_item, dst_item = elements.src_bytes, elements.dst_bytes
-    most = CONVERTED_WIDTHS[0] if elements.converts else WIDTHS[0]
+    most = _usable(elements)[0]
     table = segment.rows[segment.rows[:, 4] > 0]
     rows = np.empty((len(table), 3), np.int64)
     rows[:, 0] = table[:, 0] * segment.src_block + table[:, 1] * box.src_token

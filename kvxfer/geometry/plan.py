@@ -25,7 +25,7 @@ from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.growth import explain
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, period
+from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, period, row_grid
 
 __all__ = ["PairPlan", "TransferPlan", "check_state"]
 
@@ -170,13 +170,11 @@ class PairPlan:
         per_layer: dict[int, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
         for c in self.classes:
             src, dst, size = c.key.src_rows, c.key.dst_rows, c.key.token_bytes
+            filling = STAGING_ALIGNMENT if row_grid(src, dst) * size % STAGING_ALIGNMENT else 0
             rows = 0 if src.is_state else self._window_tokens // src.tokens_per_row // max(src.of, dst.of)
             for layer in c.layers.tolist():
                 per_window, fixed = per_layer[layer]
-                per_layer[layer] = (
-                    per_window + rows * size,
-                    fixed + size * src.is_state + STAGING_ALIGNMENT,
-                )
+                per_layer[layer] = (per_window + rows * size, fixed + size * src.is_state + filling)
         return per_layer
 
 

@@ -91,9 +91,20 @@ def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Seg
         [src_base + order * src.strides["region"], dst_base + np.arange(shape.regions) * dst.strides["region"]], axis=1
     ).astype(np.int64)
     outer = tuple(BoxAxis(n, src.strides[str(k)], dst.strides[str(k)]) for k, n in enumerate(shape.outer))
+    outer = tuple(turned(rng, axis, regions) for axis in outer)
     box = Box(outer, src.strides["token"], dst.strides["token"], shape.run, shape.token_in_run)
     segment = Segment(regions, rows, src.strides["block"], dst.strides["block"], box)
     return segment, src.extent, dst.extent
+
+
+def turned(rng, axis: BoxAxis, regions) -> BoxAxis:
+    """Now and then an axis that runs backwards on one side, as split axes do; regions then begin at its other end."""
+    strides = [axis.src, axis.dst]
+    for side in (0, 1):
+        if rng.random() < 0.2:
+            regions[:, side] += (axis.count - 1) * strides[side]
+            strides[side] = -strides[side]
+    return BoxAxis(axis.count, *strides)
 
 
 def random_plan(

@@ -101,6 +101,11 @@ def test_a_usual_layout_needs_one_variant():
     assert tables.variants([plan]) == {expected}
 
 
+def test_no_access_counts_on_more_than_the_alignment_of_staging():
+    plans = [conversions.line("float32", "float32", 1 << 20, to, 1024) for to in ((1 << 30) + 16, 1 << 30)]
+    assert tables.variants(plans) == {tables.Variant(4, Elements(4, 4, "float32", "float32"))}
+
+
 def test_there_are_no_pieces_of_it():
     plan = conversions.line("float16", "bfloat16", 0, 1024, 8)
     with pytest.raises(GeometryError, match="float16 to bfloat16 cannot be copied piece by piece"):

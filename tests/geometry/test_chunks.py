@@ -81,13 +81,13 @@ def pair_of(src_tokens: int, dst_tokens: int, layers: int = 4, **state: int) -> 
     ("target", "per_chunk", "expected"),
     [
         (1 << 30, None, (4, 100)),
-        (4 * (64 * 112 + 16), None, (4, 100)),  # 100 tokens touch 7 sub-blocks of 16; a segment is aligned to 16 bytes
-        (4 * (64 * 112 + 16) - 1, None, (3, 100)),
+        (4 * (64 * 112), None, (4, 100)),  # 100 tokens touch 7 sub-blocks of 16
+        (4 * (64 * 112) - 1, None, (3, 100)),
         (1 << 30, 2, (2, 100)),
-        (64 * 112 + 16, None, (1, 100)),
-        (64 * 112, None, (1, 96)),
-        (64 * 32 + 16, None, (1, 32)),
-        (64 * 32 + 15, None, (1, 16)),
+        (64 * 112, None, (1, 100)),
+        (64 * 112 - 1, None, (1, 96)),
+        (64 * 32, None, (1, 32)),
+        (64 * 32 - 1, None, (1, 16)),
         (1, None, (1, 16)),
     ],
 )
@@ -98,7 +98,7 @@ def test_the_chosen_grid_keeps_to_its_target(target: int, per_chunk: int | None,
 
 def test_two_tokens_may_need_two_sub_blocks() -> None:
     pair = pair_of(64, 16)
-    need = 4 * (64 * 32 + 16)
+    need = 4 * (64 * 32)
     assert pair.grid(range(15, 17), target_bytes=need).layers_per_chunk == 4
     assert pair.grid(range(15, 17), target_bytes=need - 1).layers_per_chunk == 3
 
@@ -124,7 +124,16 @@ def test_state_alone_does_not_shred_the_tokens() -> None:
     assert len(pair.grid(range(10_000), target_bytes=100)) == 1
     mixed = pair_of(16, 16, layers=4, state=10_000)
     assert len(mixed.grid(range(32), target_bytes=4 * 64 * 32)) == 5  # the other layers fit, and are not cut
-    assert len(mixed.grid(range(64), target_bytes=64 * 32 + 16)) == 5 * 2
+    assert len(mixed.grid(range(64), target_bytes=64 * 32)) == 5 * 2
+
+
+def test_filling_counts_where_segments_do_not_end_at_a_multiple_of_16() -> None:
+    sizes = {"layer": 2, "block": 3, "token": 4, "dim": 3}
+    tensors = [contiguous("layer block token dim", sizes, layers=range(2)) for _ in range(2)]
+    source, target = (rank(tensor, blocks={}) for tensor in tensors)
+    pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
+    assert pair.grid(range(4), target_bytes=2 * (4 * 6 + 16)).layers_per_chunk == 2
+    assert pair.grid(range(4), target_bytes=2 * (4 * 6 + 16) - 1).layers_per_chunk == 1
 
 
 # staging

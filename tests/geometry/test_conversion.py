@@ -120,6 +120,28 @@ def test_every_world_of_unequal_dtypes_agrees_with_the_oracle(seed: int) -> None
                 check_pair(source, target, selections, world.tokens, rng)
 
 
+def test_axes_beyond_the_box_keep_the_numbers_of_their_region() -> None:
+    """Two split axes are one more than a box has, so each layer (with a scale of its own) becomes several regions."""
+
+    def rank(axes: str, dtype: str, scales: tuple[float, float]) -> Rank:
+        tensors: list[dict[str, Any]] = []
+        sizes = {"block": 3, "head": 8, "token": 4, "dim": 8}
+        for layer, scale in enumerate(scales):
+            item = getattr(torch, dtype).itemsize
+            tensor = contiguous(axes, sizes, layers=(layer,), kv=("k",), item=item, base=4096 * 4 * layer)
+            tensors.append(tensor | {"dtype": dtype, "scale": (scale,)})
+        return Rank(tensors, {"default": ([2, 0, 1], 0)}, {}, (0, 1, 1))
+
+    source = rank("head%4 dim%2 block head/4 token dim/2", "bfloat16", (1.5, 3.0))
+    target = rank("block token head dim", "float8_e4m3fn", (0.5, 7.0))
+    source.memory[:] = np.random.default_rng(0).integers(0, 256, len(source.memory), np.uint8)
+    both = [Selection("default", "", "k", (0, 1), 0, 8)]
+    plan = PairPlan(source.geometry, target.geometry, both, convert=True)
+    (segment,) = plan.bind(source.spans, target.spans, range(11)).whole.copy().segments
+    assert len(segment.regions) > len(plan.classes[0].layers) == 2
+    assert check_pair(source, target, both, (0, 11), Random(0)) == 2 * 11 * 8 * 8
+
+
 # fixed cases
 
 SIZES = {"block": 4, "token": 4, "head": 4, "dim": 8}

@@ -130,6 +130,19 @@ def test_of_very_many_pieces_some_are_measured(monkeypatch, tokens):
     assert (fewer.smallest, fewer.largest) == (exact.pairs[0].pieces.smallest, exact.pairs[0].pieces.largest)
 
 
+def test_block_lists_of_the_two_sides_do_not_run_in_step():
+    """At this length equal lists on both sides would have neighbours at the same places, and pieces would merge."""
+    model = read_model(CONFIGS["Llama-3.2-1B"] | {"num_hidden_layers": 2})
+    layout = EngineLayout()
+    (pair,) = forecast(model, layout, layout, range(16388 * 16), config=Config(), profile=H200).pairs
+    assert (pair.pieces.smallest, pair.pieces.largest, pair.pieces.sampled) == (16 * KIB, 16 * KIB, False)
+
+
+def test_copies_are_fetched_from_different_ranks():
+    found = plan("DeepSeek-V2-Lite", EngineLayout(tp=4), EngineLayout(tp=2))
+    assert [(pair.prefill_rank, pair.decode_rank) for pair in found.pairs] == [(0, 0), (1, 1)]
+
+
 def test_sizes_are_those_of_the_pieces():
     engine = from_hf_config(CONFIGS["Jamba-v0.1"])
     (selections,) = resolve(engine.ranks[0], engine.ranks)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, product
-from math import gcd, lcm, prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -317,6 +317,7 @@ def scattered(count: int, pool: int, *, draw: int = 0) -> NDArray[np.int64]:
 
     Block lists of a busy engine rarely have runs, so a plan over one that has would promise pieces that are too large.
     Lists with different draws never have neighbours at the same places, so pieces do not merge over blocks by chance.
+    (In a pool of a few blocks there is too little choice for that.)
 
     Args:
         count: How many.
@@ -328,11 +329,9 @@ def scattered(count: int, pool: int, *, draw: int = 0) -> NDArray[np.int64]:
     """
     if count > pool:
         raise GeometryError(f"a pool of {pool} blocks cannot hold {count} blocks: give more blocks, or fewer tokens")
-    step = int(pool * _GOLDEN) | 1
-    for _ in range(draw + 1):
-        step += 2
-        while gcd(step, pool) != 1:
-            step += 1
+    steps = np.roll(np.arange(pool, dtype=np.int64), -int(pool * _GOLDEN))
+    fit = steps[(np.gcd(steps, pool) == 1) & (steps > 1) & (steps < pool - 1)]
+    step = int(fit[draw % len(fit)]) if len(fit) else 1  # a pool of a few blocks has nothing but neighbours
     return np.arange(count, dtype=np.int64) * step % pool
 
 

@@ -77,12 +77,7 @@ def bind_layout(
 
 
 def across_layers(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The same inside of a block, with all layers of a block next to each other, and K and V of each layer together."""
-    names = [axis.name for axis in axes]
-    inside = [
-        axis
-        for place, axis in enumerate(axes)
-        if axis.name not in {"block", "layer"} and not (axis.name == "kv" and place < names.index("block"))
-    ]
+    """The same inside of a block, with all layers of a block next to each other and K and V of each layer together."""
+    inside = tuple(axis for axis in axes if axis.name not in {"block", "layer"})
     kv = () if any(axis.name == "kv" for axis in inside) else (Axis("kv"),)
     return (Axis("block"), Axis("layer"), *kv, *inside)

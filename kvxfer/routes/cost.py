@@ -81,7 +81,7 @@ _CPU: Final = Profile(
     MappingProxyType(
         {
             # whole fetches of 1 to 256 MiB in chunks of 16 MiB. In pieces of 32 KiB 256 MiB ran at 2.0 GB/s, in pieces
-            # of 4 KiB at 1.0; 1 MiB took 5.8 and 6.8 ms. Of ten measurements the formula is up to 20 % off.
+            # of 4 KiB at 1.0; 1 MiB took 5.8 and 6.8 ms. The formula is up to 25 % off.
             Route.STAGED: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=2.3e-6, bytes_per_s=2.6e9),
             # likewise: 256 MiB at 2.5 and 0.6 GB/s, 1 MiB in 4.4 and 6.7 ms
             Route.DIRECT: Costs(fixed_s=4.0e-3, chunk_s=0.5e-3, piece_s=5.2e-6, bytes_per_s=5.0e9),

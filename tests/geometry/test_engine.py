@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import GeometryError
@@ -162,8 +162,8 @@ def test_block_lists_of_windows_are_short_and_begin_where_both_sides_can():
     assert (len(spans["default"].ids), spans["default"].first_token) == (313, 0)
     assert (len(spans["window"].ids), spans["window"].first_token) == (65, 3968)  # token 3977 is the first still seen
     assert engine.spans(5000, aligned=48)["window"].first_token == 3936
-    assert engine.spans(1024)["window"].first_token == 0
-    assert engine.spans(1040)["window"].first_token == 16
+    assert engine.spans(1038)["window"].first_token == 0
+    assert engine.spans(1039)["window"].first_token == 16
 
 
 def test_state_has_one_slot():
@@ -173,13 +173,14 @@ def test_state_has_one_slot():
     }
 
 
+@example(pool=7, part=1.0, draw=2)
 @given(pool=st.integers(1, 3000), part=st.floats(0, 1), draw=st.integers(0, 5))
 def test_scattered_ids_are_distinct_and_no_neighbours(pool, part, draw):
     ids = scattered(max(1, int(pool * part)), pool, draw=draw)
     assert len(set(ids.tolist())) == len(ids)
     assert ids.min() >= 0
     assert ids.max() < pool
-    if pool > 32:
+    if pool > 6:
         assert (np.abs(np.diff(ids)) > 1).all()
 
 
@@ -208,22 +209,21 @@ WAYS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=40)
 @given(name=st.sampled_from(sorted(CONFIGS)), prefill=WAYS, decode=WAYS, tokens=st.integers(1, 300))
 def test_any_engine_feeds_any_other_with_every_byte_that_it_holds(name, prefill, decode, tokens):
     src, dst = (from_hf_config(CONFIGS[name], **ways) for ways in (prefill, decode))
-    for number, need in enumerate(dst.ranks):
-        moved = 0
+    lists = src.spans(tokens, aligned=dst.layout.block), dst.spans(tokens, aligned=src.layout.block, draw=1)
+    for number in {0, len(dst.ranks) // 2, len(dst.ranks) - 1}:
+        need, moved = dst.ranks[number], 0
         for owner, selections in enumerate(resolve(need, src.ranks, rank=number)):
             if selections:
-                pair = PairPlan(src.ranks[owner], need, selections)
-                lists = src.spans(tokens, aligned=dst.layout.block), dst.spans(tokens, aligned=src.layout.block, draw=1)
-                moved += pair.bind(*lists, range(tokens)).whole.bytes
-        assert moved == held_bytes(need, tokens, dst, src.layout.block)
+                moved += PairPlan(src.ranks[owner], need, selections).bind(*lists, range(tokens)).whole.bytes
+        assert moved == held_bytes(need, tokens, lists[1])
 
 
-def held_bytes(geometry, tokens, engine, aligned):
+def held_bytes(geometry, tokens, spans):
     """Bytes of a request on a rank, counted tensor by tensor."""
-    spans = engine.spans(tokens, aligned=aligned)
     total = 0
     for spec in geometry.tensors:
         kept = 1 if spec.is_state else tokens - spans[spec.group].first_token

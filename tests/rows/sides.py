@@ -10,7 +10,7 @@ from catalogue import CASES
 from far import Ranks, idle
 
 from kvxfer import READY
-from kvxfer.tickets import EngineCard, Issuer, Ticket
+from kvxfer.tickets import EngineCard, Issuer
 
 SIZES: Mapping[str, Any] = {"arena_bytes": "256KiB", "chunk_bytes": "24KiB", "window": 3, "drain_timeout": 1.0}
 
@@ -70,7 +70,7 @@ class Sides(Ranks):
         endings = [await self._offers[at, request].withdraw() for at in range(len(self.caches))]
         return [type(ending).__name__ for ending in endings]
 
-    def fetch_all(self, request: str, ticket: Ticket, **options: Any) -> None:
+    def fetch_all(self, request: str, ticket: Mapping[str, Any], **options: Any) -> None:
         """Begin to fetch the case's request on every rank that is here."""
         for at, held in enumerate(self.caches):
             self.start_fetch(at, ticket, held.rank.spans, tokens=self.world.request.tokens, after=READY, **options)

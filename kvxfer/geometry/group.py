@@ -26,6 +26,7 @@ def group(
     tokens: Interleave = Interleave(),  # noqa: B008 - frozen
     kernel_blocks_per_id: int = 1,
     tokens_per_row: int = 1,
+    scale: "torch.Tensor | Sequence[_Layer] | None" = None,
 ) -> list[CacheTensor]:
     """Describe a list of tensors, one a layer, in order.
 
@@ -40,6 +41,7 @@ def group(
         tokens: Which tokens they hold, under context parallelism.
         kernel_blocks_per_id: Blocks of the tensors that one block id stands for.
         tokens_per_row: Tokens that one index of the token axis stands for.
+        scale: Of every tensor, as in `CacheTensor`; or a list of the same form as `tensors`.
 
     Returns:
         One `CacheTensor` a tensor, for `Worker` or `CacheGeometry.of`. They keep references to the tensors.
@@ -51,9 +53,13 @@ def group(
     numbers = list(range(len(given)) if layers is None else layers)
     if len(numbers) != len(given):
         raise GeometryError(f"{len(given)} tensors were given, but layers= names {len(numbers)}: give one a layer")
+    alike = scale if isinstance(scale, tuple | list) else [scale] * len(given)
+    if len(alike) != len(given):
+        raise GeometryError(f"{len(given)} tensors were given, but scale= has {len(alike)}: give one for all, or each")
     found: list[CacheTensor] = []
-    for number, layer in zip(numbers, given, strict=True):
-        for half, tensor in _halves(number, layer, kv):
+    for number, layer, own in zip(numbers, given, alike, strict=True):
+        scales = own if isinstance(own, tuple | list) else (own, own)
+        for (half, tensor), factor in zip(_halves(number, layer, kv), scales, strict=False):
             found.append(
                 CacheTensor(
                     tensor,
@@ -66,6 +72,7 @@ def group(
                     tokens=tokens,
                     kernel_blocks_per_id=kernel_blocks_per_id,
                     tokens_per_row=tokens_per_row,
+                    scale=factor,
                 )
             )
     return found

@@ -39,10 +39,20 @@ def test_every_option_of_a_cache_tensor_is_passed_through():
         "tokens": Interleave(1, 2, 4),
         "kernel_blocks_per_id": 3,
         "tokens_per_row": 5,
+        "scale": torch.tensor(2.0),
     }
     (found,) = group([torch.zeros(1)], "block", layers=[9], **options)
     assert said(found) == {"axes": "block", "layers": [9], **options}
     assert set(signature(group).parameters) - {"tensors"} == {field.name for field in fields(CacheTensor)} - {"tensor"}
+
+
+def test_scales_are_given_for_all_or_for_each():
+    scales = [torch.tensor(float(number)) for number in range(4)]
+    pairs = [(torch.zeros(1), torch.zeros(1)) for _ in range(2)]
+    found = group(pairs, "block", scale=[scales[:2], scales[2]])
+    assert [entry.scale for entry in found] == [scales[0], scales[1], scales[2], scales[2]]
+    assert [entry.scale for entry in group(pairs, "block", scale=scales[3])] == [scales[3]] * 4
+    assert [entry.scale for entry in group([torch.zeros(1)] * 4, "block", scale=scales)] == scales
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,7 @@ def test_every_option_of_a_cache_tensor_is_passed_through():
     [
         ([torch.zeros(1)] * 3, {"layers": [1, 2]}, "3 tensors were given, but layers= names 2"),
         ([(torch.zeros(1),)], {}, "layer 0: a layer is one tensor, or its K and its V as a pair; it has 1 tensors"),
+        ([torch.zeros(1)] * 3, {"scale": [torch.ones(())]}, "3 tensors were given, but scale= has 1"),
         ([(torch.zeros(1), torch.zeros(1))], {"kv": "k"}, "kv='k' cannot be said of a pair"),
     ],
 )

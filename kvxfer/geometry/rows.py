@@ -37,6 +37,9 @@ __all__ = [
 _MAX_ID: Final = (1 << 63) - 1
 _MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 _MAX_IDS: Final = 1 << 28
+_FEW_IDS: Final = 1024
+_SPARSE: Final = 64
+"""A pool of so many ids for each one named is too large to mark them in a table of it; a peer says how large its is."""
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
@@ -251,7 +254,7 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             )
         if not receiving:
             continue
-        if len(set(ids.tolist())) < len(ids):
+        if _repeats(ids, limit):
             ordered = np.sort(ids)
             repeated = ordered[1:][ordered[1:] == ordered[:-1]]
             first, second = np.flatnonzero(ids == repeated[0])[:2]
@@ -263,6 +266,15 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(
                 f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
             )
+
+
+def _repeats(ids: I64, limit: int) -> bool:
+    """Whether an id below `limit` is there twice."""
+    if len(ids) <= _FEW_IDS or limit > _SPARSE * len(ids):
+        return len(set(ids.tolist())) < len(ids)
+    seen = np.zeros(limit, np.bool_)
+    seen[ids] = True
+    return int(np.count_nonzero(seen)) < len(ids)
 
 
 def _misaligned(spec: TensorSpec, first_token: int) -> bool:
@@ -305,40 +317,41 @@ def meet(group: str, src: RowSide, dst: RowSide, src_span: Span, dst_span: Span,
                 f"group {group!r} is state: {len(s_ids)} slots at the source, {len(d_ids)} at the destination"
             )
         begin = np.full(len(s_ids), tokens.stop - 1, np.int64)
-        zero = np.zeros(len(s_ids), np.int64)
-        columns = (s_ids, zero, d_ids, zero, zero + 1)
+        table = np.zeros((len(begin), 5), np.int64)
+        table[:, 0], table[:, 2], table[:, 4] = s_ids, d_ids, 1
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
-        cuts = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
-        cuts = cuts[src.holds(cuts) & dst.holds(cuts)]
-        begin = np.maximum(cuts, first)
-        count = np.minimum(cuts + grid, last) - begin
-        s_at = _position(group, "source", src, src_span, begin, count, len(s_ids))
-        d_at = _position(group, "destination", dst, dst_span, begin, count, len(d_ids))
-        columns = (
-            s_ids[s_at // src.block_tokens],
-            s_at % src.block_tokens,
-            d_ids[d_at // dst.block_tokens],
-            d_at % dst.block_tokens,
-            count,
-        )
-    table = np.stack(columns, axis=1)
+        begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
+        if src.of > 1 or dst.of > 1:
+            begin = begin[src.holds(begin) & dst.holds(begin)]
+        table = np.empty((len(begin), 5), np.int64)  # filled in place: fresh memory costs more than the sums
+        table[:, 4] = grid
+        if len(begin):  # only the first and the last row may be cut
+            cut = max(0, first - int(begin[0]))
+            table[-1, 4] = min(grid, last - int(begin[-1]))
+            begin[0] += cut
+            table[0, 4] -= cut
+            table[:, 0], table[:, 1] = _places(group, "source", src, src_span, begin, int(table[-1, 4]), s_ids)
+            table[:, 2], table[:, 3] = _places(group, "destination", dst, dst_span, begin, int(table[-1, 4]), d_ids)
     if src.null_block is not None:
         keep = table[:, 0] // src.block_ratio != src.null_block
         table, begin = table[keep], begin[keep]
     return Rows(table, begin, grid, unit)
 
 
-def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, tokens: I64, blocks: int) -> I64:
-    """Local position of each row in its block list, checked to lie inside."""
+def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, last_rows: int, ids: I64) -> tuple[I64, I64]:
+    """Kernel block of each row and its first token there. Rows ascend: if first and last are inside, all are."""
     unit = at.tokens_per_row
     origin = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
-    position = at.local(begin) - origin
-    if position.size and (position[0] < 0 or int((position + tokens).max()) > blocks * at.block_tokens):
-        have = f"{blocks} blocks of {at.block_tokens} from token {span.first_token}"
-        need = f"tokens {int(begin[0]) * unit}..{int(begin[-1] + tokens[-1]) * unit - 1}"
+    position = at.local(begin)
+    if origin:
+        position = position - origin
+    if position[0] < 0 or int(position[-1]) + last_rows > len(ids) * at.block_tokens:
+        have = f"{len(ids)} blocks of {at.block_tokens} from token {span.first_token}"
+        need = f"tokens {int(begin[0]) * unit}..{(int(begin[-1]) + last_rows) * unit - 1}"
         raise BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
-    return position
+    block, inside = np.divmod(position, at.block_tokens)
+    return ids[block], inside
 
 
 def token_count(tokens: int) -> range:

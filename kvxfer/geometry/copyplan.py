@@ -29,6 +29,10 @@ __all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "fold"]
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
 
+_AT_ONCE: Final = 8192
+"""Pieces that are looked at together. What is needed in between is then small: fresh memory for it would cost several
+times the arithmetic."""
+
 MAX_OUTER_AXES: Final = 3
 """Outer axes of a box besides its token axis; more are unrolled into regions."""
 
@@ -156,11 +160,32 @@ class Pieces:
         if (dst[1:] < dst[:-1]).any():
             order = np.argsort(dst, kind="stable")  # enumerated lists are ascending runs, which this sort makes use of
             src, dst, nbytes = src[order], dst[order], nbytes[order]
-        joins = (np.diff(src) == nbytes[:-1]) & (np.diff(dst) == nbytes[:-1])
-        if not joins.any():
+        last = _run_ends(src, dst, nbytes)
+        count = int(np.count_nonzero(last))
+        if count == len(last):
             return Pieces(src, dst, nbytes)
-        starts = np.concatenate([[0], np.flatnonzero(~joins) + 1])
-        return Pieces(src[starts], dst[starts], np.add.reduceat(nbytes, starts))
+        found = np.empty((3, count), np.int64)
+        at = begin = 0  # runs written so far, and where the next one begins
+        for low in range(0, len(last), _AT_ONCE):
+            ends = np.flatnonzero(last[low : low + _AT_ONCE]) + low
+            if len(ends):
+                begins = np.concatenate([[begin], ends[:-1] + 1])
+                part = found[:, at : at + len(ends)]
+                part[0], part[1] = src[begins], dst[begins]
+                part[2] = dst[ends] + nbytes[ends] - part[1]
+                at, begin = at + len(ends), int(ends[-1]) + 1
+        return Pieces(*found)
+
+
+def _run_ends(src: I64, dst: I64, nbytes: I64) -> NDArray[np.bool_]:
+    """Which pieces the next one does not continue."""
+    found = np.ones(len(src), np.bool_)
+    for low in range(0, len(src) - 1, _AT_ONCE):
+        high = min(low + _AT_ONCE, len(src) - 1)
+        length = nbytes[low:high]
+        found[low:high] = src[low:high] + length != src[low + 1 : high + 1]
+        found[low:high] |= dst[low:high] + length != dst[low + 1 : high + 1]
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -216,7 +216,8 @@ class _ClassRuns:
             if alike.any():
                 strides = (np.unique(steps[alike]).tolist() for steps in np.diff(regions.bases[order], axis=0).T)
                 src, dst = (steps[0] if len(steps) == 1 and abs(steps[0]) < _FAR else None for steps in strides)
-                yield _Axis(name, len(np.unique(numbers)), src, dst)
+                chains = np.diff(np.flatnonzero(np.concatenate([[True], ~alike, [True]])))
+                yield _Axis(name, int(chains.max()), src, dst)
 
     def _block(self) -> tuple[_Axis, Side]:
         """From one full row to the next, and on which sides that is another block."""

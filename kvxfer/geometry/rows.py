@@ -39,6 +39,9 @@ _MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
+_FEW_IDS: Final = 1024
+_SPARSE: Final = 64
+"""A pool of so many ids for each one named is too large to mark them in a table of it; a peer says how large its is."""
 
 Ids: TypeAlias = Sequence[int] | NDArray[np.integer]
 I64: TypeAlias = NDArray[np.int64]
@@ -268,7 +271,7 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
         if not receiving:
             continue
-        if len(set(ids.tolist())) < len(ids):
+        if _repeats(ids, limit):
             ordered = np.sort(ids)
             repeated = ordered[1:][ordered[1:] == ordered[:-1]]
             first, second = np.flatnonzero(ids == repeated[0])[:2]
@@ -280,6 +283,15 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(
                 f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
             )
+
+
+def _repeats(ids: I64, limit: int) -> bool:
+    """Whether an id below `limit` is there twice."""
+    if len(ids) <= _FEW_IDS or limit > _SPARSE * len(ids):
+        return len(set(ids.tolist())) < len(ids)
+    seen = np.zeros(limit, np.bool_)
+    seen[ids] = True
+    return int(np.count_nonzero(seen)) < len(ids)
 
 
 def row_grid(src: RowSide, dst: RowSide) -> int:
@@ -318,57 +330,58 @@ def meet(
     Raises:
         BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
     """
-    s_ids, d_ids = src.kernel_blocks(np.asarray(src_span.ids)), dst.kernel_blocks(np.asarray(dst_span.ids))
     unit, grid = src.tokens_per_row, row_grid(src, dst)
     due = tokens.stop if covered is None else min(covered, tokens.stop)
     if src.is_state:
+        s_ids, d_ids = (side.kernel_blocks(np.asarray(s.ids)) for side, s in ((src, src_span), (dst, dst_span)))
         if len(s_ids) != len(d_ids) and (len(s_ids) or due == tokens.stop):
             raise BlocksError(
                 f"group {group!r} is state: {len(s_ids)} slots at the source, {len(d_ids)} at the destination"
             )
         begin = np.full(len(d_ids), tokens.stop - 1, np.int64)
-        zero = np.zeros(len(d_ids), np.int64)
-        columns = (s_ids if len(s_ids) else zero + _UNKNOWN, zero, d_ids, zero, zero + 1)
+        table = np.zeros((len(begin), 5), np.int64)
+        table[:, 0], table[:, 2], table[:, 4] = s_ids if len(s_ids) else _UNKNOWN, d_ids, 1
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
-        cuts = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
-        cuts = cuts[src.holds(cuts) & dst.holds(cuts)]
-        begin = np.maximum(cuts, first)
-        count = np.minimum(cuts + grid, last) - begin
-        s_at = _position(group, "source", src, src_span, begin, count, due)
-        d_at = _position(group, "destination", dst, dst_span, begin, count, tokens.stop)
-        columns = (
-            _blocks(s_ids, s_at // src.block_tokens),
-            s_at % src.block_tokens,
-            d_ids[d_at // dst.block_tokens],
-            d_at % dst.block_tokens,
-            count,
-        )
-    table = np.stack(columns, axis=1)
+        begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
+        if src.of > 1 or dst.of > 1:
+            begin = begin[src.holds(begin) & dst.holds(begin)]
+        table = np.empty((len(begin), 5), np.int64)  # filled in place: fresh memory costs more than the sums
+        table[:, 4] = grid
+        if len(begin):  # only the first and the last row may be cut
+            cut = max(0, first - int(begin[0]))
+            table[-1, 4] = min(grid, last - int(begin[-1]))
+            begin[0] += cut
+            table[0, 4] -= cut
+            table[:, 0], table[:, 1] = _places(group, "source", src, src_span, begin, table[:, 4], due)
+            table[:, 2], table[:, 3] = _places(group, "destination", dst, dst_span, begin, table[:, 4], tokens.stop)
     if src.null_block is not None:
         table[table[:, 0] // src.block_ratio == src.null_block, 0] = _PADDING
     return Rows(table, begin, grid, unit)
 
 
-def _blocks(ids: I64, at: I64) -> I64:
-    """The blocks at these places of a list, which may end before."""
-    if not at.size or int(at.max()) < len(ids):
-        return ids[at]
-    return np.where(at < len(ids), np.append(ids, _UNKNOWN)[np.minimum(at, len(ids))], _UNKNOWN)
+def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> tuple[I64, I64]:
+    """Kernel block of each row and its first token there, for rows that ascend.
 
-
-def _position(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> I64:
-    """Local position of each row in its block list; of the rows that begin before `covered`, checked to lie inside."""
-    unit, id_rows = at.tokens_per_row, at.block_ratio * at.block_tokens
-    first, room = int(at.local(np.asarray([span.first_token // unit], np.int64))[0]), len(span.ids) * id_rows
-    position = at.local(begin) - first // id_rows * id_rows
-    due = bisect_left(begin, covered // unit)
-    if (position.size and position[0] < first % id_rows) or (due and int((position + count)[:due].max()) > room):
-        have = f"{len(span.ids) * at.block_ratio} blocks of {at.block_tokens} from token {span.first_token}"
-        last = max(due, 1) - 1
+    The list must hold those that begin before `covered`: if the first and the last of them are inside, all are. The
+    blocks of later ones may be unknown.
+    """
+    ids, unit, id_rows = at.kernel_blocks(np.asarray(span.ids)), at.tokens_per_row, at.block_ratio * at.block_tokens
+    first = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
+    position = at.local(begin)
+    if origin := first // id_rows * id_rows:
+        position = position - origin
+    due = len(begin) if covered > begin[-1] * unit else bisect_left(begin, covered // unit)
+    last = max(due, 1) - 1
+    short = due and int(position[last] + count[last]) > len(ids) * at.block_tokens
+    if position[0] < first % id_rows or short:
+        have = f"{len(ids)} blocks of {at.block_tokens} from token {span.first_token}"
         need = f"tokens {int(begin[0]) * unit}..{int(begin[last] + count[last]) * unit - 1}"
         raise BlocksError(f"group {group!r}: the block list of the {side} ({have}) does not cover {need}")
-    return position
+    block, inside = np.divmod(position, at.block_tokens)
+    if int(block[-1]) < len(ids):
+        return ids[block], inside
+    return np.append(ids, _UNKNOWN)[np.minimum(block, len(ids))], inside
 
 
 def token_count(tokens: int) -> range:

@@ -165,3 +165,18 @@ def test_merging_moves_the_same_bytes(steps: list[tuple[int, int]], rng: Random)
     found = pieces(*made).merged()
     assert np.array_equal(by_destination(byte_pairs(found)), by_destination(byte_pairs(pieces(*made))))
     assert len(found) == sum(gap for gap, _ in steps) + (bool(steps) and not steps[0][0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+@pytest.mark.parametrize("count", [8191, 8192, 8193, 20_000])
+def test_long_lists_are_merged_like_short_ones(count: int, share: float) -> None:
+    """They are gone through part by part; a run may begin in one part and end in a later one."""
+    joined = np.random.default_rng(count).random(count) < share
+    nbytes = np.arange(count) % 5 + 1
+    src = np.cumsum(nbytes + np.where(joined, 0, 7)) - nbytes
+    dst = np.cumsum(nbytes) - nbytes
+    found = Pieces(src, dst, nbytes).merged()
+    starts = [0, *(at for at in range(1, count) if not joined[at])]
+    assert found.src.tolist() == src[starts].tolist()
+    assert found.dst.tolist() == dst[starts].tolist()
+    assert found.nbytes.tolist() == [int(part.sum()) for part in np.split(nbytes, starts[1:])]

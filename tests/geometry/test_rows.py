@@ -127,6 +127,18 @@ def test_kernel_blocks_count_as_one_id() -> None:
         check_spans({"a": span(5)}, cache, receiving=True)
 
 
+@pytest.mark.parametrize("pool", [5000, 1 << 31], ids=["marked in a table", "in too large a pool for one"])
+def test_a_repeated_block_is_found_in_a_long_list(pool: int) -> None:
+    few = geometry("a").tensors[0]
+    cache = CacheGeometry((replace(few, shape=(pool, *few.shape[1:]), base=0),))
+    ids = np.random.default_rng(0).permutation(5000)
+    check_spans({"a": Span(ids)}, cache, receiving=True)
+    again = np.concatenate([ids[:4000], ids[17:18]])
+    check_spans({"a": Span(again)}, cache, receiving=False)
+    with pytest.raises(BlocksError, match=f"block id {ids[17]} is named twice, at positions 17 and 4000"):
+        check_spans({"a": Span(again)}, cache, receiving=True)
+
+
 def test_repeated_and_null_blocks_are_refused_at_the_receiver_only() -> None:
     cache = geometry("a", null=7)
     for given, words in (

@@ -1,0 +1,222 @@
+"""What planning costs, and how it grows.
+
+    python benchmarks/planning.py [--pieces 1e3 1e4 ...] [--seconds 0.5] [--json]
+
+Plans copies of 1,000 to 10,000,000 contiguous pieces between two ranks (32 layers of K and V, 8 heads of 128 bfloat16,
+blocks of 16 tokens, shuffled block ids) without any memory behind them, and times each step, best of several:
+
+    pair       PairPlan: strides and base addresses; cached per pair
+    explain    PairPlan.explain; cached per pair
+    bind       block lists and token range of one request
+    tables     all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces
+    gather     the tables of one gather of everything
+    scatter    the tables of one scatter of everything
+    list       the list of every piece, for the route `direct`
+    merge      neighbours in that list joined
+
+Times are milliseconds of CPU time, so that what else the machine does counts less. `ns/row` is what bind + tables +
+gather take above 0.4 ms, over the rows of all tables (block rows and regions); the target is at most 100. `ns/piece` is
+list + merge over the pieces; the target is at most 20 where there are many (some tens of microseconds do not depend on
+them). `plan B` are the bytes of all arrays that the plan keeps or hands to a kernel, `list B` those of the list: only
+the list grows with the pieces.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvxfer.geometry import CacheGeometry, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
+from kvxfer.planning import Bound, fit_grid
+
+LAYERS: Final = 32
+HEADS: Final = 8
+DIM: Final = 128
+ITEM: Final = 2
+BLOCK: Final = 16
+PIECES: Final = (10**3, 10**4, 10**5, 10**6, 10**7)
+FIXED_MS: Final = 0.4
+CHUNK: Final = 32 << 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pair of layouts, and how many pieces a block of one layer's K or V falls into."""
+
+    name: str
+    src_axes: str
+    dst_axes: str
+    dst_heads: range
+    pieces_a_block: int
+
+
+LAYOUTS: Final = (
+    Layout("same layout (32 KiB)", "block token head dim", "block token head dim", range(HEADS), 1),
+    Layout("head split (1 KiB)", "block token head dim", "block token head dim", range(HEADS // 2), BLOCK),
+    Layout("NHD to HND (256 B)", "block token head dim", "block head token dim", range(HEADS), BLOCK * HEADS),
+)
+
+
+def geometry(axes: str, heads: range, blocks: int, base: int) -> CacheGeometry:
+    """A cache of this layout, at addresses that nobody reads."""
+    sizes = {"block": blocks, "token": BLOCK, "head": len(heads), "dim": DIM}
+    shape = tuple(sizes[name] for name in axes.split())
+    strides = tuple(ITEM * prod(shape[at + 1 :]) for at in range(len(shape)))
+    room = prod(shape) * ITEM + 4096
+    return CacheGeometry(
+        tuple(
+            TensorSpec("default", "", (half,), (layer,), heads, axes, shape, strides, "bfloat16", ITEM, base=start)
+            for layer in range(LAYERS)
+            for number, half in enumerate("kv")
+            for start in [base + (2 * layer + number) * room]
+        )
+    )
+
+
+def best(work: Callable[[], Any], seconds: float) -> float:
+    """Shortest of several runs, in milliseconds of CPU time."""
+    found, until = float("inf"), time.perf_counter() + seconds
+    for _ in range(200):
+        began = time.process_time()
+        work()
+        found = min(found, time.process_time() - began)
+        if time.perf_counter() > until:
+            break
+    return found * 1e3
+
+
+def array_bytes(*plans: TransferPlan | CopyPlan | Pieces) -> int:
+    """Bytes of the arrays of plans, each array counted once."""
+    arrays: dict[int, int] = {}
+
+    def count(*found: "np.ndarray[Any, Any]") -> None:
+        arrays.update({id(one): one.nbytes for one in found})
+
+    for plan in plans:
+        if isinstance(plan, TransferPlan):
+            for c in plan.pair.classes:
+                count(c.places, c.bases)
+            for rows in plan.rows.values():
+                count(rows.table, rows.begin)
+        elif isinstance(plan, CopyPlan):
+            for segment in plan.segments:
+                count(segment.regions, segment.rows)
+        else:
+            count(plan.src, plan.dst, plan.nbytes)
+    return sum(arrays.values())
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table: times in milliseconds."""
+
+    layout: str
+    pieces: int
+    rows: int
+    regions: int
+    pair: float
+    explain: float
+    bind: float
+    tables: float
+    gather: float
+    scatter: float
+    list: float
+    merge: float
+    plan_bytes: int
+    list_bytes: int
+
+    @property
+    def plan_ns_a_row(self) -> float:
+        """Over the fixed part, by rows of all tables."""
+        return max(0.0, self.bind + self.tables + self.gather - FIXED_MS) * 1e6 / (self.rows + self.regions)
+
+    @property
+    def list_ns_a_piece(self) -> float:
+        """Listing and merging."""
+        return (self.list + self.merge) * 1e6 / self.pieces
+
+
+def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
+    """Plan one transfer of about so many pieces, and time each step."""
+    blocks = max(1, round(pieces / (2 * LAYERS * layout.pieces_a_block)))
+    src = geometry(layout.src_axes, range(HEADS), blocks + 1, 1 << 44)
+    dst = geometry(layout.dst_axes, layout.dst_heads, blocks + 1, 1 << 45)
+    selections = common(src, dst)
+    pair = PairPlan(src, dst, selections)
+    shuffled = [Random(seed).sample(range(blocks), blocks) for seed in (1, 2)]  # noqa: S311
+    spans = [{"default": Span(np.asarray(ids, np.int64))} for ids in shuffled]
+    tokens = range(blocks * BLOCK)
+
+    def bind() -> TransferPlan:
+        return pair.bind(spans[0], spans[1], tokens)
+
+    def tables(plan: TransferPlan) -> Bound:
+        grid = fit_grid(plan, target_bytes=CHUNK, limit_bytes=CHUNK, layers_per_chunk=None)
+        plan.digest(grid)
+        return Bound.of(plan, grid)
+
+    plan = bind()
+    whole = plan.whole
+    listed = whole.copy().enumerate()
+    return Result(
+        layout.name,
+        len(listed),
+        sum(map(len, plan.rows.values())),
+        sum(len(c.bases) for c in pair.classes),
+        best(lambda: PairPlan(src, dst, selections), seconds),
+        best(lambda: PairPlan(src, dst, selections).explain(), seconds),
+        best(bind, seconds),
+        best(lambda: tables(bind()), seconds) - best(bind, seconds),
+        best(lambda: whole.gather(0), seconds),
+        best(lambda: whole.scatter(0), seconds),
+        best(lambda: whole.copy().enumerate(), seconds),
+        best(listed.merged, seconds),
+        array_bytes(plan, whole.gather(0)),
+        array_bytes(listed),
+    )
+
+
+def show(results: Sequence[Result]) -> None:
+    """Print the table."""
+    head = ["pieces", "rows", "pair", "explain", "bind", "tables", "gather", "scatter", "list", "merge"]
+    print(
+        f"{'layout':22}"
+        + "".join(f"{name:>10}" for name in head)
+        + f"{'ns/row':>8}{'ns/piece':>9}{'plan B':>11}{'list B':>12}"
+    )
+    for r in results:
+        numbers = [r.pair, r.explain, r.bind, r.tables, r.gather, r.scatter, r.list, r.merge]
+        print(
+            f"{r.layout:22}{r.pieces:>10}{r.rows:>10}"
+            + "".join(f"{number:>10.3f}" for number in numbers)
+            + f"{r.plan_ns_a_row:>8.1f}{r.list_ns_a_piece:>9.1f}{r.plan_bytes:>11}{r.list_bytes:>12}"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What planning costs, and how it grows.")
+    parser.add_argument("--pieces", type=float, nargs="+", default=PIECES, help="about how many pieces")
+    parser.add_argument("--seconds", type=float, default=0.5, help="to spend on each step")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    given = parser.parse_args()
+    results = [measure(layout, int(pieces), given.seconds) for layout in LAYOUTS for pieces in given.pieces]
+    if given.json:
+        rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
+        print(json.dumps([asdict(r) | rate for r, rate in zip(results, rates, strict=True)], indent=1))
+    else:
+        show(results)
+
+
+if __name__ == "__main__":
+    main()

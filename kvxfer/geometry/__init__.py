@@ -1,6 +1,6 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
-    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, cache.py, overlap.py, scales.py)
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, spec.py, tensor.py, cache.py)
     resolve     who sends what                                          (resolve.py)
     pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
@@ -15,7 +15,7 @@ Caches need not be described one by one:
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
-from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry, Group
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.conversion import converts, differences
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
@@ -29,6 +29,8 @@ from kvxfer.geometry.models import ModelCache, Part, read_model
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
+from kvxfer.geometry.spec import Interleave, TensorSpec
+from kvxfer.geometry.tensor import CacheTensor
 
 __all__ = [
     "BYTES",

@@ -11,8 +11,9 @@ from math import gcd
 from typing import TypeAlias
 
 from kvxfer.dtypes import CONVERTIBLE, convertible
-from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.elements import Elements
+from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["Difference", "Part", "Place", "by_place", "converts", "difference", "differences", "parts"]
 

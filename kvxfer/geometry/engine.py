@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Axis, parse_axes
-from kvxfer.geometry.cache import CacheGeometry, Interleave, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.layouts import across_layers, expand_layout
 from kvxfer.geometry.models import ITEM_BYTES, ModelCache, Part, dtype_name, read_model
 from kvxfer.geometry.rows import Span
+from kvxfer.geometry.spec import Interleave, TensorSpec
 
 __all__ = ["Engine", "EngineLayout", "from_hf_config", "scattered"]
 

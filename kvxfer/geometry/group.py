@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.cache import CacheTensor, Interleave
+from kvxfer.geometry.spec import EVERY_TOKEN, Interleave
+from kvxfer.geometry.tensor import CacheTensor
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["group"]
 
 _Layer: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]"
+_Scale: TypeAlias = "_Layer | None"
 
 
 def group(
@@ -23,7 +25,7 @@ def group(
     kv: str | None = None,
     group: str = "default",
     part: str = "",
-    tokens: Interleave = Interleave(),  # noqa: B008 - frozen
+    tokens: Interleave = EVERY_TOKEN,
     kernel_blocks_per_id: int = 1,
     tokens_per_row: int = 1,
     scale: "torch.Tensor | Sequence[_Layer] | None" = None,
@@ -53,12 +55,12 @@ def group(
     numbers = list(range(len(given)) if layers is None else layers)
     if len(numbers) != len(given):
         raise GeometryError(f"{len(given)} tensors were given, but layers= names {len(numbers)}: give one a layer")
-    alike = scale if isinstance(scale, tuple | list) else [scale] * len(given)
+    alike: Sequence[_Scale] = scale if isinstance(scale, tuple | list) else [cast("_Scale", scale)] * len(given)
     if len(alike) != len(given):
         raise GeometryError(f"{len(given)} tensors were given, but scale= has {len(alike)}: give one for all, or each")
     found: list[CacheTensor] = []
     for number, layer, own in zip(numbers, given, alike, strict=True):
-        scales = own if isinstance(own, tuple | list) else (own, own)
+        scales: Sequence[torch.Tensor | None] = own if isinstance(own, tuple | list) else (own, own)
         for (half, tensor), factor in zip(_halves(number, layer, kv), scales, strict=False):
             found.append(
                 CacheTensor(

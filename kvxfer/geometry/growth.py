@@ -20,12 +20,13 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.conversion import Place, by_place
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
 from kvxfer.geometry.rows import Meeting, Rows, row_grid
+from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["explain"]
 

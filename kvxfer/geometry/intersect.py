@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor
-from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.conversion import Part, Place, by_place, difference, parts
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import RowSide
+from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["KV_ORDER", "SegmentClass", "SegmentKey", "intersect"]
 

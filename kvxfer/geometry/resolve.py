@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from kvxfer.errors import MismatchError
-from kvxfer.geometry.cache import CacheGeometry, Interleave, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.spec import Interleave, TensorSpec
 
 __all__ = ["Selection", "common", "resolve"]
 

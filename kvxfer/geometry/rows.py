@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.cache import CacheGeometry, TensorSpec
+from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.spec import TensorSpec
 
 __all__ = [
     "BlockLists",

@@ -1,0 +1,102 @@
+"""Every case of the catalogue of rows in GPU memory: gathered, carried over, scattered, and compared byte by byte.
+
+python -m pytest tests/gpu/test_rows_gpu.py
+"""
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+TESTS = Path(__file__).parent.parent
+for folder in ("rows", "geometry"):
+    sys.path.append(str(TESTS / folder))
+
+from build import World  # noqa: E402  # pyright: ignore[reportMissingImports]
+from catalogue import CASES  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.copy import CopyJob, Direction  # noqa: E402
+from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+from kvxfer.geometry import CacheGeometry, PairPlan, resolve  # noqa: E402
+from kvxfer.runtime import ThreadRuntime  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets kernels"),
+]
+
+
+class Side:
+    """The ranks of one engine, with their memory on a GPU."""
+
+    def __init__(self, ranks, device):
+        self.device = device
+        self.memory = [torch.from_numpy(rank.memory).to(f"cuda:{device}") for rank in ranks]
+        self.geometries = [
+            CacheGeometry(
+                tuple(
+                    replace(spec, base=spec.base - rank.base + memory.data_ptr(), kind="cuda", device=device)
+                    for spec in rank.geometry.tensors
+                )
+            )
+            for rank, memory in zip(ranks, self.memory, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def executors():
+    """One for each GPU in use: two, if there are two."""
+    made = [CudaExecutor(ThreadRuntime(), device) for device in range(min(2, torch.cuda.device_count()))]
+    yield made
+    for executor in made:
+        executor.close(10)
+
+
+def copy(executor, plan, direction):
+    ended, outcomes = threading.Event(), []
+
+    def done(outcome):
+        outcomes.append(outcome)
+        ended.set()
+
+    executor.submit(CopyJob(plan, done), direction)
+    assert ended.wait(60)
+    assert outcomes[0].error is None, outcomes[0].error
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_of_a_row_on_gpus(executors, name):
+    world = World.of(CASES[name])
+    prefill, decode = Side(world.prefill, 0), Side(world.decode, len(executors) - 1)
+    tokens = world.request.tokens
+    for number, (target, need) in enumerate(zip(world.decode, decode.geometries, strict=True)):
+        for source, have, selections in zip(
+            world.prefill, prefill.geometries, resolve(need, prefill.geometries, rank=number), strict=True
+        ):
+            if not selections:
+                continue
+            pair = PairPlan(have, need, selections)
+            plan = pair.bind(source.spans, target.spans, tokens)
+            grid = pair.grid(tokens, target_bytes=max(1, plan.whole.staged_bytes // 3))
+            for chunk in range(len(grid)):
+                part = plan.chunk(grid, chunk)
+                if not part.bytes:
+                    continue
+                staging = torch.empty(part.staged_bytes, dtype=torch.uint8, device=f"cuda:{prefill.device}")
+                copy(executors[0], part.gather(staging.data_ptr()), Direction.GATHER)
+                carried = staging.to(f"cuda:{decode.device}", copy=True)
+                torch.cuda.synchronize(decode.device)
+                copy(executors[-1], part.scatter(carried.data_ptr()), Direction.SCATTER)
+    for target, memory in zip(world.decode, decode.memory, strict=True):
+        assert np.array_equal(memory.cpu().numpy(), world.expected(target))
+    for source, memory in zip(world.prefill, prefill.memory, strict=True):
+        assert np.array_equal(memory.cpu().numpy(), source.memory)

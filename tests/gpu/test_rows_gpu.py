@@ -19,8 +19,8 @@ TESTS = Path(__file__).parent.parent
 for folder in ("rows", "geometry"):
     sys.path.append(str(TESTS / folder))
 
-from build import World  # noqa: E402  # pyright: ignore[reportMissingImports]
 from catalogue import CASES  # noqa: E402  # pyright: ignore[reportMissingImports]
+from ranks import World  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.copy import CopyJob, Direction  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor  # noqa: E402

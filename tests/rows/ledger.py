@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from build import I64, Rank, World
 from execute import byte_pairs, table_pairs
+from ranks import I64, Rank, World
 
 from kvxfer.copy.host import HostExecutor
 from kvxfer.copy.port import CopyJob, Direction

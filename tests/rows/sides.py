@@ -1,13 +1,13 @@
-"""The two engines of a case as workers, in whichever process: the harness of `far`, over the ranks of `build`."""
+"""The two engines of a case as workers, in whichever process: the harness of `far`, over those of `ranks`."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from build import Rank, Request, World
 from catalogue import CASES
 from far import Ranks, idle
+from ranks import Rank, Request, World
 
 from kvxfer import READY
 from kvxfer.tickets import EngineCard, Issuer

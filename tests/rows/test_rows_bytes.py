@@ -9,9 +9,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from build import Request, World
 from catalogue import CASES, Case
 from ledger import NOTHING, Ledger, RecordingNetwork, RecordingTransport, recording_executor, watch_all
+from ranks import Request, World
 from sides import Sides, all_idle, issuer
 from stage import KEY
 

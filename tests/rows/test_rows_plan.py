@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 from agree import check_world
-from build import World, contents
 from catalogue import CASES
+from ranks import World, contents
 
 from kvxfer.geometry import resolve
 

@@ -5,9 +5,9 @@ import importlib.util
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
-from build import World
 from catalogue import CASES
 from far import Far
+from ranks import World
 from sides import Sides, issuer
 from stage import KEY
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
-from build import Rank, World
 from catalogue import CASES, Case
+from ranks import Rank, World
 from sides import Sides, all_idle, issuer
 from stage import KEY, eventually
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build import Request, World
 from catalogue import CASES
 from far import Far
+from ranks import Request, World
 from sides import Sides, all_idle, issuer
 from stage import KEY
 

@@ -218,6 +218,9 @@ class Offer:
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """Add blocks and the tokens that they hold; for streaming offers.
 
+        An offer may end while it is still computed: its lease runs out, or its decode engine needs nothing of this
+        rank. Then this does nothing, as `ready` and `finish` do; `released` says how it ended.
+
         Args:
             blocks: Ids appended to those given before, by group.
             tokens: The tokens that become part of the offer; starts where the last range ended.
@@ -225,9 +228,10 @@ class Offer:
         Raises:
             BlocksError: If ids are out of range, in custody, or too few for the tokens.
             TokensError: If the range does not continue the last one.
-            RequestError: If the offer is finished or ended.
+            RequestError: If the offer is finished or was withdrawn.
         """
-        self._check_open("extend")
+        if not self._is_open("extend"):
+            return
         check_tokens(tokens, limit=MAX_TOKENS)
         if tokens.start != self.tokens:
             raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
@@ -250,9 +254,10 @@ class Offer:
         Raises:
             TokensError: If a layer is unknown, or `tokens` is beyond the offer.
             EventError: If `after` is missing or was never recorded.
-            RequestError: If the offer has ended.
+            RequestError: If the offer is finished or was withdrawn.
         """
-        self._check_open("mark ready")
+        if not self._is_open("mark ready"):
+            return
         try:
             stop = self.tokens if tokens is None else operator.index(tokens)
             chosen = None if layers is None else [operator.index(layer) for layer in layers]
@@ -272,11 +277,12 @@ class Offer:
             payload: Up to 64 KiB for the decoder (the first token, sampling state).
 
         Raises:
-            RequestError: If the offer is finished already, or has ended.
+            RequestError: If the offer is finished already, or was withdrawn.
             TokensError: If nothing was offered, a layer was not marked as ready up to the last token, or the payload is
                 too large.
         """
-        self._check_open("finish")
+        if not self._is_open("finish"):
+            return
         if self.tokens == 0:
             raise TokensError(f"offer {self.request!r} is finished without any token")
         missing = self.readiness.missing(self.tokens)
@@ -394,10 +400,12 @@ class Offer:
             transfer.offer_grew()
         self._book.grew(self)
 
-    def _check_open(self, what: str) -> None:
-        if self.finished or self.state is not OfferState.LIVE:
-            state = self.state.value if self.state is not OfferState.LIVE else "finished"
+    def _is_open(self, what: str) -> bool:
+        """Whether more may be added. Not where the offer has ended by itself: its owner could not foresee that."""
+        if self.finished or isinstance(self._ending, Withdrawn):
+            state = "finished" if self.state is OfferState.LIVE else self.state.value
             raise RequestError(f"cannot {what}: offer {self.request!r} is {state}")
+        return self.state is OfferState.LIVE
 
     def _appended(self, group: str, span: Span) -> Span:
         before = self.spans.get(group)

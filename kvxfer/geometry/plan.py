@@ -125,7 +125,7 @@ class PairPlan:
             window = touched * align
         sizes = list(self._layer_bytes.values())
         most = max((per_window * touched + fixed for per_window, fixed in sizes), default=1)
-        fitting = max(1, target_bytes // most)
+        fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
         if most > target_bytes:
             steps = [(target_bytes - fixed) // per_window for per_window, fixed in sizes if per_window]

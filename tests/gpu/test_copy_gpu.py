@@ -740,7 +740,7 @@ def test_figures_for_a_small_copy():
 def test_the_wide_variant_makes_16_byte_accesses(runner):
     plan = contiguous_rows(0, 0, rows=1, regions=1, row_bytes=16, pool=1)
     runner.executor.warm([plan])
-    variant = runner.executor._kernel.compile(16)
+    variant = runner.executor._kernel.compile(tables.Variant(16))
     loads, stores = (variant.asm["ptx"].count(f"{kind}.global.v2.b64") for kind in ("ld", "st"))
     print(f"PTX: {loads} x ld.global.v2.b64, {stores} x st.global.v2.b64; {variant.n_regs} registers, "
           f"{variant.n_spills} spills, {variant.metadata.shared} bytes of shared memory")  # fmt: skip

@@ -488,6 +488,28 @@ async def test_a_fetch_that_ends_before_the_state_is_refused(stage):
         await decode.fetch(prefill.engine.ticket("r"), {"full": [1], "state": [1]}, tokens=range(4), timeout=5)
 
 
+@pytest.mark.parametrize("ending", [Released, Expired, Withdrawn])
+async def test_streaming_goes_on_after_an_offer_has_ended_by_itself(stage, source, target, ending):
+    """A model's hooks cannot know that the decode engine needs no more, or gave up."""
+    prefill, decode = await stage.pair(source, target, prefill=FAST)
+    offer = prefill.offer("r", streaming=True)
+    offer.extend([1], tokens=range(4))
+    if ending is Released:
+        await decode.decline(prefill.engine.ticket("r"))
+    elif ending is Withdrawn:
+        await offer.withdraw()
+    assert isinstance(await offer.released(), ending)
+    calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
+    for call in calls:
+        if ending is Withdrawn:
+            with pytest.raises(RequestError, match="is ended"):
+                call()
+        else:
+            call()
+    assert offer.tokens == 4
+    await quiet(prefill, decode)
+
+
 async def test_cancelling_released_changes_nothing(pair):
     prefill, decode = pair
     offer = prefill.offer("r", [1], tokens=4)

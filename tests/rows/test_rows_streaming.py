@@ -56,12 +56,12 @@ class Play:
         return True
 
     async def released_at_once(self, offers: Sequence[Offer]) -> list[tuple[Offer, Rank]]:
-        """The offers of ranks that send something; those of the others end before anything is ready."""
+        """All offers. Those of ranks that send nothing have ended, and nothing tells their engine not to go on."""
         senders = {number for each in self.world.case.senders for number in each}
         for number, offer in enumerate(offers):
             if number not in senders:
                 assert isinstance(await offer.released(), Released)
-        return [(offers[number], self.world.prefill[number]) for number in sorted(senders)]
+        return list(zip(offers, self.world.prefill, strict=True))
 
     def of_layers(self, layers: Sequence[int]) -> list[np.ndarray]:
         """What belongs to these layers."""
@@ -93,10 +93,10 @@ async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
         worker.start_fetch(ticket, rank.spans, tokens=world.request.tokens, after=READY, timeout=20)
         for worker, rank in zip(play.receivers, world.decode, strict=True)
     ]
-    needed = await play.released_at_once(offers)
+    streamed = await play.released_at_once(offers)
     done: list[int] = []
     for layer in sorted({layer for rank in world.prefill for layer in rank.layers}):
-        for offer, rank in needed:
+        for offer, rank in streamed:
             if layer in rank.layers:
                 offer.ready(layers=[layer])
         done.append(layer)
@@ -105,7 +105,7 @@ async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
             assert not transfer.done
             if layer in rank.layers:
                 await transfer.layers(layer, layer + 1)
-    for offer, _ in needed:
+    for offer, _ in streamed:
         offer.finish(b"end")
     for transfer in transfers:
         assert (await transfer).payload == b"end"
@@ -125,15 +125,15 @@ async def test_tokens_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
         worker.start_fetch(ticket, rank.spans, tokens=world.request.tokens, after=READY, timeout=20)
         for worker, rank in zip(play.receivers, world.decode, strict=True)
     ]
-    needed = await play.released_at_once(offers)
+    streamed = await play.released_at_once(offers)
     for begin in range(0, stop, world.period):
         end = min(begin + world.period, stop)
-        for offer, rank in needed:
+        for offer, rank in streamed:
             offer.extend(rank.added(range(begin, end), last=end == stop), tokens=range(begin, end))
             offer.ready()
         await eventually(lambda: play.arrived(play.before_token(end)))  # noqa: B023 - it is waited for in this turn
         assert not any(transfer.done for transfer in transfers)
-    for offer, _ in needed:
+    for offer, _ in streamed:
         offer.finish(b"end")
     for transfer in transfers:
         assert (await transfer).payload == b"end"

@@ -8,13 +8,14 @@ from typing import Any, Final, Self, TypeVar, cast
 from kvxfer.config import Config
 from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
+from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ConfigError, FabricError, GeometryError
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
 from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
-from kvxfer.planning import PairPlans, geometry_to_wire
+from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
 from kvxfer.runtime import Runtime, ThreadRuntime

@@ -7,6 +7,7 @@ from typing import Final
 
 from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.desk import Desk
+from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Outcome, Post, PostResult
@@ -14,7 +15,7 @@ from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan
 from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
-from kvxfer.planning import Bound, encode_spans, joined_spans, selection_to_wire
+from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
     FOREVER_MS,
     Accept,

@@ -8,13 +8,14 @@ from itertools import islice
 from typing import Final
 
 from kvxfer.copy.port import CopyOutcome, Direction, Event
+from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
 from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import BlockLists, CopyPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import Bound, decode_spans, encode_spans, fit_grid, merged_pieces
+from kvxfer.planning import Bound, fit_grid, merged_pieces
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, choose

@@ -10,8 +10,8 @@ from stage import Cache, Copied, eventually, quiet
 from stored import Converted, Stored, bits
 
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
+from kvxfer.encoding import geometry_from_wire, geometry_to_wire
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.planning import geometry_from_wire, geometry_to_wire
 from kvxfer.protocol.messages import pack_f32
 from kvxfer.worker import Worker
 

@@ -104,6 +104,11 @@ class Incoming(Steps):
         return self.quiet and not any(chunk.holds for chunk in self._chunks.values())
 
     @property
+    def owes_an_answer(self) -> bool:
+        """Route `pull`: whether the peer keeps its blocks for us until it hears that we read nothing any more."""
+        return self.route is Route.PULL and self.machine.state is ReceiveState.LOST
+
+    @property
     def moving(self) -> bool:
         """Whether anything new may be begun."""
         return self.machine.state is ReceiveState.MOVING and not self._given_up

@@ -88,10 +88,11 @@ class Lanes:
     def _prune(self, key: bytes, lane: _Lane) -> None:
         if lane.users or lane.wanted or self._lanes.get(key) is not lane:
             return
+        name = lane.name
+        if name is not None and not name.done():
+            # who comes back meanwhile must find it here: a second connection would be cut by the end of the first
+            name.add_done_callback(lambda _: self._prune(key, lane))
+            return
         del self._lanes[key]
-        if lane.name is not None:
-            lane.name.add_done_callback(self._disconnect)
-
-    def _disconnect(self, name: "asyncio.Future[str]") -> None:
-        if not name.cancelled() and name.exception() is None:
+        if name is not None and not name.cancelled() and name.exception() is None:
             self._fabric.disconnect(name.result())

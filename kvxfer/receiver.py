@@ -167,7 +167,7 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             if incoming.link is link and not incoming.machine.ended:
                 incoming.lost(failure)
-                if not incoming.finished:
+                if not incoming.finished or incoming.owes_an_answer:
                     task = self._site.tasks.spawn(
                         self._recover(incoming), f"kvxfer recover {incoming.machine.transfer}"
                     )
@@ -229,6 +229,8 @@ class Receiver:
             try:
                 link = await self._peers.link(incoming.link.endpoint, None)
             except KvxferError:
+                link = None
+            if link is None or not link.is_open:  # not reached, or lost again in the turn in which it was opened
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _RETRY_SECONDS_MAX)
                 continue

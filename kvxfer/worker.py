@@ -392,11 +392,11 @@ class Worker:
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
         self._open.meet(peer, sending=link.role is Role.SERVER)
+        self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in list(self._links):
             same = other.peer.identity.incarnation == peer.identity.incarnation
             if same and other.role is link.role and other is not link:
                 other.close("a newer session of the same peer was opened")
-        self._links.add(link)
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
         if link.role is Role.CLIENT:
             self._roles[1].opened(link)

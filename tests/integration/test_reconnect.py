@@ -1,0 +1,128 @@
+"""A control stream that is cut at an unlucky moment, between two workers that both live: nothing is lost for good."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+from stage import DEFAULTS, Cache, Copied, Gate, eventually, quiet
+from test_convert import BF16, CONVERT, E4M3, IDS, INTO, TOKENS, Converted, source, target
+
+from kvxfer import Config, PeerLostError, Released, Worker
+from kvxfer.testing import LoopbackTransport
+
+
+def cut(worker):
+    for link in list(worker._links):
+        link._transport.abort()
+
+
+class Slow(LoopbackTransport):
+    """Its first connection takes as long as the test wants."""
+
+    def __init__(self, name, network):
+        super().__init__(name, network)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def connect(self, metadata):
+        first = not self.begun.is_set()
+        self.begun.set()
+        if first:
+            assert self.go_on.wait(10)
+        return super().connect(metadata)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
+    """The connection of the session before must not be ended under the next one."""
+    caches = {"prefill": Cache(), "decode": Cache(layout="HND")}
+    workers, transports = {}, {}
+    for name, cache in caches.items():
+        transports[name] = Slow(name, stage.network)
+        worker = Worker(cache.tensors, Config(**DEFAULTS, engine=name, route=route), transport=transports[name])
+        workers[name] = await worker.__aenter__()
+        stage.stack.push_async_callback(worker.aclose, drain=False)
+    prefill, decode = workers["prefill"], workers["decode"]
+    slow = transports["decode" if route == "pull" else "prefill"]
+    for other in transports.values():
+        if other is not slow:
+            other.begun.set()
+    prefill.offer("r0", [1, 2], tokens=8)
+    prefill.offer("r1", [1, 2], tokens=8)
+    first = decode.start_fetch(prefill.engine.ticket("r0"), [3, 4], tokens=range(8), timeout=5)
+    await eventually(slow.begun.is_set)
+    (before,) = prefill._links
+    cut(decode)
+    with pytest.raises(PeerLostError):
+        await first
+    await eventually(lambda: before not in prefill._links)
+    second = decode.start_fetch(prefill.engine.ticket("r1"), [5, 6], tokens=range(8), timeout=5)
+    mover, frame = (decode, "Want") if route == "pull" else (prefill, "Reserve")
+    await eventually(lambda: mover.describe()["metrics"]["frames_received"].get(frame, 0) > 1)
+    await asyncio.sleep(0)  # now it asks for the connection
+    copied = Copied(caches["decode"]).bring(caches["prefill"], [1, 2], [5, 6], range(8))
+    slow.go_on.set()
+    await second
+    copied.check()
+    for number in range(2, 4):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5, 6], tokens=range(8), timeout=5)
+
+
+async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(stage):
+    given, ours = source(BF16, "head"), target(E4M3, "head")
+    prefill, decode = await stage.pair(given, ours, decode=CONVERT)
+    for request in ("first", "second"):
+        prefill.offer(request, IDS, tokens=TOKENS.stop)
+        copied = Converted(ours).bring(given, IDS, INTO, TOKENS)
+        await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=5)
+        copied.check()
+        (link,) = decode._links
+        kept = os.dup(link._transport.get_extra_info("socket").fileno())  # so the peer does not see it close
+        stage.stack.callback(os.close, kept)
+        link._transport.abort()
+        await eventually(lambda: not decode._links)
+        assert len(prefill._links) == 1
+
+
+async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
+    """Route `pull`: the reader had not begun, and says so when it is back."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    never = Gate()
+    fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5, after=never)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0))
+    cut(decode)
+    with pytest.raises(PeerLostError):
+        await fetch
+    assert fetch.memory_safe
+    await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8), timeout=5)
+    async with asyncio.timeout(5):
+        assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("*")
+    fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0))
+    await asyncio.sleep(0)
+    opened, cuts = decode._receiver.opened, []
+
+    def opened_and_cut(link):
+        opened(link)
+        if len(cuts) < 2:
+            cuts.append(link)
+            link._transport.abort()
+
+    decode._receiver.opened = opened_and_cut
+    cut(decode)
+    with pytest.raises(Exception, match="code PEER_LOST"):
+        await fetch
+    await eventually(lambda: len(cuts) == 2, 10)
+    stage.network.release("*")
+    await eventually(lambda: not decode.describe()["in_doubt"], 10)
+    await quiet(decode)

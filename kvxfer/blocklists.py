@@ -6,6 +6,7 @@ import numpy as np
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
+from kvxfer.geometry.rows import RowSide
 
 __all__ = ["MAX_TOKENS", "check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
 
@@ -43,32 +44,30 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
     written: dict[str, list[int]] = {}
     for group, span in spans.items():
         ids, spec = np.asarray(span.ids, np.int64), geometry.groups[group][0]
-        if not spec.is_state and spec.tokens.of == 1:
-            origin = span.first_token // spec.id_tokens * spec.id_tokens
-            first = max(0, tokens.start - origin) // spec.id_tokens
-            last = -(-max(0, tokens.stop - origin) // spec.id_tokens)
+        if not spec.is_state:
+            edges = np.asarray([span.first_token, tokens.start, tokens.stop], np.int64)
+            listed, start, stop = RowSide.of_tensor(spec).local(edges).tolist()
+            origin = listed // spec.id_tokens
+            first, last = max(0, start // spec.id_tokens - origin), max(0, -(-stop // spec.id_tokens) - origin)
             ids = ids[first : last if len(tokens) else first]
         written[group] = ids.tolist()
     return written
 
 
 def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> None:
-    """Check that block lists begin before a range's end and reach up to it; the planner does if they are interleaved.
+    """Check that block lists reach up to a range's end; the planner does if they are interleaved.
 
     Raises:
         BlocksError: Naming the group and both numbers.
     """
     for group, span in spans.items():
         spec = geometry.groups[group][0]
-        if spec.is_state or spec.tokens.of > 1 or not len(tokens):
+        beyond = span.first_token >= tokens.stop  # a window of which nothing is in the range
+        if spec.is_state or spec.tokens.of > 1 or not len(tokens) or beyond:
             continue
         cover = (span.first_token // spec.id_tokens + len(span.ids)) * spec.id_tokens
         if cover < tokens.stop:
             raise BlocksError(
                 f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "
                 f"but {tokens.stop} are needed"
-            )
-        if len(span.ids) and span.first_token >= tokens.stop:
-            raise BlocksError(
-                f"group {group!r}: the block list begins with token {span.first_token}, beyond the {tokens.stop} needed"
             )

@@ -19,6 +19,7 @@ from kvxfer.errors import (
     KvxferError,
     MemoryInDoubtError,
     RequestError,
+    TokensError,
     TransferError,
     TransferFailedError,
 )
@@ -270,7 +271,10 @@ class BlockingOffer:
         """
         self._check_unfinished("mark ready")
         event = as_event(after, self._geometry)
-        which = None if layers is None else tuple(layers)
+        try:
+            which = None if layers is None else tuple(layers)
+        except TypeError as error:
+            raise TokensError(f"ready() takes a list of layers: {error}") from error
         self._step(lambda offer: offer.ready(layers=which, tokens=tokens, after=event))
 
     def finish(self, payload: bytes = b"") -> None:

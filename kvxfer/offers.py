@@ -293,7 +293,7 @@ class Offer:
             )
         try:
             content = bytes(memoryview(payload))
-        except TypeError as error:
+        except (TypeError, ValueError, BufferError) as error:
             raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
         if len(content) > 65536:
             raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")

@@ -12,7 +12,7 @@ from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
 from kvxfer.fabric.port import Outcome
-from kvxfer.geometry import BlockLists, CopyPlan, check_state
+from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound, fit_grid, merged_pieces
@@ -33,6 +33,8 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size, few enough for one lease."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
 """Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
+_MOST_STREAMED_CHUNKS: Final = 256
+"""About as many chunks a small streamed transfer is cut into at most, however small its steps are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,15 @@ class Draft:
         """Take it down."""
         by_layer = not offer.finished and offer.readiness.by_layer
         return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer)
+
+
+def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
+    """Tokens of a chunk while blocks are still added: a step's, or more where those are too few to be worth a chunk."""
+    if offer.tokens >= plan.tokens.stop or not nbytes:
+        return None
+    least = min(_SMALLEST_STREAMED_CHUNK, nbytes // _MOST_STREAMED_CHUNKS)
+    runs = len(plan.pair.layers) if offer.by_layer else 1
+    return max(offer.step, -(-least * len(plan.tokens) * runs // nbytes))
 
 
 class Outgoing(Steps):
@@ -117,7 +128,8 @@ class Outgoing(Steps):
             return
         bound, asked = self._bound, range(fetch.token_start, fetch.token_stop)
         if offer.finished and offer.tokens < asked.stop:
-            reason = f"tokens {asked.start}..{asked.stop - 1} were asked, but {offer.tokens} are on offer"
+            what = f"tokens {asked.start}..{asked.stop - 1}" if asked else f"the state of {asked.stop} tokens"
+            reason = f"{what} were asked, but {offer.tokens} are on offer"
             self._deny(Code.TOKENS_OUTSIDE_OFFER, reason)
         elif bound is None and min(asked.start + 1, asked.stop) <= offer.tokens and not self._planning:
             self._planning = True
@@ -269,7 +281,7 @@ class Outgoing(Steps):
             target_bytes=target,
             limit_bytes=limit,
             layers_per_chunk=1 if offer.by_layer else None,
-            tokens_per_chunk=offer.step if offer.tokens < tokens.stop else None,
+            tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
         )
         message = Accept(
             transfer=fetch.transfer,

@@ -18,7 +18,6 @@ from kvxfer.geometry import (
     CopyPlan,
     PairPlan,
     Selection,
-    Span,
     TransferPlan,
     common,
     converts,
@@ -26,12 +25,16 @@ from kvxfer.geometry import (
     resolve,
 )
 from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import MAX_CHUNKS
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.telemetry import logger
+from kvxfer.telemetry import hears_debug, logger
 
 __all__ = ["Bound", "PairPlans", "block_pieces", "fit_grid", "merged_pieces", "staging_pieces"]
 
-_log: Final = logger("kvxfer.plan")
+_NAME: Final = "kvxfer.plan"
+_log: Final = logger(_NAME)
+_SAMPLED: Final = 4096
+"""Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
 _KEPT_PAIRS: Final = 512
 
 
@@ -151,14 +154,10 @@ class PairPlans:
 
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
-        src, dst = self._ends(peer, sending=sending)
-        selections = common(src, dst)
+        selections = common(*self._ends(peer, sending=sending))
         if not selections:
             return []
-        pair = self._pair(peer, selections, sending=sending)
-        tokens = max(spec.id_tokens for spec in (*src.tensors, *dst.tensors)) or 1
-        plan = pair.bind(_first_blocks(src, tokens), _first_blocks(dst, tokens), range(tokens))
-        chunk = plan.whole
+        chunk = self._pair(peer, selections, sending=sending).sample
         return [chunk.gather(0)] if sending else [chunk.scatter(0)]
 
     def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
@@ -170,18 +169,10 @@ class PairPlans:
             self._pairs[key] = pair
             if len(self._pairs) > _KEPT_PAIRS:
                 self._pairs.popitem(last=False)
-            found = pair.explain()  # once a pair: every transfer's log line names what limits its pieces
-            role = "sending" if sending else "receiving"
-            _log.debug("pair_planned", peer=peer.name, role=role, limited_by=found.limited_by, explanation=str(found))
+            if hears_debug(_NAME):
+                role, told = "sending" if sending else "receiving", str(pair.explain())
+                _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
         return pair
-
-
-def _first_blocks(geometry: CacheGeometry, tokens: int) -> dict[str, Span]:
-    """The first blocks of every group, enough for so many tokens (as far as the pool goes)."""
-    return {
-        group: Span(np.arange(min(specs[0].ids, -(-tokens // specs[0].id_tokens) if specs[0].id_tokens else 1)))
-        for group, specs in geometry.groups.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +194,7 @@ class Bound:
     @property
     def limited_by(self) -> str:
         """What keeps pieces from being longer, in a few words."""
-        return self.plan.pair.explain().limited_by
+        return self.plan.pair.limited_by
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
@@ -251,6 +242,12 @@ def fit_grid(
         last = len(grid) - 1
         probes = sorted({0, min(1, last), min(grid.layer_runs, last), max(0, last - grid.layer_runs), last})
         need = max(plan.chunk(grid, chunk, outline=True).staged_bytes for chunk in probes)
+        if len(grid) > MAX_CHUNKS:
+            raise RefusedError(
+                f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: raise chunk_bytes "
+                "(and, for the route staged, arena_bytes)",
+                reason=Code.CHUNK_TOO_LARGE,
+            )
         if need <= limit_bytes:
             return grid
         if target < 2:
@@ -263,16 +260,26 @@ def fit_grid(
 
 
 def merged_pieces(plan: TransferPlan) -> int:
-    """About how many pieces a transfer has once neighbours are merged: counted on its first blocks, and scaled.
+    """About how many pieces a transfer has once neighbours are merged: counted in some rows of each class, and scaled.
 
-    Counting all of them costs tens of nanoseconds a piece, and there may be millions.
+    Counting all of them costs tens of nanoseconds a piece, and there may be millions. The rows are neighbours in the
+    middle, where none is cut and runs of blocks show.
     """
-    pair, tokens = plan.pair, plan.tokens
-    sample = max((spec.id_tokens for spec in (*pair.src.tensors, *pair.dst.tensors)), default=1) or 1
-    first = plan.window(pair.layers, tokens.start, min(plan.covered, tokens.start + sample))
-    if first.bytes == 0:
-        return plan.outline.copy().pieces
-    return max(1, len(first.copy().enumerate().merged()) * plan.outline.bytes // first.bytes)
+    segments = plan.outline.copy().segments
+    found = 0.0
+    for segment in segments:
+        known = replace(segment, rows=segment.rows[segment.rows[:, 0] >= 0])
+        full = known.rows[:, 4] == known.rows[:, 4].max(initial=0)
+        each = segment.pieces / max(1, len(segment.rows))
+        for mask in (full, ~full):  # the first and the last row may be cut, and are pieces of their own then
+            some = replace(segment, rows=known.rows[mask])
+            if len(some.rows):
+                kept = min(len(some.rows), max(2, int(_SAMPLED / len(segments) / each)))
+                first = (len(some.rows) - kept) // 2
+                sample = replace(some, rows=some.rows[first : first + kept])
+                scale = some.bytes / sample.bytes * segment.bytes / known.bytes
+                found += len(sample.enumerate().merged()) * scale
+    return max(1, round(found))
 
 
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:

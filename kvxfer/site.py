@@ -191,8 +191,7 @@ class Site:
 
     async def _warm(self, peer: PeerInfo, *, sending: bool) -> None:
         try:
-            samples = self.plans.samples(peer, sending=sending)
-            await self.runtime.in_thread(lambda: self.executor.warm(samples))
+            await self.runtime.in_thread(lambda: self.executor.warm(self.plans.samples(peer, sending=sending)))
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 

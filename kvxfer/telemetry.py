@@ -21,7 +21,7 @@ from structlog.typing import EventDict, WrappedLogger
 
 from kvxfer.errors import Code
 
-__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "logger", "mask"]
+__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "hears_debug", "logger", "mask"]
 
 KEYS: Final = frozenset(
     {
@@ -139,6 +139,11 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
         cache_logger_on_first_use=True,
     )
     return cast("structlog.stdlib.BoundLogger", wrapped.bind())
+
+
+def hears_debug(name: str) -> bool:
+    """Whether anybody hears debug events of this logger: else what is dear to say need not be made."""
+    return logging.getLogger(name).isEnabledFor(logging.DEBUG)
 
 
 def mask(secret: str | bytes) -> str:

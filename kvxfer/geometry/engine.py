@@ -167,7 +167,9 @@ class Engine:
             first, grain = 0, lcm(self.layout.block, aligned)
             if part.window is not None:
                 first = max(0, stop - part.window + 1) // grain * grain
-            count = 1 if part.state else -(-(stop - first) // (self.layout.block * self.layout.cp))
+            turn, rest = divmod(stop - first, self.layout.cp * self.layout.cp_chunk)
+            most = turn * self.layout.cp_chunk + min(rest, self.layout.cp_chunk)  # on the rank that has the first turn
+            count = 1 if part.state else -(-most // self.layout.block)
             found[part.group] = Span(scattered(count, self.pool, draw=draw), first)
         return found
 

@@ -213,7 +213,7 @@ class _Config:
 _SIGNS: Final = re.compile(
     r"(?:^|_)(?:kv_lora|q_lora|index_|mamba|ssm|state_size|conv_|linear_|recurrent|lru_|rwkv|retention|delta|hybrid"
     r"|attn_layer|layers_block_type|block_types|full_attn|kv_shared|global_head_dim|num_global|v_head_dim|compress"
-    r"|attention_chunk|cross_attention|multi_query|is_encoder_decoder|encoder_layers|kv_channels|k_eq_v)"
+    r"|attention_chunk|cross_attention|multi_query|num_kv_heads|attention_groups|block_configs|attn_type|is_encoder_decoder|encoder_layers|kv_channels|k_eq_v)"
 )
 _TELLING: Final = frozenset({"attention_k_eq_v"})
 """Keys of models whose layers differ in the size of their heads, whatever the value."""

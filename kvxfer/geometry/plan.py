@@ -132,6 +132,25 @@ class PairPlan:
             window = min(window, align * max(1, min(steps, default=touched)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
+    @cached_property
+    def sample(self) -> ChunkPlan:
+        """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
+        parts: list[ChunkPart] = []
+        for c in self.classes:
+            grid = row_grid(c.key.src_rows, c.key.dst_rows)
+            table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
+            rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
+            parts.append(ChunkPart(c.key, c.bases, c.factors, rows))
+        return ChunkPlan(parts)
+
+    @cached_property
+    def limited_by(self) -> str:
+        """What ends the runs of the class with the most pieces, and on which side, in a few words."""
+        if not self.classes:
+            return ""
+        pieces = [segment.pieces for segment in self.sample.copy().segments]
+        return explain(self.src, self.dst, [self.classes[int(np.argmax(pieces))]]).limited_by
+
     def explain(self) -> Explanation:
         """Why pieces are as long as they are, and which side limits them: exact for full rows, whatever the request."""
         return self._explained

@@ -121,7 +121,9 @@ def _missing(need: CacheGeometry, spec: TensorSpec, kv: str, layer: int, held: _
     if not heads.issuperset(spec.heads):
         return {f"{label}.heads": (_runs(n for own in here for n in own.heads), _runs(heads))}
     turns = sorted({(h.tokens.of, h.tokens.chunk, h.tokens.rank) for h in holdings})
-    return {f"{label}.tokens": ("all", ", ".join(f"part {r} of {of} in turns of {chunk}" for of, chunk, r in turns))}
+    mine = (spec.tokens.of, spec.tokens.chunk, spec.tokens.rank)
+    told = [f"part {rank} of {of} in turns of {chunk}" for of, chunk, rank in (mine, *turns)]
+    return {f"{label}.tokens": ("all" if spec.tokens.of == 1 else told[0], ", ".join(told[1:]))}
 
 
 def _runs(numbers: Iterable[int]) -> str:

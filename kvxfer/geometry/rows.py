@@ -270,6 +270,9 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
         if int(ids.min()) < 0 or int(ids.max()) >= limit:
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
+        null = specs[0].null_block
+        if null is not None and specs[0].is_state and (ids == null).any():
+            raise BlocksError(f"group {group!r} is state, which cannot be padding: its slot is the null block {null}")
         if not receiving:
             continue
         if _repeats(ids, limit):
@@ -279,7 +282,6 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(
                 f"group {group!r}: block id {repeated[0]} is named twice, at positions {first} and {second}"
             )
-        null = specs[0].null_block
         if null is not None and (ids == null).any():
             raise BlocksError(
                 f"group {group!r}: the null block {null} cannot receive (position {int(np.argmax(ids == null))})"
@@ -335,13 +337,14 @@ def meet(
     due = tokens.stop if covered is None else min(covered, tokens.stop)
     if src.is_state:
         s_ids, d_ids = (side.kernel_blocks(np.asarray(s.ids)) for side, s in ((src, src_span), (dst, dst_span)))
-        if len(s_ids) != len(d_ids) and (len(s_ids) or due == tokens.stop):
+        if len(s_ids) > len(d_ids) or (len(s_ids) < len(d_ids) and due == tokens.stop):
             raise BlocksError(
                 f"group {group!r} is state: {len(s_ids)} slots at the source, {len(d_ids)} at the destination"
             )
         begin = np.full(len(d_ids), tokens.stop - 1, np.int64)
         table = np.zeros((len(begin), 5), np.int64)
-        table[:, 0], table[:, 2], table[:, 4] = s_ids if len(s_ids) else _UNKNOWN, d_ids, 1
+        table[:, 0], table[:, 2], table[:, 4] = _UNKNOWN, d_ids, 1
+        table[: len(s_ids), 0] = s_ids
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
         begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
@@ -410,7 +413,7 @@ def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool 
     Raises:
         TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
     """
-    if not hasattr(tokens, "step"):
+    if not isinstance(tokens, range):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TokensError(f"tokens must be a range, such as range(0, 4096), not {tokens!r}")
     least = max(tokens.start if may_be_empty else tokens.start + 1, 1)
     if tokens.step != 1 or tokens.start < 0 or tokens.stop < least:

@@ -279,6 +279,23 @@ def test_the_slot_of_state_may_come_last() -> None:
         meet("a", STATE, STATE, span(5, 2), span(1), range(3, 12), covered=8)
 
 
+def test_the_slots_of_state_may_come_one_by_one() -> None:
+    rows = meet("a", STATE, STATE, span(5), span(1, 9), range(3, 12), covered=8)
+    assert [source < 0 for source in rows.table[:, 0]] == [False, True]
+
+
+def test_state_is_never_padding() -> None:
+    """A window may have padding, of which nothing moves; state of which nothing moves would be read as good."""
+    held = [CacheTensor(torch.zeros(10, 8), "block dim", layers=[0], group="a")]
+    cache = CacheGeometry.of(held, [Group("a", 3)])
+    check_spans({"a": span(2)}, cache, receiving=False)
+    for receiving in (False, True):
+        with pytest.raises(
+            BlocksError, match="group 'a' is state, which cannot be padding: its slot is the null block 3"
+        ):
+            check_spans({"a": span(3)}, cache, receiving=receiving)
+
+
 def test_no_token_is_missing() -> None:
     assert len(meet("a", PLAIN, PLAIN, span(5, 2), span(), range(7, 7))) == 0
     rows = meet("a", STATE, STATE, span(5), span(1), range(7, 7))

@@ -290,7 +290,7 @@ def _rank(
         if rng.random() < 0.3:
             chosen.sort()
         if low is not None:  # only a source may have padding, or name a block twice
-            if group in nulls:
+            if group in nulls and group not in slots:
                 chosen = [nulls[group] if rng.random() < 0.3 else block for block in chosen]
             if rng.random() < 0.1:
                 chosen[-1] = chosen[0]

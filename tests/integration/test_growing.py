@@ -159,6 +159,28 @@ async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
     await quiet(prefill, decode)
 
 
+async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
+    source, target = (
+        Cache(blocks=512, block_tokens=1, layers=range(4)),
+        Cache(blocks=512, block_tokens=1, layers=range(4)),
+    )
+    prefill, decode = await stage.pair(source, target, chunk_bytes="1MiB", arena_bytes="4MiB")
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), list(range(512)), tokens=range(512), timeout=10)
+    for token in range(512):
+        offer.extend([511 - token], tokens=range(token, token + 1))
+        for layer in range(4):
+            offer.ready(layers=[layer])
+        if token == 0:
+            await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Fetch", 0))
+            await asyncio.sleep(0)
+    offer.finish()
+    result = await transfer
+    assert 100 < result.stats.chunks <= 300
+    Copied(target).bring(source, list(range(511, -1, -1)), list(range(512)), range(512)).check()
+    await quiet(prefill, decode)
+
+
 # --- a destination that lacks no token
 
 
@@ -208,7 +230,8 @@ async def test_the_offer_must_hold_the_last_token_all_the_same(stage):
     await quiet(decode)
 
 
-async def test_a_window_that_begins_after_the_range_needs_no_blocks(stage):
+@pytest.mark.parametrize(("window", "first"), [([], 8), ([2], 8), ([], 7), ([2, 3], 7)])
+async def test_a_window_that_begins_after_the_range_needs_no_blocks(stage, window, first):
     """Sliding windows: of a range that lies before the window nothing of that group moves."""
 
     def caches():
@@ -219,7 +242,7 @@ async def test_a_window_that_begins_after_the_range_needs_no_blocks(stage):
     prefill.offer("r", {"full": [0, 1, 2, 3], "window": Span([8, 9], 8)}, tokens=16)
     copied = [Copied(target) for target in targets]
     copied[0].bring(sources[0], [0, 1], [4, 5], range(6))
-    into = {"full": [4, 5], "window": Span([], 8)}
+    into = {"full": [4, 5], "window": Span(window, first)}
     await decode.fetch(prefill.engine.ticket("r"), into, tokens=range(6), timeout=5)
     for one in copied:
         one.check()

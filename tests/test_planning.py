@@ -1,0 +1,71 @@
+"""Plans with peers: how many pieces there are about, and what kernels are compiled for."""
+
+import pytest
+import torch
+
+from kvxfer.errors import RefusedError
+from kvxfer.geometry import (
+    CacheGeometry,
+    CacheTensor,
+    EngineLayout,
+    Group,
+    PairPlan,
+    Span,
+    common,
+    from_hf_config,
+    resolve,
+)
+from kvxfer.planning import fit_grid, merged_pieces
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+NHD = {"layout": "NHD"}
+ACROSS = {"tp": 4, "cross_layer": True}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "tokens"),
+    [
+        (NHD, NHD, range(1000)),
+        (NHD, {"layout": "HND", "block": 32}, range(7, 500)),
+        (ACROSS, ACROSS, range(15, 8015)),
+        (ACROSS, ACROSS, range(8000)),
+        ({"cp": 2, "cross_layer": True, "block": 4}, {"cp": 2, "cross_layer": True, "block": 4}, range(8000)),
+        ({"tp": 2}, {"tp": 8}, range(1, 4000)),
+    ],
+)
+def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
+    """The choice of a route rests on it."""
+    src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
+    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
+    layouts = [EngineLayout(**options) for options in (prefill, decode)]
+    spans = src.spans(tokens.stop, aligned=layouts[1].block), dst.spans(tokens.stop, aligned=layouts[0].block, draw=1)
+    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, tokens)
+    real = len(plan.whole.copy().enumerate().merged())
+    assert merged_pieces(plan) == pytest.approx(real, rel=0.15)
+
+
+def test_a_sample_needs_no_block_that_could_be_bound():
+    """Kernels are compiled for a pair though block 0 is padding, and though one pool is smaller than a block."""
+    wide = CacheTensor(torch.zeros(4, 64, 8), "block token dim", layers=[0])
+    narrow = CacheTensor(torch.zeros(2, 16, 8), "block token dim", layers=[0])
+    src = CacheGeometry.of([wide], [Group("default", 0)])
+    dst = CacheGeometry.of([narrow], [Group("default", 0)])
+    pair = PairPlan(src, dst, common(src, dst))
+    assert pair.sample.bytes == 2 * 16 * 8 * 4
+    assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
+
+
+def test_a_transfer_of_too_many_chunks_is_refused():
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(1 << 21, 1, 1), "block token dim", layers=[0])])
+    pair = PairPlan(cache, cache, common(cache, cache))
+    spans = {"default": Span(torch.arange(1 << 21).numpy())}
+    plan = pair.bind(spans, spans, range(1 << 21))
+    with pytest.raises(RefusedError, match="cut into 2097152 chunks, and 1048576 are the limit: raise chunk_bytes"):
+        fit_grid(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)

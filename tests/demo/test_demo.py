@@ -146,10 +146,12 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_behind(tmp_path):
     """It goes to every process of the foreground group at once."""
     program = tmp_path / "program.py"
     program.write_text(
+        "import signal\n"
         "from rich.console import Console\n"
         "from kvxfer.demo.run import run\n"
         "from kvxfer.demo.script import Script\n"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"    run(Script(**{SMALL | {'steps': 400}}), Console(width=200))\n"
     )
     process = subprocess.Popen(

@@ -5,8 +5,9 @@ import os
 import threading
 
 import pytest
+import torch
 from stage import DEFAULTS, Cache, Copied, Gate, eventually, quiet
-from test_convert import BF16, CONVERT, E4M3, IDS, INTO, TOKENS, Converted, source, target
+from stored import Converted, Stored
 
 from kvxfer import Config, PeerLostError, Released, Worker
 from kvxfer.testing import LoopbackTransport
@@ -70,12 +71,12 @@ async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
 
 
 async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(stage):
-    given, ours = source(BF16, "head"), target(E4M3, "head")
-    prefill, decode = await stage.pair(given, ours, decode=CONVERT)
+    given, ours = Stored(torch.bfloat16, "head"), Stored(torch.float8_e4m3fn, "head", seed=2, layout="HND")
+    prefill, decode = await stage.pair(given, ours, decode={"convert": True})
     for request in ("first", "second"):
-        prefill.offer(request, IDS, tokens=TOKENS.stop)
-        copied = Converted(ours).bring(given, IDS, INTO, TOKENS)
-        await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=5)
+        prefill.offer(request, [1, 2], tokens=8)
+        copied = Converted(ours).bring(given, [1, 2], [5, 6], range(8))
+        await decode.fetch(prefill.engine.ticket(request), [5, 6], tokens=range(8), timeout=5)
         copied.check()
         (link,) = decode._links
         kept = os.dup(link._transport.get_extra_info("socket").fileno())  # so the peer does not see it close

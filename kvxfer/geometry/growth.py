@@ -206,19 +206,28 @@ class _ClassRuns:
             run,
             len(regions) * prod(axis.count for axis in axes),
             row_grid(key.src_rows, key.dst_rows),
-            self._limits((*axes, *self._region_axes(regions)), regions.low[0], run),
+            self._limits((*axes, *self._region_axes(regions, run)), regions.low[0], run),
         )
 
-    def _region_axes(self, regions: _Regions) -> Iterable[_Axis]:
+    def _region_axes(self, regions: _Regions, run: int) -> Iterable[_Axis]:
         """The coordinates in which regions still differ, as axes."""
         for name, column in _COLUMNS.items():
             numbers = regions.low[:, column]
             order, alike = regions.in_order(column, numbers)
             if alike.any():
                 strides = (np.unique(steps[alike]).tolist() for steps in np.diff(regions.bases[order], axis=0).T)
-                src, dst = (steps[0] if len(steps) == 1 and abs(steps[0]) < _FAR else None for steps in strides)
+                first = regions.low[order][int(np.argmax(alike))]
+                src, dst = (
+                    steps[0] if len(steps) == 1 and (steps[0] == run or self._within(side, first, steps[0])) else None
+                    for steps, side in zip(strides, (self.src, self.dst), strict=True)
+                )
                 chains = np.diff(np.flatnonzero(np.concatenate([[True], ~alike, [True]])))
                 yield _Axis(name, int(chains.max()), src, dst)
+
+    def _within(self, side: _Holder, place: I64, distance: int) -> bool:
+        """Whether something so far from a region may lie in the same tensor, or in another view of its memory."""
+        spec = side.spec(self.key, place)
+        return abs(distance) * spec.item_bytes < spec.extent_bytes * self.key.item_bytes
 
     def _block(self) -> tuple[_Axis, Side]:
         """From one full row to the next, and on which sides that is another block."""
@@ -239,7 +248,8 @@ class _ClassRuns:
             end = Limit("block", Side.DESTINATION if turns else Side.SOURCE, Cause.TURNS, run, None, None)
             open_axes = [axis for axis in axes if axis.count > 1]
         elif block.src == block.dst == run:
-            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run, breaks=self._breaks(run)),)
+            cause = Cause.ROWS if key.src_rows.of > 1 and side is Side.BOTH else Cause.BLOCK_IDS
+            return (Limit("block", side, cause, run, run, run, breaks=self._breaks(run)),)
         else:
             end = None
             open_axes = [*(axis for axis in axes if axis.count > 1), block]
@@ -248,9 +258,11 @@ class _ClassRuns:
             for axis in open_axes
             if run in (axis.src, axis.dst)
         ]
+        if end is not None:
+            return (end, *limits)
         if not limits and open_axes:
             limits = [self._limit(min(open_axes, key=_reach), Side.BOTH, place, run)]
-        return tuple(limits) or ((end,) if end is not None else ())
+        return tuple(limits)
 
     def _limit(self, axis: _Axis, side: Side, place: I64, run: int) -> Limit:
         strides = {Side.SOURCE: [axis.src], Side.DESTINATION: [axis.dst], Side.BOTH: [axis.src, axis.dst]}[side]

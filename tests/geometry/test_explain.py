@@ -22,6 +22,7 @@ from kvxfer.geometry import (
     Side,
     Span,
     Step,
+    from_hf_config,
     resolve,
 )
 from kvxfer.geometry.growth import explain
@@ -62,6 +63,15 @@ def piece_sizes(cells: set[tuple[int, int]], item: int) -> Counter[int]:
             length += 1
         sizes[length * item] += 1
     return sizes
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
 
 
 def pairs() -> "list[tuple[int, PairPlan]]":
@@ -116,14 +126,16 @@ def test_the_named_side_alone_ends_the_run(drawn):
         for run in runs:
             for limit in run.limits:
                 seen[limit.axis, limit.side, limit.cause] += 1
-                if limit.cause in (Cause.BLOCK_IDS, Cause.TURNS) or limit.axis == "block":
+                if limit.cause in (Cause.BLOCK_IDS, Cause.ROWS, Cause.TURNS) or limit.axis == "block":
                     continue
                 assert limit.expected == run.piece_bytes, seed
                 axes, bases = mended(c, limit.axis, limit)
                 sizes = piece_sizes(elements(axes, bases), item(c))
                 assert max(sizes) >= limit.expected * limit.count > run.piece_bytes, (seed, limit)
-    for axis, side in product(("dim", "head", "token", "kv", "layer"), Side):
+    axes = ("dim", "head", "token", "kv", "layer")
+    for axis, side in product(axes, (Side.SOURCE, Side.DESTINATION)):
         assert any(seen[axis, side, cause] for cause in Cause), (axis, side)
+    assert sum(any(seen[axis, Side.BOTH, cause] for cause in Cause) for axis in axes) > 2  # the nearest alone is named
 
 
 def mended(c: SegmentClass, name: str, limit) -> tuple[list[tuple[str, int, int, int]], list[tuple[int, int]]]:
@@ -312,3 +324,27 @@ def test_regions_that_are_neighbours_only_in_part_are_told_apart():
     geometry = CacheGeometry.of([three, alone])
     found = PairPlan(geometry, geometry, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain()
     assert sorted((run.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]
+
+
+def told(prefill, decode, tokens: int = 4096) -> str:
+    """What is said of Llama-like engines that are laid out so."""
+    src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
+    shares = resolve(dst.ranks[0], src.ranks, rank=0)
+    return str(PairPlan(src.ranks[0], dst.ranks[0], shares[0]).explain())
+
+
+def test_tokens_that_take_turns_alike_join_row_by_row() -> None:
+    text = told({"cp": 2}, {"cp": 2})
+    assert "the row ends with its turn of tokens; the next one of the block follows it, and both are one piece" in text
+    assert "the block ends" not in text
+
+
+def test_tokens_that_take_turns_on_one_side_end_every_row() -> None:
+    assert "the row ends: the tokens that follow take their turn on another rank" in told({"cp": 2}, {})
+
+
+def test_tensors_of_their_own_are_no_stride_apart() -> None:
+    """However evenly an allocator has put them."""
+    text = told({}, {"layout": "block kv token head dim"})
+    assert "at the source the next kv lies in other memory" in text
+    assert "the destination goes on with the next kv" in text

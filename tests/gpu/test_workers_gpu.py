@@ -17,20 +17,19 @@ sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
 from far import Far, Ranks, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    CONVERSIONS,
     IDS,
-    INTO,
     LAYERS,
     ONE_TO_TWO,
     SIZES,
-    TOKENS,
     TWO_TO_ONE,
     Move,
     begin,
+    bring_converted,
     sources,
     targets,
     tickets,
 )
-from stored import ConvertedThere, Stored  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.testing import LoopbackNetwork  # noqa: E402
 
@@ -106,32 +105,10 @@ async def test_every_byte(far, near, there, here, split, route):
 
 
 @needs_nixl
-@pytest.mark.parametrize(
-    "dtypes",
-    [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"), ("float16", "bfloat16")],
-    ids=" to ".join,
-)
+@pytest.mark.parametrize("dtypes", CONVERSIONS, ids=" to ".join)
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_every_element_of_another_dtype(far, near, there, here, dtypes):
-    """Heads from two ranks, with scales of their own on both sides, from NHD and 16 tokens to HND and 32."""
-    theirs, ours = (getattr(torch, dtype) for dtype in dtypes)
-    given = [
-        Stored(theirs, "head", blocks=20, block_tokens=16, layers=LAYERS, heads=heads, dim=64, seed=3 + heads.start)
-        for heads in TWO_TO_ONE[0]
-    ]
-    mirror = Stored(ours, "head", blocks=10, block_tokens=32, layers=LAYERS, heads=range(8), dim=64, layout="HND")
-    issuer = tickets(await far.open("prefill", given, device=there, **SIZES))
-    await near.open("decode", [mirror], device=here, convert=True, **SIZES)
-    expected = ConvertedThere(mirror, near.caches[0])
-    for rank, one in enumerate(given):
-        expected.bring(one, IDS, INTO, TOKENS)
-        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16)
-    after = now_on(near.caches[0])
-    result = await near.workers[0].fetch(issuer.ticket("r"), INTO, tokens=TOKENS, after=after, timeout=60)
-    expected.check()
-    assert (result.stats.route, result.stats.why) == ("staged", "the only route that converts")
-    for rank in range(len(given)):
-        assert (await far.released(rank, "r"))[0] == "Released"
+    await bring_converted(far, near, dtypes, there=there, here=here)
 
 
 @needs_nixl

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
 from far import GROWTH, JUNK, Expected, event_after, now_on, spoiler
 from stage import KEY, Cache
+from stored import ConvertedThere, Stored
 
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -16,6 +18,7 @@ IDS = [19, 3, 1, 17, 5, 4, 8, 2, 6, 7, 0, 9]
 INTO = [9, 0, 4, 2, 1, 7]
 """Destination blocks of 32 tokens; 3, 5, 6 and 8 are nobody's business."""
 TOKENS = range(5, 12 * 16 - 3)
+CONVERSIONS = [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"), ("float16", "bfloat16")]
 
 
 def sources(heads):
@@ -77,3 +80,25 @@ async def begin(far, near, split, *, there="cpu", here="cpu", **config):
     card = await far.open("prefill", theirs, device=there, **{**SIZES, **config})
     await near.open("decode", ours, device=here, **{**SIZES, **config})
     return tickets(card), Move(theirs, near, ours)
+
+
+async def bring_converted(far, near, dtypes, there="cpu", here="cpu"):
+    """Heads from two ranks, with scales of their own on both sides, from NHD and 16 tokens to HND and 32."""
+    theirs, ours = (getattr(torch, dtype) for dtype in dtypes)
+    given = [
+        Stored(theirs, "head", blocks=20, block_tokens=16, layers=LAYERS, heads=heads, dim=64, seed=3 + heads.start)
+        for heads in TWO_TO_ONE[0]
+    ]
+    mirror = Stored(ours, "head", blocks=10, block_tokens=32, layers=LAYERS, heads=range(8), dim=64, layout="HND")
+    issuer = tickets(await far.open("prefill", given, device=there, **SIZES))
+    await near.open("decode", [mirror], device=here, convert=True, **SIZES)
+    expected = ConvertedThere(mirror, near.caches[0])
+    for rank, one in enumerate(given):
+        expected.bring(one, IDS, INTO, TOKENS)
+        await far.offer(rank, "r", IDS, tokens=len(IDS) * 16)
+    after = now_on(near.caches[0])
+    result = await near.workers[0].fetch(issuer.ticket("r"), INTO, tokens=TOKENS, after=after, timeout=60)
+    expected.check()
+    assert (result.stats.route, result.stats.why) == ("staged", "the only route that converts")
+    for rank in range(len(given)):
+        assert (await far.released(rank, "r"))[0] == "Released"

@@ -9,7 +9,22 @@ from typing import Any
 import pytest
 import torch
 from far import Far, Ranks, guarded, idle
-from scene import IDS, INTO, LAYERS, ONE_TO_TWO, SIZES, TOKENS, TWO_TO_ONE, Move, begin, sources, targets, tickets
+from scene import (
+    CONVERSIONS,
+    IDS,
+    INTO,
+    LAYERS,
+    ONE_TO_TWO,
+    SIZES,
+    TOKENS,
+    TWO_TO_ONE,
+    Move,
+    begin,
+    bring_converted,
+    sources,
+    targets,
+    tickets,
+)
 
 from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError
 
@@ -48,6 +63,12 @@ async def all_idle(far, near):
     async with asyncio.timeout(5):
         while not (idle(await far.quiet()) and idle(near.quiet())):  # noqa: ASYNC110 - nobody sets an event for it
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("dtypes", CONVERSIONS, ids=" to ".join)
+async def test_every_element_of_another_dtype(far, near, dtypes):
+    await bring_converted(far, near, dtypes)
+    await all_idle(far, near)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -16,7 +16,7 @@ from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound, fit_grid, merged_pieces
-from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Status, Timings
+from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Span, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, choose
 from kvxfer.shipment import Moved, Shipment
@@ -328,8 +328,10 @@ class Outgoing(Steps):
         """Announce chunks, and before them the blocks that they are in."""
         offer = self.offer
         if offer is not None and self.machine.state is SendState.MOVING:
-            news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
-            self._said = offer.spans
+            news: list[Span] = []
+            if offer.spans is not self._said:  # an offer that grows gets new lists
+                news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
+                self._said = offer.spans
             self._say(self.machine.ready(chunks, lease_ms, news))
 
     def _announce_readable(self, bound: Bound, chunk: int) -> None:

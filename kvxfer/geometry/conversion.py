@@ -105,11 +105,16 @@ def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool)
     if unequal is not None and not (able and convert):
         advice = advice or f"; {src.dtype} cannot be converted, only {', '.join(CONVERTIBLE)}"
         return Difference(f"scale of head {unequal[2]}", f"{unequal[0]:g}", f"{unequal[1]:g}", advice)
+    return _misaligned(src, dst) if src.dtype != dst.dtype or unequal is not None else None
+
+
+def _misaligned(src: TensorSpec, dst: TensorSpec) -> Difference | None:
+    """Elements that are converted are read and written one by one, so they must lie where their size says."""
     aligned = [gcd(spec.base, spec.item_bytes, *spec.strides) for spec in (src, dst)]
-    if (src.dtype != dst.dtype or unequal is not None) and aligned != [src.item_bytes, dst.item_bytes]:
-        advice = "; elements that are converted must lie at multiples of their size"
-        return Difference("alignment", f"{aligned[0]} bytes", f"{aligned[1]} bytes", advice)
-    return None
+    if aligned == [src.item_bytes, dst.item_bytes]:
+        return None
+    advice = "; elements that are converted must lie at multiples of their size"
+    return Difference("alignment", f"{aligned[0]} bytes", f"{aligned[1]} bytes", advice)
 
 
 def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Iterator[tuple[TensorSpec, Difference]]:

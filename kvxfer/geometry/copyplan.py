@@ -109,28 +109,38 @@ class Segment:
         """
         if self.box.elements.converts:
             raise GeometryError(f"{self.box.elements.src} to {self.box.elements.dst} cannot be copied piece by piece")
-        parts = [self._enumerate(int(tokens)) for tokens in np.unique(self.rows[:, 4])]  # full rows, and clipped ones
-        return Pieces.joined(parts)
+        counts = self.rows[:, 4]
+        if not len(counts) or (counts == counts[0]).all():
+            return self._listed(self.rows)
+        return Pieces.joined([self._listed(self.rows[counts == count]) for count in np.unique(counts)])
 
-    def _enumerate(self, tokens: int) -> "Pieces":
-        """Pieces of the rows of one length: the sums of one offset from each level."""
-        rows, box = self.rows[self.rows[:, 4] == tokens], self.box
+    def _listed(self, rows: I64) -> "Pieces":
+        """Pieces of rows of one length: the sums of one offset from each level."""
+        box, tokens = self.box, int(rows[0, 4]) if len(rows) else 0
         src = rows[:, 0] * self.src_block + rows[:, 1] * box.src_token
         dst = rows[:, 2] * self.dst_block + rows[:, 3] * box.dst_token
         axes = box.outer if box.token_in_run else (*box.outer, BoxAxis(tokens, box.src_token, box.dst_token))
-        levels = [(self.regions[:, 0], self.regions[:, 1]), (src, dst), *map(_steps, axes)]
+        levels = [_ascending(self.regions[:, 0], self.regions[:, 1]), _ascending(src, dst), *map(_steps, axes)]
         # levels nest where the wider one is outside, and then sums of ascending offsets ascend
-        levels.sort(key=lambda level: int(np.ptp(level[1])), reverse=True)
-        orders = [np.argsort(dst) for _, dst in levels]
-        src, dst = (
-            reduce(np.add.outer, [level[side][order] for level, order in zip(levels, orders, strict=True)]).ravel()
-            for side in (0, 1)
-        )
+        levels.sort(key=_width, reverse=True)
+        src, dst = (reduce(np.add.outer, [level[side] for level in levels]).ravel() for side in (0, 1))
         return Pieces(src, dst, np.full(len(src), box.run_bytes * (tokens if box.token_in_run else 1), np.int64))
+
+
+def _ascending(src: I64, dst: I64) -> tuple[I64, I64]:
+    order = np.argsort(dst)
+    return src[order], dst[order]
+
+
+def _width(level: tuple[I64, I64]) -> int:
+    dst = level[1]
+    return int(dst[-1] - dst[0]) if len(dst) else 0
 
 
 def _steps(axis: BoxAxis) -> tuple[I64, I64]:
     index = np.arange(axis.count, dtype=np.int64)
+    if axis.dst < 0:
+        index = index[::-1]
     return index * axis.src, index * axis.dst
 
 

@@ -241,6 +241,9 @@ async def _register(
         full = await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))
     receiving = shares[1]
     spans = [receiving] if receiving is not None else []
+    limit = parts.config.chunk_bytes
+    if receiving is not None and not in_place:
+        limit = min(limit, parts.config.send_bytes)
     return {
         trusted: encode_body(
             AgentBody(
@@ -248,6 +251,7 @@ async def _register(
                 metadata=full if trusted else bounded,
                 tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
                 staging=spans,
+                max_chunk_bytes=limit,
             )
         )
         for trusted in (False, True)

@@ -114,7 +114,7 @@ def plan(
     model: Annotated[Path, typer.Option("--config", help="config.json of a Hugging Face model, or its folder.")],
     prefill: Annotated[str, typer.Option(help="Engine that holds the request: tp=4,pp=1,block=16,layout=NHD.")],
     decode: Annotated[str, typer.Option(help="Engine that fetches it: tp=2,block=64,layout=HND,cross-layer.")],
-    tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already.")],
+    tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already (N:N: all).")],
     dtype: Annotated[str | None, typer.Option(help="Of K and V: bf16, fp16, fp8, ...; by default the model's.")] = None,
     route: Annotated[str | None, typer.Option(help="As the setting: auto, staged, direct or pull.")] = None,
     chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,

@@ -50,7 +50,7 @@ def parse_engine(text: str, option: str) -> EngineLayout:
 
 
 def parse_tokens(text: str) -> range:
-    """Read a token range: `N` for the first N tokens, or `A:B` where the first A are held already.
+    """Read a token range: `N` for the first N tokens, or `A:B` where the first A are held already, `N:N` where all are.
 
     Raises:
         TokensError: If it is none.
@@ -60,8 +60,8 @@ def parse_tokens(text: str) -> range:
         found = range(_whole(first), _whole(last)) if separator else range(_whole(first))
     except ValueError as error:
         raise TokensError(f"--tokens {text} is not possible: {error}, or A:B") from error
-    if not found:
-        raise TokensError(f"--tokens {text} is not possible: that is no token; give N or A:B with A < B")
+    if found.stop < max(found.start, 1):
+        raise TokensError(f"--tokens {text} is not possible: that is no token; give N or A:B with A <= B")
     return found
 
 

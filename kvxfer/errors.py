@@ -271,7 +271,8 @@ class UnreachableError(PeerError, ConnectionError):
 class MismatchError(PeerError):
     """The two engines cannot exchange this cache.
 
-    Cause: another model, dtype, scale, shape or protocol version on the other side.
+    Cause: another model, dtype, scale, shape or protocol version on the other side; or settings that leave no
+    common route, or no chunk that is large enough.
     Remedy: `fields` names each one with both values; `compat="geometry"` forgives names, never shapes, and
     `convert=True` at the decode rank converts dtypes and scales.
 

@@ -175,14 +175,15 @@ class Forecast:
             "profile": {"name": self.profile.name, "hardware": self.profile.hardware},
             "pairs": [pair.to_json() for pair in self.pairs],
             "bytes": self.bytes,
-            "slowest_pair_s": max(pair.predicted_s for pair in self.pairs),
+            "slowest_pair_s": max((pair.predicted_s for pair in self.pairs), default=0.0),
         }
 
     def summary(self) -> list[str]:
         """What `kvxfer plan` prints above its table."""
         model, start, stop = self.prefill.model, self.tokens.start, self.tokens.stop
         lines = [
-            f"{model.model_type}: {len(model.layers)} layers, {self.prefill.dtype}, tokens {start} to {stop - 1}",
+            f"{model.model_type}: {len(model.layers)} layers, {self.prefill.dtype}, "
+            + (f"tokens {start} to {stop - 1}" if start < stop else f"no tokens of {stop}, all are held already"),
             f"{shown_size(self.bytes)} between {len(self.pairs)} pairs of ranks",
         ]
         for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
@@ -243,10 +244,10 @@ def forecast(
 
     Raises:
         GeometryError: If the model cannot be divided so, or the two layouts hold what cannot be copied.
-        TokensError: If the range is empty.
+        TokensError: If the range is reversed, or ends at token 0.
         RefusedError: If no route is left, or no chunk is small enough.
     """
-    check_tokens(tokens)
+    check_tokens(tokens, may_be_empty=True)
     pool = max(_SMALLEST_POOL, *(4 * tokens.stop // layout.block for layout in (prefill, decode)))
     src = _engine("prefill", model, prefill, dtype, pool)
     dst = _engine("decode", model, decode, dtype, pool)

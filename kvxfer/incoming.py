@@ -30,7 +30,6 @@ from kvxfer.protocol.messages import (
 )
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
-from kvxfer.routes.chooser import acceptable
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
@@ -123,8 +122,7 @@ class Incoming(Steps):
         """Ask."""
         site, need = self.site, self._need
         left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
-        possible = acceptable(site.config.route, site.means(self.peer, trusted=self.link.trusted, sending=False))
-        self._asked = [route for route in possible if route is not Route.DIRECT or site.config.max_in_place_bytes]
+        self._asked = site.routes(self.peer, trusted=self.link.trusted, sending=False)
         sent = self.link.send(
             Fetch(
                 transfer=self.machine.transfer,

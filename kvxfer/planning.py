@@ -152,6 +152,11 @@ class PairPlans:
                 self._shares.popitem(last=False)
         return found
 
+    def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
+        """Staging that the smallest chunk between this rank and a peer needs, at the least."""
+        selections = common(*self._ends(peer, sending=sending))
+        return self._pair(peer, selections, sending=sending).least_chunk_bytes if selections else 0
+
     def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
         """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
         selections = common(*self._ends(peer, sending=sending))

@@ -14,9 +14,9 @@ from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import Lanes
 from kvxfer.memory import Custody, Share
 from kvxfer.planning import PairPlans
-from kvxfer.protocol.messages import Capability, MemorySpan
+from kvxfer.protocol.messages import Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.routes.chooser import Means
+from kvxfer.routes.chooser import Means, acceptable
 from kvxfer.runtime import HandOver, Runtime
 from kvxfer.telemetry import Metrics, logger
 from kvxfer.tickets import Issuer
@@ -155,25 +155,67 @@ class Site:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
-    def meet(self, peer: PeerInfo, *, sending: bool) -> None:
+    def meet(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
         """Take note of a new peer, and begin to prepare copies in one direction.
 
+        Args:
+            peer: The other side.
+            trusted: Whether this side shared its addresses with it.
+            sending: Whether this rank is the prefill rank.
+
         Raises:
-            MismatchError: If its description contradicts itself, or something that both sides hold cannot be copied.
+            MismatchError: If its description contradicts itself, or what both sides hold cannot be copied: as it is, on
+                no route, or in no chunk that the settings allow.
         """
         theirs = Capability(peer.identity.capabilities)
         asked = theirs if sending else self.capabilities  # the decode rank's
         self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
-        if self.plans.converts(peer, sending=sending) and not (self.staging and Capability.STAGED in theirs):
-            here, there = self.config.arena_bytes, "an arena" if Capability.STAGED in theirs else "none"
+        least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
+        if least and not self.routes(peer, trusted=trusted, sending=sending):
+            self._no_route(peer, trusted=trusted, sending=sending)
+        there = peer.body.max_chunk_bytes or here
+        if least > min(here, there):
             raise MismatchError(
-                "dtypes or scales differ, and only the route staged converts them, which needs an arena on both sides: "
-                f"arena_bytes is {here} here, and the peer has {there}",
+                f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
+                f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)",
                 peer=peer.name,
-                fields={"arena": ("an arena" if self.staging else "none", there)},
+                fields={"chunk_bytes": (str(here), str(there))},
             )
         self.lanes.wanted(peer)
         self.warm(peer, sending=sending)
+
+    def routes(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> list[Route]:
+        """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
+        means = self.means(peer, trusted=trusted, sending=sending)
+        if sending:
+            return [route for route in Route if means.can(route)]
+        return acceptable(self.config.route, means)
+
+    def _no_route(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
+        """Name why there is no route.
+
+        Raises:
+            MismatchError: Always.
+        """
+        here, there = (
+            "an arena" if staged else "none"
+            for staged in (self.staging, Capability.STAGED in Capability(peer.identity.capabilities))
+        )
+        means = self.means(peer, trusted=trusted, sending=sending)
+        if means.converts:
+            raise MismatchError(
+                "dtypes or scales differ, and only the route staged converts them, which needs an arena on both sides: "
+                f"here {here} (arena_bytes is {self.config.arena_bytes}), at the peer {there}",
+                peer=peer.name,
+                fields={"arena": (here, there)},
+            )
+        raise MismatchError(
+            f"there is no common route: route={self.config.route} is set here, and this pair can do {means}. The route "
+            f"staged needs an arena on both sides (here {here}, at the peer {there}), direct and pull need registered "
+            "blocks and trust on both, and direct max_in_place_bytes at the decode rank",
+            peer=peer.name,
+            fields={"route": (self.config.route, str(means))},
+        )
 
     def warm(self, peer: PeerInfo, *, sending: bool) -> None:
         """Begin to compile what copies with a new peer need, so that none compiles later. Nothing to do on a CPU."""
@@ -238,7 +280,7 @@ class Site:
         in_place = self.in_place and self.plans.geometry(peer).addressed and trusted and not converts
         return Means(
             staged=self.staging is not None and Capability.STAGED in theirs,
-            direct=in_place and Capability.DIRECT in theirs,
+            direct=in_place and Capability.DIRECT in (theirs if sending else self.capabilities),
             pull=in_place and Capability.PULL in theirs,
             converts=converts,
         )

@@ -391,7 +391,7 @@ class Worker:
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        self._open.meet(peer, sending=link.role is Role.SERVER)
+        self._open.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in list(self._links):
             same = other.peer.identity.incarnation == peer.identity.incarnation

@@ -67,6 +67,7 @@ BODY = AgentBody(
                     pack_u32([0, 1]), 0, 2, "float8_e4m3fn", 1, 0, scale=pack_f32([0.5, 0.03125])),
     ],
     staging=[MemorySpan("VRAM", 1, 0x7F10_0000_0000, 268_435_456)],
+    max_chunk_bytes=33_554_432,
 )  # fmt: skip
 
 

@@ -72,6 +72,14 @@ def test_a_prefix_that_is_held_is_not_fetched_and_state_is():
     assert rest.bytes > 24 * 128 * 64 * 128 * 2
 
 
+def test_where_every_token_is_held_only_state_is_left():
+    held, one = plan("Nemotron-H-8B", tokens=range(100, 100)), plan("Nemotron-H-8B", tokens=range(99, 100))
+    assert one.bytes - held.bytes == 4 * 2 * 8 * 128 * 2
+    assert "no tokens of 100, all are held already" in held.summary()[0]
+    nothing = plan("Llama-3.1-8B", tokens=range(100, 100))
+    assert (nothing.pairs, nothing.bytes, nothing.to_json()["slowest_pair_s"]) == ((), 0, 0.0)
+
+
 def test_a_window_is_fetched_and_not_what_lies_before_it():
     found = plan("gpt-oss-20b", tokens=1000)
     token = 12 * 2 * 8 * 64 * 2  # of the layers of one kind

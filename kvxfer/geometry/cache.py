@@ -113,6 +113,7 @@ class CacheGeometry:
                     (f"{label}.dim", str(spec.count("dim"))),
                     (f"{label}.has_tokens", str(not spec.is_state)),
                     (f"{label}.tokens_per_row", str(spec.tokens_per_row)),
+                    *(((f"{label}.kernel_blocks_per_id", str(spec.block_ratio)),) if spec.is_state else ()),
                 ):
                     if seen.setdefault(name, value) != value:
                         raise GeometryError(f"{spec.name}: {name} is {value}, but another tensor has {seen[name]}")

@@ -91,6 +91,7 @@ def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool)
         ("dim", src.count("dim"), dst.count("dim")),
         ("has_tokens", not src.is_state, not dst.is_state),
         ("tokens_per_row", src.tokens_per_row, dst.tokens_per_row),
+        *((("kernel_blocks_per_id", src.block_ratio, dst.block_ratio),) if src.is_state else ()),
     ):
         if ours != theirs:
             return Difference(what, str(theirs), str(ours))

@@ -151,6 +151,18 @@ class PairPlan:
         pieces = [segment.pieces for segment in self.sample.copy().segments]
         return explain(self.src, self.dst, [self.classes[int(np.argmax(pieces))]]).limited_by
 
+    @cached_property
+    def least_chunk_bytes(self) -> int:
+        """Staging that no chunk can do without, if all is fetched: a full row of one layer of the largest class."""
+        return max(
+            (
+                int(np.unique(c.layers, return_counts=True)[1].max())
+                * (row_grid(c.key.src_rows, c.key.dst_rows) * c.key.token_bytes)
+                for c in self.classes
+            ),
+            default=0,
+        )
+
     def explain(self) -> Explanation:
         """Why pieces are as long as they are, and which side limits them: exact for full rows, whatever the request."""
         return self._explained

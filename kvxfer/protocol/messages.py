@@ -249,6 +249,7 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     tensors: Annotated[list[TensorFrame], msgspec.Meta(max_length=MAX_TENSORS)]
     staging: Annotated[list[MemorySpan], msgspec.Meta(max_length=1024)] = []
+    max_chunk_bytes: U64 = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -103,6 +103,7 @@ MEETING = {
     "dtype of another size": (kv(), kv(dtype=HALF), {"default/v.dtype": ("bfloat16", "float32")}),
     "dim": (kv(), kv(dim=16), {"default/k.dim": ("16", "8")}),
     "dim of V alone": ([half("k"), half("v")], [half("k"), half("v", dim=4)], {"default/v.dim": ("4", "8")}),
+    "slots of state": (state(kernel_blocks_per_id=2), state(), {"state.kernel_blocks_per_id": ("1", "2")}),
     "dim of state": (state(), state(dim=4), {"state.dim": ("4", "8")}),
     "state against tokens": (latent(group="state"), state(), {"state.has_tokens": ("False", "True")}),
     "tokens of a row": (latent(), latent(rows=2, tokens_per_row=2), {"default.tokens_per_row": ("2", "1")}),
@@ -151,6 +152,34 @@ async def test_refused_when_two_workers_meet(stage, case):
     for name, (here, there) in fields.items():
         assert error.fields[name] == (here, there)
         for word in (name, here, there):
+            assert word in str(error)
+
+
+SETTINGS = {
+    "no arena, and blocks are not registered": (
+        {"arena_bytes": 0, "route": "direct"},
+        {"route": "staged"},
+        {"route": ("staged", "none")},
+    ),
+    "in place alone, and that is off": (
+        {"arena_bytes": 0, "route": "direct"},
+        {"route": "auto", "max_in_place_bytes": 0},
+        {"route": ("auto", "pull")},
+    ),
+    "chunks of the decode rank too small": ({}, {"chunk_bytes": 512}, {"chunk_bytes": ("512", "2048")}),
+    "chunks of the prefill rank too small": ({"chunk_bytes": 512}, {}, {"chunk_bytes": ("2048", "512")}),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+async def test_refused_for_settings_when_two_workers_meet(stage, case):
+    theirs, ours, fields = SETTINGS[case]
+    prefill = await stage.worker("prefill", Cache(), **theirs)
+    decode = await stage.worker("decode", Cache(), **ours)
+    error = await refused(prefill, decode)
+    assert error.fields == fields
+    for pair in fields.values():
+        for word in pair:
             assert word in str(error)
 
 

@@ -1,25 +1,30 @@
 """Puts a worker's site together and takes it apart: memory, transport, copies, and what peers are told of them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar, cast
+
+from msgspec import structs
 
 from kvxfer.config import Config
 from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
 from kvxfer.encoding import geometry_to_wire
-from kvxfer.errors import ConfigError, FabricError, GeometryError
+from kvxfer.errors import ConfigError, FabricError, GeometryError, MissingExtraError
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
+from kvxfer.mapped import Export, Windows, export, here
+from kvxfer.mappings import GATE_BYTES, GATES, Gates, Mappings
 from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
+from kvxfer.memory.cudart import upload
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
-from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
+from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory, MemorySpan
 from kvxfer.runtime import Runtime, ThreadRuntime
-from kvxfer.site import Site
+from kvxfer.site import Site, Tasks
 from kvxfer.telemetry import Metrics, logger
 
 __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
@@ -42,6 +47,7 @@ class Assembly:
         transport: Given by the caller, or None for NIXL.
         runtime: Clock, randomness, threads.
         backing: The arena's memory, once it is allocated.
+        gates: Memory of the gates in front of GPU memory that peers may map, once it is allocated.
     """
 
     tensors: tuple[CacheTensor, ...]
@@ -50,6 +56,7 @@ class Assembly:
     transport: Transport | None
     runtime: Runtime
     backing: Backing | None = None
+    gates: Backing | None = None
 
     @classmethod
     def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
@@ -70,9 +77,10 @@ class Assembly:
             await asyncio.wrap_future(fabric.close(timeout))
         if executor is not None:
             await self.runtime.in_thread(lambda: executor.close(timeout))
-        if self.backing is not None:
-            self.backing.close()
-            self.backing = None
+        for backing in (self.backing, self.gates):
+            if backing is not None:
+                backing.close()
+        self.backing = self.gates = None
 
     async def dismantle(self, site: Site, timeout: float) -> None:
         """Stop the threads, each within `timeout` seconds, and give the memory back.
@@ -88,6 +96,8 @@ class Assembly:
             _log.error("fabric_not_closed", error=str(error))
             quiet = False
         stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
+        if stopped:  # else a copy may still write to what is mapped
+            await site.runtime.in_thread(site.mappings.close)
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
         safe = quiet and stopped
         if not safe or site.custody.snapshot().doubtful_blocks:
@@ -99,6 +109,12 @@ class Assembly:
                 self.backing.leak()
                 _log.warning("memory_leaked", bytes=self.backing.length, reason="it may still be written")
             self.backing = None
+        if self.gates is not None:
+            if site.custody.snapshot().doubtful_blocks:
+                self.gates.leak()
+            else:
+                self.gates.close()
+            self.gates = None
 
 
 def given_config(config: Any) -> Config:
@@ -158,7 +174,6 @@ async def assemble(parts: Assembly) -> Site:
         KvxferError: Whatever failed; nothing is left behind.
     """
     config, runtime = parts.config, parts.runtime
-    loop = asyncio.get_running_loop()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
     incarnation = runtime.token(_INCARNATION_BYTES)
     if config.arena_bytes:
@@ -175,10 +190,12 @@ async def assemble(parts: Assembly) -> Site:
         executor = _executor(config, geometry, runtime)
         fabric.start()
         sending, staging = _spans(backing, arena, geometry)
-        body = await _register(parts, fabric, geometry, (sending, staging), in_place=in_place, name=transport.name)
+        exports = await _export(parts, geometry) if in_place and config.max_in_place_bytes else []
+        metadata = await _register(parts, fabric, geometry, (sending, staging), in_place=in_place)
     except BaseException:
         await asyncio.shield(parts.abandon(fabric, executor))
         raise
+    tasks, loop = Tasks(), asyncio.get_running_loop()
     return Site(
         config=config,
         runtime=runtime,
@@ -194,22 +211,57 @@ async def assemble(parts: Assembly) -> Site:
         executor=executor,
         metrics=metrics,
         incarnation=incarnation,
-        body=body,
+        body=_bodies(parts, geometry, transport.name, metadata, staging, exports, in_place=in_place),
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
-        capabilities=_capabilities(config, staging=staging is not None, in_place=in_place),
+        capabilities=_capabilities(config, staging=staging is not None, in_place=in_place, mapped=bool(exports)),
         staging=staging,
         sending=sending,
         in_place=in_place,
+        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime)),
+        gates=Gates(parts.gates.address if parts.gates else 0),
+        tasks=tasks,
     )
 
 
-def _capabilities(config: Config, *, staging: bool, in_place: bool) -> Capability:
+def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
+    """What unmaps windows off the loop."""
+
+    def unmap(windows: Windows) -> None:
+        tasks.spawn(runtime.in_thread(windows.close), "kvxfer unmap")
+
+    return unmap
+
+
+async def _export(parts: Assembly, geometry: CacheGeometry) -> list[Export]:
+    """Let peers on this host map the cache, if its memory can be; on a GPU with gates in front of it."""
+    addresses = [tensor.tensor.untyped_storage().data_ptr() for tensor in parts.tensors]
+    kind, device = geometry.kind, geometry.device
+
+    def make() -> list[Export]:
+        exports = export(kind, device, addresses)
+        if kind == "cuda":
+            parts.gates = allocate("cuda", GATES * GATE_BYTES, device)
+            upload(device, parts.gates.address, Gates.memory())
+            exports += export(kind, device, [parts.gates.address])
+        return exports
+
+    try:
+        return await parts.runtime.in_thread(make)
+    except (FabricError, MissingExtraError) as error:
+        log = _log.warning if kind == "cuda" or parts.config.route == "mapped" else _log.debug
+        log("cache_not_exported", reason=str(error))
+        return []
+
+
+def _capabilities(config: Config, *, staging: bool, in_place: bool, mapped: bool) -> Capability:
     """What this rank tells its peers that it can do, or asks for."""
     capabilities = Capability.STREAMING
     if staging:
         capabilities |= Capability.STAGED
     if in_place:
         capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
+    if mapped:
+        capabilities |= Capability.MAPPED
     if config.convert:
         capabilities |= Capability.CONVERT
     return capabilities
@@ -222,9 +274,8 @@ async def _register(
     shares: tuple[MemorySpan | None, MemorySpan | None],
     *,
     in_place: bool,
-    name: str,
 ) -> dict[bool, bytes]:
-    """Register memory and encode what peers are told, by whether they are trusted with addresses.
+    """Register memory; what peers need to reach it, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
@@ -235,27 +286,43 @@ async def _register(
             tokens.append(await asyncio.wrap_future(fabric.register([memory])))
     reachable = tokens[1:]  # what peers may write; what this side gathers into is nobody else's
     bounded = await asyncio.wrap_future(fabric.metadata(reachable))
-    full = bounded
-    if in_place:
-        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
-        full = await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))
-    receiving = shares[1]
-    spans = [receiving] if receiving is not None else []
-    limit = parts.config.chunk_bytes
-    if receiving is not None and not in_place:
-        limit = min(limit, parts.config.send_bytes)
-    return {
-        trusted: encode_body(
-            AgentBody(
-                fabric=name,
-                metadata=full if trusted else bounded,
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
-                staging=spans,
-                max_chunk_bytes=limit,
-            )
-        )
-        for trusted in (False, True)
-    }
+    if not in_place:
+        return {False: bounded, True: bounded}
+    blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
+    return {False: bounded, True: await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))}
+
+
+def _bodies(
+    parts: Assembly,
+    geometry: CacheGeometry,
+    name: str,
+    metadata: Mapping[bool, bytes],
+    receiving: MemorySpan | None,
+    exports: Sequence[Export],
+    *,
+    in_place: bool,
+) -> dict[bool, bytes]:
+    """What peers are told, encoded, by whether they are trusted with addresses."""
+    config = parts.config
+    staged_only = receiving is not None and not in_place
+    plain = AgentBody(
+        fabric=name,
+        metadata=metadata[False],
+        tensors=geometry_to_wire(geometry, with_addresses=False),
+        staging=[receiving] if receiving is not None else [],
+        max_chunk_bytes=min(config.chunk_bytes, config.send_bytes) if staged_only else config.chunk_bytes,
+    )
+    if not in_place:
+        return dict.fromkeys((False, True), encode_body(plain))
+    trusting = structs.replace(
+        plain,
+        metadata=metadata[True],
+        tensors=geometry_to_wire(geometry, with_addresses=True),
+        host=here(),
+        mapped=[MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports],
+        gates=parts.gates.address if parts.gates is not None else 0,
+    )
+    return {False: encode_body(plain), True: encode_body(trusting)}
 
 
 def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy.jobs import Backlog, as_kvxfer_error
-from kvxfer.copy.port import CopyJob, Direction, Event
+from kvxfer.copy.port import CopyJob, Direction, Event, Gate
 from kvxfer.copy.ring import Ring
 from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
@@ -37,6 +37,7 @@ _cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams and e
 
 _LAUNCHES_PER_STEP: Final = 8
 _SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
+_NO_GATE: Final = (0, 0, 0)
 
 # when to look at the device again (seconds): sleep until shortly before a copy should be complete, spin for a while,
 # and back off when it is late
@@ -161,27 +162,33 @@ class CudaExecutor:
         """Launch one job. False if its tables have to wait for room in the ring."""
         started = self._runtime.now()
         if not tables.launches:
-            self._backlog.report(job, started, None)
+            self._backlog.report(job, started)
             return True
         try:
-            slot = lane.reserve(len(tables.words))
+            slot = lane.reserve(len(tables.words) + 1)
         except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
             self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
             return True
         if slot is None:
             return False
         error: KvxferError | None = None
-        try:
+        stopped = False
+
+        def launch() -> None:
             lane.upload(slot, tables.words)
-            for launch in tables.launches:
-                self._kernel.launch(launch, slot.device.data_ptr(), slot.start, self._ctas, lane.handle)
+            for one in tables.launches:
+                self._kernel.launch(one, slot.device.data_ptr(), slot.start, self._ctas, lane.handle, gate)
+
+        try:
+            gate = lane.gate(slot, job.gate)
+            stopped = not job.permit.post(self._runtime.now, launch)
         except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
             error = as_kvxfer_error("a copy could not be launched", caught)
         try:
             event = lane.record()
         except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
             event = _Unrecorded(caught)
-        lane.running.append(_Running(job, started, job.plan.bytes, slot, event, error))
+        lane.running.append(_Running(job, started, job.plan.bytes, slot, event, error, stopped))
         return True
 
     def _reap(self, lane: "_Lane") -> int:
@@ -197,9 +204,10 @@ class CudaExecutor:
             except Exception as caught:  # noqa: BLE001 - a broken device reports itself here
                 error = error or as_kvxfer_error("a copy failed on the device", caught)
             lane.running.popleft()
+            stopped = oldest.stopped or (oldest.job.gate is not None and lane.kept_out(oldest.slot))
             lane.release(oldest.slot)
             lane.learn(oldest, self._runtime.now())
-            self._backlog.report(oldest.job, oldest.started, error)
+            self._backlog.report(oldest.job, oldest.started, error, stopped=stopped)
             ended += 1
         return ended
 
@@ -216,9 +224,10 @@ class CudaExecutor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """Where a job's tables lie: words of the rings, or of memory of its own."""
+    """Where a job's tables lie: words of the rings, or of memory of its own. The last one tells of a closed gate."""
 
     start: int
+    words: int
     host: torch.Tensor
     device: torch.Tensor
     of_ring: bool
@@ -234,6 +243,7 @@ class _Running:
     slot: _Slot
     event: Any
     error: KvxferError | None
+    stopped: bool
 
 
 class _Unrecorded:
@@ -267,11 +277,13 @@ class _Lane:
         units = -(-words // _SLOT_WORDS)
         if units <= self._ring.capacity:
             start = self._ring.take(units)
-            return None if start is None else _Slot(start * _SLOT_WORDS, self.host_ring, self.device_ring, of_ring=True)
+            if start is None:
+                return None
+            return _Slot(start * _SLOT_WORDS, words, self.host_ring, self.device_ring, of_ring=True)
         with torch.cuda.stream(self.stream):
             host = torch.empty(words, dtype=torch.int64, pin_memory=True)
             device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
-        return _Slot(0, host, device, of_ring=False)
+        return _Slot(0, words, host, device, of_ring=False)
 
     def release(self, slot: _Slot) -> None:
         """Give the oldest slot back, after its reader has run."""
@@ -285,6 +297,20 @@ class _Lane:
         pinned.numpy()[:] = words
         with torch.cuda.stream(self.stream):
             slot.device[part].copy_(pinned, non_blocking=True)
+
+    @staticmethod
+    def gate(slot: _Slot, gate: Gate | None) -> tuple[int, int, int]:
+        """What the kernel needs to pass a gate: its address, the generation, and where to say that it was closed."""
+        if gate is None:
+            return _NO_GATE
+        last = slot.start + slot.words - 1
+        slot.host[last] = 0
+        return gate.address, gate.generation, slot.host.data_ptr() + last * slot.host.element_size()
+
+    @staticmethod
+    def kept_out(slot: _Slot) -> bool:
+        """Whether a thread block found its gate closed."""
+        return bool(slot.host[slot.start + slot.words - 1])
 
     def record(self) -> Any:
         """An event behind everything that was queued so far."""

@@ -12,8 +12,8 @@ multiplied by one number of its region, divided by the other (in float32), round
 written. A copy of bytes is the case of elements of one byte.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final, TypeAlias
 
@@ -213,6 +213,18 @@ class CopyPlan:
     def pieces(self) -> int:
         """Contiguous runs, before neighbours are merged."""
         return sum(segment.pieces for segment in self.segments)
+
+    def elsewhere(self, local: Callable[[I64], I64]) -> "CopyPlan":
+        """The same copy, where this process addresses the destination differently.
+
+        Args:
+            local: Makes its addresses, int64 (R,), of those in the plan.
+        """
+        return CopyPlan(
+            tuple(
+                replace(s, regions=np.stack([s.regions[:, 0], local(s.regions[:, 1])], axis=1)) for s in self.segments
+            )
+        )
 
     def enumerate(self) -> Pieces:
         """List every piece. O(pieces): for routes that need descriptors, and for tests."""

@@ -614,7 +614,8 @@ class Launcher:
     def __call__(self, ctas):
         for launch in self.launches:
             fixed = {**self.constants(launch.variant), "TILE": self.tile}
-            self.kernel[(min(ctas, launch.tiles),)](self.words, launch.first, launch.headers, **fixed, **self.options)
+            arguments = (self.words, launch.first, launch.headers, 0, 0, 0)
+            self.kernel[(min(ctas, launch.tiles),)](*arguments, **fixed, **self.options)
 
 
 def test_figures_throughput():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvxfer import shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -46,6 +47,7 @@ class Cache:
         layout="NHD",
         dtype=torch.int32,
         group="default",
+        shared=False,
     ):
         self.block_tokens = block_tokens
         self.heads, self.layers, self.group, self.layout = heads, list(layers), group, layout
@@ -56,8 +58,11 @@ class Cache:
             "state": ((1, blocks, 1, len(heads), dim), "block head dim", (0, 1, 2, 3, 4)),
         }[layout]
         count = torch.Size(shape).numel()
+        empty = shared_empty if shared else torch.empty  # shared: what peers may map
         self.memory = {
-            layer: (torch.arange(count) + next(self._values) * 1_000_003).to(dtype).reshape(shape)
+            layer: empty(shape, dtype=dtype).copy_(
+                (torch.arange(count) + next(self._values) * 1_000_003).to(dtype).reshape(shape)
+            )
             for layer in self.layers
         }
 

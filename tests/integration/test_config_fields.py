@@ -300,6 +300,14 @@ async def chunks_are_no_larger_than_either_side_says(side, play):
     assert max(entry.length for entry in play.network.log) <= 1024
 
 
+@field("mapped_chunk_bytes")
+async def chunks_that_are_mapped_are_no_larger(play):
+    source, target = Cache(shared=True), Cache(shared=True)
+    await play.pair(source=source, target=target, route="mapped", mapped_chunk_bytes=1024)
+    result, _ = await play.bring("r")
+    assert (result.stats.route, result.stats.chunks) == ("mapped", NBYTES // 1024)
+
+
 @field("window", 1, 3)
 async def so_many_chunks_are_in_flight(window, play):
     await play.pair(route="staged", window=window, chunk_bytes=1024)

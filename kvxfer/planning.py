@@ -17,6 +17,7 @@ from kvxfer.geometry import (
     ChunkPlan,
     CopyPlan,
     PairPlan,
+    Segment,
     Selection,
     TransferPlan,
     common,
@@ -265,25 +266,29 @@ def fit_grid(
 
 
 def merged_pieces(plan: TransferPlan) -> int:
-    """About how many pieces a transfer has once neighbours are merged: counted in some rows of each class, and scaled.
+    """About how many pieces a transfer has once neighbours are merged: counted in some of its rows, and scaled.
 
     Counting all of them costs tens of nanoseconds a piece, and there may be millions. The rows are neighbours in the
-    middle, where none is cut and runs of blocks show.
+    middle, where none is cut and runs of blocks show; those of all segments that they move, since pieces of one segment
+    may go on in another.
     """
-    segments = plan.outline.copy().segments
+    moved: dict[int, list[Segment]] = {}
+    for segment in plan.outline.copy().segments:
+        moved.setdefault(id(segment.rows), []).append(segment)
     found = 0.0
-    for segment in segments:
-        known = replace(segment, rows=segment.rows[segment.rows[:, 0] >= 0])
-        full = known.rows[:, 4] == known.rows[:, 4].max(initial=0)
-        each = segment.pieces / max(1, len(segment.rows))
-        for mask in (full, ~full):  # the first and the last row may be cut, and are pieces of their own then
-            some = replace(segment, rows=known.rows[mask])
-            if len(some.rows):
-                kept = min(len(some.rows), max(2, int(_SAMPLED / len(segments) / each)))
-                first = (len(some.rows) - kept) // 2
-                sample = replace(some, rows=some.rows[first : first + kept])
-                scale = some.bytes / sample.bytes * segment.bytes / known.bytes
-                found += len(sample.enumerate().merged()) * scale
+    for segments in moved.values():
+        rows = segments[0].rows
+        known = rows[rows[:, 0] >= 0]
+        full = known[:, 4] == known[:, 4].max(initial=0)
+        each = sum(segment.pieces for segment in segments) / max(1, len(rows))
+        for some in (known[full], known[~full]):  # the first and the last row may be cut, and are pieces of their own
+            if len(some):
+                kept = min(len(some), max(2, int(_SAMPLED / len(moved) / each)))
+                first = (len(some) - kept) // 2
+                sample = some[first : first + kept]
+                pieces = CopyPlan(tuple(replace(segment, rows=sample) for segment in segments)).enumerate().merged()
+                of_all = some[:, 4].sum() / sample[:, 4].sum() * rows[:, 4].sum() / known[:, 4].sum()
+                found += len(pieces) * float(of_all)
     return max(1, round(found))
 
 

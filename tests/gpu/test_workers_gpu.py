@@ -36,7 +36,7 @@ from kvxfer.testing import LoopbackNetwork  # noqa: E402
 pytestmark = pytest.mark.timeout(300)
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 ONE_TO_ONE = ([range(8)], [range(8)])
-ROUTES = ["staged", "direct", "pull"]
+ROUTES = ["mapped", "staged", "direct", "pull"]
 
 
 def gpus(count):
@@ -83,6 +83,11 @@ async def near():
     await ranks.close()
 
 
+def taken(route, there, here):
+    """The route that is taken: copies of one kind of memory do not reach the other."""
+    return "staged" if route == "mapped" and there[:3] != here[:3] else route
+
+
 async def bring(far, issuer, move, request, route, ranks=1):
     """Offer, fetch and compare every byte."""
     for rank in range(ranks):
@@ -100,7 +105,7 @@ async def bring(far, issuer, move, request, route, ranks=1):
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_every_byte(far, near, there, here, split, route):
     issuer, move = await begin(far, near, split, there=there, here=here, route=route)
-    await bring(far, issuer, move, "r", route, ranks=len(split[0]))
+    await bring(far, issuer, move, "r", taken(route, there, here), ranks=len(split[0]))
     assert await far.intact()
 
 
@@ -116,7 +121,7 @@ async def test_every_element_of_another_dtype(far, near, there, here, dtypes):
 @pytest.mark.parametrize(("there", "here"), PLACES)
 async def test_nothing_is_read_or_written_before_its_event(far, near, there, here, route):
     issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
-    await bring(far, issuer, move, "warm", route)  # connections and kernels are made by now
+    await bring(far, issuer, move, "warm", taken(route, there, here))  # connections and kernels are made by now
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
     await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=True)
@@ -131,7 +136,7 @@ async def test_nothing_is_read_or_written_before_its_event(far, near, there, her
 async def test_one_side_is_late(far, near, there, here, route, side):
     """Each side's event alone must hold back the bytes: with both late, one could stand in for the other."""
     issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route)
-    await bring(far, issuer, move, "warm", route)
+    await bring(far, issuer, move, "warm", taken(route, there, here))
     move.late(prefill=side == "prefill", decode=side == "decode")
     (transfer,) = move.fetch(issuer.ticket("r"), late=side == "decode", timeout=60)
     await far.offer(0, "r", IDS, tokens=len(IDS) * 16, late=side == "prefill")

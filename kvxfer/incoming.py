@@ -160,7 +160,8 @@ class Incoming(Steps):
             return
         self.route, self.why = message.route, message.why
         self.run(self._learn, message.spans)
-        self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
+        if self.route is not Route.MAPPED:
+            self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
     def refused(self, message: Refuse) -> None:

@@ -88,10 +88,12 @@ class Tables:
     Attributes:
         words: int64, to be put where the device can read it.
         launches: At most one for each variant; their order does not matter.
+        nbytes: Bytes that are written.
     """
 
     words: I64
     launches: tuple[Launch, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ def pack(plan: CopyPlan) -> Tables:
         launches.append(Launch(variant, at, len(parts), tiles))
         words.append(packed)
         at += len(packed)
-    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches))
+    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches), plan.bytes)
 
 
 def variants(plans: Iterable[CopyPlan]) -> set[Variant]:

@@ -349,6 +349,14 @@ def test_conversions_are_compiled_by_warming(runner):
     assert triton_variants() == before
 
 
+def test_gathers_run_at_the_highest_priority_that_there_is(runner):
+    lanes = runner.executor._lanes
+    lowest, highest = torch.cuda.Stream.priority_range()
+    assert highest < lowest, "numbers below zero are the higher priorities"
+    assert lanes[Direction.GATHER].stream.priority == highest
+    assert lanes[Direction.SCATTER].stream.priority == lowest
+
+
 def test_gathers_and_scatters_at_once(runner):
     src, staging, dst = noise(64 * MIB), canvas(64 * MIB), canvas(64 * MIB)
     other = noise(64 * MIB, seed=1)

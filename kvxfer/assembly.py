@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
@@ -14,12 +14,13 @@ from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
-from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
+from kvxfer.memory import Custody
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
-from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
+from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.site import Site
+from kvxfer.staging import Staging
 from kvxfer.telemetry import Metrics, logger
 
 __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
@@ -41,7 +42,7 @@ class Assembly:
         config: Settings.
         transport: Given by the caller, or None for NIXL.
         runtime: Clock, randomness, threads.
-        backing: The arena's memory, once it is allocated.
+        staging: The arena's memory.
     """
 
     tensors: tuple[CacheTensor, ...]
@@ -49,7 +50,7 @@ class Assembly:
     config: Config
     transport: Transport | None
     runtime: Runtime
-    backing: Backing | None = None
+    staging: Staging = field(default_factory=Staging)
 
     @classmethod
     def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
@@ -70,9 +71,7 @@ class Assembly:
             await asyncio.wrap_future(fabric.close(timeout))
         if executor is not None:
             await self.runtime.in_thread(lambda: executor.close(timeout))
-        if self.backing is not None:
-            self.backing.close()
-            self.backing = None
+        self.staging.close()
 
     async def dismantle(self, site: Site, timeout: float) -> None:
         """Stop the threads, each within `timeout` seconds, and give the memory back.
@@ -92,13 +91,10 @@ class Assembly:
         safe = quiet and stopped
         if not safe or site.custody.snapshot().doubtful_blocks:
             _leaked.append(self.tensors)
-        if self.backing is not None:
-            if safe and not doubt:
-                self.backing.close()
-            else:
-                self.backing.leak()
-                _log.warning("memory_leaked", bytes=self.backing.length, reason="it may still be written")
-            self.backing = None
+        if safe and not doubt:
+            self.staging.close()
+        else:
+            self.staging.leak()
 
 
 def given_config(config: Any) -> Config:
@@ -161,24 +157,22 @@ async def assemble(parts: Assembly) -> Site:
     loop = asyncio.get_running_loop()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
     incarnation = runtime.token(_INCARNATION_BYTES)
-    if config.arena_bytes:
-        parts.backing = allocate(_arena_kind(config, geometry), config.arena_bytes, geometry.device)
-    backing = parts.backing
-    in_place = config.trust != "none" and config.route != "staged"
-    metrics = Metrics()
+    staging, metrics = parts.staging, Metrics()
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
-        arena = Arena.split(backing.address if backing else 0, config.arena_bytes, config.send_share)
         transport = parts.transport or _nixl(config, geometry, f"kvxfer-{incarnation.hex()}")
         fabric = _fabric(config, transport, runtime)
         executor = _executor(config, geometry, runtime)
         fabric.start()
-        sending, staging = _spans(backing, arena, geometry)
-        body = await _register(parts, fabric, geometry, (sending, staging), in_place=in_place, name=transport.name)
+        await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
+        await staging.open(config, geometry, fabric, metrics, place=lambda work: work())
+        blocks = await _register_blocks(parts, fabric, geometry, metrics)
+        body = await _body(parts, fabric, geometry, blocks, name=transport.name)
     except BaseException:
         await asyncio.shield(parts.abandon(fabric, executor))
         raise
+    in_place, arena = bool(blocks), staging.arena
     return Site(
         config=config,
         runtime=runtime,
@@ -196,9 +190,9 @@ async def assemble(parts: Assembly) -> Site:
         incarnation=incarnation,
         body=body,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
-        capabilities=_capabilities(config, staging=staging is not None, in_place=in_place),
-        staging=staging,
-        sending=sending,
+        capabilities=_capabilities(config, staging=staging.receiving is not None, in_place=in_place),
+        staging=staging.receiving,
+        sending=staging.sending,
         in_place=in_place,
     )
 
@@ -215,42 +209,49 @@ def _capabilities(config: Config, *, staging: bool, in_place: bool) -> Capabilit
     return capabilities
 
 
-async def _register(
-    parts: Assembly,
-    fabric: Fabric,
-    geometry: CacheGeometry,
-    shares: tuple[MemorySpan | None, MemorySpan | None],
-    *,
-    in_place: bool,
-    name: str,
+async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
+    """Register the caller's blocks, if routes are wanted that need it.
+
+    Returns:
+        The registration, if there is one. Blocks that the transport refuses can still be staged; where the settings
+        leave that open, they are.
+
+    Raises:
+        FabricError: If the transport refuses them, and the settings ask for such a route or leave no other.
+    """
+    config = parts.config
+    if config.trust == "none" or config.route == "staged":
+        return []
+    try:
+        return [await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))]
+    except FabricError as error:
+        if config.route != "auto" or not config.arena_bytes:
+            raise
+        metrics.memory_refused("blocks")
+        _log.warning("blocks_not_registered", reason=str(error), route="staged")
+        return []
+
+
+async def _body(
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, blocks: Sequence[object], *, name: str
 ) -> dict[bool, bytes]:
-    """Register memory and encode what peers are told, by whether they are trusted with addresses.
+    """What peers are told, encoded, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
-    tokens: list[object] = []
-    for span in shares:
-        if span is not None:
-            memory = Memory(span.kind, span.device, span.address, span.length)
-            tokens.append(await asyncio.wrap_future(fabric.register([memory])))
-    reachable = tokens[1:]  # what peers may write; what this side gathers into is nobody else's
-    bounded = await asyncio.wrap_future(fabric.metadata(reachable))
-    full = bounded
-    if in_place:
-        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
-        full = await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))
-    receiving = shares[1]
-    spans = [receiving] if receiving is not None else []
+    staging = parts.staging
+    bounded = await asyncio.wrap_future(fabric.metadata(staging.reachable))
+    full = await asyncio.wrap_future(fabric.metadata([*staging.reachable, *blocks])) if blocks else bounded
     limit = parts.config.chunk_bytes
-    if receiving is not None and not in_place:
+    if staging.receiving is not None and not blocks:
         limit = min(limit, parts.config.send_bytes)
     return {
         trusted: encode_body(
             AgentBody(
                 fabric=name,
                 metadata=full if trusted else bounded,
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
-                staging=spans,
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and bool(blocks)),
+                staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
             )
         )
@@ -263,26 +264,6 @@ def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> lis
     kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
     found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
     return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
-
-
-def _spans(
-    backing: Backing | None, arena: Arena, geometry: CacheGeometry
-) -> tuple[MemorySpan | None, MemorySpan | None]:
-    """The shares for sending and for receiving, as descriptors name them."""
-    if backing is None:
-        return None, None
-    kind, device = ("VRAM", geometry.device) if backing.kind == "cuda" else ("DRAM", 0)
-    sending, receiving = arena.sending, arena.receiving
-    return (
-        MemorySpan(kind, device, sending.base, sending.capacity),
-        MemorySpan(kind, device, receiving.base, receiving.capacity),
-    )
-
-
-def _arena_kind(config: Config, geometry: CacheGeometry) -> Kind:
-    if config.arena_kind != "auto":
-        return config.arena_kind
-    return "cuda" if geometry.kind == "cuda" else "cpu"
 
 
 def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:

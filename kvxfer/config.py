@@ -200,8 +200,8 @@ class Config(BaseSettings):
     """How bytes travel; `auto` chooses for each transfer."""
     arena_bytes: Annotated[Size, Field(ge=0)] = 256 * MIB
     """Staging memory of this worker, for both directions; 0 switches the staged route off."""
-    arena_kind: Literal["auto", "cpu", "cuda", "pinned"] = "auto"
-    """Memory of the arena; `auto` follows the cache."""
+    arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
+    """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB

@@ -87,6 +87,28 @@ def test_pinned_memory_is_pinned_and_both_sides_see_it(nbytes):
     memory.close()
 
 
+def test_fabric_memory_works_or_is_refused_by_name():
+    """Which of the two depends on the machine; either way nothing stays behind."""
+    torch.cuda.init()
+    free, _ = torch.cuda.mem_get_info(0)
+    memory, refusal = None, ""
+    try:
+        memory = allocate("fabric", (64 << 20) + 5, 0)
+    except FabricError as error:
+        refusal = str(error)
+    if memory is None:
+        assert "no fabric handles" in refusal or "CUDA_ERROR" in refusal
+    else:
+        tensor = as_tensor(memory.address, memory.length)
+        tensor.fill_(7)
+        torch.cuda.synchronize()
+        assert int(tensor[-1]) == 7
+        del tensor
+        memory.close()
+    assert abs(free - torch.cuda.mem_get_info(0)[0]) <= 64 << 20
+    assert int((torch.ones(4, device="cuda:0") * 2).sum()) == 8, "a refusal leaves no error behind"
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
 def test_the_current_device_stays_and_no_context_appears_on_it():
     program = (

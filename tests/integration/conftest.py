@@ -21,6 +21,7 @@ ON_BOTH_LOOPS = {
     "test_endings",
     "test_errors",
     "test_loop",
+    "test_memory",
     "test_peer_loss",
     "test_reconnect",
     "test_refusals",

@@ -278,10 +278,12 @@ async def without_an_arena_nothing_is_staged(play):
 @field("arena_kind")
 async def the_arena_is_of_that_kind(play):
     worker = await play.worker("w", Cache(), arena_kind="cpu")
-    assert worker.describe()["arena"]["kind"] == "DRAM"
+    assert worker.describe()["arena"]["kind"] == "cpu"
     if not torch.cuda.is_available():
         await fails(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
-        await fails(play.worker("cuda", Cache(), arena_kind="cuda"), KvxferError)
+    for kind in ("cuda", "fabric"):
+        error = await fails(play.worker(kind, Cache(), arena_kind=kind), ConfigError)
+        assert f"arena_kind is '{kind}' and the cache is on a CPU" in str(error)
 
 
 @field("send_share")

@@ -1,0 +1,62 @@
+"""The few calls into CUDA that memory needs, through cuda-bindings: its results as values, its codes as errors."""
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kvxfer.errors import ArenaError, FabricError, MissingExtraError
+
+__all__ = ["call", "in_thread", "load"]
+
+T = TypeVar("T")
+
+
+def load(module: str, purpose: str) -> Any:
+    """An untyped module of cuda-bindings.
+
+    Args:
+        module: `runtime` or `driver`.
+        purpose: What needs it, to begin a sentence with.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+    """
+    try:
+        return importlib.import_module(f"cuda.bindings.{module}")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{purpose} needs cuda-bindings, which is not installed: pip install 'kvxfer[gpu]'"
+        ) from error
+
+
+def call(cuda: Any, function: str, *arguments: Any) -> Any:
+    """Call one function of CUDA's runtime or driver, and return its value, if it has one.
+
+    Raises:
+        ArenaError: there is not enough memory.
+        FabricError: it returned another code than success, or could not be called at all for want of a driver.
+    """
+    what = f"{function}({', '.join(str(argument) for argument in arguments if isinstance(argument, int))})"
+    try:
+        code, *values = getattr(cuda, function)(*arguments)
+    except RuntimeError as error:
+        raise FabricError(f"{what} could not be called: {error}") from error
+    name: str = getattr(code, "name", str(code))
+    match name:
+        case "cudaSuccess" | "CUDA_SUCCESS":
+            return values[0] if values else None
+        case "cudaErrorMemoryAllocation" | "CUDA_ERROR_OUT_OF_MEMORY":
+            raise ArenaError(f"{what} failed: {name}; lower arena_bytes, or leave more of the memory to it")
+        case _:
+            raise FabricError(f"{what} failed: {name}")
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread of its own, and return or raise what it does.
+
+    CUDA's current device belongs to a thread. Setting it back afterwards would not do: that can make a context on a
+    device which the caller never used.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvxfer-arena") as executor:
+        return executor.submit(work).result()

@@ -15,6 +15,7 @@ from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
 from kvxfer.memory import Custody
+from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability
@@ -43,6 +44,7 @@ class Assembly:
         transport: Given by the caller, or None for NIXL.
         runtime: Clock, randomness, threads.
         staging: The arena's memory.
+        placement: Where threads run and pinned memory lies; chosen when the worker opens.
     """
 
     tensors: tuple[CacheTensor, ...]
@@ -51,6 +53,7 @@ class Assembly:
     transport: Transport | None
     runtime: Runtime
     staging: Staging = field(default_factory=Staging)
+    placement: Placement = field(default_factory=Placement)
 
     @classmethod
     def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
@@ -153,9 +156,12 @@ async def assemble(parts: Assembly) -> Site:
     Raises:
         KvxferError: Whatever failed; nothing is left behind.
     """
-    config, runtime = parts.config, parts.runtime
+    config = parts.config
     loop = asyncio.get_running_loop()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
+    placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
+    _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
+    runtime = parts.runtime.placed(placement.cpus)
     incarnation = runtime.token(_INCARNATION_BYTES)
     staging, metrics = parts.staging, Metrics()
     fabric: Fabric | None = None
@@ -163,10 +169,10 @@ async def assemble(parts: Assembly) -> Site:
     try:
         transport = parts.transport or _nixl(config, geometry, f"kvxfer-{incarnation.hex()}")
         fabric = _fabric(config, transport, runtime)
-        executor = _executor(config, geometry, runtime)
+        executor = _executor(config, geometry, runtime, placement)
         fabric.start()
         await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
-        await staging.open(config, geometry, fabric, metrics, place=lambda work: work())
+        await staging.open(config, geometry, fabric, metrics, place=placement.run)
         blocks = await _register_blocks(parts, fabric, geometry, metrics)
         body = await _body(parts, fabric, geometry, blocks, name=transport.name)
     except BaseException:
@@ -276,11 +282,11 @@ def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
     )
 
 
-def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime) -> Executor:
+def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Executor:
     if geometry.kind == "cuda":
         from kvxfer.copy.cuda import CudaExecutor
 
-        return CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas)
+        return placement.run(lambda: CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas))
     from kvxfer.copy.host import HostExecutor
 
     return HostExecutor(runtime)

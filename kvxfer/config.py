@@ -36,6 +36,7 @@ from kvxfer.settings import (
     Reading,
     Source,
     leaves,
+    parse_affinity,
     parse_duration,
     parse_mapping,
     parse_names,
@@ -210,6 +211,8 @@ class Config(BaseSettings):
     """Chunks of one transfer in flight at most."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
     """Thread blocks that a copy on a GPU may occupy."""
+    affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
+    """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 
     heartbeat: Duration = 2.0
     """A frame is sent at least this often."""

@@ -30,6 +30,7 @@ KEYS: Final = frozenset(
         "agent",
         "backend",
         "backends",
+        "cpus",
         "device",
         "endpoint",
         "engine",

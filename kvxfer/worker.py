@@ -294,7 +294,7 @@ class Worker:
     # --- watching and closing
 
     def describe(self) -> dict[str, Any]:
-        """The worker's state as plain data: identity, peers, arena, offers, transfers and counters."""
+        """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
         site, (sender, receiver), staging = self._open, self._roles, self._assembly.staging
         return {
             "card": self.card.to_dict(),
@@ -311,6 +311,7 @@ class Worker:
                 "receive": site.receive_desk.share.snapshot(),
             },
             "in_place": site.in_place,
+            "affinity": self._assembly.placement.describe(),
             "offers": len(sender.book),
             "sending": len(sender),
             "receiving": len(receiver),

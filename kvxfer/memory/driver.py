@@ -3,13 +3,16 @@
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 
-__all__ = ["call", "in_thread", "load"]
+__all__ = ["call", "in_thread", "load", "pci_bus_id"]
 
 T = TypeVar("T")
+
+_BUS_ID_BYTES: Final = 32
+"""Room for a PCI bus id such as `0000:1b:00.0` and the zero behind it."""
 
 
 def load(module: str, purpose: str) -> Any:
@@ -60,3 +63,18 @@ def in_thread(work: Callable[[], T]) -> T:
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvxfer-arena") as executor:
         return executor.submit(work).result()
+
+
+def pci_bus_id(device: int) -> str:
+    """Where a GPU sits, as sysfs writes it: `0000:1b:00.0`. Makes no context.
+
+    Args:
+        device: Its index, among those that this process sees.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        FabricError: CUDA does not know it.
+    """
+    cuda = load("runtime", "finding out where a GPU sits")
+    name: bytes = call(cuda, "cudaDeviceGetPCIBusId", _BUS_ID_BYTES, device)
+    return name.split(b"\0")[0].decode("ascii", "replace").strip().lower()

@@ -1,8 +1,10 @@
 """The arena's memory on a real GPU."""
 
 import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import allocate
+from kvxfer.memory.driver import pci_bus_id
+from kvxfer.placement import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,6 +111,15 @@ def test_fabric_memory_works_or_is_refused_by_name():
         memory.close()
     assert abs(free - torch.cuda.mem_get_info(0)[0]) <= 64 << 20
     assert int((torch.ones(4, device="cuda:0") * 2).sum()) == 8, "a refusal leaves no error behind"
+
+
+def test_the_gpu_is_found_in_sysfs():
+    name = pci_bus_id(0)
+    if not Path("/sys/bus/pci/devices", name).exists():
+        pytest.skip(f"this system does not show {name} in /sys")
+    found = place("auto", 0)
+    assert found.cpus < os.sched_getaffinity(0)
+    assert "NUMA node" in found.why
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")

@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 from kvxfer.memory import Backing, InvariantError, Kind, allocate, backing
+from kvxfer.memory.driver import pci_bus_id
 
 
 def mapped(address: int) -> bool:
@@ -153,6 +154,9 @@ class StandIn(types.ModuleType):
 
     def cudaFreeHost(self, address):
         return self._answer("cudaFreeHost", address)
+
+    def cudaDeviceGetPCIBusId(self, length, device):
+        return self._answer("cudaDeviceGetPCIBusId", length, device, value=b"0000:1B:00.0\0".ljust(length))
 
 
 class Result(enum.IntEnum):
@@ -303,6 +307,13 @@ class TestCuda:
             memory.close()
         assert "cudaFree" not in [call[0] for call in cuda.calls]
         backing._leaked.pop()
+
+    def test_where_a_gpu_sits_is_written_as_sysfs_does(self, cuda):
+        assert pci_bus_id(3) == "0000:1b:00.0"
+        assert cuda.calls == [("cudaDeviceGetPCIBusId", 32, 3)]
+        cuda.fails["cudaDeviceGetPCIBusId"] = Code.cudaErrorInvalidDevice
+        with pytest.raises(FabricError, match="cudaErrorInvalidDevice"):
+            pci_bus_id(3)
 
     @pytest.mark.parametrize("kind", ["cuda", "fabric", "pinned"])
     @pytest.mark.parametrize("device", [None, -1])

@@ -36,6 +36,7 @@ from kvxfer.settings import (
     Reading,
     Source,
     leaves,
+    parse_affinity,
     parse_duration,
     parse_mapping,
     parse_names,
@@ -200,8 +201,8 @@ class Config(BaseSettings):
     """How bytes travel; `auto` chooses for each transfer."""
     arena_bytes: Annotated[Size, Field(ge=0)] = 256 * MIB
     """Staging memory of this worker, for both directions; 0 switches the staged route off."""
-    arena_kind: Literal["auto", "cpu", "cuda", "pinned"] = "auto"
-    """Memory of the arena; `auto` follows the cache."""
+    arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
+    """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
@@ -212,6 +213,8 @@ class Config(BaseSettings):
     """Chunks of one transfer in flight at most."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
     """Thread blocks that a copy on a GPU may occupy."""
+    affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
+    """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 
     heartbeat: Duration = 2.0
     """A frame is sent at least this often."""

@@ -87,8 +87,8 @@ class CudaExecutor:
         self._ctas = ctas
         self._backlog = Backlog(runtime)
         self._lanes = {
-            Direction.GATHER: _Lane(self._device, ring_bytes // 8, priority=-1),
-            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, priority=0),
+            Direction.GATHER: _Lane(self._device, ring_bytes // 8, urgent=True),
+            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, urgent=False),
         }
         self._kernel = _load_kernel(self._lanes[Direction.GATHER].device_ring)
         self._idle_polls = 0
@@ -262,11 +262,15 @@ class _Running:
 
 
 class _Lane:
-    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread."""
+    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread.
 
-    def __init__(self, device: torch.device, ring_words: int, *, priority: int) -> None:
+    What is urgent has the highest priority that there is: its thread blocks come before those of any other stream that
+    wait for room on the GPU, as every kernel of a model does that keeps it busy.
+    """
+
+    def __init__(self, device: torch.device, ring_words: int, *, urgent: bool) -> None:
         with torch.cuda.device(device):
-            self.stream: Final = Stream(device, priority)
+            self.stream: Final = Stream(device, urgent=urgent)
             self.handle: Final = self.stream.handle
             self.host_ring: Final = torch.empty(ring_words, dtype=torch.int64, pin_memory=True)
             self.device_ring: Final = torch.empty(ring_words, dtype=torch.int64, device=device)

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import torch
 
-from kvxfer.memory.cudart import call, load
+from kvxfer.memory.driver import call, load
 
 __all__ = ["Stream"]
 
+_PURPOSE: Final = "copying on a GPU"
 _cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams untyped
 
 
@@ -19,12 +20,13 @@ class Stream:
 
     Args:
         device: The GPU.
-        priority: Lower numbers go first; the least one if it is beyond what the device knows.
+        urgent: Whether it comes before other work on the GPU, as far as its priorities go.
     """
 
-    def __init__(self, device: torch.device, priority: int) -> None:
-        self._driver: Final = load("cuda.bindings.driver")
-        self._made: Final = _cuda.Stream(device, priority=priority)  # torch's, and kept alive
+    def __init__(self, device: torch.device, *, urgent: bool) -> None:
+        self._driver: Final = load("driver", _PURPOSE)
+        last, first = _cuda.Stream.priority_range()  # the greatest priority is the least number
+        self._made: Final = _cuda.Stream(device, priority=first if urgent else last)  # torch's, and kept alive
         self.handle: Final = int(self._made.cuda_stream)
         self._not_ready: Final = self._driver.CUresult.CUDA_ERROR_NOT_READY
         self._spare: Final[list[Any]] = []
@@ -33,7 +35,7 @@ class Stream:
     def enter(device: torch.device) -> None:
         """Make the device the calling thread's."""
         torch.cuda.set_device(device)
-        call(load("cuda.bindings.runtime"), "cudaSetDevice", device.index)
+        call(load("runtime", _PURPOSE), "cudaSetDevice", device.index)
 
     def upload(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy from pinned memory to the device; the source must not change before it has run."""

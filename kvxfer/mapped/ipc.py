@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from kvxfer.errors import FabricError
 from kvxfer.mapped.window import CUDA, Export, Window
-from kvxfer.memory.cudart import call, in_thread, load
+from kvxfer.memory.driver import call, in_thread, load
 
 __all__ = ["export_cuda", "open_cuda"]
 
 _HANDLE: Final = struct.Struct("<I64s")
 """Process, and CUDA's handle."""
+_PURPOSE: Final = "the route mapped"
 _lock: Final = threading.Lock()
 
 
@@ -41,7 +42,7 @@ def export_cuda(device: int, addresses: Sequence[int]) -> list[Export]:
     Raises:
         FabricError: If one lies in memory that has no IPC handle.
     """
-    runtime, driver = load("cuda.bindings.runtime"), load("cuda.bindings.driver")
+    runtime, driver = load("runtime", _PURPOSE), load("driver", _PURPOSE)
 
     def make() -> list[Export]:
         call(runtime, "cudaSetDevice", device)
@@ -77,7 +78,7 @@ def open_cuda(given: Export, device: int) -> Window:
     Raises:
         FabricError: If the two GPUs cannot reach each other, or CUDA does not open the handle.
     """
-    runtime = load("cuda.bindings.runtime")
+    runtime = load("runtime", _PURPOSE)
     try:
         process, handle = _HANDLE.unpack(given.handle)
     except struct.error as error:

@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing as mp
 import os
 import select
-import signal
 import threading
 import time
 
@@ -25,7 +24,7 @@ from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
 from kvxfer.mappings import GATE_BYTES, Gates  # noqa: E402
 from kvxfer.memory import allocate  # noqa: E402
-from kvxfer.memory.cudart import upload  # noqa: E402
+from kvxfer.memory.driver import call, load, upload  # noqa: E402
 from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
 pytestmark = [
@@ -96,12 +95,10 @@ def gate_words(device):
 
 def word_of(address, device):
     """What a gate holds."""
-    from cuda.bindings import runtime
-
+    runtime = load("runtime", "this test")
     found = torch.zeros(1, dtype=torch.int64)
     torch.cuda.set_device(device)
-    (code,) = runtime.cudaMemcpy(found.data_ptr(), address, 8, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)
-    assert int(code) == 0
+    call(runtime, "cudaMemcpy", found.data_ptr(), address, 8, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)
     return int(found)
 
 
@@ -259,7 +256,7 @@ def test_the_owner_dies_under_a_kernel_that_writes_its_memory():
             made.run(what, gate)
             under_way = [made.begin(what, gate) for _ in range(200)]
             under_way[5][0].wait(20)
-            os.kill(child.pid, signal.SIGKILL)
+            child.kill()
             child.join()
             assert not under_way[-1][0].is_set()  # it died while they ran
             for ended, outcomes in under_way:
@@ -293,8 +290,8 @@ def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
     exports = export("cuda", 0, [memory.data_ptr(), words.address])
     with process(writer, exports, memory.data_ptr(), words.address) as (child, pipe):
         assert pipe.recv() == "writing"
-        gone = os.pidfd_open(child.pid)
-        os.kill(child.pid, signal.SIGKILL)
+        gone = os.pidfd_open(int(child.pid or 0))
+        child.kill()
         assert select.select([gone], [], [], 20)[0]
         os.close(gone)
         memory.fill_(CANARY)

@@ -161,18 +161,18 @@ async def test_layers_arrive_as_they_become_ready(far, near, there, here, route)
 
 @needs_nixl
 @pytest.mark.parametrize(
-    ("kind", "memory"),
+    ("kind", "found"),
     [
-        pytest.param("auto", "VRAM", marks=gpus(1)),
-        pytest.param("cuda", "VRAM", marks=gpus(1)),
-        pytest.param("pinned", "DRAM", marks=gpus(1)),
+        pytest.param("auto", "cuda", marks=gpus(1)),
+        pytest.param("cuda", "cuda", marks=gpus(1)),
+        pytest.param("pinned", "pinned", marks=gpus(1)),
     ],
 )
 @pytest.mark.parametrize(("there", "here"), SAME_KIND[1:])
-async def test_kinds_of_arenas(far, near, there, here, kind, memory):
+async def test_kinds_of_arenas(far, near, there, here, kind, found):
     config = {"route": "staged", "arena_kind": kind}
     issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, **config)
-    assert near.arenas() == await far.arenas() == [memory]
+    assert near.arenas() == await far.arenas() == [found]
     await bring(far, issuer, move, "warm", "staged")
     move.late()
     (transfer,) = move.fetch(issuer.ticket("r"), late=True, timeout=60)
@@ -183,7 +183,11 @@ async def test_kinds_of_arenas(far, near, there, here, kind, memory):
 
 @pytest.mark.parametrize(
     ("device", "kind"),
-    [pytest.param("cpu", "cpu", id="cpu"), pytest.param("cuda:0", "pinned", id="one gpu", marks=gpus(1))],
+    [
+        pytest.param("cpu", "cpu", id="cpu"),
+        pytest.param("cuda:0", "pinned", id="one gpu", marks=gpus(1)),
+        pytest.param("cuda:0", "auto", id="one gpu, whose memory the loopback refuses", marks=gpus(1)),
+    ],
 )
 async def test_without_nixl_through_an_arena_in_host_memory(near, device, kind):
     """The loopback moves host memory only: with a pinned arena that is enough for caches on a GPU."""
@@ -191,6 +195,7 @@ async def test_without_nixl_through_an_arena_in_host_memory(near, device, kind):
     config = {"device": device, "network": network, "route": "staged", "arena_kind": kind, **SIZES}
     issuer = tickets(await near.open("prefill", theirs, **config))
     await near.open("decode", ours, **config)
+    assert near.arenas() == ["cpu" if device == "cpu" else "pinned"] * 2
     move = Move(theirs, near, ours)
     near.offer(0, "warm", IDS, tokens=len(IDS) * 16)
     await asyncio.gather(*move.fetch(issuer.ticket("warm"), timeout=60))

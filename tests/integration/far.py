@@ -14,6 +14,7 @@ import contextlib
 import copy
 import itertools
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -313,6 +314,7 @@ class Far:
                 await readable
         finally:
             loop.remove_reader(self._wire.fileno())
+            os.set_blocking(self._wire.fileno(), True)  # uvloop changes that; a message may be longer than a pipe
         answered, value, error = pickle.loads(self._wire.recv_bytes())
         assert answered == number, "one call at a time"
         assert not error, f"{name} failed over there: {error}"

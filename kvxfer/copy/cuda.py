@@ -34,7 +34,6 @@ __all__ = ["CudaExecutor", "recorded"]
 
 I64: TypeAlias = NDArray[np.int64]
 
-_LAUNCHES_PER_STEP: Final = 8
 _SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
 _NO_GATE: Final = (0, 0, 0)
 
@@ -140,24 +139,24 @@ class CudaExecutor:
         return self._delay(moved)
 
     def _launch_ready(self, direction: Direction, lane: "_Lane") -> int:
-        """Launch what has become ready, as far as the ring has room. Returns how many jobs left the backlog."""
-        launched = 0
-        while launched < _LAUNCHES_PER_STEP:
-            if lane.held is None:
-                job = self._backlog.pop_ready(direction)
-                if job is None:
-                    break
-                try:
-                    lane.held = (job, pack(job.plan))
-                except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
-                    now = self._runtime.now()
-                    self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
-                    continue
-            if not self._launch_held(lane, *lane.held):
-                break
-            lane.held = None
-            launched += 1
-        return launched
+        """Launch what has become ready next, if the ring has room. Returns how many jobs left the backlog.
+
+        One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
+        """
+        if lane.held is None:
+            job = self._backlog.pop_ready(direction)
+            if job is None:
+                return 0
+            try:
+                lane.held = (job, pack(job.plan))
+            except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
+                now = self._runtime.now()
+                self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
+                return 1
+        if not self._launch_held(lane, *lane.held):
+            return 0
+        lane.held = None
+        return 1
 
     def _launch_held(self, lane: "_Lane", job: CopyJob, tables: Tables) -> bool:
         """Launch one job. False if its tables have to wait for room in the ring."""

@@ -15,6 +15,7 @@ written. A copy of bytes is the case of elements of one byte.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -65,7 +66,7 @@ class Box:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token row writes in one region."""
-        return self.run_bytes * int(np.prod([axis.count for axis in self.outer], dtype=np.int64))
+        return self.run_bytes * prod(axis.count for axis in self.outer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,7 @@ class Segment:
     @property
     def pieces(self) -> int:
         """Contiguous runs that it consists of, before neighbours are merged."""
-        runs = int(np.prod([axis.count for axis in self.box.outer], dtype=np.int64))
+        runs = prod(axis.count for axis in self.box.outer)
         rows = len(self.rows) if self.box.token_in_run else int(self.rows[:, 4].sum())
         return len(self.regions) * rows * runs
 

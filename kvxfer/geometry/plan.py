@@ -143,7 +143,7 @@ class PairPlan:
             parts.append(ChunkPart(c.key, c.bases, c.factors, rows))
         return ChunkPlan(parts)
 
-    @property
+    @cached_property
     def limited_by(self) -> str:
         """What ends the runs that make the most pieces, and on which side, in a few words."""
         return self._explained.limited_by

@@ -107,7 +107,12 @@ class World:
         self.executor.submit(CopyJob(plan, done, after, permit, gate), direction)
 
     def step(self):
-        return self.runtime.step()
+        """Step while it is asked for at once, as long as something is launched; at least once."""
+        while True:
+            before = len(self.launched) + len(self.gather.running)
+            delay = self.runtime.step()
+            if before == len(self.launched) + len(self.gather.running):
+                return delay
 
 
 @pytest.fixture

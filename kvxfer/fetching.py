@@ -31,13 +31,14 @@ from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
-from kvxfer.telemetry import TransferStats, logger
+from kvxfer.telemetry import TransferStats, hears_info, logger
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import FetchResult, Transfer, TransferState
 
 __all__ = ["Demand", "Fetching"]
 
-_log: Final = logger("kvxfer.receive")
+_NAME: Final = "kvxfer.receive"
+_log: Final = logger(_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,15 +302,16 @@ class Fetching(Steps):
             error.__cause__ = self._error
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
         self.site.metrics.transfer_ended(code, route=stats.route, nbytes=stats.bytes)
-        say = _log.info if error is None else _log.warning
-        say(
-            "fetch_ended",
-            request=self.transfer.request,
-            transfer=self.transfer.id,
-            outcome="ok" if code is None else code.name.lower(),
-            reason=str(error or ""),
-            **stats.log_fields(),
-        )
+        if error is not None or hears_info(_NAME):
+            say = _log.info if error is None else _log.warning
+            say(
+                "fetch_ended",
+                request=self.transfer.request,
+                transfer=self.transfer.id,
+                outcome="ok" if code is None else code.name.lower(),
+                reason=str(error or ""),
+                **stats.log_fields(),
+            )
         if error is None:
             payload = next((i.machine.payload for i in self.incoming if i.machine.payload), b"")
             self.transfer.succeed(FetchResult(self.transfer.request, payload, stats))
@@ -333,8 +335,8 @@ class Fetching(Steps):
             self._settled.exception()
 
     def _stats(self) -> TransferStats:
-        tally = Tally()
-        for incoming in self.incoming:
+        tally = self.incoming[0].tally if len(self.incoming) == 1 else Tally()
+        for incoming in self.incoming if len(self.incoming) > 1 else ():
             tally.merge(incoming.tally)
         return tally.stats(
             route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),

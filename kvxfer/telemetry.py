@@ -21,7 +21,7 @@ from structlog.typing import EventDict, WrappedLogger
 
 from kvxfer.errors import Code
 
-__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "hears_debug", "logger", "mask"]
+__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "hears_debug", "hears_info", "logger", "mask"]
 
 KEYS: Final = frozenset(
     {
@@ -145,6 +145,11 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
 def hears_debug(name: str) -> bool:
     """Whether anybody hears debug events of this logger: else what is dear to say need not be made."""
     return logging.getLogger(name).isEnabledFor(logging.DEBUG)
+
+
+def hears_info(name: str) -> bool:
+    """The same for informational events: what one says of every transfer costs as much as a step of it."""
+    return logging.getLogger(name).isEnabledFor(logging.INFO)
 
 
 def mask(secret: str | bytes) -> str:

@@ -1,0 +1,126 @@
+"""The sub-commands of `kvxfer bench`. What is heavy is imported inside the one that needs it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from kvxfer.bench.device import Kind
+    from kvxfer.bench.report import Report
+
+__all__ = ["app"]
+
+app: Final = typer.Typer(
+    help="Measure transfers, each beside a reference of the same run. Every byte is verified outside the timed span.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Device: TypeAlias = Annotated[str, typer.Option(help="cuda (GPUs 0 and 1, or 0 twice), cpu, or auto.")]
+Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to write the results to.")]
+Plot: TypeAlias = Annotated[Path | None, typer.Option("--plot", help="Folder for PNG files and an HTML page.")]
+Quick: TypeAlias = Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute on a CPU.")]
+
+
+class _Benchmark(Protocol):
+    """What every benchmark offers."""
+
+    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> "Report":
+        """Measure; tells what it does, how many steps are done, and of how many."""
+        ...
+
+
+def _perform(
+    name: str,
+    device: str,
+    json_file: Path | None,
+    plot_folder: Path | None,
+    arguments: dict[str, Any],
+    make: "Callable[[Kind], _Benchmark]",
+) -> None:
+    """Run a benchmark to its end, whatever that is."""
+    from kvxfer.bench.children import BenchFailedError
+    from kvxfer.bench.device import choose
+    from kvxfer.bench.machine import describe
+    from kvxfer.bench.output import finish, progress
+
+    if plot_folder is not None:
+        from kvxfer.bench.plots import check
+
+        check()
+    kind = choose(device)
+    try:
+        with progress(name) as step:
+            report = make(kind).run(describe(kind, arguments), step)
+    except BenchFailedError as error:
+        sys.stderr.write(f"kvxfer bench {name}: {error}\n")
+        raise typer.Exit(1) from None
+    if code := finish(report, json_file, plot_folder):
+        raise typer.Exit(code)
+
+
+def _sizes(option: str, text: str) -> tuple[int, ...]:
+    from kvxfer.errors import UsageError
+    from kvxfer.settings import parse_size
+
+    try:
+        return tuple(int(str(parse_size(one))) for one in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from error
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    from kvxfer.errors import UsageError
+
+    try:
+        numbers = tuple(int(one) for one in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: whole numbers separated by commas") from error
+    if min(numbers) < 1:
+        raise UsageError(f"{option} {text}: numbers from 1 on")
+    return numbers
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    """Only what was asked for."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+@app.command()
+def matrix(
+    device: Device = "auto",
+    routes: Annotated[str | None, typer.Option(help="Some of them: staged,direct.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Of requests: 2MiB,512MiB.")] = None,
+    pieces: Annotated[
+        str | None, typer.Option(help="512,8KiB,...: layouts with pieces of this size; head-split; nhd-hnd.")
+    ] = None,
+    ctas: Annotated[str | None, typer.Option(help="Thread blocks of a copy on a GPU: 24,132.")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Of each cell, after one to warm up. Default 5.")] = None,
+    cell_seconds: Annotated[
+        float | None, typer.Option(help="No further repetition of a cell once it has taken so long.")
+    ] = None,
+    sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """Routes x pieces x request sizes between two processes: the whole `await fetch` beside one contiguous copy."""
+    from kvxfer.bench.layouts import parse_layout
+    from kvxfer.bench.matrix import Matrix
+    from kvxfer.bench.matrix import quick as quick_matrix
+
+    asked = _given(
+        routes=tuple(routes.split(",")) if routes else None,
+        sizes=_sizes("--sizes", sizes) if sizes else None,
+        layouts=tuple(parse_layout(one) for one in pieces.split(",")) if pieces else None,
+        ctas=_numbers("--ctas", ctas) if ctas else None,
+        repetitions=repetitions,
+        cell_seconds=cell_seconds,
+        sabotage=sabotage or None,
+    )
+    arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
+    make = quick_matrix if quick else Matrix
+    _perform("matrix", device, json_file, plot_folder, arguments, lambda kind: make(kind, **asked))

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
-__all__ = ["BenchFailedError", "Body", "Broken", "PeerGoneError", "Side", "Step", "conduct"]
+__all__ = ["BenchFailedError", "Body", "Broken", "PeerGoneError", "Result", "Side", "Step", "collect", "conduct"]
 
 _JOIN_SECONDS: Final = 20.0
 _SILENCE_SECONDS: Final = 600.0
@@ -47,6 +47,17 @@ class Step:
     """
 
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A child has measured something.
+
+    Attributes:
+        values: As they go into the JSON.
+    """
+
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +189,31 @@ def conduct(
         for name, other in zip(names, across, strict=True):
             children.start(name, (bodies[name], spec, devices[name], Path(folder), uvloop), other)
         _listen(children, show, silence)
+
+
+def collect(
+    bodies: Mapping[str, Body],
+    spec: object,
+    total: int,
+    on_step: Callable[[str, int, int], None],
+    *,
+    devices: Mapping[str, str],
+    uvloop: bool = False,
+) -> list[dict[str, Any]]:
+    """Run children to their end; the values of their results, of which there will be `total`.
+
+    Raises:
+        BenchFailedError: As `conduct` does.
+    """
+    found: list[dict[str, Any]] = []
+
+    def show(item: object) -> None:
+        if isinstance(item, Result):
+            found.append(item.values)
+        on_step(getattr(item, "label", ""), len(found), total)
+
+    conduct(bodies, spec, show, devices=devices, uvloop=uvloop)
+    return found
 
 
 def _listen(children: "_Children", show: Callable[[object], None], silence: float) -> None:

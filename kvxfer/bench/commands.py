@@ -22,6 +22,8 @@ app: Final = typer.Typer(
 Device: TypeAlias = Annotated[str, typer.Option(help="cuda (GPUs 0 and 1, or 0 twice), cpu, or auto.")]
 Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to write the results to.")]
 Plot: TypeAlias = Annotated[Path | None, typer.Option("--plot", help="Folder for PNG files and an HTML page.")]
+Routes: TypeAlias = Annotated[str | None, typer.Option(help="Some of them: staged,direct.")]
+Uvloop: TypeAlias = Annotated[bool, typer.Option("--uvloop", help="Run both event loops on uvloop.")]
 Quick: TypeAlias = Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute on a CPU.")]
 
 
@@ -92,7 +94,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
 @app.command()
 def matrix(
     device: Device = "auto",
-    routes: Annotated[str | None, typer.Option(help="Some of them: staged,direct.")] = None,
+    routes: Routes = None,
     sizes: Annotated[str | None, typer.Option(help="Of requests: 2MiB,512MiB.")] = None,
     pieces: Annotated[
         str | None, typer.Option(help="512,8KiB,...: layouts with pieces of this size; head-split; nhd-hnd.")
@@ -109,11 +111,11 @@ def matrix(
 ) -> None:
     """Routes x pieces x request sizes between two processes: the whole `await fetch` beside one contiguous copy."""
     from kvxfer.bench.layouts import parse_layout
-    from kvxfer.bench.matrix import Matrix
+    from kvxfer.bench.matrix import Matrix, known_routes
     from kvxfer.bench.matrix import quick as quick_matrix
 
     asked = _given(
-        routes=tuple(routes.split(",")) if routes else None,
+        routes=known_routes(routes),
         sizes=_sizes("--sizes", sizes) if sizes else None,
         layouts=tuple(parse_layout(one) for one in pieces.split(",")) if pieces else None,
         ctas=_numbers("--ctas", ctas) if ctas else None,
@@ -124,3 +126,62 @@ def matrix(
     arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
     make = quick_matrix if quick else Matrix
     _perform("matrix", device, json_file, plot_folder, arguments, lambda kind: make(kind, **asked))
+
+
+@app.command()
+def latency(
+    device: Device = "auto",
+    routes: Routes = None,
+    fetches: Annotated[int | None, typer.Option(min=1, max=4000, help="Of each kind. Default 1000.")] = None,
+    uvloop: Uvloop = False,
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """One block of 64 KiB or 2 MiB at a time, warm: percentiles of the fetch, and CPU time of both event loops."""
+    from kvxfer.bench.latency import Latency
+    from kvxfer.bench.matrix import known_routes
+
+    count = fetches or (100 if quick else 1000)
+    arguments = _given(routes=routes, fetches=count, uvloop=uvloop, quick=quick)
+    _perform(
+        "latency",
+        device,
+        json_file,
+        plot_folder,
+        arguments,
+        lambda kind: Latency(kind, known_routes(routes), count, uvloop),
+    )
+
+
+@app.command()
+def load(
+    device: Device = "auto",
+    routes: Routes = None,
+    concurrency: Annotated[str | None, typer.Option(help="Fetches at once: 64,128,256,512.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Of fetches: 64KiB,1MiB,16MiB,64MiB.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Of each run. Default 10.")] = None,
+    uvloop: Uvloop = False,
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """Many fetches at once, of very different sizes: fetches a second, percentiles, and how late the loops run."""
+    from kvxfer.bench.load import Load
+    from kvxfer.bench.matrix import known_routes
+
+    small: dict[str, Any] = {"concurrency": (64,), "sizes": (64 << 10, 1 << 20), "seconds": 2.0} if quick else {}
+    asked = _given(
+        concurrency=_numbers("--concurrency", concurrency) if concurrency else None,
+        sizes=_sizes("--sizes", sizes) if sizes else None,
+        seconds=seconds,
+    )
+    arguments = {**small, **asked, **_given(routes=routes, uvloop=uvloop, quick=quick)}
+    _perform(
+        "load",
+        device,
+        json_file,
+        plot_folder,
+        arguments,
+        lambda kind: Load(kind, known_routes(routes), uvloop=uvloop, **(small | asked)),
+    )

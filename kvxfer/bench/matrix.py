@@ -13,7 +13,7 @@ from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.config import Config
 from kvxfer.errors import UsageError
 
-__all__ = ["SIZES", "Matrix", "quick", "routes"]
+__all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
@@ -24,6 +24,18 @@ def routes() -> tuple[str, ...]:
     """Every route that the setting knows; those whose caches lie in the same kind of memory are neighbours."""
     known: tuple[str, ...] = get_args(Config.model_fields["route"].annotation)
     return tuple(sorted(known, key=lambda route: route in _IN_SHARED_MEMORY))
+
+
+def known_routes(text: str | None) -> tuple[str, ...]:
+    """The routes that a text names, separated by commas; all without one.
+
+    Raises:
+        UsageError: If the setting knows one of them not.
+    """
+    named = tuple(text.split(",")) if text else routes()
+    if unknown := sorted(set(named) - set(routes())):
+        raise UsageError(f"--routes: {unknown[0]!r} is none of {', '.join(routes())}")
+    return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +68,6 @@ class Matrix:
         Raises:
             UsageError: Naming it.
         """
-        if unknown := sorted(set(self.routes) - set(routes())):
-            raise UsageError(f"--routes: {unknown[0]!r} is none of {', '.join(routes())}")
         if not self.routes or not self.layouts or not self.sizes or min(self.sizes) < 1 or self.repetitions < 1:
             raise UsageError("a matrix needs at least one route, one layout, one size, and one repetition")
         if self.sabotage not in {"", "byte", "outside"}:

@@ -185,3 +185,40 @@ def load(
         arguments,
         lambda kind: Load(kind, known_routes(routes), uvloop=uvloop, **(small | asked)),
     )
+
+
+@app.command()
+def rivals(
+    device: Device = "auto",
+    pieces: Annotated[str | None, typer.Option(help="Sizes of pieces: 8KiB,32KiB,2MiB.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of the whole. Default 512MiB.")] = None,
+    routes: Routes = None,
+    only: Annotated[list[str] | None, typer.Option(help="A rival, by its name; may be given several times.")] = None,
+    rivals_dir: Annotated[Path | None, typer.Option(help="Folder with the rivals' code.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Of each, after one to warm up. Default 5.")] = None,
+    sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """The same scattered work through NIXL piece by piece, Mooncake, NCCL and plain torch, beside kvxfer's routes."""
+    from kvxfer.bench.matrix import known_routes
+    from kvxfer.bench.rivals import Rivals, find
+
+    small: dict[str, Any] = {"pieces": (8 << 10, 32 << 10), "size": 32 << 20, "seconds": 2.0} if quick else {}
+    asked = _given(
+        pieces=_sizes("--pieces", pieces) if pieces else None,
+        size=_sizes("--size", size)[0] if size else None,
+        only=tuple(only) if only else None,
+        repetitions=repetitions,
+        sabotage=sabotage or None,
+    )
+    folder, chosen = find(rivals_dir), known_routes(routes)
+    _perform(
+        "rivals",
+        device,
+        json_file,
+        plot_folder,
+        {**small, **asked, **_given(routes=routes, quick=quick)},
+        lambda kind: Rivals(kind, folder, routes=chosen, **(small | asked)),
+    )

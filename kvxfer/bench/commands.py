@@ -19,6 +19,8 @@ app: Final = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_IN_PROCESS: Final = ("staged", "direct")
+
 Device: TypeAlias = Annotated[str, typer.Option(help="cuda (GPUs 0 and 1, or 0 twice), cpu, or auto.")]
 Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to write the results to.")]
 Plot: TypeAlias = Annotated[Path | None, typer.Option("--plot", help="Folder for PNG files and an HTML page.")]
@@ -222,3 +224,80 @@ def rivals(
         {**small, **asked, **_given(routes=routes, quick=quick)},
         lambda kind: Rivals(kind, folder, routes=chosen, **(small | asked)),
     )
+
+
+@app.command()
+def plan(
+    pieces: Annotated[str | None, typer.Option(help="About how many: 1000,1000000. Default 10^3 to 10^7.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="For each step. Default 0.5.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """What planning costs from 10^3 to 10^7 pieces, step by step, without any memory behind it."""
+    from kvxfer.bench.planning import Planning
+
+    small: dict[str, Any] = {"pieces": (10**3, 10**5), "seconds": 0.2} if quick else {}
+    asked = _given(pieces=_numbers("--pieces", pieces) if pieces else None, seconds=seconds)
+    _perform(
+        "plan",
+        "cpu",
+        json_file,
+        plot_folder,
+        small | asked | {"quick": quick},
+        lambda kind: Planning(kind, **(small | asked)),
+    )
+
+
+@app.command()
+def interference(
+    device: Device = "auto",
+    routes: Routes = None,
+    ctas: Annotated[str | None, typer.Option(help="Thread blocks of a copy on a GPU. Default 8 to 132.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of each transfer. Default 512MiB, on a CPU 32MiB.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.01, help="For each speed that is taken. Default 2.")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="Without and with transfers. Default 3.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """How much slower matrix multiplications, or a busy Python thread, get while transfers run beside them."""
+    from kvxfer.bench.interference import Interference
+    from kvxfer.bench.matrix import known_routes
+
+    small: dict[str, Any] = {"seconds": 0.3, "turns": 2} if quick else {}
+    asked = _given(
+        ctas=_numbers("--ctas", ctas) if ctas else None,
+        request_bytes=_sizes("--size", size)[0] if size else None,
+        seconds=seconds,
+        turns=turns,
+    )
+    chosen = known_routes(routes)
+
+    def make(kind: "Kind") -> Interference:
+        default: dict[str, Any] = {"request_bytes": 32 << 20} if kind == "cpu" else {}
+        return Interference(kind, chosen, **(default | small | asked))
+
+    arguments = {**small, **asked, **_given(routes=routes, quick=quick)}
+    _perform("interference", device, json_file, plot_folder, arguments, make)
+
+
+@app.command()
+def scale(
+    peers: Annotated[str | None, typer.Option(help="How many. Default 1,10,100,1000.")] = None,
+    route: Annotated[str, typer.Option(help="staged or direct.")] = "staged",
+    transfers: Annotated[int | None, typer.Option(min=1, help="Warm ones at each number. Default 1000.")] = None,
+    quick: Quick = False,
+    json_file: Json = None,
+    plot_folder: Plot = None,
+) -> None:
+    """What peers cost, from 1 to 1,000: memory, handshake, CPU of the loops, control frames and bytes of a transfer."""
+    from kvxfer.bench.scale import Scale
+    from kvxfer.errors import UsageError
+
+    small: dict[str, Any] = {"peers": (1, 10), "transfers": 100, "idle_seconds": 0.5} if quick else {}
+    asked = _given(peers=_numbers("--peers", peers) if peers else None, transfers=transfers)
+    if route not in _IN_PROCESS:
+        raise UsageError(f"--route {route}: the in-process transport can do {' and '.join(_IN_PROCESS)}")
+    arguments, given = {**small, **asked, "route": route, "quick": quick}, small | asked
+    _perform("scale", "cpu", json_file, plot_folder, arguments, lambda kind: Scale(kind, route=route, **given))

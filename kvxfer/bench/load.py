@@ -7,7 +7,6 @@ once under load.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from kvxfer.bench.device import Kind, available_bytes, give_back, sides, synchro
 from kvxfer.bench.layouts import Layout
 from kvxfer.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.bench.samples import GIGABYTE, Samples
-from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer
+from kvxfer.bench.standing import AHEAD, Tickets, introduce, keep
 
 __all__ = ["SIZES", "Load"]
 
@@ -31,7 +30,6 @@ SIZES: Final = (64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
 CONCURRENCY: Final = (64, 128, 256, 512)
 _LAYOUT: Final = Layout("64KiB", 8 * KIB, 4, 8, 4)
 """A block of all layers has 64 KiB."""
-_AHEAD: Final = 2
 _TICK_SECONDS: Final = 0.005
 _IDLE_SECONDS: Final = 0.5
 _FETCH_SECONDS: Final = 120.0
@@ -120,20 +118,15 @@ async def prefill(side: Side, spec: Load) -> None:
         request = Request(order.seed, tuple(range(spec.largest)))
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
-        config = settings(side, order.route, None, max_offers=_AHEAD * order.slots + 1, max_transfers=2 * order.slots)
+        config = settings(side, order.route, None, max_offers=AHEAD * order.slots + 1, max_transfers=2 * order.slots)
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
-            key = secrets.token_bytes(KEY_BYTES)
-            worker.join(EngineCard.of([worker.card]), key=key)
+            card, key = introduce(worker)
             lateness = Lateness()
             await asyncio.sleep(_IDLE_SECONDS)
             idle = lateness.take()
-            keepers = [
-                asyncio.create_task(_keep(worker, slot, number, list(request.ids)))
-                for slot in range(order.slots)
-                for number in range(_AHEAD)
-            ]
+            keepers = keep(worker, order.slots, request.ids, len(request.ids) * _LAYOUT.block_tokens)
             await asyncio.sleep(0)
-            side.send((worker.card.to_dict(), key, idle))
+            side.send((card, key, idle))
             await side.hear()  # warm, and about to be measured
             lateness.take()
             await side.hear()
@@ -147,15 +140,6 @@ async def prefill(side: Side, spec: Load) -> None:
         side.send("closed")
         del cache
         give_back()
-
-
-async def _keep(worker: kvxfer.Worker, slot: int, number: int, ids: list[int]) -> None:
-    """Keep every other offer of a slot alive."""
-    while True:
-        tokens = len(ids) * _LAYOUT.block_tokens
-        offer = worker.offer(f"{slot}/{number}", ids, tokens=tokens, after=kvxfer.READY)
-        await offer.released()
-        number += _AHEAD
 
 
 # --- the decode process
@@ -188,7 +172,6 @@ class _Slots:
         counts = list(map(spec.blocks, range(slots)))
         starts = [sum(counts[:slot]) for slot in range(slots)]
         self._ids = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-        self._numbers = [0] * slots
         self._took: dict[int, list[float]] = {}
         self._routes: set[str] = set()
 
@@ -200,22 +183,22 @@ class _Slots:
         card, key, idle_there = await side.ask(_Open(self._route, len(self._ids), self._seed))
         config = settings(side, self._route, None, max_transfers=2 * len(self._ids))
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
-            issuer, lateness = Issuer(EngineCard.of([card]), key), Lateness()
+            tickets, lateness = Tickets(card, key), Lateness()
             await asyncio.sleep(_IDLE_SECONDS)
             idle = lateness.take()
-            await self._each(worker, issuer)
+            await self._each(worker, tickets)
             self._took.clear()
             side.send("begun")
             lateness.take()
             began = time.perf_counter()
             async with asyncio.TaskGroup() as group:
                 for slot in range(len(self._ids)):
-                    group.create_task(self._again(worker, issuer, slot, began + spec.seconds))
+                    group.create_task(self._again(worker, tickets, slot, began + spec.seconds))
             elapsed = time.perf_counter() - began
             here, there = lateness.take(), await side.ask("ended")
             lateness.stop()
             found = self._figures(elapsed)
-            difference = await self._verify(worker, issuer, cache)
+            difference = await self._verify(worker, tickets, cache)
             await side.ask("close")
         return found | {
             "verified": not difference,
@@ -223,26 +206,25 @@ class _Slots:
             "lag": {"decode": here, "prefill": there, "decode_idle": idle, "prefill_idle": idle_there},
         }
 
-    async def _verify(self, worker: kvxfer.Worker, issuer: Issuer, cache: Cache) -> str:
+    async def _verify(self, worker: kvxfer.Worker, tickets: Tickets, cache: Cache) -> str:
         await asyncio.to_thread(cache.scrub)
         synchronize(self._side.device)
-        await self._each(worker, issuer)
+        await self._each(worker, tickets)
         requests = [Request(self._seed, ids) for ids in self._ids]
         return await asyncio.to_thread(cache.difference, *requests)
 
-    async def _each(self, worker: kvxfer.Worker, issuer: Issuer) -> None:
+    async def _each(self, worker: kvxfer.Worker, tickets: Tickets) -> None:
         """One fetch of every slot, all at once."""
         async with asyncio.TaskGroup() as group:
             for slot in range(len(self._ids)):
-                group.create_task(self._fetch(worker, issuer, slot))
+                group.create_task(self._fetch(worker, tickets, slot))
 
-    async def _again(self, worker: kvxfer.Worker, issuer: Issuer, slot: int, until: float) -> None:
+    async def _again(self, worker: kvxfer.Worker, tickets: Tickets, slot: int, until: float) -> None:
         while time.perf_counter() < until:
-            await self._fetch(worker, issuer, slot)
+            await self._fetch(worker, tickets, slot)
 
-    async def _fetch(self, worker: kvxfer.Worker, issuer: Issuer, slot: int) -> None:
-        number, self._numbers[slot] = self._numbers[slot], self._numbers[slot] + 1
-        ids, ticket = self._ids[slot], issuer.ticket(f"{slot}/{number}")
+    async def _fetch(self, worker: kvxfer.Worker, tickets: Tickets, slot: int) -> None:
+        ids, ticket = self._ids[slot], tickets.next(slot)
         tokens = range(len(ids) * _LAYOUT.block_tokens)
         began = time.perf_counter()
         result = await worker.fetch(ticket, list(ids), tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)

@@ -13,17 +13,20 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
+
 import kvxfer
+from kvxfer.bench.caches import Slab, in_shared_memory
 from kvxfer.bench.children import BenchFailedError, Side, Step
-from kvxfer.bench.contents import SOURCE_POISON, TARGET_POISON, Cache, Request
-from kvxfer.bench.device import available_bytes, empty, give_back, synchronize
-from kvxfer.bench.layouts import DIM, Layout
+from kvxfer.bench.contents import Cache, Request
+from kvxfer.bench.device import available_bytes, synchronize
+from kvxfer.bench.layouts import Layout
 from kvxfer.bench.reference import ReferenceKind, Source, Target, kind_for
 from kvxfer.bench.samples import Samples
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
 
-__all__ = ["Cell", "Grid", "Measured", "Skipped", "cache_for", "decode", "draw", "prefill", "settings", "stages"]
+__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw", "prefill", "settings", "stages"]
 
 _FETCH_SECONDS: Final = 300.0
 _ROOM: Final = 1 << 30
@@ -47,8 +50,13 @@ class Cell:
 
     @property
     def shared(self) -> bool:
-        """Whether the caches should lie in memory that another process can map."""
-        return self.route in {"mapped", "auto"}
+        """Whether, on a CPU, the caches lie in memory that another process can map."""
+        return in_shared_memory(self.route)
+
+    @property
+    def pool(self) -> tuple[Layout, int]:
+        """What its caches are: the layout, and the number of blocks."""
+        return self.layout, self.layout.pool(self.request_bytes)
 
     def __str__(self) -> str:
         ctas = "" if self.ctas is None else f", {self.ctas} CTAs"
@@ -60,7 +68,7 @@ class Grid:
     """Everything that the two processes are to measure.
 
     Attributes:
-        cells: In this order; neighbours with the same layout, size and kind of memory share their caches.
+        cells: In this order, but for those whose caches lie in shared memory: on a CPU they come last.
         repetitions: Of each cell, warm-ups not counted.
         warmups: Transfers before them: the first one of a pair also connects, and compiles.
         cell_seconds: When a cell has taken so long, it ends after the repetition under way.
@@ -126,16 +134,6 @@ def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
     return Config(listen=f"unix:{side.folder / side.name}.sock", **fixed)
 
 
-def cache_for(layout: Layout, blocks: int, *, source: bool, device: str, shared: bool = False) -> Cache:
-    """An uninitialised cache of one side with so many blocks."""
-    heads = range(layout.heads) if source else layout.target_heads
-    axes = layout.source_axes if source else layout.target_axes
-    sizes = {"kv": 2, "block": blocks, "token": layout.block_tokens, "head": len(heads), "dim": DIM}
-    shape = [sizes[name] for name in axes.split()]
-    tensors = [empty(shape, device, shared=shared) for _ in range(layout.layers)]
-    return Cache(tensors, axes, heads, SOURCE_POISON if source else TARGET_POISON)
-
-
 def draw(seed: int, pool: int, blocks: int, *, source: bool) -> Request:
     """Content and block ids of one request; the two sides draw other ids from the same seed."""
     return Request(seed, tuple(random.Random(2 * seed + source).sample(range(pool), blocks)))  # noqa: S311
@@ -158,18 +156,10 @@ async def prefill(side: Side, grid: Grid) -> None:
     """Open, serve and close as the decode process says."""
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
-    cache: tuple[tuple[Layout, int, bool], Cache] | None = None
-    while True:
-        match await side.hear():
-            case _Open(cell):
-                key = (cell.layout, cell.request_bytes, cell.shared)
-                if cache is None or cache[0] != key:
-                    cache = None
-                    give_back()
-                    cache = (key, _cache(cell, side, source=True))
-                await _serve(side, cell, cache[1], reference)
-            case _:
-                break
+    slab = Slab(side.device, await side.hear(), source=True)
+    while isinstance(order := await side.hear(), _Open):
+        cell = order.cell
+        await _serve(side, cell, slab.cache(*cell.pool, shared=cell.shared), reference)
     await reference.close()
     side.send("closed")
 
@@ -187,7 +177,7 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
                     await asyncio.to_thread(cache.write, request)
                     synchronize(side.device)
                     tokens = blocks * layout.block_tokens
-                    offer = worker.offer(name, list(request.ids), tokens=tokens, after=kvxfer.READY)
+                    offer = worker.offer(name, np.array(request.ids), tokens=tokens, after=kvxfer.READY)
                     side.send(worker.engine.ticket(name))
                     ending = await offer.released()
                     stats = ending.stats if isinstance(ending, kvxfer.Released) else ()
@@ -210,29 +200,22 @@ async def decode(side: Side, grid: Grid) -> None:
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(map(_nbytes, fitting), default=1))
     await target.open()
     side.send(await target.card())
-    cache: tuple[tuple[Layout, int, bool], Cache] | None = None
-    for cell, reason in zip(grid.cells, reasons, strict=True):
+    pools = [cell.pool for cell in fitting]
+    side.send(pools)
+    slab = Slab(side.device, pools, source=False)
+    for cell, reason in sorted(zip(grid.cells, reasons, strict=True), key=lambda one: one[0].shared):
         side.report(Step(str(cell)))
         if reason:
             side.report(Skipped(cell, reason))
             continue
-        key = (cell.layout, cell.request_bytes, cell.shared)
-        if cache is None or cache[0] != key:
-            cache = None
-            give_back()
-            cache = (key, _cache(cell, side, source=False))
-        side.report(await _Run(side, grid, cell, cache[1], target).measure())
+        cache = slab.cache(*cell.pool, shared=cell.shared)
+        side.report(await _Run(side, grid, cell, cache, target).measure())
     await side.ask(_Close())  # nobody is to reach for a target that is gone
     await target.close()
 
 
 def _nbytes(cell: Cell) -> int:
     return cell.layout.blocks(cell.request_bytes) * cell.layout.block_bytes
-
-
-def _cache(cell: Cell, side: Side, *, source: bool) -> Cache:
-    blocks = cell.layout.pool(cell.request_bytes)
-    return cache_for(cell.layout, blocks, source=source, device=side.device, shared=cell.shared)
 
 
 def _reason(cell: Cell, device: str, free: int) -> str:
@@ -311,13 +294,13 @@ class _Run:
         side.send(_Serve(f"{seed:x}", seed))
         await asyncio.to_thread(self.cache.scrub)
         synchronize(side.device)
-        ticket, ids, tokens = await side.hear(), list(request.ids), range(blocks * cell.layout.block_tokens)
+        ticket, ids, tokens = await side.hear(), np.array(request.ids), range(blocks * cell.layout.block_tokens)
         began = time.perf_counter()
         result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         seconds = time.perf_counter() - began
         sent = await side.hear()
         if self.grid.sabotage:
-            inside, outside = ids[0], min(set(range(pool)) - set(ids))
+            inside, outside = request.ids[0], min(set(range(pool)) - set(request.ids))
             self.cache.corrupt(inside if self.grid.sabotage == "byte" else outside)
         difference = await asyncio.to_thread(self.cache.difference, request)
         if not difference and result.stats.bytes != _nbytes(cell):

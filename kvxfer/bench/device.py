@@ -1,14 +1,13 @@
 """What differs between CPU and GPU memory: allocating, waiting, and naming the hardware."""
 
 import ctypes
-import gc
 from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
 
 import torch
 
 import kvxfer
-from kvxfer.errors import UsageError
+from kvxfer.errors import FabricError, UsageError
 from kvxfer.memory.backing import Backing, allocate
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "choose",
     "device_names",
     "empty",
-    "give_back",
     "index_of",
     "make_current",
     "sides",
@@ -78,14 +76,6 @@ def empty(shape: Sequence[int], device: str, *, shared: bool = False) -> torch.T
     return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
 
 
-def give_back() -> None:
-    """Return what was freed to the system or to the device, before the next cell needs as much."""
-    gc.collect()
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if initialized:
-        torch.cuda.empty_cache()
-
-
 def available_bytes(device: str) -> int:
     """Memory that can be had now."""
     index = index_of(device)
@@ -128,6 +118,8 @@ class Buffer:
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         else:
             self.bytes = torch.as_tensor(_Exported(self.address, nbytes), device=device)
+        if self.bytes.data_ptr() != self.address:
+            raise FabricError(f"torch made a copy of {nbytes} bytes on {device} instead of taking them as they are")
 
     def close(self) -> None:
         """Free it. Nobody may use its address afterwards."""

@@ -18,10 +18,11 @@ from typing import Any, Final
 import torch
 
 import kvxfer
-from kvxfer.bench.cells import cache_for, settings
+from kvxfer.bench.caches import Slab, in_shared_memory
+from kvxfer.bench.cells import settings
 from kvxfer.bench.children import Result, Side, Step, collect
 from kvxfer.bench.contents import Cache, Request
-from kvxfer.bench.device import Kind, give_back, make_current, sides, synchronize
+from kvxfer.bench.device import Kind, make_current, sides, synchronize
 from kvxfer.bench.layouts import plain
 from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.bench.samples import GIGABYTE
@@ -149,8 +150,9 @@ class _Rate:
 
 async def prefill(side: Side, spec: Interference) -> None:
     """Keep a request on offer, and run victims as told."""
-    cache = cache_for(_LAYOUT, spec.blocks, source=True, device=side.device, shared=True)
+    slab = Slab(side.device, [(_LAYOUT, spec.blocks)], source=True)
     while isinstance(order := await side.hear(), _Open):
+        cache = slab.cache(_LAYOUT, spec.blocks, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.blocks)))
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
@@ -179,10 +181,11 @@ async def _disturb(side: Side) -> None:
 
 async def decode(side: Side, spec: Interference) -> None:
     """For each route and CTA count: every victim."""
-    cache = cache_for(_LAYOUT, spec.blocks + 1, source=False, device=side.device, shared=True)
+    slab = Slab(side.device, [(_LAYOUT, spec.blocks + 1)], source=False)
     for route in spec.routes:
         for ctas in spec.settings:
             seed = time.time_ns()
+            cache = slab.cache(_LAYOUT, spec.blocks + 1, shared=in_shared_memory(route))
             tickets = Tickets(*await side.ask(_Open(route, ctas, seed)))
             async with kvxfer.Worker(cache.cache_tensors(), settings(side, route, ctas)) as worker:
                 traffic = _Traffic(worker, tickets, spec.blocks)
@@ -196,7 +199,6 @@ async def decode(side: Side, spec: Interference) -> None:
                     side.report(Result({**named, "victim": kind, "side": where, **values, **checked}))
                 side.send("no more victims")
                 await side.hear()
-            give_back()
     side.send("closed")
 
 

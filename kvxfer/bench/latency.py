@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.bench.cells import cache_for, draw, settings, stages
+from kvxfer.bench.caches import Slab, in_shared_memory
+from kvxfer.bench.cells import draw, settings, stages
 from kvxfer.bench.children import Result, Side, Step, collect
-from kvxfer.bench.device import Kind, give_back, sides, synchronize
+from kvxfer.bench.contents import Cache
+from kvxfer.bench.device import Kind, sides, synchronize
 from kvxfer.bench.layouts import Layout, plain
 from kvxfer.bench.matrix import routes
 from kvxfer.bench.reference import ReferenceKind, Source, Target, kind_for
@@ -89,8 +91,9 @@ async def prefill(side: Side, spec: Latency) -> None:
     del spec
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
+    slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=True)
     while isinstance(order := await side.hear(), _Open):
-        cache = cache_for(order.layout, _POOL, source=True, device=side.device, shared=_shared(order.route))
+        cache = slab.cache(order.layout, _POOL, shared=in_shared_memory(order.route))
         request = draw(order.seed, _POOL, 1, source=True)
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
@@ -105,7 +108,6 @@ async def prefill(side: Side, spec: Latency) -> None:
             for offer in offers:
                 await offer.released()
         side.send("closed")
-        give_back()
     await reference.close()
     side.send("closed")
 
@@ -126,18 +128,20 @@ async def decode(side: Side, spec: Latency) -> None:
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(layout.block_bytes for layout in BLOCKS))
     await target.open()
     side.send(await target.card())
+    slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=False)
     for layout in BLOCKS:
         for route in spec.routes:
             side.report(Step(f"{route}, one block of {layout.block_bytes // KIB} KiB"))
-            side.report(Result(await _measure(side, spec, layout, route, target)))
-            give_back()
+            cache = slab.cache(layout, _POOL, shared=in_shared_memory(route))
+            side.report(Result(await _measure(side, spec, layout, route, cache, target)))
     await side.ask(_Close())
     await target.close()
 
 
-async def _measure(side: Side, spec: Latency, layout: Layout, route: str, target: Target) -> dict[str, Any]:
+async def _measure(
+    side: Side, spec: Latency, layout: Layout, route: str, cache: Cache, target: Target
+) -> dict[str, Any]:
     seed = time.time_ns()
-    cache = cache_for(layout, _POOL, source=False, device=side.device, shared=_shared(route))
     request = draw(seed, _POOL, 1, source=False)
     await asyncio.to_thread(cache.scrub)
     synchronize(side.device)
@@ -185,10 +189,6 @@ async def _refer(side: Side, target: Target, kind: ReferenceKind, nbytes: int) -
         return float(await side.ask(_Refer(kind, nbytes)))
     async with target.serving():
         return float(await side.ask(_Refer(kind, nbytes)))
-
-
-def _shared(route: str) -> bool:
-    return route in {"mapped", "auto"}
 
 
 def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.bench.cells import cache_for, settings
+from kvxfer.bench.caches import Slab, in_shared_memory
+from kvxfer.bench.cells import settings
 from kvxfer.bench.children import Result, Side, Step, collect
 from kvxfer.bench.contents import Cache, Request
-from kvxfer.bench.device import Kind, available_bytes, give_back, sides, synchronize
+from kvxfer.bench.device import Kind, available_bytes, sides, synchronize
 from kvxfer.bench.layouts import Layout
 from kvxfer.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.bench.samples import GIGABYTE, Samples
@@ -71,6 +72,10 @@ class Load:
         """Blocks of each fetch of a slot."""
         return max(1, self.sizes[slot % len(self.sizes)] // _LAYOUT.block_bytes)
 
+    def pool(self, slots: int) -> int:
+        """Blocks of a destination: those of all slots, and some for nobody."""
+        return sum(map(self.blocks, range(slots))) + self.largest
+
     @property
     def largest(self) -> int:
         """Blocks of the largest fetch."""
@@ -113,8 +118,9 @@ class Lateness:
 
 async def prefill(side: Side, spec: Load) -> None:
     """Keep offers alive until told to stop."""
+    slab = Slab(side.device, [(_LAYOUT, spec.largest)], source=True)
     while isinstance(order := await side.hear(), _Open):
-        cache = cache_for(_LAYOUT, spec.largest, source=True, device=side.device, shared=_shared(order.route))
+        cache = slab.cache(_LAYOUT, spec.largest, shared=in_shared_memory(order.route))
         request = Request(order.seed, tuple(range(spec.largest)))
         await asyncio.to_thread(cache.write, request)
         synchronize(side.device)
@@ -138,8 +144,6 @@ async def prefill(side: Side, spec: Load) -> None:
             await asyncio.gather(*keepers, return_exceptions=True)
             await worker.aclose(drain=False)
         side.send("closed")
-        del cache
-        give_back()
 
 
 # --- the decode process
@@ -147,27 +151,28 @@ async def prefill(side: Side, spec: Load) -> None:
 
 async def decode(side: Side, spec: Load) -> None:
     """Fetch from many slots at once, once for each route and concurrency."""
+    free = available_bytes(side.device)
+    needed = {slots: (spec.pool(slots) + spec.largest) * _LAYOUT.block_bytes + _ROOM for slots in spec.concurrency}
+    pools = [(_LAYOUT, spec.pool(slots)) for slots in spec.concurrency if needed[slots] <= free]
+    slab = Slab(side.device, pools, source=False)
     for route in spec.routes:
         for slots in spec.concurrency:
             side.report(Step(f"{route}, {slots} fetches at once"))
-            blocks = sum(map(spec.blocks, range(slots)))
-            needed = (blocks + 2 * spec.largest) * _LAYOUT.block_bytes + _ROOM
-            free = available_bytes(side.device)
             named: dict[str, Any] = {"route": route, "concurrency": slots, "device": spec.device}
-            if needed > free:
-                reason = f"it needs {needed // MIB} MiB of memory, and {free // MIB} MiB are free"
+            if needed[slots] > free:
+                reason = f"it needs {needed[slots] // MIB} MiB of memory, and {free // MIB} MiB are free"
                 side.report(Result({**named, "skipped": reason}))
                 continue
-            side.report(Result(named | await _Slots(side, spec, route, slots).measure()))
-            give_back()
+            cache = slab.cache(_LAYOUT, spec.pool(slots), shared=in_shared_memory(route))
+            side.report(Result(named | await _Slots(side, spec, route, slots, cache).measure()))
     side.send("closed")
 
 
 class _Slots:
     """One run at the decode side."""
 
-    def __init__(self, side: Side, spec: Load, route: str, slots: int) -> None:
-        self._side, self._spec, self._route = side, spec, route
+    def __init__(self, side: Side, spec: Load, route: str, slots: int, cache: Cache) -> None:
+        self._side, self._spec, self._route, self._cache = side, spec, route, cache
         self._seed = time.time_ns()
         counts = list(map(spec.blocks, range(slots)))
         starts = [sum(counts[:slot]) for slot in range(slots)]
@@ -178,8 +183,7 @@ class _Slots:
     async def measure(self) -> dict[str, Any]:
         """Warm up with one fetch of each slot, run, then poison everything and verify one more fetch of each."""
         side, spec = self._side, self._spec
-        blocks = sum(map(len, self._ids)) + spec.largest  # the last ones are for nobody
-        cache = cache_for(_LAYOUT, blocks, source=False, device=side.device, shared=_shared(self._route))
+        cache = self._cache
         card, key, idle_there = await side.ask(_Open(self._route, len(self._ids), self._seed))
         config = settings(side, self._route, None, max_transfers=2 * len(self._ids))
         async with kvxfer.Worker(cache.cache_tensors(), config) as worker:
@@ -245,10 +249,6 @@ class _Slots:
                 for blocks, took in sorted(self._took.items())
             ],
         }
-
-
-def _shared(route: str) -> bool:
-    return route in {"mapped", "auto"}
 
 
 def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
+from kvxfer.bench.caches import in_shared_memory
 from kvxfer.bench.cells import Cell, Grid, Measured, Skipped, decode, prefill, stages
 from kvxfer.bench.children import conduct
 from kvxfer.bench.device import Kind, sides
@@ -17,13 +18,12 @@ __all__ = ["SIZES", "Matrix", "known_routes", "quick", "routes"]
 
 MIB: Final = 1 << 20
 SIZES: Final = (2 * MIB, 32 * MIB, 512 * MIB, 2048 * MIB)
-_IN_SHARED_MEMORY: Final = ("auto", "mapped")
 
 
 def routes() -> tuple[str, ...]:
-    """Every route that the setting knows; those whose caches lie in the same kind of memory are neighbours."""
+    """Every route that the setting knows; those whose caches lie in shared memory on a CPU are the last."""
     known: tuple[str, ...] = get_args(Config.model_fields["route"].annotation)
-    return tuple(sorted(known, key=lambda route: route in _IN_SHARED_MEMORY))
+    return tuple(sorted(known, key=in_shared_memory))
 
 
 def known_routes(text: str | None) -> tuple[str, ...]:
@@ -102,7 +102,8 @@ class Matrix:
             on_step(getattr(item, "label", ""), len(done), len(grid.cells))
 
         conduct({"prefill": prefill, "decode": decode}, grid, show, devices=sides(self.device))
-        return _report(head, self.device, done)
+        order = {cell: number for number, cell in enumerate(grid.cells)}
+        return _report(head, self.device, sorted(done, key=lambda one: order[one.cell]))
 
 
 def quick(device: Kind, **changes: Any) -> Matrix:

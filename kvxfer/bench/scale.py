@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import kvxfer
-from kvxfer.bench.cells import cache_for
+from kvxfer.bench.caches import Slab
 from kvxfer.bench.children import BenchFailedError, Result, Side, Step, collect
 from kvxfer.bench.contents import Cache, Request
 from kvxfer.bench.device import Kind
@@ -114,7 +114,7 @@ class _Hub:
     @classmethod
     async def open(cls, place: _Place, **settings: Any) -> "_Hub":
         """Open it with the content that everybody fetches."""
-        cache = cache_for(_LAYOUT, _POOL, source=True, device="cpu")
+        cache = Slab("cpu", [(_LAYOUT, _POOL)], source=True).cache(_LAYOUT, _POOL)
         cache.write(Request(_SEED, (0,)))
         most = max(place.spec.transfers, _COUNTED, *place.spec.peers)
         bounds = {"max_offers": 2 * most, "max_transfers": 2 * most, "request_memory": 1.0}
@@ -151,7 +151,7 @@ class _Peer:
     @classmethod
     async def open(cls, place: _Place, number: int) -> "_Peer":
         """Open it; it is not connected yet."""
-        cache = cache_for(_LAYOUT, _POOL, source=False, device="cpu")
+        cache = Slab("cpu", [(_LAYOUT, _POOL)], source=False).cache(_LAYOUT, _POOL)
         cache.scrub()
         return cls(await place.worker(f"peer{number}", cache, arena_bytes=MIB, chunk_bytes=256 * KIB), cache)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvxfer.bench import contents
-from kvxfer.bench.cells import cache_for, draw
+from kvxfer.bench.caches import Slab
+from kvxfer.bench.cells import draw
 from kvxfer.bench.contents import SOURCE_POISON, TARGET_POISON, Request
 from kvxfer.bench.layouts import NAMED, Layout, plain
 
@@ -21,7 +22,7 @@ BLOCKS, POOL = 4, 7
 
 
 def pair(layout):
-    return [cache_for(layout, POOL, source=source, device="cpu") for source in (True, False)]
+    return [Slab("cpu", [(layout, POOL)], source=source).cache(layout, POOL) for source in (True, False)]
 
 
 def moved(layout, seed=1):
@@ -120,7 +121,7 @@ def test_what_was_there_before_is_not_taken_for_what_should_come():
 
 def test_no_two_places_hold_the_same_word():
     layout = SMALL[0]
-    source = cache_for(layout, POOL, source=True, device="cpu")
+    source = Slab("cpu", [(layout, POOL)], source=True).cache(layout, POOL)
     source.write(draw(9, POOL, POOL, source=True))
     words = torch.cat([tensor.view(torch.int64).view(-1) for tensor in source.tensors])
     assert len(words.unique()) == len(words)
@@ -131,7 +132,7 @@ def test_poison_differs_between_the_sides():
 
 
 def test_several_requests_share_a_cache():
-    cache = cache_for(plain(512), 6, source=False, device="cpu")
+    cache = Slab("cpu", [(plain(512), 6)], source=False).cache(plain(512), 6)
     requests = [Request(1, (0, 3)), Request(2, (5, 1))]
     cache.write(*requests)
     assert cache.difference(*requests) == ""
@@ -142,7 +143,7 @@ def test_several_requests_share_a_cache():
 def test_head_ranges_are_global():
     """The half of the heads that a rank holds is told apart from the other half."""
     layout = NAMED["head-split"]
-    cache = cache_for(layout, 2, source=False, device="cpu")
+    cache = Slab("cpu", [(layout, 2)], source=False).cache(layout, 2)
     request = Request(1, (0,))
     cache.write(request)
     other = contents.Cache(cache.tensors, cache.axes, range(4, 8), cache.poison)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvxfer.bench.cells import cache_for, draw
+from kvxfer.bench.caches import Slab
+from kvxfer.bench.cells import draw
 from kvxfer.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
 from kvxfer.errors import UsageError
 from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
@@ -16,7 +17,7 @@ EVERY = [*map(plain, PIECES), *NAMED.values()]
 def test_pieces_have_the_size_that_the_name_says(layout, size):
     blocks, pool = layout.blocks(size), layout.pool(size)
     assert blocks * layout.block_bytes == size, "a request is whole blocks"
-    caches = [cache_for(layout, pool, source=source, device="cpu") for source in (True, False)]
+    caches = [Slab("cpu", [(layout, pool)], source=source).cache(layout, pool) for source in (True, False)]
     source, target = (CacheGeometry.of(cache.cache_tensors()) for cache in caches)
     ours, theirs = ({"default": Span(draw(7, pool, blocks, source=side).ids)} for side in (True, False))
     plan = PairPlan(source, target, common(source, target)).bind(ours, theirs, range(blocks * layout.block_tokens))
@@ -53,4 +54,4 @@ def test_names():
 
 
 def test_caches_are_of_two_byte_numbers():
-    assert cache_for(plain(512), 2, source=True, device="cpu").tensors[0].dtype is torch.bfloat16
+    assert Slab("cpu", [(plain(512), 2)], source=True).cache(plain(512), 2).tensors[0].dtype is torch.bfloat16

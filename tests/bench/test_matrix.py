@@ -1,5 +1,7 @@
 """`kvxfer bench matrix` at its smallest: every cell is verified, and damage is seen."""
 
+import re
+
 import pytest
 
 from kvxfer.bench.layouts import plain
@@ -90,3 +92,17 @@ def test_quick_is_smaller_but_takes_what_is_asked_for():
     assert set(quick("cpu").layouts) < set(Matrix("cpu").layouts)
     assert quick("cpu", layouts=(plain(2048),)).layouts == (plain(2048),)
     assert quick("cpu").routes == Matrix("cpu").routes == routes()
+
+
+def test_a_child_that_fails_is_named_and_the_exit_code_is_1(bench, monkeypatch):
+    monkeypatch.setenv("KVXFER_ARENA_BYTES", "0")
+    code, output, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
+    assert (code, found) == (1, None)
+    assert re.search(r"kvxfer bench matrix: (prefill|decode) failed: ConfigError: .*arena_bytes is 0", output)
+
+
+def test_settings_of_the_environment_are_in_the_report(bench, monkeypatch):
+    monkeypatch.setenv("KVXFER_CHUNK_BYTES", "1MiB")
+    _, _, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
+    assert found["settings"] == {"chunk_bytes": 1 << 20}
+    assert found["cells"][0]["chunks"] == 2

@@ -293,11 +293,20 @@ class _Children:
 
 @contextmanager
 def _running() -> Generator[_Children, None, None]:
-    children = _Children()
+    """Children that are ended and reaped whatever happens; also where this process is asked to end."""
+    children, main = _Children(), threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _exit) if main else None
     try:
         yield children
     finally:
         children.end()
+        if main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _exit(number: int, _: object) -> None:
+    """End as an exception does, so that everything is undone on the way."""
+    raise SystemExit(128 + number)
 
 
 @contextmanager

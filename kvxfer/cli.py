@@ -1,4 +1,4 @@
-"""The command `kvxfer`: look at settings, plan transfers, read frames, show versions.
+"""The command `kvxfer`: look at settings, plan transfers, measure them, read frames, show versions.
 
 Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
 exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
+from kvxfer.bench.commands import app as bench
 from kvxfer.errors import KvxferError, UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app: Final = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

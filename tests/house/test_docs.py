@@ -14,7 +14,8 @@ PAGES = sorted(
     if not any(part.startswith(".") or part in SKIPPED for part in path.relative_to(ROOT).parts)
 )
 WRAPPED = [
-    ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/design.md", "docs/architecture.md")
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("design", "architecture", "performance")),
 ]
 COLUMNS = 120
 

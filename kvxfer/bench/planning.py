@@ -1,18 +1,18 @@
-"""What planning costs, and how it grows.
-
-    python benchmarks/planning.py [--pieces 1e3 1e4 ...] [--seconds 0.5] [--json]
+"""`kvxfer bench plan`: what planning costs, and how it grows.
 
 Plans copies of 1,000 to 10,000,000 contiguous pieces between two ranks (32 layers of K and V, 8 heads of 128 bfloat16,
 blocks of 16 tokens, shuffled block ids) without any memory behind them, and times each step, best of several:
 
-    pair       PairPlan: strides and base addresses; cached per pair
-    explain    PairPlan.explain; cached per pair
-    bind       block lists and token range of one request
-    tables     all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces
-    gather     the tables of one gather of everything
-    scatter    the tables of one scatter of everything
-    list       the list of every piece, chunk by chunk as the route `direct` makes it
-    merge      neighbours in those lists joined
+| step | what |
+|---|---|
+| pair | PairPlan: strides and base addresses; cached per pair |
+| explain | PairPlan.explain; cached per pair |
+| bind | block lists and token range of one request |
+| tables | all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces |
+| gather | the tables of one gather of everything |
+| scatter | the tables of one scatter of everything |
+| list | the list of every piece, chunk by chunk as the route `direct` makes it |
+| merge | neighbours in those lists joined |
 
 Times are milliseconds of CPU time, so that what else the machine does counts less. `ns/row` is what bind + tables +
 gather take above 0.4 ms, over the rows of all tables (block rows and regions); the target is at most 100. `ns/piece` is
@@ -21,23 +21,21 @@ depend on them). `plan B` are the bytes of all arrays that the plan keeps or han
 longest list that exists at a time: only it grows with the pieces, up to those of a chunk.
 """
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
-from pathlib import Path
+from math import log10, prod
 from random import Random
 from typing import Any, Final
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from kvxfer.bench.device import Kind
+from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.geometry import CacheGeometry, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
 from kvxfer.planning import Bound, fit_grid
+
+__all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "geometry", "measure"]
 
 LAYERS: Final = 32
 HEADS: Final = 8
@@ -192,37 +190,59 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
     )
 
 
-def show(results: Sequence[Result]) -> None:
-    """Print the table."""
-    head = ["pieces", "rows", "pair", "explain", "bind", "tables", "gather", "scatter", "list", "merge"]
-    print(
-        f"{'layout':22}"
-        + "".join(f"{name:>10}" for name in head)
-        + f"{'ns/row':>8}{'ns/piece':>9}{'plan B':>11}{'list B':>12}"
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What to measure.
+
+    Attributes:
+        device: Plays no part: plans are made on the CPU, without memory.
+        pieces: About how many, of each layout.
+        seconds: To spend on each step.
+    """
+
+    device: Kind
+    pieces: tuple[int, ...] = PIECES
+    seconds: float = 0.5
+
+    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+        """Measure everything, in this process."""
+        results: list[Result] = []
+        wanted = [(layout, pieces) for layout in LAYOUTS for pieces in self.pieces]
+        for layout, pieces in wanted:
+            on_step(f"{layout.name}, {pieces} pieces", len(results), len(wanted))
+            results.append(measure(layout, pieces, self.seconds))
+        on_step("", len(results), len(wanted))
+        return _report(head, results)
+
+
+def _report(head: dict[str, Any], results: Sequence[Result]) -> Report:
+    steps = ("pair", "explain", "bind", "tables", "gather", "scatter", "list", "merge")
+    rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
+    cells = [asdict(r) | rate for r, rate in zip(results, rates, strict=True)]
+    rows = [
+        [
+            r.layout,
+            str(r.pieces),
+            str(r.rows),
+            *(f"{cell[step]:.3f}" for step in steps),
+            f"{r.plan_ns_a_row:.1f}",
+            f"{r.list_ns_a_piece:.1f}",
+            str(r.plan_bytes),
+            str(r.list_bytes),
+        ]
+        for r, cell in zip(results, cells, strict=True)
+    ]
+    headings = ["layout", "pieces", "rows", *steps, "ns/row", "ns/piece", "plan B", "list B"]
+    title = (
+        "milliseconds of CPU time, best of several; targets: at most 100 ns/row and 20 ns/piece where there are many"
     )
-    for r in results:
-        numbers = [r.pair, r.explain, r.bind, r.tables, r.gather, r.scatter, r.list, r.merge]
-        print(
-            f"{r.layout:22}{r.pieces:>10}{r.rows:>10}"
-            + "".join(f"{number:>10.3f}" for number in numbers)
-            + f"{r.plan_ns_a_row:>8.1f}{r.list_ns_a_piece:>9.1f}{r.plan_bytes:>11}{r.list_bytes:>12}"
-        )
+    names = [layout.name for layout in LAYOUTS]
+    x = [f"{number:.0e}" for number in sorted({_decade(r.pieces) for r in results})]
+    at = {(r.layout, f"{_decade(r.pieces):.0e}"): r.bind + r.tables + r.gather for r in results}
+    series = {name: [at.get((name, place)) for place in x] for name in names}
+    chart = Chart("plan", "bind + tables + gather", "about how many pieces", "ms of CPU time", x, series, log=True)
+    return Report("plan", head, {"cells": cells}, [Table(title, headings, rows)], [chart])
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="What planning costs, and how it grows.")
-    parser.add_argument("--pieces", type=float, nargs="+", default=PIECES, help="about how many pieces")
-    parser.add_argument("--seconds", type=float, default=0.5, help="to spend on each step")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args()
-    results = [measure(layout, int(pieces), given.seconds) for layout in LAYOUTS for pieces in given.pieces]
-    if given.json:
-        rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
-        print(json.dumps([asdict(r) | rate for r, rate in zip(results, rates, strict=True)], indent=1))
-    else:
-        show(results)
-
-
-if __name__ == "__main__":
-    main()
+def _decade(pieces: int) -> float:
+    return float(10.0 ** round(log10(pieces)))

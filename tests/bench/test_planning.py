@@ -1,54 +1,26 @@
-"""The planning benchmark runs, and what a plan takes of memory grows with regions and rows, never with pieces."""
+"""`kvxfer bench plan` at its smallest; and what a plan takes of memory grows with regions and rows, not with pieces."""
 
-import importlib.util
-import json
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvxfer.bench import planning
 from kvxfer.geometry import PairPlan, Span, common
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+
+def test_plan(bench):
+    code, output, found = bench("plan", "--pieces", "1000", "--seconds", "0")
+    assert code == 0
+    assert [one["pieces"] for one in found["cells"]] == [1024, 1024, 8192]
+    assert all(
+        one["regions"] == 64 and one["plan_ns_a_row"] >= 0 and one["list_ns_a_piece"] > 0 for one in found["cells"]
+    )
+    for name in ("same layout (32 KiB)", "head split (1 KiB)", "NHD to HND (256 B)"):
+        assert name in output
 
 
-@pytest.fixture(scope="module")
-def planning():
-    spec = importlib.util.spec_from_file_location("planning_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planning_benchmark"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["planning_benchmark"]
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(SCRIPT), "--pieces", "1000", "--seconds", "0", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
-
-
-def test_it_prints_a_table():
-    head, *lines = run().splitlines()
-    assert head.split()[:5] == ["layout", "pieces", "rows", "pair", "explain"]
-    assert [line.split("  ")[0] for line in lines] == [
-        "same layout (32 KiB)",
-        "head split (1 KiB)",
-        "NHD to HND (256 B)",
-    ]
-
-
-def test_it_prints_json():
-    found = json.loads(run("--json"))
-    assert [one["pieces"] for one in found] == [1024, 1024, 8192]
-    assert all(one["regions"] == 64 and one["plan_ns_a_row"] >= 0 and one["list_ns_a_piece"] > 0 for one in found)
-
-
-def plans(planning, layout, blocks):
+def plans(layout, blocks):
     src = planning.geometry(layout.src_axes, range(planning.HEADS), blocks, 1 << 44)
     dst = planning.geometry(layout.dst_axes, layout.dst_heads, blocks, 1 << 45)
     pair = PairPlan(src, dst, common(src, dst))
@@ -61,10 +33,10 @@ def plans(planning, layout, blocks):
 
 
 @pytest.mark.parametrize("blocks", [1, 100, 10_000])
-def test_the_arrays_of_a_plan_grow_with_regions_and_rows_alone(planning, blocks):
+def test_the_arrays_of_a_plan_grow_with_regions_and_rows_alone(blocks):
     sizes = set()
     for layout in planning.LAYOUTS:
-        pair, plan = plans(planning, layout, blocks)
+        pair, plan = plans(layout, blocks)
         bound = plan()
         gather, scatter = bound.whole.gather(0), bound.whole.scatter(0)
         assert bound.whole.copy().pieces == 64 * blocks * layout.pieces_a_block
@@ -80,9 +52,9 @@ def test_the_arrays_of_a_plan_grow_with_regions_and_rows_alone(planning, blocks)
 
 
 @pytest.mark.parametrize("blocks", [16, 2000])
-def test_making_a_plan_takes_no_memory_for_pieces(planning, blocks):
+def test_making_a_plan_takes_no_memory_for_pieces(blocks):
     layout = planning.LAYOUTS[-1]
-    pair, plan = plans(planning, layout, blocks)
+    pair, plan = plans(layout, blocks)
     pair.explain()
     plan().whole.gather(0)
     tracemalloc.start()

@@ -1,0 +1,52 @@
+"""What all benchmarks share towards the terminal: a progress bar, and the end of a run."""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvxfer.bench.report import Report
+
+__all__ = ["finish", "progress"]
+
+_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+
+
+@contextmanager
+def progress(name: str) -> Generator[Callable[[str, int, int], None], None, None]:
+    """A bar on stderr if that is a terminal; nothing elsewhere. Gives a function of (what is done, steps done, all)."""
+    bar = Progress(
+        TextColumn(f"bench {name}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("starting", total=None)
+
+        def step(label: str, done: int, total: int) -> None:
+            if label:
+                bar.update(task, description=label)
+            bar.update(task, completed=done, total=total)
+
+        yield step
+
+
+def finish(report: Report, json_file: Path | None, plot_folder: Path | None) -> int:
+    """Print, write and draw a report; the exit code."""
+    report.show(Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False))
+    if json_file is not None:
+        report.write(json_file)
+    if plot_folder is not None:
+        from kvxfer.bench.plots import draw
+
+        draw(report, plot_folder)
+    return 1 if report.failures else 0

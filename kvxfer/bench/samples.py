@@ -1,0 +1,88 @@
+"""What was measured: durations by one monotonic clock, and the few figures that are said of them.
+
+Warm-up runs are counted apart and are in no figure. Nothing is left out as an outlier: minimum and maximum stand beside
+every median.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["GIGABYTE", "Samples", "measured", "rate"]
+
+GIGABYTE: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Durations of the same work, in seconds.
+
+    Attributes:
+        seconds: One a repetition, in the order in which they were measured.
+        warmups: Runs before them that are not among them.
+    """
+
+    seconds: tuple[float, ...]
+    warmups: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no figure can be made of.
+
+        Raises:
+            ValueError: If there is none, or one is not a duration.
+        """
+        if not self.seconds or not all(0 <= one < math.inf for one in self.seconds):
+            raise ValueError(f"these are no durations: {self.seconds}")
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], warmups: int = 0) -> "Samples":
+        """From any sequence of seconds."""
+        return cls(tuple(float(one) for one in seconds), warmups)
+
+    @property
+    def median(self) -> float:
+        """The middle one, or the mean of the two in the middle."""
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        """The smallest sample that at least `percent` of all are not above (nearest rank)."""
+        ordered = sorted(self.seconds)
+        return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median: how far runs of the same work lie apart; 0.0 for one run."""
+        return (max(self.seconds) - min(self.seconds)) / self.median if self.median else 0.0
+
+    def gbps(self, nbytes: int) -> float:
+        """Gigabytes (10^9 bytes) a second at the median."""
+        return rate(nbytes, self.median)
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures and how many runs they are of."""
+        return {
+            "median_s": self.median,
+            "min_s": min(self.seconds),
+            "max_s": max(self.seconds),
+            "repetitions": len(self.seconds),
+            "warmups": self.warmups,
+        }
+
+    def percentiles(self) -> dict[str, Any]:
+        """The same, and p50, p90 and p99."""
+        return {f"p{percent}_s": self.percentile(percent) for percent in (50, 90, 99)} | self.to_json()
+
+
+def rate(nbytes: int, seconds: float) -> float:
+    """Gigabytes (10^9 bytes) a second; 0.0 if no time passed."""
+    return nbytes / seconds / GIGABYTE if seconds > 0 else 0.0
+
+
+def measured(work: Callable[[], object]) -> float:
+    """Seconds that one call takes, by the monotonic clock."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,298 @@
+"""`kvxfer bench scale`: what peers cost, from 1 to 1,000 of them, over the in-process transport.
+
+One worker, the hub, holds the cache and runs on a loop of its own (`loop="own"`); peers are workers on the main loop,
+all in one process, so the CPU time of either loop's thread is told apart. Memory is that of the process: what a worker
+that is open takes, and what the two ends of a connection add. Control streams are Unix sockets; their bytes are counted
+by a relay, in a run of its own. No NIXL is involved, so nothing here says how fast bytes move.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import kvxfer
+from kvxfer.bench.caches import Slab
+from kvxfer.bench.children import BenchFailedError, Result, Side, Step, collect
+from kvxfer.bench.contents import Cache, Request
+from kvxfer.bench.device import Kind
+from kvxfer.bench.layouts import Layout
+from kvxfer.bench.relay import Relay
+from kvxfer.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.bench.samples import Samples
+from kvxfer.config import Config
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+
+__all__ = ["PEERS", "Scale"]
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+PEERS: Final = (1, 10, 100, 1000)
+_LAYOUT: Final = Layout("64KiB", 8 * KIB, 4, 8, 4)
+_POOL: Final = 4
+_IDLE_SECONDS: Final = 2.0
+_COUNTED: Final = 50
+_FETCH_SECONDS: Final = 60.0
+_SEED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What to measure.
+
+    Attributes:
+        device: Plays no part: everything is CPU memory.
+        peers: How many, in rising order.
+        route: `staged` or `direct`.
+        transfers: Warm fetches at each number of peers, at least one of each.
+        idle_seconds: How long an idle hub is watched.
+    """
+
+    device: Kind
+    peers: tuple[int, ...] = PEERS
+    route: str = "staged"
+    transfers: int = 1000
+    idle_seconds: float = _IDLE_SECONDS
+
+    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+        """Measure everything.
+
+        Raises:
+            BenchFailedError: If the process failed.
+        """
+        found = collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"})
+        return _report(head, found)
+
+
+async def measure(side: Side, spec: Scale) -> None:
+    """Count frames and bytes with one peer, then add peers step by step."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    side.report(Step("control frames and bytes"))
+    async with AsyncExitStack() as stack:
+        side.report(Result(await _count(_Place(side, spec, stack))))
+    async with AsyncExitStack() as stack:
+        group = _Group(_Place(side, spec, stack))
+        await group.open()
+        for count in sorted(spec.peers):
+            side.report(Step(f"{count} peers"))
+            side.report(Result(await group.grow(count)))
+
+
+class _Place:
+    """Where workers are opened: what is opened later is closed earlier."""
+
+    def __init__(self, side: Side, spec: Scale, stack: AsyncExitStack) -> None:
+        self.spec: Final = spec
+        self.folder: Final = side.folder
+        self.stack: Final = stack
+        self.network: Final = LoopbackNetwork()
+
+    async def worker(self, name: str, cache: Cache, **settings: Any) -> kvxfer.Worker:
+        """Open a worker on this process's transport."""
+        config = Config(listen=f"unix:{self.folder / name}.sock", route=self.spec.route, engine=name, **settings)
+        transport = LoopbackTransport(name, self.network)
+        return await self.stack.enter_async_context(kvxfer.Worker(cache.cache_tensors(), config, transport=transport))
+
+
+class _Hub:
+    """The worker with the cache, and what its loop's thread has used."""
+
+    def __init__(self, worker: kvxfer.Worker) -> None:
+        self._worker: Final = worker
+        self._offered = 0
+        threads = [one.ident for one in threading.enumerate() if one.name == "kvxfer-loop"]
+        self._clock: Final = time.pthread_getcpuclockid(threads[-1] or 0)
+
+    @classmethod
+    async def open(cls, place: _Place, **settings: Any) -> "_Hub":
+        """Open it with the content that everybody fetches."""
+        cache = Slab("cpu", [(_LAYOUT, _POOL)], source=True).cache(_LAYOUT, _POOL)
+        cache.write(Request(_SEED, (0,)))
+        most = max(place.spec.transfers, _COUNTED, *place.spec.peers)
+        bounds = {"max_offers": 2 * most, "max_transfers": 2 * most, "request_memory": 1.0}
+        memory = {"arena_bytes": 64 * MIB, "chunk_bytes": MIB}
+        return cls(await place.worker("hub", cache, loop="own", **memory, **bounds, **settings))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the thread that its loop runs in."""
+        return time.clock_gettime(self._clock)
+
+    def offer(self, count: int) -> list[dict[str, Any]]:
+        """Put so many requests on offer; their tickets."""
+        names = [str(number) for number in range(self._offered, self._offered + count)]
+        self._offered += count
+        for name in names:
+            self._worker.offer(name, [0], tokens=_LAYOUT.block_tokens)
+        return [self._worker.engine.ticket(name) for name in names]
+
+    def frames(self) -> Counter[str]:
+        """Control frames so far, by message, with the direction as the hub sees it."""
+        metrics = self._worker.describe()["metrics"]
+        sent = {f"sent {name}": count for name, count in metrics["frames_sent"].items()}
+        return Counter(sent | {f"received {name}": count for name, count in metrics["frames_received"].items()})
+
+
+class _Peer:
+    """One decode worker with a small cache."""
+
+    def __init__(self, worker: kvxfer.Worker, cache: Cache) -> None:
+        self._worker: Final = worker
+        self._cache: Final = cache
+
+    @classmethod
+    async def open(cls, place: _Place, number: int) -> "_Peer":
+        """Open it; it is not connected yet."""
+        cache = Slab("cpu", [(_LAYOUT, _POOL)], source=False).cache(_LAYOUT, _POOL)
+        cache.scrub()
+        return cls(await place.worker(f"peer{number}", cache, arena_bytes=MIB, chunk_bytes=256 * KIB), cache)
+
+    async def fetch(self, ticket: dict[str, Any]) -> float:
+        """Seconds that one block takes."""
+        began = time.perf_counter()
+        await self._worker.fetch(ticket, [1], tokens=range(_LAYOUT.block_tokens), timeout=_FETCH_SECONDS)
+        return time.perf_counter() - began
+
+    def scrub(self) -> None:
+        """Forget what was received."""
+        self._cache.scrub()
+
+    def difference(self) -> str:
+        """How the cache differs from what the hub holds."""
+        return self._cache.difference(Request(_SEED, (1,)))
+
+
+async def _count(place: _Place) -> dict[str, Any]:
+    """Frames and bytes of a warm transfer with one peer, on a stream that a relay counts."""
+    relay, listen = Relay(), place.folder / "relay.sock"
+    await place.stack.enter_async_context(relay.serving(listen, place.folder / "hub.sock"))
+    hub = await _Hub.open(place, advertise=f"unix:{listen}")
+    peer = await _Peer.open(place, 0)
+    first, *tickets = hub.offer(1 + _COUNTED)
+    await peer.fetch(first)
+    handshake, before = (relay.sent, relay.answered), hub.frames()
+    for ticket in tickets:
+        await peer.fetch(ticket)
+    frames = hub.frames() - before
+    return {
+        "first_fetch_bytes": {"to_hub": handshake[0], "from_hub": handshake[1]},
+        "bytes_a_transfer": {
+            "to_hub": (relay.sent - handshake[0]) / _COUNTED,
+            "from_hub": (relay.answered - handshake[1]) / _COUNTED,
+        },
+        "frames_a_transfer": {name: count / _COUNTED for name, count in sorted(frames.items())},
+        "transfers": _COUNTED,
+        "request_bytes": _LAYOUT.block_bytes,
+    }
+
+
+class _Group:
+    """The hub and all peers."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place: Final = place
+        self._peers: list[_Peer] = []
+        self._hub: _Hub | None = None
+
+    async def open(self) -> None:
+        """Open the hub."""
+        self._hub = await _Hub.open(self._place)
+
+    async def grow(self, count: int) -> dict[str, Any]:
+        """Add peers until there are so many, and measure."""
+        hub, spec = self._hub, self._place.spec
+        if hub is None:
+            raise BenchFailedError("the hub is not open")
+        resident = _resident_bytes()
+        new = [await _Peer.open(self._place, number) for number in range(len(self._peers), count)]
+        opened = _resident_bytes() - resident
+        first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
+        connected = _resident_bytes() - resident - opened
+        self._peers += new
+        transfers = max(spec.transfers, count)
+        tickets = hub.offer(transfers)
+        for peer in self._peers:
+            peer.scrub()
+        theirs, ours = hub.cpu_seconds, time.thread_time()
+        took = [await self._peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
+        theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
+        difference = next(filter(None, (peer.difference() for peer in self._peers)), "")
+        self._place.network.log.clear()
+        return {
+            "peers": count,
+            "added": len(new),
+            "verified": not difference,
+            "difference": difference,
+            "memory_bytes": {
+                "an_open_worker": opened / len(new) if new else None,
+                "a_connection": connected / len(new) if new else None,
+            },
+            "first_fetch": Samples.of(first).percentiles() if new else None,
+            "fetch": Samples.of(took).percentiles(),
+            "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
+            "idle": await self._idle(hub, count),
+        }
+
+    async def _idle(self, hub: _Hub, count: int) -> dict[str, float]:
+        """What connections cost while nothing moves: CPU seconds of each loop a second."""
+        theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
+        await asyncio.sleep(self._place.spec.idle_seconds)
+        elapsed = time.perf_counter() - began
+        hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
+        return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - Linux's own
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
+    counted, *cells = found
+    rows = [
+        [
+            str(one["peers"]),
+            _kib(one["memory_bytes"]["an_open_worker"]),
+            _kib(one["memory_bytes"]["a_connection"]),
+            shown_seconds(one["first_fetch"]["p50_s"]) if one["first_fetch"] else "-",
+            shown_seconds(one["fetch"]["p50_s"]),
+            shown_seconds(one["fetch"]["p99_s"]),
+            shown_seconds(one["loop_cpu_s"]["hub"]),
+            shown_seconds(one["loop_cpu_s"]["peer"]),
+            f"{one['idle']['hub_cpu']:.2%}",
+            "yes" if one["verified"] else "NO",
+        ]
+        for one in cells
+    ]
+    headings = ["peers", "KiB an open worker", "KiB a connection", "first fetch", "fetch p50", "p99",
+                "hub loop a transfer", "peer loop a transfer", "hub loop idle", "verified"]  # fmt: skip
+    to_hub, from_hub = (counted["bytes_a_transfer"][way] for way in ("to_hub", "from_hub"))
+    frames = counted["frames_a_transfer"]
+    first = counted["first_fetch_bytes"]
+    listed = ", ".join(f"{name} {count:g}" for name, count in frames.items())
+    notes = [
+        "an open worker: resident memory, its threads and cache included; a connection: both ends, plans included",
+        "first fetch: connecting, the handshake and the plan of the pair, then one block of 64 KiB",
+        f"control frames a transfer: {sum(frames.values()):g} ({listed})",
+        f"bytes of the control stream a transfer: {to_hub:.0f} to the hub, {from_hub:.0f} back",
+        f"and of the first fetch: {first['to_hub']} to the hub, {first['from_hub']} back",
+    ]
+    x = [str(one["peers"]) for one in cells]
+    cpu = {side: [one["loop_cpu_s"][side] * 1e6 for one in cells] for side in ("hub", "peer")}
+    chart = Chart("scale", "CPU time of a loop a transfer", "peers", "us", x, cpu)
+    wrong = [f"{one['peers']} peers: {one['difference']}" for one in cells if one["difference"]]
+    table = Table("one hub, warm transfers of one 64 KiB block, one at a time", headings, rows, notes)
+    return Report("scale", head, {"control": counted, "cells": list(cells)}, [table], [chart], wrong)
+
+
+def _kib(nbytes: float | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / KIB:.0f}"

@@ -1,0 +1,139 @@
+"""Child processes end well, are named when they fail, and never outlive the run."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kvxfer.bench.children import BenchFailedError, Step, conduct
+
+BODIES = textwrap.dedent(
+    """
+    import asyncio, os, signal
+    from kvxfer.bench.children import Step
+
+    def lead(side, spec):
+        side.report(Step("begun"))
+        side.send(spec)
+        side.report(Step(f"heard {side.receive()}"))
+
+    async def follow(side, spec):
+        heard = await side.hear()
+        side.send(heard + 1)
+
+    async def fail(side, spec):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(raising())
+
+    async def raising():
+        raise ValueError("no such thing")
+
+    def die(side, spec):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def wait(side, spec):
+        await side.hear()
+
+    def stay(side, spec):
+        side.report(Step("here"))
+        signal.pause()
+    """
+)
+
+
+@pytest.fixture
+def bodies(tmp_path, monkeypatch):
+    """Functions that a child finds by name."""
+    (tmp_path / "bench_bodies.py").write_text(BODIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import bench_bodies  # pyright: ignore[reportMissingImports]
+
+    yield bench_bodies
+    del sys.modules["bench_bodies"]
+
+
+def run(bodies, spec=41, **options):
+    said = []
+    conduct(bodies, spec, said.append, devices=dict.fromkeys(bodies, "cpu"), **options)
+    return [one.label for one in said if isinstance(one, Step)]
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+def test_two_children_talk_and_report(bodies, uvloop):
+    said = run({"a": bodies.lead, "b": bodies.follow}, uvloop=uvloop)
+    assert [one for one in said if "ended" not in one] == ["begun", "heard 42"]
+    assert sorted(one for one in said if "ended" in one) == ["a ended", "b ended"]
+
+
+def test_a_child_that_raises_is_named_with_its_first_cause(bodies):
+    with pytest.raises(BenchFailedError, match=r"^b failed: ValueError: no such thing$"):
+        run({"a": bodies.wait, "b": bodies.fail})
+
+
+def test_a_child_that_is_killed_is_named(bodies):
+    with pytest.raises(BenchFailedError, match=r"^a failed: the process ended early, with exit code -9$"):
+        run({"a": bodies.die, "b": bodies.wait})
+
+
+def test_silence_is_bounded(bodies):
+    with pytest.raises(BenchFailedError, match=r"nothing was heard of a, b for 0\.5 s"):
+        run({"a": bodies.wait, "b": bodies.wait}, silence=0.5)
+
+
+def test_one_child_alone(bodies):
+    with pytest.raises(BenchFailedError, match="exit code -9"):
+        run({"a": bodies.die})
+
+
+def test_an_interrupt_ends_all(bodies):
+    def interrupted(item):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        conduct({"a": bodies.stay, "b": bodies.wait}, 0, interrupted, devices={"a": "cpu", "b": "cpu"})
+
+
+PROGRAM = """
+import signal, sys
+import bench_bodies
+from kvxfer.bench.children import conduct
+
+def show(item):
+    print(item.label, flush=True)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    conduct({"a": bench_bodies.stay, "b": bench_bodies.wait}, 0, show, devices={"a": "cpu", "b": "cpu"})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_child_outlives_the_parent(bodies, tmp_path, number):
+    """Ctrl-C on a terminal goes to the whole group; a killed parent can tell nobody."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+        process.communicate(timeout=60)  # every process of the group has closed the pipes
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == (143 if number is signal.SIGTERM else -number)
+    if number is signal.SIGKILL:  # nobody was left to remove it
+        for folder in Path(os.environ["TMPDIR"]).iterdir():
+            folder.rmdir()

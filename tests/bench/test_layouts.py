@@ -1,0 +1,57 @@
+"""Layouts have the pieces that they are named after: the planner counts them."""
+
+import pytest
+import torch
+
+from kvxfer.bench.caches import Slab
+from kvxfer.bench.cells import draw
+from kvxfer.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
+from kvxfer.errors import UsageError
+from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
+
+EVERY = [*map(plain, PIECES), *NAMED.values()]
+
+
+@pytest.mark.parametrize("layout", EVERY, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("size", [SMALLEST_REQUEST, 3 * SMALLEST_REQUEST])
+def test_pieces_have_the_size_that_the_name_says(layout, size):
+    blocks, pool = layout.blocks(size), layout.pool(size)
+    assert blocks * layout.block_bytes == size, "a request is whole blocks"
+    caches = [Slab("cpu", [(layout, pool)], source=source).cache(layout, pool) for source in (True, False)]
+    source, target = (CacheGeometry.of(cache.cache_tensors()) for cache in caches)
+    ours, theirs = ({"default": Span(draw(7, pool, blocks, source=side).ids)} for side in (True, False))
+    plan = PairPlan(source, target, common(source, target)).bind(ours, theirs, range(blocks * layout.block_tokens))
+    pieces = plan.whole.copy().enumerate().nbytes
+    assert set(pieces.tolist()) == {layout.piece_bytes}
+    assert pieces.sum() == size
+    assert len(pieces) * layout.piece_bytes == size
+
+
+def test_a_cache_has_blocks_that_no_request_uses():
+    for layout in EVERY:
+        assert layout.pool(SMALLEST_REQUEST) > layout.blocks(SMALLEST_REQUEST) > 0
+    assert plain(2 << 20).blocks((2 << 20) - 1) == 0
+
+
+def test_sides_draw_other_blocks_of_the_same_seed():
+    ours, theirs = (draw(5, 1000, 600, source=source) for source in (True, False))
+    assert ours.seed == theirs.seed
+    assert ours.ids != theirs.ids
+    assert len(set(ours.ids)) == 600
+    assert ours == draw(5, 1000, 600, source=True)
+
+
+@pytest.mark.parametrize("text", ["100", "300", "2500", "4MiB", "8 KiBi", "0", "hnd"])
+def test_what_no_layout_has_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_layout(text)
+
+
+def test_names():
+    assert parse_layout("8KiB") == plain(8192)
+    assert parse_layout("head-split") is NAMED["head-split"]
+    assert [plain(size).name for size in PIECES] == ["512B", "2KiB", "8KiB", "32KiB", "256KiB", "2MiB"]
+
+
+def test_caches_are_of_two_byte_numbers():
+    assert Slab("cpu", [(plain(512), 2)], source=True).cache(plain(512), 2).tensors[0].dtype is torch.bfloat16

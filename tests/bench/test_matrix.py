@@ -1,0 +1,108 @@
+"""`kvxfer bench matrix` at its smallest: every cell is verified, and damage is seen."""
+
+import re
+
+import pytest
+
+from kvxfer.bench.layouts import plain
+from kvxfer.bench.matrix import Matrix, quick, routes
+from kvxfer.errors import UsageError
+
+MIB = 1 << 20
+SMALL = ["matrix", "--device", "cpu", "--sizes", "2MiB", "--repetitions", "1"]
+
+
+def test_every_route_and_layout_is_verified_beside_its_reference(bench):
+    code, output, found = bench(*SMALL, "--pieces", "32KiB,head-split,nhd-hnd")
+    assert code == 0
+    assert found["failures"] == found["skipped"] == []
+    cells = found["cells"]
+    assert [(cell["layout"], cell["route"]) for cell in cells] == [
+        (layout, route) for layout in ("32KiB", "head-split", "nhd-hnd") for route in routes()
+    ]
+    for cell in cells:
+        assert cell["verified"] is True
+        assert cell["device"] == "cpu"
+        assert cell["request_bytes"] == 2 * MIB
+        assert cell["piece_bytes"] == {"32KiB": 32768, "head-split": 1024, "nhd-hnd": 256}[cell["layout"]]
+        assert cell["pieces"] * cell["piece_bytes"] == cell["request_bytes"]
+        assert cell["ratio"] == pytest.approx(cell["gbps"] / cell["reference_gbps"])
+        assert cell["gbps"] == pytest.approx(2 * MIB / cell["median_s"] / 1e9)
+        assert (cell["repetitions"], cell["warmups"], cell["reference"]["repetitions"]) == (1, 1, 1)
+        assert cell["reference"]["kind"] == ("memcpy" if cell["route_taken"] == "mapped" else "nixl_write")
+        assert cell["route_taken"] == cell["route"] or cell["route"] == "auto"
+        assert cell["why"]
+        assert cell["chunks"] >= 1
+        assert cell["stages"]["decode"]["duration"] <= cell["max_s"]
+        assert cell["stages"]["prefill"] is not None
+    assert {"kvxfer", "python", "torch", "nixl"} <= set(found["versions"])
+    assert found["hardware"]["cores"] >= 1
+    assert found["hardware"]["cpu"]
+    assert found["noise"]["reference_spread_within_cells"] == 0.0
+    assert found["noise"]["reference_spread_between_cells"] >= 0
+    assert output.count("yes") == len(cells)
+
+
+@pytest.mark.parametrize("sabotage", ["byte", "outside"])
+def test_damage_is_seen(bench, sabotage):
+    code, output, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged", "--sabotage", sabotage)
+    assert code == 1
+    (cell,) = found["cells"]
+    assert cell["verified"] is False
+    assert ("that must stay untouched" if sabotage == "outside" else "of the request") in cell["difference"]
+    assert found["failures"] == [f"staged, 32KiB pieces, 2 MiB: {cell['difference']}"]
+    assert "FAILED: staged" in output
+
+
+def test_cells_that_cannot_be_are_listed_with_the_reason(bench):
+    arguments = ["matrix", "--device", "cpu", "--routes", "staged", "--repetitions", "1", "--pieces", "32KiB"]
+    code, output, found = bench(*arguments, "--sizes", "1MiB,1TiB")
+    assert code == 0
+    assert found["cells"] == []
+    small, large = found["skipped"]
+    assert "smaller than one block" in small["reason"]
+    assert "are free" in large["reason"]
+    assert output.count("skipped: ") == 2
+
+
+def test_thread_blocks_are_of_gpus(bench):
+    _, _, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged", "--ctas", "8,24")
+    assert [one["reason"] for one in found["skipped"]] == ["thread blocks are a setting of GPUs"] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"routes": ()}, {"sizes": (0,)}, {"repetitions": 0}, {"sabotage": "all"}],
+)
+def test_a_matrix_that_cannot_be_is_refused(arguments):
+    with pytest.raises(UsageError):
+        Matrix("cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--device", "tpu"], ["--routes", "staged,fast"], ["--sizes", "2Mb,x"], ["--ctas", "0"], ["--pieces", "3"]],
+)
+def test_values_that_do_not_exist_are_refused(bench, arguments):
+    with pytest.raises(UsageError):
+        bench("matrix", *arguments)
+
+
+def test_quick_is_smaller_but_takes_what_is_asked_for():
+    assert set(quick("cpu").layouts) < set(Matrix("cpu").layouts)
+    assert quick("cpu", layouts=(plain(2048),)).layouts == (plain(2048),)
+    assert quick("cpu").routes == Matrix("cpu").routes == routes()
+
+
+def test_a_child_that_fails_is_named_and_the_exit_code_is_1(bench, monkeypatch):
+    monkeypatch.setenv("KVXFER_ARENA_BYTES", "0")
+    code, output, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
+    assert (code, found) == (1, None)
+    assert re.search(r"kvxfer bench matrix: (prefill|decode) failed: ConfigError: .*arena_bytes is 0", output)
+
+
+def test_settings_of_the_environment_are_in_the_report(bench, monkeypatch):
+    monkeypatch.setenv("KVXFER_CHUNK_BYTES", "1MiB")
+    _, _, found = bench(*SMALL, "--pieces", "32KiB", "--routes", "staged")
+    assert found["settings"] == {"chunk_bytes": 1 << 20}
+    assert found["cells"][0]["chunks"] == 2

@@ -1,0 +1,42 @@
+"""`--plot`: a PNG a chart, and one page that needs nothing beside it; without matplotlib it says so before a run."""
+
+import sys
+
+import pytest
+
+from kvxfer.bench import plots
+from kvxfer.bench.machine import describe
+from kvxfer.bench.report import Chart, Report, Table
+from kvxfer.errors import MissingExtraError, UsageError
+
+CHART = Chart("one", "a <chart>", "pieces", "GB/s", ["1", "2"], {"staged": [1.0, None], "direct": [0.5, 2.0]})
+
+
+def report(failures=()):
+    table = Table("a & table", ["route", "x"], [["<b>", "1"]], ["a note"])
+    return Report("matrix", describe("cpu", {}), {}, [table], [CHART], failures)
+
+
+def test_a_page_holds_its_charts_and_tables(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed here")
+    plots.draw(report(["a < b"]), tmp_path / "new")
+    assert (tmp_path / "new/one.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "new/matrix.html").read_text()
+    assert "data:image/png;base64," in page
+    for text in ("a &lt;chart&gt;", "a &amp; table", "<td>&lt;b&gt;</td>", "a note", "FAILED: a &lt; b", "kvxfer: "):
+        assert text in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed here")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        plots.draw(report(), tmp_path / "file")
+
+
+def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("kvxfer.bench.children.conduct", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(MissingExtraError, match=r"kvxfer\[bench\]"):
+        bench("matrix", "--plot", str(tmp_path))

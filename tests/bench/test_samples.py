@@ -1,0 +1,38 @@
+"""Figures of samples: by hand, and as properties."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.bench.samples import Samples, measured, rate
+
+
+def test_figures_of_a_few():
+    samples = Samples.of([3.0, 1.0, 2.0, 10.0], warmups=2)
+    assert samples.median == 2.5
+    assert [samples.percentile(p) for p in (0, 25, 50, 51, 99, 100)] == [1.0, 1.0, 2.0, 3.0, 10.0, 10.0]
+    assert samples.spread == 9 / 2.5
+    assert samples.gbps(5_000_000_000) == 2.0
+    assert samples.to_json() == {"median_s": 2.5, "min_s": 1.0, "max_s": 10.0, "repetitions": 4, "warmups": 2}
+    assert samples.percentiles()["p90_s"] == 10.0
+
+
+@pytest.mark.parametrize("wrong", [[], [-1.0], [math.inf], [1.0, math.nan]])
+def test_what_is_no_duration_is_refused(wrong):
+    with pytest.raises(ValueError, match="no durations"):
+        Samples.of(wrong)
+
+
+@given(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=20), st.integers(0, 100))
+def test_a_percentile_is_a_sample_with_so_many_not_above_it(seconds, percent):
+    found = Samples.of(seconds).percentile(percent)
+    assert found in seconds
+    assert sum(one <= found for one in seconds) >= percent / 100 * len(seconds) - 1e-6
+    assert sum(one < found for one in seconds) <= percent / 100 * len(seconds) + 1e-6
+
+
+def test_no_time_is_no_rate():
+    assert rate(1, 0.0) == 0.0
+    assert measured(lambda: None) >= 0

@@ -1,0 +1,52 @@
+"""`kvxfer bench scale` at its smallest; and the relay counts every byte."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.bench.relay import Relay
+from kvxfer.errors import UsageError
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+def test_peers_by_number(bench, route):
+    code, output, found = bench("scale", "--peers", "1,3", "--transfers", "5", "--route", route)
+    assert code == 0
+    assert [(one["peers"], one["added"]) for one in found["cells"]] == [(1, 1), (3, 2)]
+    for one in found["cells"]:
+        assert one["verified"] is True
+        assert one["first_fetch"]["repetitions"] == one["added"]
+        assert one["fetch"]["repetitions"] == 5
+        assert min(one["loop_cpu_s"].values()) > 0
+        assert set(one["memory_bytes"]) == {"an_open_worker", "a_connection"}
+        assert set(one["idle"]) == {"hub_cpu", "peers_cpu", "hub_cpu_a_peer", "seconds"}
+    control = found["control"]
+    frames = control["frames_a_transfer"]
+    assert {name: frames[name] for name in ("received Fetch", "sent Accept", "sent KvAgentResult")} == {
+        "received Fetch": 1.0, "sent Accept": 1.0, "sent KvAgentResult": 1.0,
+    }  # fmt: skip
+    for way in ("to_hub", "from_hub"):
+        assert control["first_fetch_bytes"][way] > control["bytes_a_transfer"][way] > 0
+    assert output.count("yes") == 2
+
+
+def test_a_route_that_needs_two_processes_is_refused(bench):
+    with pytest.raises(UsageError, match="staged and direct"):
+        bench("scale", "--route", "mapped")
+
+
+async def test_the_relay_passes_on_and_counts(tmp_path):
+    async def echo(reader, writer):
+        while data := await reader.read(100):
+            writer.write(data + data)
+        writer.close()
+
+    server = await asyncio.start_unix_server(echo, tmp_path / "far")
+    relay = Relay()
+    async with relay.serving(tmp_path / "near", tmp_path / "far"):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(b"12345")
+        assert await reader.readexactly(10) == b"1234512345"
+        assert (relay.sent, relay.answered) == (5, 10)
+        writer.close()
+    server.close()

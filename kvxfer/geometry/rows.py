@@ -367,15 +367,16 @@ def meet(
 def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> tuple[I64, I64]:
     """Kernel block of each row and its first token there, for rows that ascend.
 
-    The list must hold those that begin before `covered`: if the first and the last of them are inside, all are. The
-    blocks of later ones may be unknown.
+    The list must hold those of which a token row ends before `covered` (it belongs to its last token): if the first
+    and the last of them are inside, all are. The blocks of later ones may be unknown.
     """
     ids, unit, id_rows = at.kernel_blocks(np.asarray(span.ids)), at.tokens_per_row, at.block_ratio * at.block_tokens
     first = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
     position = at.local(begin)
     if origin := first // id_rows * id_rows:
         position = position - origin
-    due = len(begin) if covered > begin[-1] * unit else bisect_left(begin, covered // unit)
+    complete = covered // unit
+    due = len(begin) if complete > begin[-1] else bisect_left(begin, complete)
     last = max(due, 1) - 1
     short = due and int(position[last] + count[last]) > len(ids) * at.block_tokens
     if position[0] < first % id_rows or short:

@@ -335,6 +335,17 @@ def test_compressed_rows_belong_to_their_last_token() -> None:
     assert len(rows.within(4, 7)) == 0  # inside a row, but no token row ends there
 
 
+@pytest.mark.parametrize("covered", [0, 4, 7])
+def test_the_block_of_a_compressed_row_is_due_with_its_last_token(covered: int) -> None:
+    """A window may begin inside of a token row, and prefill may stop inside of it."""
+    pooled = replace(PLAIN, block_tokens=2, tokens_per_row=4)
+    lists = (span(first=7), span(1, first=7))
+    rows = meet("a", pooled, pooled, *lists, range(8), covered=covered)
+    assert table(rows) == [(-2, 1, 1, 1, 1)]
+    with pytest.raises(BlocksError, match=r"source \(0 blocks of 2 from token 7\) does not cover tokens 4\.\.7"):
+        meet("a", pooled, pooled, *lists, range(8), covered=8)
+
+
 def test_state_belongs_to_the_last_token() -> None:
     rows = meet("a", STATE, STATE, span(5, 2), span(1, 9), range(3, 12))
     assert table(rows) == [(5, 0, 1, 0, 1), (2, 0, 9, 0, 1)]

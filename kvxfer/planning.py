@@ -236,32 +236,26 @@ def fit_grid(
     Raises:
         RefusedError: If not even one layer of one aligned token window fits.
     """
-    target = min(target_bytes, limit_bytes)
-    while True:
-        grid = plan.pair.grid(
-            plan.tokens,
-            target_bytes=target,
-            layers_per_chunk=layers_per_chunk,
-            tokens_per_chunk=tokens_per_chunk,
+    grid = plan.pair.grid(
+        plan.tokens,
+        target_bytes=min(target_bytes, limit_bytes),
+        layers_per_chunk=layers_per_chunk,
+        tokens_per_chunk=tokens_per_chunk,
+    )
+    remedy = "raise chunk_bytes (and, for the route staged, arena_bytes)"
+    if len(grid) > MAX_CHUNKS:
+        raise RefusedError(
+            f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
+            reason=Code.CHUNK_TOO_LARGE,
         )
-        last = len(grid) - 1
-        probes = sorted({0, min(1, last), min(grid.layer_runs, last), max(0, last - grid.layer_runs), last})
-        need = max(plan.chunk(grid, chunk, outline=True).staged_bytes for chunk in probes)
-        if len(grid) > MAX_CHUNKS:
-            raise RefusedError(
-                f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: raise chunk_bytes "
-                "(and, for the route staged, arena_bytes)",
-                reason=Code.CHUNK_TOO_LARGE,
-            )
-        if need <= limit_bytes:
-            return grid
-        if target < 2:
-            raise RefusedError(
-                f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: raise chunk_bytes "
-                "(and, for the route staged, arena_bytes) on the side that is short of it",
-                reason=Code.CHUNK_TOO_LARGE,
-            )
-        target = min(target // 2, target * limit_bytes // need)
+    need = plan.largest_chunk_bytes(grid)
+    if need > limit_bytes:
+        raise RefusedError(
+            f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
+            "that is short of it",
+            reason=Code.CHUNK_TOO_LARGE,
+        )
+    return grid
 
 
 def merged_pieces(plan: TransferPlan) -> int:

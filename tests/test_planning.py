@@ -62,6 +62,31 @@ def test_a_sample_needs_no_block_that_could_be_bound():
     assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
 
 
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_turns_over_ranks_need_no_larger_chunks(chunk):
+    """A chunk of 64 KiB has room for 64 KiB of rows, however many tokens a rank holds in a row."""
+    model = LLAMA | {"num_hidden_layers": 1}
+    src, dst = from_hf_config(model, cp=2, cp_chunk=chunk), from_hf_config(model)
+    spans = src.spans(2048), dst.spans(2048, draw=1)
+    plan = PairPlan(src.ranks[0], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[0]).bind(*spans, range(2048))
+    grid = fit_grid(plan, target_bytes=1 << 16, limit_bytes=1 << 16)
+    sizes = [plan.chunk(grid, number).staged_bytes for number in range(len(grid))]
+    assert max(sizes) == plan.largest_chunk_bytes(grid) == 1 << 16
+    assert sum(sizes) == plan.whole.bytes == 1024 * 4096
+
+
+def test_the_largest_chunk_counts_wherever_it_is():
+    """Of 2048 tokens in turns of 1024, this rank holds the second half: the first chunks are empty."""
+    model = LLAMA | {"num_hidden_layers": 1}
+    src, dst = from_hf_config(model, cp=2, cp_chunk=1024), from_hf_config(model)
+    spans = src.spans(2048), dst.spans(2048, draw=1)
+    plan = PairPlan(src.ranks[1], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[1]).bind(*spans, range(2048))
+    least = 16 * 4096
+    assert len(fit_grid(plan, target_bytes=1, limit_bytes=least)) == 128
+    with pytest.raises(RefusedError, match=f"the smallest possible chunk needs {least} bytes, but {least - 1} are"):
+        fit_grid(plan, target_bytes=1, limit_bytes=least - 1)
+
+
 def test_a_transfer_of_too_many_chunks_is_refused():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(1 << 21, 1, 1), "block token dim", layers=[0])])
     pair = PairPlan(cache, cache, common(cache, cache))

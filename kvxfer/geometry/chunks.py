@@ -65,6 +65,12 @@ class ChunkGrid:
         """Token windows."""
         return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1
 
+    @property
+    def edges(self) -> I64:
+        """int64 (windows + 1,): the first token of each window, and one past the last token."""
+        window = self.first // self.tokens_per_chunk + np.arange(self.windows + 1, dtype=np.int64)
+        return np.clip(window * self.tokens_per_chunk, self.first, self.stop)
+
     def __len__(self) -> int:
         return self.windows * self.layer_runs
 

@@ -10,7 +10,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -31,7 +31,6 @@ __all__ = [
     "check_tokens",
     "meet",
     "normalise_blocks",
-    "period",
     "row_grid",
 ]
 
@@ -125,6 +124,11 @@ class RowSide:
         turn = self.chunk * self.of
         return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
 
+    def most(self, tokens: int) -> int:
+        """How many token rows this rank holds of so many neighbouring tokens, at most."""
+        turns, rest = divmod(tokens, self.chunk * self.of)
+        return (turns * self.chunk + min(rest, self.chunk)) // self.tokens_per_row
+
     def kernel_blocks(self, ids: I64) -> I64:
         """Kernel block numbers of a list of block ids."""
         if self.block_ratio == 1:
@@ -179,6 +183,13 @@ class Rows:
             begin[0] += lead
             table[-1, 4] -= cut
         return Rows(table, begin, self.grid, self.unit)
+
+    def counts(self, edges: I64) -> I64:
+        """How many rows, whole or in part, lie in the tokens from each of these edges to the next one."""
+        first, last = edges[:-1] // self.unit, edges[1:] // self.unit
+        low = np.searchsorted(self.begin + self.table[:, 4], first, side="right")
+        high = np.searchsorted(self.begin, last)
+        return np.where(last > first, np.maximum(high - low, 0), 0)
 
     def present(self) -> "Rows":
         """Those that can be copied: all but the ones of padding.
@@ -300,12 +311,6 @@ def _repeats(ids: I64, limit: int) -> bool:
 def row_grid(src: RowSide, dst: RowSide) -> int:
     """Token rows of a common sub-block; 1 for state."""
     return gcd(src.grid, dst.grid) or 1
-
-
-def period(src: RowSide, dst: RowSide) -> int:
-    """Tokens after which both sides are at the start of a common sub-block, and of a turn of the interleaving."""
-    turns = [side.chunk * side.of for side in (src, dst) if side.of > 1]
-    return lcm(row_grid(src, dst) * src.tokens_per_row, *turns)
 
 
 def meet(

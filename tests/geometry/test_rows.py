@@ -18,7 +18,7 @@ from kvxfer.geometry import (
     check_tokens,
     normalise_blocks,
 )
-from kvxfer.geometry.rows import Rows, RowSide, meet, period, row_grid
+from kvxfer.geometry.rows import Rows, RowSide, meet, row_grid
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)
@@ -315,8 +315,6 @@ def test_interleaved_tokens() -> None:
     rows = meet("a", second, PLAIN, span(5, 8), span(1, 9, 0), range(3, 11))
     assert table(rows) == [(5, 1, 1, 3, 1), (5, 2, 9, 2, 2), (8, 0, 0, 2, 1)]
     assert rows.begin.tolist() == [3, 6, 10]
-    assert period(second, PLAIN) == 4
-    assert period(replace(second, chunk=3), PLAIN) == 6
     first = replace(second, rank=0)
     assert len(meet("a", second, first, span(5), span(1), range(8))) == 0
 

@@ -5,13 +5,14 @@ Nothing here assumes K and V, heads, or a single group.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 from typing import Final
 
 from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.scales import check_scale
+from kvxfer.limits import MAX_WORLD
 
 __all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole"]
 
@@ -42,8 +43,20 @@ class Interleave:
     def __post_init__(self) -> None:
         for what, number in (("rank", self.rank), ("of", self.of), ("chunk", self.chunk)):
             check_whole(f"{what} of an Interleave", number)
-        if not (self.of >= 1 and 0 <= self.rank < self.of and self.chunk >= 1):
-            raise GeometryError(f"{self}: needs 0 <= rank < of and chunk >= 1")
+        if not (1 <= self.of <= MAX_WORLD and 0 <= self.rank < self.of and 1 <= self.chunk <= _MAX_DIMENSION):
+            raise GeometryError(
+                f"{self}: needs 0 <= rank < of and chunk >= 1; of is at most {MAX_WORLD} and chunk {_MAX_DIMENSION}"
+            )
+
+    def meets(self, other: "Interleave") -> bool:
+        """Whether some token, however far on, is held by both.
+
+        The turns of both begin at distances that are equal modulo the greatest common divisor of the two periods, and
+        every such distance occurs: it is enough to look at the two that are closest to 0.
+        """
+        common = gcd(self.chunk * self.of, other.chunk * other.of)
+        behind = (other.rank * other.chunk - self.rank * self.chunk) % common
+        return behind < self.chunk or common - behind < other.chunk
 
 
 EVERY_TOKEN: Final = Interleave()
@@ -175,8 +188,6 @@ class TensorSpec:
             ("the last layer", max(self.layers)),
             ("the end of heads", self.heads.stop),
             ("tokens_per_row", self.tokens_per_row),
-            ("of in tokens", self.tokens.of),
-            ("chunk in tokens", self.tokens.chunk),
         ):
             if number > _MAX_DIMENSION:
                 raise GeometryError(f"{self.name}: {what} is {number}, but no coordinate may be over {_MAX_DIMENSION}")

@@ -319,10 +319,20 @@ def test_an_interleaving_is_of_whole_numbers(number: Any) -> None:
         Interleave(number, 2)
 
 
-@pytest.mark.parametrize(("rank", "of", "chunk"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
+@pytest.mark.parametrize(
+    ("rank", "of", "chunk"),
+    [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0), (0, 16_385, 1), (0, 2, 1 << 32), (0, 4294967291, 4294967279)],
+)
 def test_an_impossible_interleaving_is_refused(rank: int, of: int, chunk: int) -> None:
     with pytest.raises(GeometryError, match="needs 0 <= rank < of and chunk >= 1"):
         Interleave(rank, of, chunk)
+
+
+def test_interleavings_meet_where_some_token_is_in_both() -> None:
+    every = [Interleave(rank, of, chunk) for of in range(1, 5) for chunk in range(1, 6) for rank in range(of)]
+    held = [{token for token in range(400) if token // one.chunk % one.of == one.rank} for one in every]
+    for one, mine in zip(every, held, strict=True):
+        assert [one.meets(other) for other in every] == [not mine.isdisjoint(theirs) for theirs in held]
 
 
 def test_messages_name_group_part_half_and_layers() -> None:

@@ -75,7 +75,6 @@ REGISTRATION = {
     "a layer over 32 bits": (kv(layers=[1 << 32]), ["the last layer is 4294967296", "over 4294967295"]),
     "heads over 32 bits": (kv(range(1 << 32, (1 << 32) + 4)), ["the end of heads is 4294967300", "over 4294967295"]),
     "rows over 32 bits": (latent(tokens_per_row=1 << 32), ["tokens_per_row is 4294967296", "over 4294967295"]),
-    "turns over 32 bits": (latent(tokens=Interleave(0, 2, 1 << 32)), ["chunk in tokens is 4294967296"]),
     "a name that no frame holds": (kv(group="g" * 120), ["ggg", "has 137 characters", "at most 128"]),
     "more classes than can be compared": (
         [t for n in range(256) for t in latent(part=f"p{n}")],

@@ -402,6 +402,8 @@ CONTEXT = [
         ("3 against 2, a block against 1", (3, 4, 1), (2, 1, 1), range(5, 62), ((0, 1, 2),) * 2),
         ("2 against 2, a block of each", (2, 4, 1), (2, 8, 1), range(5, 62), ((0, 1),) * 2),
         ("2 at the source, in halves", (2, 32, 1), (1, 1, 1), range(3, 62), ((0, 1),)),
+        ("2 against 2, equal turns", (2, 4, 1), (2, 4, 1), range(3, 42), ((0,), (1,))),
+        ("2 against 4, equal turns", (2, 8, 1), (4, 8, 1), range(3, 70), ((0,), (1,), (0,), (1,))),
         ("a prompt shorter than a turn", (3, 4, 1), (2, 8, 1), range(1, 6), ((0, 1, 2),) * 2),
         ("with TP, 2 x 2 against 1", (2, 4, 2), (1, 1, 1), range(3, 42), ((0, 1, 2, 3),)),
         ("with TP, 2 against 2 x 2", (2, 1, 1), (2, 8, 2), range(3, 42), ((0, 1),) * 4),

@@ -23,6 +23,7 @@ from kvxfer.geometry import (
     converts,
     differences,
     resolve,
+    sample,
 )
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS
@@ -259,26 +260,8 @@ def fit_grid(
 
 
 def merged_pieces(plan: TransferPlan) -> int:
-    """About how many pieces a transfer has once neighbours are merged: counted in some rows of each class, and scaled.
-
-    Counting all of them costs tens of nanoseconds a piece, and there may be millions. The rows are neighbours in the
-    middle, where none is cut and runs of blocks show.
-    """
-    segments = plan.outline.copy().segments
-    found = 0.0
-    for segment in segments:
-        known = replace(segment, rows=segment.rows[segment.rows[:, 0] >= 0])
-        full = known.rows[:, 4] == known.rows[:, 4].max(initial=0)
-        each = segment.pieces / max(1, len(segment.rows))
-        for mask in (full, ~full):  # the first and the last row may be cut, and are pieces of their own then
-            some = replace(segment, rows=known.rows[mask])
-            if len(some.rows):
-                kept = min(len(some.rows), max(2, int(_SAMPLED / len(segments) / each)))
-                first = (len(some.rows) - kept) // 2
-                sample = replace(some, rows=some.rows[first : first + kept])
-                scale = some.bytes / sample.bytes * segment.bytes / known.bytes
-                found += len(sample.enumerate().merged()) * scale
-    return max(1, round(found))
+    """About how many pieces a transfer has once neighbours are merged, counted in a part of it."""
+    return max(1, round(sample(plan.outline.copy(), _SAMPLED).count))
 
 
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:

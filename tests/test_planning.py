@@ -27,6 +27,7 @@ LLAMA = {
 }
 NHD = {"layout": "NHD"}
 ACROSS = {"tp": 4, "cross_layer": True}
+TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,13 @@ ACROSS = {"tp": 4, "cross_layer": True}
         (ACROSS, ACROSS, range(8000)),
         ({"cp": 2, "cross_layer": True, "block": 4}, {"cp": 2, "cross_layer": True, "block": 4}, range(8000)),
         ({"tp": 2}, {"tp": 8}, range(1, 4000)),
+        (TURNS, TURNS, range(8000)),
+        (TURNS, TURNS, range(3, 8001)),
+        ({"cp": 2}, {"cp": 2, "block": 48}, range(16000)),
+        ({"cp": 2, "layout": "HND"}, {"cp": 2, "layout": "HND"}, range(6000)),
+        ({"block": 32, "layout": "HND"}, {"block": 48, "layout": "HND"}, range(9, 9000)),
+        ({"block": 64, "kernel_block": 16}, {"block": 64}, range(9000)),
+        ({"block": 1}, {}, range(9000)),
     ],
 )
 def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
@@ -49,6 +57,26 @@ def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, tokens)
     real = len(plan.whole.copy().enumerate().merged())
     assert merged_pieces(plan) == pytest.approx(real, rel=0.15)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(ACROSS, ACROSS), (NHD, NHD), (NHD, {"layout": "HND"})])
+def test_blocks_that_follow_each_other_are_counted_as_one_piece(prefill, decode):
+    src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
+    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
+    spans = {"default": Span(range(7, 1007))}
+    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(spans, spans, range(3, 16_000))
+    assert merged_pieces(plan) == len(plan.whole.copy().enumerate().merged())
+
+
+def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
+    engine = from_hf_config(LLAMA)
+    spans = engine.spans(8000), engine.spans(8000, draw=1)
+    (selections,) = resolve(engine.ranks[0], engine.ranks)
+    pair = PairPlan(engine.ranks[0], engine.ranks[0], selections)
+    whole = merged_pieces(pair.bind(*spans, range(8000)))
+    for known in (0, 1, 100):
+        begun = {"default": Span(spans[0]["default"].ids[:known])}
+        assert merged_pieces(pair.bind(begun, spans[1], range(8000), covered=16 * known)) == whole
 
 
 def test_a_sample_needs_no_block_that_could_be_bound():

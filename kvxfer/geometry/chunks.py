@@ -104,6 +104,13 @@ class ChunkPart:
     factors: F32
     rows: Rows
 
+    @property
+    def in_place(self) -> I64:
+        """The table of rows as they lie in the blocks of both sides: joined where the grid is finer than both."""
+        sides = (self.key.src_rows, self.key.dst_rows)
+        fine = all(side.block_tokens > self.rows.grid for side in sides)
+        return self.rows.joined() if fine else self.rows.table
+
 
 class ChunkPlan:
     """One chunk: the same rows and regions as a gather into staging, a scatter out of it, or a copy in place.
@@ -130,7 +137,10 @@ class ChunkPlan:
         self.bytes: Final = sum(len(part.bases) * part.rows.total_tokens * part.key.token_bytes for part in parts)
 
     def copy(self) -> CopyPlan:
-        """Source blocks straight into destination blocks; needs both sides' addresses."""
+        """Source blocks straight into destination blocks; needs both sides' addresses.
+
+        Nothing of it lies in staging, so rows that only staging tells apart are one.
+        """
         return CopyPlan(
             tuple(
                 _segment(
@@ -139,7 +149,7 @@ class ChunkPlan:
                     part.bases,
                     (part.key.src_block, part.key.src_token),
                     (part.key.dst_block, part.key.dst_token),
-                    part.rows.table,
+                    part.in_place,
                     part.key.elements,
                 )
                 for part in self._parts

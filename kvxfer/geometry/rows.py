@@ -191,6 +191,24 @@ class Rows:
         high = np.searchsorted(self.begin, last)
         return np.where(last > first, np.maximum(high - low, 0), 0)
 
+    def joined(self) -> I64:
+        """The table with one row for those that follow each other in one block of either side.
+
+        Rows end where the tokens take turns, and on the grid of both block sizes, because staging and chunks need it;
+        in the blocks themselves a copy may go on.
+        """
+        table = self.table
+        source, first, target, into, count = table.T
+        ends = np.ones(len(table), np.bool_)  # which rows the one after them does not continue
+        ends[:-1] = (np.diff(source) != 0) | (np.diff(target) != 0)
+        ends[:-1] |= (np.diff(first) != count[:-1]) | (np.diff(into) != count[:-1])
+        if ends.all():
+            return table
+        begins = np.flatnonzero(np.concatenate([[True], ends[:-1]]))
+        found = table[begins]
+        found[:, 4] = np.add.reduceat(count, begins)
+        return found
+
     def present(self) -> "Rows":
         """Those that can be copied: all but the ones of padding.
 

@@ -319,6 +319,40 @@ def test_interleaved_tokens() -> None:
     assert len(meet("a", second, first, span(5), span(1), range(8))) == 0
 
 
+@pytest.mark.parametrize(
+    ("src", "dst", "lists", "joined"),
+    [
+        # alike turns of one token: a block is one run of its own tokens
+        (
+            replace(PLAIN, rank=1, of=2),
+            replace(PLAIN, rank=1, of=2),
+            ((5, 2), (1, 9)),
+            [(5, 1, 1, 1, 3), (2, 0, 9, 0, 2)],
+        ),
+        # blocks of 4 and of 6: the grid of 2 is finer than both
+        (
+            PLAIN,
+            replace(PLAIN, block_tokens=6),
+            ((5, 2, 3), (1, 9)),
+            [(5, 2, 1, 2, 2), (2, 0, 1, 4, 2), (2, 2, 9, 0, 2), (3, 0, 9, 2, 3)],
+        ),
+        # turns at the source alone: what follows in its blocks lies elsewhere at the destination
+        (
+            replace(PLAIN, rank=1, of=2),
+            PLAIN,
+            ((5, 2), (1, 9, 0)),
+            [(5, 1, 1, 3, 1), (5, 2, 9, 1, 1), (5, 3, 9, 3, 1), (2, 0, 0, 1, 1)],
+        ),
+    ],
+)
+def test_rows_that_follow_each_other_in_both_blocks_are_joined(
+    src: RowSide, dst: RowSide, lists: tuple[tuple[int, ...], tuple[int, ...]], joined: list[tuple[int, ...]]
+) -> None:
+    both = src.of == dst.of == 2
+    rows = meet("a", src, dst, span(*lists[0]), span(*lists[1]), range(2, 13 if both else 11))
+    assert list(map(tuple, rows.joined().tolist())) == joined
+
+
 def test_compressed_rows_belong_to_their_last_token() -> None:
     pooled = replace(PLAIN, block_tokens=2, tokens_per_row=4)
     rows = meet("a", pooled, pooled, span(5, 2), span(1, 9), range(3, 15))

@@ -123,7 +123,7 @@ class PairPlan:
         window = tokens.stop
         if tokens_per_chunk is not None and tokens_per_chunk < len(tokens):
             touched = -(-tokens_per_chunk // align)
-            window = touched * align
+            window = min(window, touched * align)
         most = max((kind.staged_bytes(touched * align) for kind in self._layer_kinds), default=1)
         fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))

@@ -114,6 +114,10 @@ def test_windows_are_aligned_to_every_group() -> None:
     source, target = (rank(*given, blocks={}) for given in tensors)
     pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
     assert pair.grid(range(1000), target_bytes=1).tokens_per_chunk == 48
+    assert pair.grid(range(1000), target_bytes=1 << 30, tokens_per_chunk=1).tokens_per_chunk == 48
+    assert (
+        pair.grid(range(40), target_bytes=1 << 30, tokens_per_chunk=1).tokens_per_chunk == 40
+    )  # no larger than need be
 
 
 @pytest.mark.parametrize(

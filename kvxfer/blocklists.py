@@ -1,17 +1,12 @@
 """Block lists of offers and fetches, as callers give them: brought into normal form, and checked without a peer."""
 
-from typing import Final
-
 import numpy as np
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
 from kvxfer.geometry.rows import RowSide
 
-__all__ = ["MAX_TOKENS", "check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
-
-MAX_TOKENS: Final = 0xFFFF_FFFF
-"""Token numbers travel in 32 bits."""
+__all__ = ["check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
 
 
 def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
@@ -32,7 +27,7 @@ def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> Blo
         BlocksError: If ids are malformed, out of range or repeated, or do not cover the tokens.
         TokensError: If the tokens are no range that a fetch can have.
     """
-    check_tokens(tokens, limit=MAX_TOKENS, may_be_empty=True)
+    check_tokens(tokens, may_be_empty=True)
     spans = normalise_blocks(blocks, geometry)
     check_spans(spans, geometry, receiving=True)
     check_cover(spans, geometry, tokens)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvxfer.config import Config
-from kvxfer.errors import GeometryError
+from kvxfer.errors import GeometryError, TokensError
 from kvxfer.geometry import (
     CopyPlan,
     Engine,
@@ -23,6 +23,7 @@ from kvxfer.geometry import (
     resolve,
     sample,
 )
+from kvxfer.limits import MAX_ROWS
 from kvxfer.planning import fit_grid, merged_pieces
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
@@ -220,10 +221,16 @@ def forecast(
 
     Raises:
         GeometryError: If the model cannot be divided so, or the two layouts hold what cannot be copied.
-        TokensError: If the range is reversed, or ends at token 0.
+        TokensError: If the range is reversed, ends at token 0, or is longer than can be planned.
         RefusedError: If no route is left, or no chunk is small enough.
     """
     check_tokens(tokens, may_be_empty=True)
+    for side, layout in (("prefill", prefill), ("decode", decode)):
+        if (ids := -(-tokens.stop // (layout.block * layout.cp))) > MAX_ROWS:
+            raise TokensError(
+                f"{side}: {tokens.stop} tokens are {ids} blocks on a rank, and {MAX_ROWS} are the most that can be "
+                "planned: take fewer tokens, or larger blocks"
+            )
     pool = max(_SMALLEST_POOL, *(4 * tokens.stop // layout.block for layout in (prefill, decode)))
     src = _engine("prefill", model, prefill, dtype, pool)
     dst = _engine("decode", model, decode, dtype, pool)

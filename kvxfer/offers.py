@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from kvxfer.blocklists import MAX_TOKENS, check_cover, offered_blocks
+from kvxfer.blocklists import check_cover, offered_blocks
 from kvxfer.copy.port import READY, Event
 from kvxfer.errors import (
     BlocksError,
@@ -232,7 +232,7 @@ class Offer:
         """
         if not self._is_open("extend"):
             return
-        check_tokens(tokens, limit=MAX_TOKENS)
+        check_tokens(tokens)
         if tokens.start != self.tokens:
             raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
         added = offered_blocks(blocks, self._site.geometry)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.spec import TensorSpec
+from kvxfer.limits import MAX_ROWS, MAX_TOKENS
 
 __all__ = [
     "BlockLists",
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 _MAX_ID: Final = (1 << 63) - 1
-_MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
@@ -270,8 +270,8 @@ def _normal_span(group: str, value: "Ids | Span") -> Span:
     first = span.first_token
     if isinstance(first, bool) or not hasattr(first, "__index__"):
         raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
-    if not 0 <= first <= _MAX_TOKEN:
-        rule = "must not be negative" if first < 0 else f"must be at most {_MAX_TOKEN}"
+    if not 0 <= first <= MAX_TOKENS:
+        rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
         raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
     return Span(ids.astype(np.int64), int(first))
 
@@ -355,6 +355,7 @@ def meet(
 
     Raises:
         BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
+        TokensError: If the range is cut into too many rows.
     """
     unit, grid = src.tokens_per_row, row_grid(src, dst)
     due = tokens.stop if covered is None else min(covered, tokens.stop)
@@ -370,6 +371,11 @@ def meet(
         table[: len(s_ids), 0] = s_ids
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
+        if last - first > MAX_ROWS * grid:
+            raise TokensError(
+                f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
+                f"{MAX_ROWS} rows that a plan may have: fetch them in parts, or use larger blocks"
+            )
         begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
         if src.of > 1 or dst.of > 1:
             begin = begin[src.holds(begin) & dst.holds(begin)]
@@ -426,16 +432,15 @@ def token_count(tokens: int) -> range:
         ) from error
 
 
-def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool = False) -> None:
+def check_tokens(tokens: range, *, may_be_empty: bool = False) -> None:
     """Check a token range as a caller gave it.
 
     Args:
         tokens: The range.
-        limit: Tokens that there are.
         may_be_empty: Whether `range(n, n)` will do: the first n tokens, of which none is missing.
 
     Raises:
-        TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
+        TokensError: If it is empty, reversed, has a step, or ends beyond the last number that a token may have.
     """
     if not isinstance(tokens, range):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TokensError(f"tokens must be a range, such as range(0, 4096), not {tokens!r}")
@@ -443,5 +448,5 @@ def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool 
     if tokens.step != 1 or tokens.start < 0 or tokens.stop < least:
         rule = "that ends after token 0" if may_be_empty else "with at least one token"
         raise TokensError(f"tokens must be a range of step 1 {rule}, not {tokens}")
-    if limit is not None and tokens.stop > limit:
-        raise TokensError(f"tokens {tokens.start}..{tokens.stop - 1} reach beyond the {limit} tokens on offer")
+    if tokens.stop > MAX_TOKENS:
+        raise TokensError(f"tokens end at {tokens.stop}, but {MAX_TOKENS} tokens are the most that a request may have")

@@ -164,9 +164,16 @@ def test_token_ranges_that_cannot_be_asked_for(tokens: range) -> None:
 
 
 def test_token_ranges_have_a_limit() -> None:
-    check_tokens(range(3, 8), limit=8)
-    with pytest.raises(TokensError, match=r"tokens 3\.\.8 reach beyond the 8 tokens on offer"):
-        check_tokens(range(3, 9), limit=8)
+    check_tokens(range(3, (1 << 32) - 1))
+    with pytest.raises(TokensError, match="tokens end at 4294967296, but 4294967295 tokens are the most"):
+        check_tokens(range(3, 1 << 32))
+
+
+def test_rows_that_no_memory_holds_are_refused() -> None:
+    """A peer may ask for many tokens with one block of its own that is large enough; rows are as small as ours."""
+    large = replace(PLAIN, block_tokens=(1 << 32) - 1)
+    with pytest.raises(TokensError, match=r"tokens 0\.\.4294967294 in rows of 1 are more than the 16777216 rows"):
+        meet("a", PLAIN, large, span(5), span(1), range((1 << 32) - 1), covered=4)
 
 
 # rows

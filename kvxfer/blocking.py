@@ -238,7 +238,7 @@ class BlockingWorker:
             check_tokens(held)
         spans = None if blocks is None else offered_blocks(blocks, service.geometry)
         if spans is not None and held is not None:
-            check_cover(spans, service.geometry, held)
+            check_cover(spans, service.geometry, held, complete=not streaming)
         event = None if streaming else as_event(after, service.geometry)
         offer = BlockingOffer(request, attempt, service.thread, self._outbox, service.geometry)
         self._post(

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from stage import Cache, Copied, eventually, quiet
 
-from kvxfer import Code, Group, Released, Span, TransferFailedError, TransferState
+from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
 from kvxfer.encoding import joined_spans
 from kvxfer.geometry import normalise_blocks
 
@@ -261,6 +261,48 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
     assert 100 < result.stats.chunks <= 300
     Copied(target).bring(source, list(range(511, -1, -1)), list(range(512)), range(512)).check()
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage, streaming):
+    prefill = await stage.worker("prefill", [Cache(group="full"), Cache(group="state", layers=[7], layout="state")])
+    with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
+        prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
+    without = {"full": [5, 6], "state": []}
+    if streaming:
+        offer = prefill.offer("r", without, tokens=8, streaming=True)
+        offer.ready()
+        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+            offer.finish()
+        offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
+        offer.ready()
+        with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
+            offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+        offer.finish()
+        await offer.withdraw()
+    else:
+        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+            prefill.offer("r", without, tokens=8)
+
+
+async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
+    """Of eight tokens each rank holds four; two blocks of four are for sixteen."""
+
+    def caches():
+        return [Cache(turns=Interleave(rank, 2, 1)) for rank in range(2)]
+
+    prefill, _ = await stage.engine("prefill", caches())
+    decode, _ = await stage.engine("decode", caches())
+    offer = prefill[0].offer("r", [1], tokens=8, streaming=True)
+    for ids, tokens in (([], range(8, 10)), ([2], range(8, 18))):
+        with pytest.raises(BlocksError, match="of this rank's turns, but"):
+            offer.extend(ids, tokens=tokens)
+    offer.extend([2], tokens=range(8, 16))
+    with pytest.raises(
+        BlocksError, match="1 blocks of 4 tokens reach up to token 4 of this rank's turns, but 8 are needed"
+    ):
+        decode[0].start_fetch(prefill[0].engine.ticket("r"), [1], tokens=range(16))
+    await offer.withdraw()
 
 
 # --- a destination that lacks no token

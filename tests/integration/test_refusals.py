@@ -196,7 +196,7 @@ async def test_what_can_be_copied_is_not_refused(stage, case):
     theirs, ours = FINE[case]
     prefill = await stage.worker("prefill", None, tensors=theirs)
     decode = await stage.worker("decode", None, tensors=ours)
-    offer = prefill.offer("r", {group: [1, 2] for group in ids(prefill)}, tokens=4)
+    offer = prefill.offer("r", {group: [1] if group == "state" else [1, 2] for group in ids(prefill)}, tokens=4)
     await decode.fetch(prefill.engine.ticket("r"), ids(decode), tokens=range(4), timeout=5)
     await offer.released()
 

@@ -35,7 +35,7 @@ errors: $(STAMP)
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,uvloop]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples]"
 	touch $@
 
 clean:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvxfer.geometry import Group as Group
     from kvxfer.geometry import Interleave as Interleave
     from kvxfer.geometry import Span as Span
+    from kvxfer.mapped.shared import shared_empty as shared_empty
     from kvxfer.offers import Expired as Expired
     from kvxfer.offers import Offer as Offer
     from kvxfer.offers import Released as Released
@@ -118,6 +119,7 @@ __all__ = [
     "Withdrawn",
     "Worker",
     "__version__",
+    "shared_empty",
 ]
 
 # every exported name that is not an error, and the module that it lives in; errors are the rest
@@ -148,6 +150,7 @@ _HOMES = {
     "TransferState": "kvxfer.transfers",
     "Withdrawn": "kvxfer.offers",
     "Worker": "kvxfer.worker",
+    "shared_empty": "kvxfer.mapped.shared",
 }
 
 

@@ -1,8 +1,8 @@
 """Puts a worker's site together and takes it apart: memory, transport, copies, and what peers are told of them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
@@ -10,16 +10,21 @@ from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
 from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ConfigError, FabricError, GeometryError
+from kvxfer.exports import Exports
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
-from kvxfer.memory import Arena, Backing, Custody, Kind, allocate
+from kvxfer.mapped import Windows, here
+from kvxfer.mappings import Gates, Mappings
+from kvxfer.memory import Custody
+from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
-from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
+from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.runtime import Runtime, ThreadRuntime
-from kvxfer.site import Site
+from kvxfer.site import Site, Tasks
+from kvxfer.staging import Staging
 from kvxfer.telemetry import Metrics, logger
 
 __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
@@ -41,7 +46,9 @@ class Assembly:
         config: Settings.
         transport: Given by the caller, or None for NIXL.
         runtime: Clock, randomness, threads.
-        backing: The arena's memory, once it is allocated.
+        staging: The arena's memory.
+        exports: What of its memory peers may map.
+        placement: Where threads run and pinned memory lies; chosen when the worker opens.
     """
 
     tensors: tuple[CacheTensor, ...]
@@ -49,7 +56,9 @@ class Assembly:
     config: Config
     transport: Transport | None
     runtime: Runtime
-    backing: Backing | None = None
+    staging: Staging = field(default_factory=Staging)
+    exports: Exports = field(default_factory=Exports)
+    placement: Placement = field(default_factory=Placement)
 
     @classmethod
     def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
@@ -70,9 +79,8 @@ class Assembly:
             await asyncio.wrap_future(fabric.close(timeout))
         if executor is not None:
             await self.runtime.in_thread(lambda: executor.close(timeout))
-        if self.backing is not None:
-            self.backing.close()
-            self.backing = None
+        self.staging.close()
+        self.exports.close()
 
     async def dismantle(self, site: Site, timeout: float) -> None:
         """Stop the threads, each within `timeout` seconds, and give the memory back.
@@ -88,17 +96,18 @@ class Assembly:
             _log.error("fabric_not_closed", error=str(error))
             quiet = False
         stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
+        if stopped:  # else a copy may still write to what is mapped
+            await site.runtime.in_thread(site.mappings.close)
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
         safe = quiet and stopped
         if not safe or site.custody.snapshot().doubtful_blocks:
             _leaked.append(self.tensors)
-        if self.backing is not None:
-            if safe and not doubt:
-                self.backing.close()
-            else:
-                self.backing.leak()
-                _log.warning("memory_leaked", bytes=self.backing.length, reason="it may still be written")
-            self.backing = None
+            self.exports.leak()
+        self.exports.close()
+        if safe and not doubt:
+            self.staging.close()
+        else:
+            self.staging.leak()
 
 
 def given_config(config: Any) -> Config:
@@ -157,28 +166,29 @@ async def assemble(parts: Assembly) -> Site:
     Raises:
         KvxferError: Whatever failed; nothing is left behind.
     """
-    config, runtime = parts.config, parts.runtime
+    config = parts.config
     loop = asyncio.get_running_loop()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
+    placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
+    _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
+    runtime = parts.runtime.placed(placement.cpus)
     incarnation = runtime.token(_INCARNATION_BYTES)
-    if config.arena_bytes:
-        parts.backing = allocate(_arena_kind(config, geometry), config.arena_bytes, geometry.device)
-    backing = parts.backing
-    in_place = config.trust != "none" and config.route != "staged"
-    metrics = Metrics()
+    staging, metrics = parts.staging, Metrics()
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
-        arena = Arena.split(backing.address if backing else 0, config.arena_bytes, config.send_share)
         transport = parts.transport or _nixl(config, geometry, f"kvxfer-{incarnation.hex()}")
         fabric = _fabric(config, transport, runtime)
-        executor = _executor(config, geometry, runtime)
+        executor = _executor(config, geometry, runtime, placement)
         fabric.start()
-        sending, staging = _spans(backing, arena, geometry)
-        body = await _register(parts, fabric, geometry, (sending, staging), in_place=in_place, name=transport.name)
+        await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
+        await staging.open(config, geometry, fabric, metrics, place=placement.run)
+        blocks = await _register_blocks(parts, fabric, geometry, metrics)
+        body = await _body(parts, fabric, geometry, blocks, name=transport.name)
     except BaseException:
         await asyncio.shield(parts.abandon(fabric, executor))
         raise
+    in_place, arena, tasks = bool(blocks), staging.arena, Tasks()
     return Site(
         config=config,
         runtime=runtime,
@@ -196,62 +206,88 @@ async def assemble(parts: Assembly) -> Site:
         incarnation=incarnation,
         body=body,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
-        capabilities=_capabilities(config, staging=staging is not None, in_place=in_place),
-        staging=staging,
-        sending=sending,
+        capabilities=_capabilities(parts, in_place=in_place),
+        staging=staging.receiving,
+        sending=staging.sending,
         in_place=in_place,
+        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime)),
+        gates=Gates(parts.exports.gates),
+        tasks=tasks,
     )
 
 
-def _capabilities(config: Config, *, staging: bool, in_place: bool) -> Capability:
+def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
+    """What unmaps windows off the loop."""
+
+    def unmap(windows: Windows) -> None:
+        tasks.spawn(runtime.in_thread(windows.close), "kvxfer unmap")
+
+    return unmap
+
+
+def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     """What this rank tells its peers that it can do, or asks for."""
-    capabilities = Capability.STREAMING
-    if staging:
+    capabilities, config = Capability.STREAMING, parts.config
+    if parts.staging.receiving is not None:
         capabilities |= Capability.STAGED
     if in_place:
         capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
+    if parts.exports.frames:
+        capabilities |= Capability.MAPPED
     if config.convert:
         capabilities |= Capability.CONVERT
     return capabilities
 
 
-async def _register(
-    parts: Assembly,
-    fabric: Fabric,
-    geometry: CacheGeometry,
-    shares: tuple[MemorySpan | None, MemorySpan | None],
-    *,
-    in_place: bool,
-    name: str,
+async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
+    """Register the caller's blocks, if routes are wanted that need it.
+
+    Returns:
+        The registration, if there is one. Blocks that the transport refuses can still be staged; where the settings
+        leave that open, they are.
+
+    Raises:
+        FabricError: If the transport refuses them, and the settings ask for such a route or leave no other.
+    """
+    config = parts.config
+    if config.trust == "none" or config.route == "staged":
+        return []
+    try:
+        return [await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))]
+    except FabricError as error:
+        if config.route != "auto" or not config.arena_bytes:
+            raise
+        metrics.memory_refused("blocks")
+        _log.warning("blocks_not_registered", reason=str(error), route="staged")
+        return []
+
+
+async def _body(
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, blocks: Sequence[object], *, name: str
 ) -> dict[bool, bytes]:
-    """Register memory and encode what peers are told, by whether they are trusted with addresses.
+    """What peers are told, encoded, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
-    tokens: list[object] = []
-    for span in shares:
-        if span is not None:
-            memory = Memory(span.kind, span.device, span.address, span.length)
-            tokens.append(await asyncio.wrap_future(fabric.register([memory])))
-    reachable = tokens[1:]  # what peers may write; what this side gathers into is nobody else's
-    bounded = await asyncio.wrap_future(fabric.metadata(reachable))
-    full = bounded
-    if in_place:
-        blocks = await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))
-        full = await asyncio.wrap_future(fabric.metadata([*reachable, blocks]))
-    receiving = shares[1]
-    spans = [receiving] if receiving is not None else []
+    staging = parts.staging
+    if blocks:
+        await parts.exports.open(parts.config, geometry, parts.tensors, parts.runtime)
+    bounded = await asyncio.wrap_future(fabric.metadata(staging.reachable))
+    full = await asyncio.wrap_future(fabric.metadata([*staging.reachable, *blocks])) if blocks else bounded
     limit = parts.config.chunk_bytes
-    if receiving is not None and not in_place:
+    if staging.receiving is not None and not blocks:
         limit = min(limit, parts.config.send_bytes)
     return {
         trusted: encode_body(
             AgentBody(
                 fabric=name,
                 metadata=full if trusted else bounded,
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and in_place),
-                staging=spans,
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and bool(blocks)),
+                staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
+                host=here() if trusted and blocks else "",
+                mapped=parts.exports.frames if trusted else [],
+                gates=parts.exports.gates if trusted else 0,
             )
         )
         for trusted in (False, True)
@@ -265,26 +301,6 @@ def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> lis
     return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
 
 
-def _spans(
-    backing: Backing | None, arena: Arena, geometry: CacheGeometry
-) -> tuple[MemorySpan | None, MemorySpan | None]:
-    """The shares for sending and for receiving, as descriptors name them."""
-    if backing is None:
-        return None, None
-    kind, device = ("VRAM", geometry.device) if backing.kind == "cuda" else ("DRAM", 0)
-    sending, receiving = arena.sending, arena.receiving
-    return (
-        MemorySpan(kind, device, sending.base, sending.capacity),
-        MemorySpan(kind, device, receiving.base, receiving.capacity),
-    )
-
-
-def _arena_kind(config: Config, geometry: CacheGeometry) -> Kind:
-    if config.arena_kind != "auto":
-        return config.arena_kind
-    return "cuda" if geometry.kind == "cuda" else "cpu"
-
-
 def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
     return Fabric(
         transport,
@@ -295,11 +311,11 @@ def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
     )
 
 
-def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime) -> Executor:
+def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Executor:
     if geometry.kind == "cuda":
         from kvxfer.copy.cuda import CudaExecutor
 
-        return CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas)
+        return placement.run(lambda: CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas))
     from kvxfer.copy.host import HostExecutor
 
     return HostExecutor(runtime)

@@ -116,7 +116,7 @@ def plan(
     decode: Annotated[str, typer.Option(help="Engine that fetches it: tp=2,block=64,layout=HND,cross-layer.")],
     tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already (N:N: all).")],
     dtype: Annotated[str | None, typer.Option(help="Of K and V: bf16, fp16, fp8, ...; by default the model's.")] = None,
-    route: Annotated[str | None, typer.Option(help="As the setting: auto, staged, direct or pull.")] = None,
+    route: Annotated[str | None, typer.Option(help="As the setting: auto, mapped, staged, direct, pull.")] = None,
     chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,
     profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
     explain: Annotated[bool, typer.Option("--explain", help="Say why pieces are no longer than they are.")] = False,
@@ -223,7 +223,7 @@ def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
 
 @app.command()
 def demo(
-    route: Annotated[str, typer.Option(help="staged, direct, pull or auto.")] = "auto",
+    route: Annotated[str, typer.Option(help="mapped, staged, direct, pull or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, or cuda (prefill on GPU 0, decode on GPU 1 or the same).")] = "cpu",
     sabotage: Annotated[
         str, typer.Option(help="Damage the received cache to see the checks fail: zero-block, swap-blocks, ...")
@@ -235,12 +235,10 @@ def demo(
     from kvxfer.demo.run import run
     from kvxfer.demo.script import Sabotage, Script
 
-    if route == "mapped":
+    if route not in ("auto", "mapped", "staged", "direct", "pull") or device not in ("cpu", "cuda"):
         raise UsageError(
-            "--route mapped is not available: nothing moves bytes that way yet; take staged, direct or pull"
+            f"--route {route} --device {device}: routes are auto, mapped, staged, direct, pull; devices cpu, cuda"
         )
-    if route not in ("staged", "direct", "pull", "auto") or device not in ("cpu", "cuda"):
-        raise UsageError(f"--route {route} --device {device}: routes are staged, direct, pull, auto; devices cpu, cuda")
     try:
         damage = Sabotage(sabotage)
     except ValueError as error:

@@ -36,6 +36,7 @@ from kvxfer.settings import (
     Reading,
     Source,
     leaves,
+    parse_affinity,
     parse_duration,
     parse_mapping,
     parse_names,
@@ -196,20 +197,24 @@ class Config(BaseSettings):
     convert: bool = False
     """As a decode rank, take a cache of other dtypes or scales, converted on the way; else the peer is refused."""
 
-    route: Literal["auto", "staged", "direct", "pull"] = "auto"
+    route: Literal["auto", "mapped", "staged", "direct", "pull"] = "auto"
     """How bytes travel; `auto` chooses for each transfer."""
     arena_bytes: Annotated[Size, Field(ge=0)] = 256 * MIB
     """Staging memory of this worker, for both directions; 0 switches the staged route off."""
-    arena_kind: Literal["auto", "cpu", "cuda", "pinned"] = "auto"
-    """Memory of the arena; `auto` follows the cache."""
+    arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
+    """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
     """Bytes of one chunk at most."""
+    mapped_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 128 * MIB
+    """The same on the route `mapped`, whose chunks need no memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
     """Thread blocks that a copy on a GPU may occupy."""
+    affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
+    """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 
     heartbeat: Duration = 2.0
     """A frame is sent at least this often."""
@@ -387,8 +392,11 @@ class Config(BaseSettings):
         if self.arena_bytes == 0 and self.route == "staged":
             yield "route is 'staged' and arena_bytes is 0, which switches it off; give it an arena, or route = 'auto'"
         if self.arena_bytes == 0 and self.convert:
-            yield "convert is set and arena_bytes is 0, but only the route staged converts; give it an arena"
-        if self.trust == "none" and self.route in {"direct", "pull"}:
+            yield (
+                "convert is set and arena_bytes is 0, but of the routes only mapped, which not every peer allows, and "
+                "staged convert; give it an arena"
+            )
+        if self.trust == "none" and self.route in {"mapped", "direct", "pull"}:
             yield (
                 f"trust is 'none' and route is {self.route!r}, which needs peers that know each other's addresses; set "
                 "trust to 'auto' or 'full', or route to 'staged' or 'auto'"
@@ -404,8 +412,8 @@ class Config(BaseSettings):
                 f"(arena_bytes {self.arena_bytes}, send_share {self.send_share:g}): a chunk must fit into it; lower "
                 "chunk_bytes or raise arena_bytes"
             )
-        if self.max_in_place_bytes == 0 and self.route == "direct":
-            yield "route is 'direct' and max_in_place_bytes is 0, which refuses it; raise it, or set route = 'auto'"
+        if self.max_in_place_bytes == 0 and self.route in {"mapped", "direct"}:
+            yield f"route is {self.route!r} and max_in_place_bytes is 0, which refuses it; raise it, or take auto"
         if 0 < self.max_in_place_bytes < self.chunk_bytes:
             yield (
                 f"max_in_place_bytes is {self.max_in_place_bytes} and chunk_bytes {self.chunk_bytes}: no chunk could "

@@ -37,6 +37,8 @@ from kvxfer.tally import Tally
 __all__ = ["Incoming"]
 
 _NOTHING: Final = CopyPlan(())
+_IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
+"""Routes on which the peer writes the caller's blocks."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
@@ -89,7 +91,7 @@ class Incoming(Steps):
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        theirs = self.route is Route.DIRECT and not self.machine.ended and bool(self.machine.granted)
+        theirs = self.route in _IN_PLACE and not self.machine.ended and bool(self.machine.granted)
         return self._own_doubt or self._writing > 0 or theirs
 
     @property
@@ -113,6 +115,11 @@ class Incoming(Steps):
         return self.machine.state is ReceiveState.MOVING and not self._given_up
 
     @property
+    def generation(self) -> int:
+        """What a grant says of the gate that it leads through: 0 where the peer's copies reach none of our memory."""
+        return self.site.gates.granted(self.peer) if self.route is Route.MAPPED else 0
+
+    @property
     def patience(self) -> float:
         """Seconds that a chunk waits for memory at most."""
         need, site = self._need, self.site
@@ -134,6 +141,7 @@ class Incoming(Steps):
                 routes=self._asked,
                 max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
                 timeout_ms=min(left, FOREVER_MS),
+                in_place_bytes=site.config.max_in_place_bytes,
             )
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
@@ -152,7 +160,8 @@ class Incoming(Steps):
             return
         self.route, self.why = message.route, message.why
         self.run(self._learn, message.spans)
-        self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
+        if self.route is not Route.MAPPED:
+            self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
     def refused(self, message: Refuse) -> None:

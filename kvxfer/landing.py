@@ -52,6 +52,11 @@ class Host(Protocol):
         ...
 
     @property
+    def generation(self) -> int:
+        """What a grant says of the gate that it leads through."""
+        ...
+
+    @property
     def patience(self) -> float:
         """Seconds to wait for memory at most."""
         ...
@@ -202,7 +207,8 @@ class Landing:
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
         lease = int(host.site.config.grant_lease * 1000)
-        host.say(*host.machine.grant([Grant(self._chunk, address, length)], lease))
+        generation = host.generation
+        host.say(*host.machine.grant([Grant(self._chunk, address, length)], lease, generation))
 
     def _scatter(self, writable: bool) -> None:
         extent, part = self._landed, self._part

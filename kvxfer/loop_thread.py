@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Self, TypeVar, overload
 
 from kvxfer.errors import ClosedError, KvxferError, MemoryInDoubtError
 from kvxfer.offers import Offer
@@ -24,7 +24,15 @@ _T = TypeVar("_T")
 
 
 class ServedWorker(Worker):
-    """A worker that runs on a `LoopThread`: what `loop="own"` asks for is done, so it is plainly itself."""
+    """A worker that runs on a `LoopThread`: what `loop="own"` asks for is done, so it is plainly itself.
+
+    The thread serves nobody else, so it is kept where the worker's other threads are.
+    """
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._assembly.placement.bind()
+        return self
 
 
 class LoopThread:

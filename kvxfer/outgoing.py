@@ -18,8 +18,8 @@ from kvxfer.offers import Offer
 from kvxfer.planning import Bound, fit_grid, merged_pieces
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Span, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
-from kvxfer.routes.chooser import Choice, choose
-from kvxfer.shipment import Moved, Shipment
+from kvxfer.routes.chooser import Choice, Means, choose
+from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
@@ -88,7 +88,6 @@ class Outgoing(Steps):
         self.peer: Final = link.peer
         self.offer: Offer | None = None
         self.stats: TransferStats | None = None
-        self._means: Final = site.means(link.peer, trusted=link.trusted, sending=True)
         self._ended: Final = ended
         self._tally: Final = Tally()
         self._began: Final = site.now()
@@ -190,18 +189,11 @@ class Outgoing(Steps):
         if bound is None:
             return
         until = self.site.now() + message.lease_ms / 1000
+        make = SHIPMENTS[self.machine.route]
         for grant in grants:
-            shipment = self._shipments[grant.chunk] = Shipment(
-                self.site,
-                self.peer,
-                bound,
-                grant,
-                staged=self.machine.route is Route.STAGED,
-                until=until,
-                after=self._events(bound, grant.chunk),
-                tally=self._tally,
-                report=self._reported,
-            )
+            terms = Terms(until, self._events(bound, grant.chunk), message.generation)
+            shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
+            self._shipments[grant.chunk] = shipment
             shipment.begin()
 
     def landed(self, message: Landed) -> None:
@@ -233,7 +225,8 @@ class Outgoing(Steps):
         asked = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
         rows = max(asked, sum(len(span.ids) for span in offer.spans.values()))
         draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
-        self.plan(lambda: self._bind(draft), partial(self._accept, offer, draft), rows=rows)
+        means = self.site.means(self.peer, trusted=self.link.trusted, sending=True)
+        self.plan(lambda: self._bind(draft, means), partial(self._accept, offer, draft), rows=rows)
 
     def _accept(self, offer: Offer, draft: Draft, planned: tuple[Bound, Choice, Accept]) -> None:
         self._planning = False
@@ -266,7 +259,7 @@ class Outgoing(Steps):
 
         self.plan(lambda: bound.grown(spans, covered), grown, rows=bound.rows)
 
-    def _bind(self, offer: Draft) -> tuple[Bound, Choice, Accept]:
+    def _bind(self, offer: Draft, means: Means) -> tuple[Bound, Choice, Accept]:
         """Plan the transfer. Pure: may run in a worker thread."""
         fetch, config, plans = self.machine.fetch, self.site.config, self.site.plans
         tokens = range(fetch.token_start, fetch.token_stop)
@@ -274,10 +267,8 @@ class Outgoing(Steps):
         check_state(pair, tokens, offer.tokens)
         plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
         nbytes = plan.outline.bytes
-        choice = choose(config.route, self._means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
-        limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
-        if choice.route is Route.STAGED:
-            limit = min(limit, self.site.send_desk.share.capacity)
+        choice = choose(config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
+        limit = self._largest_chunk(choice.route)
         target = limit if offer.finished else min(limit, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
         grid = fit_grid(
             plan,
@@ -298,6 +289,14 @@ class Outgoing(Steps):
             why=choice.why,
         )
         return Bound.of(plan, grid), choice, message
+
+    def _largest_chunk(self, route: Route) -> int:
+        """Bytes of a chunk at most."""
+        fetch, config = self.machine.fetch, self.site.config
+        if route is Route.MAPPED:  # it takes no memory, and nobody posts it piece by piece
+            return min(config.mapped_chunk_bytes, fetch.in_place_bytes or config.chunk_bytes)
+        limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
+        return min(limit, self.site.send_desk.share.capacity) if route is Route.STAGED else limit
 
     def _announce(self) -> None:
         """Tell the decode rank which chunks may go now."""

@@ -10,6 +10,7 @@ only when woken). The runtime decides where it runs: in a thread of its own, or 
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import secrets
 import sys
@@ -17,19 +18,35 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import anyio.to_thread
 
-__all__ = ["TURN_SECONDS", "HandOver", "Runtime", "Service", "ThreadRuntime"]
+__all__ = ["TURN_SECONDS", "HandOver", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind"]
 
 Step = Callable[[], float | None]
 _T = TypeVar("_T")
 
 TURN_SECONDS: Final = 0.0005
 """How long a callback on the loop goes on with what is queued for it. Then everybody else on the loop has a turn."""
+_SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK
 _NICENESS: Final = 5
 """How far services give way to the loop where they have to share its cores; nothing changes where cores are free."""
+
+
+def allowed_cpus() -> frozenset[int]:
+    """Numbers of the CPUs on which this thread may run; none where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset()
+
+
+def bind(cpus: frozenset[int]) -> None:
+    """Keep the calling thread, and threads that it starts from now on, on these CPUs.
+
+    Raises:
+        OSError: If the system refuses.
+    """
+    if sys.platform == "linux":  # there, and only there, 0 means this thread
+        os.sched_setaffinity(0, cpus)
 
 
 class Service(Protocol):
@@ -73,6 +90,10 @@ class Runtime(Protocol):
         reported as any thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends the
         service; `stop` works as ever.
         """
+        ...
+
+    def placed(self, cpus: frozenset[int]) -> "Runtime":
+        """The same, with what it runs in threads kept on these CPUs; without any it may run anywhere."""
         ...
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
@@ -133,9 +154,10 @@ class _Batch:
 class _ThreadService:
     """A service in a daemon thread."""
 
-    def __init__(self, name: str, step: Step, setup: Callable[[], None] | None) -> None:
+    def __init__(self, name: str, step: Step, setup: Callable[[], None] | None, cpus: frozenset[int]) -> None:
         self._step = step
         self._setup = setup
+        self._cpus = cpus
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -155,6 +177,8 @@ class _ThreadService:
         if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
+        _bind_if(self._cpus)
         if self._setup is not None:
             self._setup()
         while True:
@@ -170,8 +194,22 @@ class _ThreadService:
                 time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
 
 
+def _bind_if(cpus: frozenset[int]) -> None:
+    """Bind the calling thread if there is a wish. What was possible at the start may not be any more: it runs on."""
+    if cpus:
+        with contextlib.suppress(OSError):
+            bind(cpus)
+
+
 class ThreadRuntime:
-    """Production: the monotonic clock, the system's randomness, one thread a service."""
+    """Production: the monotonic clock, the system's randomness, one thread a service.
+
+    Args:
+        cpus: Where the threads run; anywhere if left out.
+    """
+
+    def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
+        self._cpus = cpus
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -183,12 +221,24 @@ class ThreadRuntime:
 
     def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
         """Start `step` in a daemon thread called `name`."""
-        return _ThreadService(name, step, setup)
+        return _ThreadService(name, step, setup, self._cpus)
+
+    def placed(self, cpus: frozenset[int]) -> Self:
+        """The same, with threads that run on these CPUs."""
+        return type(self)(cpus)
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         """Batched hand-over to `loop`."""
         return _Batch(loop)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in a worker thread."""
-        return await anyio.to_thread.run_sync(work)
+        """Run `work` in a worker thread, which belongs to the whole process: it is lent, and goes back as it was."""
+        return await anyio.to_thread.run_sync(lambda: self._lent(work))
+
+    def _lent(self, work: Callable[[], _T]) -> _T:
+        before = allowed_cpus() if self._cpus else frozenset[int]()
+        _bind_if(self._cpus)
+        try:
+            return work()
+        finally:
+            _bind_if(before)

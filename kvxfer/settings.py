@@ -12,7 +12,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +29,9 @@ __all__ = [
     "PREFIX",
     "Reading",
     "Source",
+    "cpu_numbers",
     "leaves",
+    "parse_affinity",
     "parse_duration",
     "parse_mapping",
     "parse_names",
@@ -60,6 +62,8 @@ _DURATIONS: Final = {
     "m": Fraction(60),
     "h": Fraction(3600),
 }
+_CPUS: Final = 100_000  # more than a kernel can be built for
+_CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
 _SHOWN_CHARACTERS: Final = 80
 _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
     "greater_than_equal": "set it to at least {ge}",
@@ -142,6 +146,50 @@ def parse_duration(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(hint)
     return _seconds(value)
+
+
+def cpu_numbers(text: str) -> tuple[int, ...]:
+    """CPU numbers from text such as `0-7,16`, as the Linux kernel writes lists of them; in order, each once.
+
+    Raises:
+        ValueError: If the text is something else.
+    """
+    if not _CPU_LIST.fullmatch(text.strip()):
+        raise ValueError("a list of CPUs is numbers and ranges of them: '0-7,16'")
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if int(last or first) < int(first):
+            raise ValueError(f"the range {part.strip()} of CPUs runs backwards")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(numbers))
+
+
+def parse_affinity(value: object) -> object:
+    """`auto`, `off`, or CPU numbers from a list, from one number, or from text: `0-7,16` or a JSON list.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    hint = "affinity is 'auto', 'off', or CPU numbers: '0-7,16' or [0, 1]"
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text in {"auto", "off"}:
+            return text
+        if not text.startswith("["):
+            try:
+                return cpu_numbers(text)
+            except ValueError as error:
+                raise ValueError(f"{hint} ({error})") from error
+        value = _json(text)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, list | tuple | set | frozenset | range):
+        raise ValueError(hint)  # noqa: TRY004 - pydantic collects ValueError
+    numbers = list(cast("Iterable[object]", value))
+    if not numbers or not all(type(number) is int and 0 <= number < _CPUS for number in numbers):
+        raise ValueError(hint)
+    return tuple(sorted(set(cast("list[int]", numbers))))
 
 
 def parse_names(value: object) -> object:

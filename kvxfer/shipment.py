@@ -1,8 +1,10 @@
-"""One chunk on its way out: a lane, memory, the gather, the post, and one report of how it ended."""
+"""One chunk on its way out, by route: from its grant to one report of how it ended."""
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
@@ -12,13 +14,13 @@ from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome,
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
 from kvxfer.memory import Extent, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
-from kvxfer.protocol.messages import Grant, Timings
+from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
 
-__all__ = ["Moved", "Shipment"]
+__all__ = ["SHIPMENTS", "Moved", "Shipment", "Terms"]
 
 _NOTHING: Final = CopyPlan(())
 _UNTIMED: Final = Timings()
@@ -47,17 +49,30 @@ class Moved:
         return self.outcome is Outcome.IN_DOUBT and not gone
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """When a granted chunk may be moved.
+
+    Attributes:
+        until: When the grant's lease ends; nothing is posted later.
+        after: The blocks may be read when this has fired.
+        generation: As granted, for gates.
+    """
+
+    until: float
+    after: Event
+    generation: int = 0
+
+
 class Shipment(Steps):
-    """A chunk that was granted.
+    """A chunk that was granted: base of what the routes make of it.
 
     Args:
         site: The worker.
         peer: The decode rank.
         bound: The transfer's plan.
         grant: Which chunk, and where to.
-        staged: Whether it is gathered into staging memory.
-        until: When the grant's lease ends; nothing is posted later.
-        after: The blocks may be read when this has fired.
+        terms: When it may be moved.
         tally: Counts.
         report: Called once, when nothing of it is under way any more or it is in doubt.
     """
@@ -68,31 +83,29 @@ class Shipment(Steps):
         peer: PeerInfo,
         bound: Bound,
         grant: Grant,
-        *,
-        staged: bool,
-        until: float,
-        after: Event,
+        terms: Terms,
         tally: Tally,
         report: Callable[[int, Moved], None],
     ) -> None:
         super().__init__(site, f"kvxfer send chunk {grant.chunk}")
-        self._peer: Final = peer
-        self._bound: Final = bound
-        self._grant: Final = grant
-        self._staged: Final = staged
+        self.peer: Final = peer
+        self.bound: Final = bound
+        self.grant: Final = grant
+        self.terms: Final = terms
         # an event that never fires must not keep a dead cell: what is copied then is not posted
-        cell = self._cell = Cell(until)
-        self._after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
-        self._tally: Final = tally
+        cell = self.cell = Cell(terms.until)
+        after = terms.after
+        self.after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
+        self.tally: Final = tally
+        self.part: ChunkPlan | None = None
         self._report: Callable[[int, Moved], None] | None = report
         self._began: Final = site.now()
-        self._part: ChunkPlan | None = None
-        self._lane = ""
-        self._release: Callable[[], None] = no_hold
-        self._request: Request | None = None
-        self._extent: Extent | None = None
         self._submitted = False  # the executor or the fabric has it, and will answer
-        self._gathered = (0.0, 0.0)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been reported."""
+        return self._report is None
 
     def begin(self) -> None:
         """Go."""
@@ -100,77 +113,88 @@ class Shipment(Steps):
 
     def kill(self) -> None:
         """Post nothing more."""
-        self._cell.kill()
+        self.cell.kill()
 
     def stop(self) -> None:
         """Post nothing more, and end; what is posted is waited for."""
-        killed = self._cell.kill()
+        killed = self.cell.kill()
         if killed and not self._submitted:
-            self._end(Moved(Outcome.STOPPED))
+            self.end(Moved(Outcome.STOPPED))
 
     def failed(self, error: KvxferError) -> None:
         """A step raised: nothing was posted, or it cannot be said what became of it."""
-        self._end(Moved(Outcome.FAILED if self._cell.kill() else Outcome.IN_DOUBT, error))
-
-    # --- steps
+        self.end(Moved(Outcome.FAILED if self.cell.kill() else Outcome.IN_DOUBT, error))
 
     def _begin(self) -> None:
-        bound, chunk = self._bound, self._grant.chunk
-        self._release = self.site.lanes.hold(self._peer)
+        bound, chunk = self.bound, self.grant.chunk
+        self.hold()
         self.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.rows)
 
     def _planned(self, part: ChunkPlan) -> None:
-        self._part = part
+        self.part = part
         if part.bytes == 0:  # a window in which no group has a row
-            self._end(Moved(Outcome.DONE))
-        elif self._report is not None:
-            self.when(self.site.lanes.connect(self._peer), self._connected)
+            self.end(Moved(Outcome.DONE))
+        elif not self.over:
+            self.prepare(part)
 
-    def _connected(self, lane: str) -> None:
+    @abstractmethod
+    def hold(self) -> None:
+        """Keep the way to the peer open until the end."""
+
+    @abstractmethod
+    def prepare(self, part: ChunkPlan) -> None:
+        """The plan is made, and the chunk carries something."""
+
+    @abstractmethod
+    def give_back(self, moved: Moved) -> None:
+        """Give back whatever it holds: it is over."""
+
+    def submit(self, job: CopyJob) -> None:
+        """Hand it to the executor."""
+        self.tally.spent("queued", self._began, self.site.now())
+        self.site.executor.submit(job, Direction.GATHER)
+        self._submitted = True
+
+    def end(self, moved: Moved) -> None:
+        """Give everything back and report, once."""
+        report, self._report = self._report, None
+        if report is not None:
+            self.give_back(moved)
+            report(self.grant.chunk, moved)
+
+
+class _OverFabric(Shipment):
+    """A chunk that the fabric writes."""
+
+    _lane = ""
+    _release: Callable[[], None] = staticmethod(no_hold)
+    _gathered = (0.0, 0.0)
+
+    def hold(self) -> None:
+        """Keep the lane to the peer."""
+        self._release = self.site.lanes.hold(self.peer)
+
+    def prepare(self, part: ChunkPlan) -> None:
+        """Connect."""
+        self.when(self.site.lanes.connect(self.peer), partial(self._connected, part))
+
+    def _connected(self, part: ChunkPlan, lane: str) -> None:
         self._lane = lane
-        part, site = self._part, self.site
-        if part is None or self._report is None:
-            return
-        if not self._staged:
-            self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self._bound.pieces)
-            return
-        if not self._peer.body.staging or self._grant.length < part.staged_bytes:
-            raise ProtocolError(f"{self._grant.length} bytes were granted for a chunk of {part.staged_bytes}")
-        step = self.run
-        self._request = site.send_desk.ask(
-            self._peer.name, part.staged_bytes, site.config.grant_lease, lambda answer: step(self._admitted, answer)
-        )
-        self._withdraw_if_over()
+        if not self.over:
+            self.connected(part)
 
-    def _withdraw_if_over(self) -> None:
-        """For what somebody ended who was told in the same round of decisions."""
-        if self._report is None and self._request is not None:
-            self.site.send_desk.withdraw(self._request)
+    @abstractmethod
+    def connected(self, part: ChunkPlan) -> None:
+        """There is a lane to the peer."""
 
-    def _admitted(self, answer: Extent | KvxferError) -> None:
-        part, desk, self._request = self._part, self.site.send_desk, None
-        if isinstance(answer, KvxferError):
-            raise answer
-        if part is None or self._report is None:
-            desk.release(answer)
-            return
-        self._extent = answer
-        desk.share.write(answer)
-        local = staging_pieces(self.site.arena, answer.address, part.staged_bytes)
-        remote = staging_pieces(self._peer.body.staging[0], self._grant.address, part.staged_bytes)
-        self._go(part.gather(answer.address), local, remote)
+    def give_back(self, moved: Moved) -> None:
+        """Let the lane go."""
+        self._release()
 
-    def _listed(self, pieces: Pieces) -> None:
-        if self._report is not None:
-            local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
-            remote = block_pieces(self.site.plans.geometry(self._peer), pieces.dst, pieces.nbytes)
-            self._go(_NOTHING, local, remote)
-
-    def _go(self, gather: CopyPlan, local: Descriptors, remote: Descriptors) -> None:
+    def go(self, gather: CopyPlan, local: Descriptors, remote: Descriptors) -> None:
         """Gather, then write: handed from the executor to the fabric without a trip through the loop."""
-        site, cell, lane = self.site, self._cell, self._lane
-        self._tally.descriptors += len(local.pieces)
-        self._tally.spent("queued", self._began, site.now())
+        site, cell, lane = self.site, self.cell, self._lane
+        self.tally.descriptors += len(local.pieces)
         timed = bool(gather.segments)
 
         def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
@@ -180,16 +204,15 @@ class Shipment(Steps):
                 site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))
             else:
                 cell.kill()
-                site.hand_over(partial(self.run, self._end, Moved(Outcome.FAILED, outcome.error)))
+                site.hand_over(partial(self.run, self.end, Moved(Outcome.FAILED, outcome.error)))
 
         def posted(result: PostResult) -> None:  # on the fabric's
             site.hand_over(partial(self.run, self._posted, result))
 
-        site.executor.submit(CopyJob(gather, copied, self._after), Direction.GATHER)
-        self._submitted = True
+        self.submit(CopyJob(gather, copied, self.after))
 
     def _posted(self, result: PostResult) -> None:
-        tally, gathered = self._tally, self._gathered
+        tally, gathered = self.tally, self._gathered
         tally.spent("gathering", *gathered)
         if result.first:
             tally.began(result.first)
@@ -200,22 +223,111 @@ class Shipment(Steps):
             post_us=_us(result.posting),
             wire_us=_us(result.finished - result.first),
         )
-        self._end(Moved(result.outcome, result.error, self._part.bytes if self._part else 0, timings))
+        self.end(Moved(result.outcome, result.error, self.part.bytes if self.part else 0, timings))
 
-    def _end(self, moved: Moved) -> None:
-        """Give everything back and report, once."""
-        report, self._report = self._report, None
-        if report is None:
+
+class StagedShipment(_OverFabric):
+    """A chunk that is gathered into staging memory here, and written from there into staging memory of the peer."""
+
+    _request: Request | None = None
+    _extent: Extent | None = None
+
+    def connected(self, part: ChunkPlan) -> None:
+        """Ask for memory to gather into."""
+        if not self.peer.body.staging or self.grant.length < part.staged_bytes:
+            raise ProtocolError(f"{self.grant.length} bytes were granted for a chunk of {part.staged_bytes}")
+        step, site = self.run, self.site
+        self._request = site.send_desk.ask(
+            self.peer.name,
+            part.staged_bytes,
+            site.config.grant_lease,
+            lambda answer: step(self._admitted, part, answer),
+        )
+        if self.over:  # somebody ended it who was told in the same round of decisions
+            self._withdraw()
+
+    def _admitted(self, part: ChunkPlan, answer: Extent | KvxferError) -> None:
+        desk, self._request = self.site.send_desk, None
+        if isinstance(answer, KvxferError):
+            raise answer
+        if self.over:
+            desk.release(answer)
             return
-        desk = self.site.send_desk
-        self._release()
+        self._extent = answer
+        desk.share.write(answer)
+        local = staging_pieces(self.site.arena, answer.address, part.staged_bytes)
+        remote = staging_pieces(self.peer.body.staging[0], self.grant.address, part.staged_bytes)
+        self.go(part.gather(answer.address), local, remote)
+
+    def _withdraw(self) -> None:
         if self._request is not None:
-            desk.withdraw(self._request)
+            self.site.send_desk.withdraw(self._request)
+
+    def give_back(self, moved: Moved) -> None:
+        """Let the lane go, and the memory, unless our own post may still read it."""
+        super().give_back(moved)
+        self._withdraw()
+        desk = self.site.send_desk
         if self._extent is not None and moved.may_read:
             desk.quarantine(self._extent, "our own post did not end")
         elif self._extent is not None:
             desk.release(self._extent)
-        report(self._grant.chunk, moved)
+
+
+class DirectShipment(_OverFabric):
+    """A chunk whose pieces the fabric writes where they belong, each by a descriptor of its own."""
+
+    def connected(self, part: ChunkPlan) -> None:
+        """List the pieces."""
+        self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self.bound.pieces)
+
+    def _listed(self, pieces: Pieces) -> None:
+        if not self.over:
+            local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
+            remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
+            self.go(_NOTHING, local, remote)
+
+
+class MappedShipment(Shipment):
+    """A chunk that our own copy puts where it belongs, in memory of the peer that is mapped here."""
+
+    _release: Callable[[], None] = staticmethod(no_hold)
+
+    def hold(self) -> None:
+        """Keep the peer's memory mapped."""
+        self._release = self.site.mappings.hold(self.peer)
+
+    def prepare(self, part: ChunkPlan) -> None:
+        """Copy."""
+        site = self.site
+        windows, gate = site.mappings.way(self.peer, self.terms.generation)
+
+        def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
+            site.hand_over(partial(self.run, self._copied, outcome))
+
+        self.submit(CopyJob(part.copy().elsewhere(windows.local), copied, self.after, self.cell, gate))
+
+    def _copied(self, outcome: CopyOutcome) -> None:
+        took = outcome.finished - outcome.started
+        nbytes = self.part.bytes if self.part else 0
+        if outcome.stopped:
+            self.end(Moved(Outcome.STOPPED))
+        elif outcome.error is not None:  # what was launched before the error has ended
+            self.end(Moved(Outcome.FAILED, outcome.error))
+        else:
+            self.tally.began(outcome.started)
+            self.tally.spent("wire", outcome.started, outcome.finished)
+            self.end(Moved(Outcome.DONE, None, nbytes, Timings(wire_us=_us(took))))
+
+    def give_back(self, moved: Moved) -> None:
+        """Let the mapping go."""
+        self._release()
+
+
+SHIPMENTS: Final[Mapping[Route, type[Shipment]]] = MappingProxyType(
+    {Route.STAGED: StagedShipment, Route.DIRECT: DirectShipment, Route.MAPPED: MappedShipment}
+)
+"""What a granted chunk becomes, by route."""
 
 
 def _us(seconds: float) -> int:

@@ -12,6 +12,8 @@ from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import Lanes
+from kvxfer.mapped import unlike
+from kvxfer.mappings import Gates, Mappings
 from kvxfer.memory import Custody, Share
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.messages import Capability, MemorySpan, Route
@@ -114,6 +116,8 @@ class Site:
         staging: Staging memory that peers may write, as they see it; None without an arena.
         sending: Staging memory that this rank gathers into; None without an arena.
         in_place: Whether the caller's blocks are registered, so that `direct` and `pull` are possible.
+        mappings: Memory of peers that this rank's copies can address.
+        gates: What keeps peers out of this rank's GPU memory.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
         in_place_desks: By incarnation of the peer, what it may write in place at once.
@@ -141,6 +145,8 @@ class Site:
     staging: MemorySpan | None
     sending: MemorySpan | None
     in_place: bool
+    mappings: Mappings
+    gates: Gates
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
@@ -182,7 +188,7 @@ class Site:
                 fields={"chunk_bytes": (str(here), str(there))},
             )
         self.lanes.wanted(peer)
-        self.warm(peer, sending=sending)
+        self.warm(peer, trusted=trusted, sending=sending)
 
     def routes(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> list[Route]:
         """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
@@ -217,11 +223,12 @@ class Site:
             fields={"route": (self.config.route, str(means))},
         )
 
-    def warm(self, peer: PeerInfo, *, sending: bool) -> None:
-        """Begin to compile what copies with a new peer need, so that none compiles later. Nothing to do on a CPU."""
+    def warm(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
+        """Begin to prepare for copies with a new peer: map its memory, and compile what a GPU needs."""
         key = (peer.identity.incarnation, sending)
-        if self.geometry.kind == "cuda" and key not in self.warming:
-            self.warming[key] = self.tasks.spawn(self._warm(peer, sending=sending), f"kvxfer warm {peer.name}")
+        maps = sending and trusted and self.in_place and Mappings.offered(peer)
+        if (maps or self.geometry.kind == "cuda") and key not in self.warming:
+            self.warming[key] = self.tasks.spawn(self._warm(peer, maps, sending=sending), f"kvxfer warm {peer.name}")
 
     def when_warm(self, peer: PeerInfo, then: Callback, *, sending: bool) -> None:
         """Go on once the kernels for this peer are compiled; at once if they are, or none are needed."""
@@ -231,7 +238,9 @@ class Site:
         else:
             task.add_done_callback(lambda _: then())
 
-    async def _warm(self, peer: PeerInfo, *, sending: bool) -> None:
+    async def _warm(self, peer: PeerInfo, maps: bool, *, sending: bool) -> None:
+        if maps:
+            await self.mappings.open(peer, self.plans.geometry(peer))
         try:
             await self.runtime.in_thread(lambda: self.executor.warm(self.plans.samples(peer, sending=sending)))
         except KvxferError as error:  # an odd pair compiles when it first copies
@@ -249,6 +258,8 @@ class Site:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
         self.lanes.forget(peer)
+        self.mappings.forget(peer)
+        self.gates.forget(peer)
         self.plans.forget(peer)
         for sending in (True, False):
             self.warming.pop((key, sending), None)
@@ -277,13 +288,21 @@ class Site:
         """
         theirs = Capability(peer.identity.capabilities)
         converts = self.plans.converts(peer, sending=sending)
-        in_place = self.in_place and self.plans.geometry(peer).addressed and trusted and not converts
+        known = self.in_place and self.plans.geometry(peer).addressed and trusted
+        writable = theirs if sending else self.capabilities  # the decode rank's
         return Means(
             staged=self.staging is not None and Capability.STAGED in theirs,
-            direct=in_place and Capability.DIRECT in (theirs if sending else self.capabilities),
-            pull=in_place and Capability.PULL in theirs,
+            direct=known and not converts and Capability.DIRECT in writable,
+            pull=known and not converts and Capability.PULL in theirs,
+            mapped=known and self._mapped(peer, sending=sending),
             converts=converts,
         )
+
+    def _mapped(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """Whether the prefill rank can address the decode rank's blocks, as far as this side knows."""
+        if sending:
+            return Mappings.offered(peer) and not self.mappings.why_not(peer)
+        return Capability.MAPPED in self.capabilities and not unlike(peer.body.host)
 
     @property
     def joined(self) -> Issuer:

@@ -30,6 +30,7 @@ KEYS: Final = frozenset(
         "agent",
         "backend",
         "backends",
+        "cpus",
         "device",
         "endpoint",
         "engine",
@@ -284,6 +285,7 @@ class Snapshot(TypedDict):
     refusals_sent: dict[str, int]
     refusals_received: dict[str, int]
     fallbacks: dict[str, int]
+    memory_refused: dict[str, int]
     results_dropped: dict[str, int]
     frames_sent: dict[str, int]
     frames_received: dict[str, int]
@@ -304,6 +306,7 @@ class Metrics:
         self._refusals_sent: Counter[str] = Counter()
         self._refusals_received: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
+        self._memory_refused: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._frames_sent: Counter[str] = Counter()
         self._frames_received: Counter[str] = Counter()
@@ -341,6 +344,14 @@ class Metrics:
         """Count a transfer that took a slower route than the settings prefer."""
         _count(self._fallbacks, reason)
 
+    def memory_refused(self, kind: str) -> None:
+        """Count memory that CUDA or the transport refused and something slower replaced.
+
+        Args:
+            kind: The kind of arena, or `blocks` for the caller's.
+        """
+        _count(self._memory_refused, kind)
+
     def frame_sent(self, kind: str) -> None:
         """Count a control frame by the name of its message."""
         _count(self._frames_sent, kind)
@@ -367,6 +378,7 @@ class Metrics:
             "refusals_sent": dict(self._refusals_sent),
             "refusals_received": dict(self._refusals_received),
             "fallbacks": dict(self._fallbacks),
+            "memory_refused": dict(self._memory_refused),
             "results_dropped": dict(self._dropped),
             "frames_sent": dict(self._frames_sent),
             "frames_received": dict(self._frames_received),

@@ -15,7 +15,7 @@ import random
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
 from kvxfer.runtime import HandOver, Service
@@ -150,6 +150,11 @@ class DeterministicRuntime:
         """Run `step` as callbacks of the loop."""
         del name
         return _LoopService(self, step, setup)
+
+    def placed(self, cpus: frozenset[int]) -> Self:
+        """The same: there are no threads to be placed."""
+        del cpus
+        return self
 
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         """A way back to `loop`."""

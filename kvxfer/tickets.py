@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -30,6 +31,8 @@ _EPOCH_LABEL: Final = b"kvxfer epoch v1"
 _T = TypeVar("_T")
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
 _ENDPOINT_CHARACTERS: Final = 512
+_KNOWN_ENDPOINTS: Final = 4096
+"""Endpoints of which it is remembered whether they can be connected to."""
 _SHOWN_CHARACTERS: Final = 64
 _EndpointPart = Annotated[str, msgspec.Meta(max_length=_ENDPOINT_CHARACTERS)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
@@ -302,13 +305,18 @@ def mask(secret: str) -> str:
     return f"{secret[:4]}..." if len(secret) > 8 else "..."
 
 
+@lru_cache(maxsize=_KNOWN_ENDPOINTS)
+def _sound(text: str) -> bool:
+    """Whether somebody could connect to this endpoint. Every ticket of an engine names the same ones."""
+    try:
+        return Endpoint.parse(text).reachable
+    except ValueError:
+        return False
+
+
 def _check_endpoint(text: str) -> None:
     """Refuse here what nobody could connect to; msgspec makes it an error of its own while converting."""
-    try:
-        sound = len(text) <= _ENDPOINT_CHARACTERS and Endpoint.parse(text).reachable
-    except ValueError:
-        sound = False
-    if not sound:
+    if len(text) > _ENDPOINT_CHARACTERS or not _sound(text):
         raise TicketError(
             f"{text[:_SHOWN_CHARACTERS]!r} is no endpoint of a rank: give unix:/path (at most {SOCKET_PATH_BYTES} "
             f"bytes) or tcp:host:port with a port from 1 to {MAX_PORT}"

@@ -294,8 +294,8 @@ class Worker:
     # --- watching and closing
 
     def describe(self) -> dict[str, Any]:
-        """The worker's state as plain data: identity, peers, arena, offers, transfers and counters."""
-        site, (sender, receiver) = self._open, self._roles
+        """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
+        site, (sender, receiver), staging = self._open, self._roles, self._assembly.staging
         return {
             "card": self.card.to_dict(),
             "epoch": site.issuer.card.epoch if site.issuer else None,
@@ -305,10 +305,13 @@ class Worker:
                 for link in self._links
             ],
             "arena": {
-                "kind": site.staging.kind if site.staging else None,
+                "kind": staging.kind,
+                "refused": dict(staging.refused),
                 "send": site.send_desk.share.snapshot(),
                 "receive": site.receive_desk.share.snapshot(),
             },
+            "in_place": site.in_place,
+            "affinity": self._assembly.placement.describe(),
             "offers": len(sender.book),
             "sending": len(sender),
             "receiving": len(receiver),

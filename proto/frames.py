@@ -27,6 +27,7 @@ from kvxfer.protocol.messages import (
     Hello,
     KvAgentResult,
     Landed,
+    MappedMemory,
     MemorySpan,
     Message,
     Ping,
@@ -68,6 +69,9 @@ BODY = AgentBody(
     ],
     staging=[MemorySpan("VRAM", 1, 0x7F10_0000_0000, 268_435_456)],
     max_chunk_bytes=33_554_432,
+    host="8d1cf3a2-6a0e-4d55-9a1d-2f1b8f6f0c11 pid:[4026531836]",
+    mapped=[MappedMemory("cuda_ipc", "00112233445566778899aabbccddeeff", 0x7F00_0000_0000, 268_435_456, bytes(68))],
+    gates=0x7F20_0000_0000,
 )  # fmt: skip
 
 

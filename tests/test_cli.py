@@ -96,8 +96,7 @@ def test_config_as_json():
         (["inspect", "00", "--file", "x"], {}, "give either frames in hexadecimal"),
         (["inspect", "--file", "/nowhere/frames"], {}, "cannot be read"),
         (["inspect", "0g"], {}, "this is not hexadecimal"),
-        (["demo", "--route", "mapped"], {}, "--route mapped is not available: nothing moves bytes that way yet; take"),
-        (["demo", "--route", "fast"], {}, "routes are staged, direct, pull, auto"),
+        (["demo", "--route", "fast"], {}, "routes are auto, mapped, staged, direct, pull"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(arguments, environment, said):

@@ -228,7 +228,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"window": 1.5}, "window is 1.5: set it to a whole number"),
         ({"send_share": 1}, "send_share is 1: set it to less than 1"),
         ({"rank": -1}, "rank is -1: set it to at least 0"),
-        ({"route": "fast"}, "route is 'fast': set it to 'auto', 'staged', 'direct' or 'pull'"),
+        ({"route": "fast"}, "route is 'fast': set it to 'auto', 'mapped', 'staged', 'direct' or 'pull'"),
         ({"engine": ""}, "engine is '': give at least 1 character"),
         ({"engine": "x" * 129}, "give at most 128 characters"),
         ({"model": 3}, "model is 3: set it to text"),

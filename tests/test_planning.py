@@ -25,6 +25,17 @@ LLAMA = {
     "hidden_size": 4096,
     "torch_dtype": "bfloat16",
 }
+MAMBA = {
+    "model_type": "mamba2",
+    "num_hidden_layers": 12,
+    "hidden_size": 1024,
+    "num_heads": 32,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 4,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
 NHD = {"layout": "NHD"}
 ACROSS = {"tp": 4, "cross_layer": True}
 TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
@@ -77,6 +88,19 @@ def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
     for known in (0, 1, 100):
         begun = {"default": Span(spans[0]["default"].ids[:known])}
         assert merged_pieces(pair.bind(begun, spans[1], range(8000), covered=16 * known)) == whole
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [({}, {}), ({"cross_layer": True}, {"cross_layer": True}), ({"tp": 2}, {})]
+)
+def test_pieces_of_several_parts_are_counted_once(prefill, decode):
+    """As they are listed, and as they are explained: the parts of a page of state are one piece."""
+    src, dst = from_hf_config(MAMBA, **prefill), from_hf_config(MAMBA, **decode)
+    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
+    pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
+    plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
+    real = len(plan.whole.copy().enumerate().merged())
+    assert merged_pieces(plan) == real == sum(run.pieces for run in pair.explain().runs)
 
 
 def test_a_sample_needs_no_block_that_could_be_bound():

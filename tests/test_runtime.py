@@ -305,6 +305,75 @@ def test_a_stop_just_before_the_flag_is_cleared_is_not_lost(monkeypatch):
     assert not services[0]._thread.is_alive()
 
 
+# --- CPUs
+
+
+@pytest.fixture
+def one_cpu():
+    """One of the CPUs that this process may use, where it may use more."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("this process may use one CPU only")
+    return frozenset({max(allowed)})
+
+
+def test_services_run_where_they_are_placed(one_cpu):
+    before = os.sched_getaffinity(0)
+    found = []
+    probe = Probe()
+    service = (
+        ThreadRuntime()
+        .placed(one_cpu)
+        .start(
+            "kvxfer-probe",
+            lambda: found.append(("step", os.sched_getaffinity(0))) or probe(),
+            setup=lambda: found.append(("setup", os.sched_getaffinity(0))),
+        )
+    )
+    probe.wait()
+    assert service.stop(LONG)
+    assert found == [("setup", one_cpu), ("step", one_cpu)]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_services_run_anywhere_otherwise(one_cpu):
+    found = []
+    probe = Probe()
+    runtime = ThreadRuntime().placed(one_cpu).placed(frozenset())
+    service = runtime.start("kvxfer-probe", lambda: found.append(os.sched_getaffinity(0)) or probe())
+    probe.wait()
+    assert service.stop(LONG)
+    assert found == [os.sched_getaffinity(0)]
+
+
+async def test_a_worker_thread_is_lent_and_goes_back_as_it_was(one_cpu):
+    """It belongs to whoever uses anyio in this process."""
+    before = os.sched_getaffinity(0)
+
+    def fails():
+        raise ValueError(os.sched_getaffinity(0))
+
+    placed = ThreadRuntime().placed(one_cpu)
+    assert await placed.in_thread(lambda: os.sched_getaffinity(0)) == one_cpu
+    with pytest.raises(ValueError, match=str(max(one_cpu))):
+        await placed.in_thread(fails)
+    threads = [await ThreadRuntime().in_thread(lambda: (os.sched_getaffinity(0), threading.get_ident()))]
+    threads.append(await placed.in_thread(lambda: (os.sched_getaffinity(0), threading.get_ident())))
+    assert [cpus for cpus, _ in threads] == [before, one_cpu]
+    assert threads[0][1] == threads[1][1], "it was the same thread"
+
+
+def test_a_place_that_is_gone_since_is_no_reason_to_fail(monkeypatch, one_cpu):
+    def gone(cpus):
+        raise OSError("offline")
+
+    monkeypatch.setattr(module, "bind", gone)
+    probe = Probe()
+    service = ThreadRuntime(one_cpu).start("kvxfer-probe", probe)
+    probe.wait()
+    assert service.stop(LONG)
+
+
 # --- the rest
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.settings import parse_duration, parse_names, parse_optional, parse_size
+from kvxfer.settings import cpu_numbers, parse_affinity, parse_duration, parse_names, parse_optional, parse_size
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,42 @@ def test_lists():
 )
 def test_nothing_is_written_as_none(text, value):
     assert parse_optional(text) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("auto", "auto"),
+        (" OFF ", "off"),
+        ("0-3,16", (0, 1, 2, 3, 16)),
+        ("7, 1 , 3-4,3", (1, 3, 4, 7)),
+        ("5", (5,)),
+        (5, (5,)),
+        ("[2, 0]", (0, 2)),
+        ([2, 0, 2], (0, 2)),
+        (range(3), (0, 1, 2)),
+        ({4, 1}, (1, 4)),
+    ],
+)
+def test_affinities(value, meant):
+    assert parse_affinity(value) == meant
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "cores", "1-", "-1", "3-1", "1,,2", "0-3:2", "1e3", [], "[]", ["0-3"], [True], [1.0], [-1], -1, 2.5, True,
+     None, {1: 2}, b"\1", "[1", [10**9]],
+)  # fmt: skip
+def test_affinities_that_are_none(value):
+    with pytest.raises(ValueError, match=r"affinity is|JSON"):
+        parse_affinity(value)
+
+
+@given(st.sets(st.integers(0, 3000), min_size=1))
+def test_lists_of_cpus_as_the_kernel_writes_them(cpus):
+    runs: list[tuple[int, int]] = []
+    for cpu in sorted(cpus):
+        runs = [*runs[:-1], (runs[-1][0], cpu)] if runs and runs[-1][1] == cpu - 1 else [*runs, (cpu, cpu)]
+    text = ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    assert cpu_numbers(text + "\n") == tuple(sorted(cpus))
+    assert cpu_numbers(",".join(map(str, cpus))) == tuple(sorted(cpus))

@@ -181,6 +181,7 @@ def test_metrics():
     metrics.refused(Code.TOO_MANY, by_peer=True)
     metrics.refused(Code.DRAINING, by_peer=False)
     metrics.fell_back("no native atomics")
+    metrics.memory_refused("cuda")
     metrics.frame_sent("Fetch")
     metrics.frame_received("Accept")
     metrics.frame_received("Accept")
@@ -194,6 +195,7 @@ def test_metrics():
         "refusals_sent": {"draining": 1},
         "refusals_received": {"too_many": 1},
         "fallbacks": {"no native atomics": 1},
+        "memory_refused": {"cuda": 1},
         "results_dropped": {"stale": 1},
         "frames_sent": {"Fetch": 1},
         "frames_received": {"Accept": 2},

@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy.jobs import Backlog, as_kvxfer_error
-from kvxfer.copy.port import CopyJob, Direction, Event
+from kvxfer.copy.port import CopyJob, Direction, Event, Gate
 from kvxfer.copy.ring import Ring
+from kvxfer.copy.stream import Stream
 from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
@@ -33,19 +34,19 @@ __all__ = ["CudaExecutor", "recorded"]
 
 I64: TypeAlias = NDArray[np.int64]
 
-_cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams and events untyped
-
-_LAUNCHES_PER_STEP: Final = 8
 _SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
+_NO_GATE: Final = (0, 0, 0)
 
 # when to look at the device again (seconds): sleep until shortly before a copy should be complete, spin for a while,
 # and back off when it is late
-_SPIN_BEFORE_S: Final = 150e-6
+_SPIN_BEFORE_S: Final = 60e-6
 _SPIN_AFTER_S: Final = 1e-3
 _LONGEST_SLEEP_S: Final = 2e-3
 _SHORTEST_SLEEP_S: Final = 50e-6
 _LAUNCH_S: Final = 20e-6
-_FIRST_GUESS_S_PER_BYTE: Final = 1 / 200e9
+_FIRST_GUESS_S_PER_BYTE: Final = 1 / 400e9
+_FIRST_FIXED_S: Final = 8e-6
+_LARGE_BYTES: Final = 1 << 20
 
 
 def recorded(event: Event) -> bool:
@@ -85,8 +86,8 @@ class CudaExecutor:
         self._ctas = ctas
         self._backlog = Backlog(runtime)
         self._lanes = {
-            Direction.GATHER: _Lane(self._device, ring_bytes // 8, priority=-1),
-            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, priority=0),
+            Direction.GATHER: _Lane(self._device, ring_bytes // 8, urgent=True),
+            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, urgent=False),
         }
         self._kernel = _load_kernel(self._lanes[Direction.GATHER].device_ring)
         self._idle_polls = 0
@@ -129,7 +130,7 @@ class CudaExecutor:
         return self._service.stop(max(0.0, deadline - self._runtime.now()))
 
     def _enter_device(self) -> None:
-        torch.cuda.set_device(self._device)
+        Stream.enter(self._device)
 
     def _step(self) -> float | None:
         moved = 0
@@ -138,50 +139,57 @@ class CudaExecutor:
         return self._delay(moved)
 
     def _launch_ready(self, direction: Direction, lane: "_Lane") -> int:
-        """Launch what has become ready, as far as the ring has room. Returns how many jobs left the backlog."""
-        launched = 0
-        while launched < _LAUNCHES_PER_STEP:
-            if lane.held is None:
-                job = self._backlog.pop_ready(direction)
-                if job is None:
-                    break
-                try:
-                    lane.held = (job, pack(job.plan))
-                except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
-                    now = self._runtime.now()
-                    self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
-                    continue
-            if not self._launch_held(lane, *lane.held):
-                break
-            lane.held = None
-            launched += 1
-        return launched
+        """Launch what has become ready next, if the ring has room. Returns how many jobs left the backlog.
+
+        One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
+        """
+        if lane.held is None:
+            job = self._backlog.pop_ready(direction)
+            if job is None:
+                return 0
+            try:
+                lane.held = (job, pack(job.plan))
+            except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
+                now = self._runtime.now()
+                self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
+                return 1
+        if not self._launch_held(lane, *lane.held):
+            return 0
+        lane.held = None
+        return 1
 
     def _launch_held(self, lane: "_Lane", job: CopyJob, tables: Tables) -> bool:
         """Launch one job. False if its tables have to wait for room in the ring."""
         started = self._runtime.now()
         if not tables.launches:
-            self._backlog.report(job, started, None)
+            self._backlog.report(job, started)
             return True
         try:
-            slot = lane.reserve(len(tables.words))
+            slot = lane.reserve(len(tables.words) + 1)
         except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
             self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
             return True
         if slot is None:
             return False
-        error: KvxferError | None = None
-        try:
+        running = _Running(job, started, slot)
+
+        def launch() -> None:
+            running.nbytes = tables.nbytes
+            running.first = lane.mark(ends=False)
             lane.upload(slot, tables.words)
-            for launch in tables.launches:
-                self._kernel.launch(launch, slot.device.data_ptr(), slot.start, self._ctas, lane.handle)
-        except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
-            error = as_kvxfer_error("a copy could not be launched", caught)
+            for one in tables.launches:
+                self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
+
         try:
-            event = lane.record()
+            gate = lane.gate(slot, job.gate)
+            running.stopped = not job.permit.post(self._runtime.now, launch)
+        except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
+            running.error = as_kvxfer_error("a copy could not be launched", caught)
+        try:
+            running.last = lane.mark(ends=True)
         except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
-            event = _Unrecorded(caught)
-        lane.running.append(_Running(job, started, job.plan.bytes, slot, event, error))
+            running.error = running.error or as_kvxfer_error("a copy failed on the device", caught)
+        lane.running.append(running)
         return True
 
     def _reap(self, lane: "_Lane") -> int:
@@ -189,17 +197,20 @@ class CudaExecutor:
         ended = 0
         while lane.running:
             oldest = lane.running[0]
-            error = oldest.error
             try:
-                if not oldest.event.query():
+                if oldest.last is not None and not lane.passed(oldest.last):
                     break
-                lane.spare_events.append(oldest.event)
+                took = lane.seconds(oldest)
             except Exception as caught:  # noqa: BLE001 - a broken device reports itself here
-                error = error or as_kvxfer_error("a copy failed on the device", caught)
+                oldest.error = oldest.error or as_kvxfer_error("a copy failed on the device", caught)
+                took = 0.0
             lane.running.popleft()
+            now = self._runtime.now()
+            stopped = oldest.stopped or (oldest.job.gate is not None and lane.kept_out(oldest.slot))
             lane.release(oldest.slot)
-            lane.learn(oldest, self._runtime.now())
-            self._backlog.report(oldest.job, oldest.started, error)
+            lane.learn(oldest, took, now)
+            started = max(oldest.started, now - took) if took else oldest.started
+            self._backlog.report(oldest.job, started, oldest.error, stopped=stopped)
             ended += 1
         return ended
 
@@ -216,50 +227,62 @@ class CudaExecutor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """Where a job's tables lie: words of the rings, or of memory of its own."""
+    """Where a job's tables lie: words of the rings, or of memory of its own. The last one tells of a closed gate."""
 
     start: int
+    words: int
     host: torch.Tensor
     device: torch.Tensor
     of_ring: bool
 
+    @property
+    def table(self) -> int:
+        """Address at which the kernel finds the memory that holds them."""
+        return self.device.data_ptr()
 
-@dataclass(frozen=True, slots=True, eq=False)
+    @property
+    def pinned(self) -> int:
+        """Address of the first word in pinned memory."""
+        return self.host.data_ptr() + 8 * self.start
+
+
+@dataclass(slots=True, eq=False)
 class _Running:
-    """A launched job."""
+    """A launched job: between two marks of its stream."""
 
     job: CopyJob
     started: float
-    nbytes: int
     slot: _Slot
-    event: Any
-    error: KvxferError | None
-
-
-class _Unrecorded:
-    """Stands for an event that could not be recorded."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def query(self) -> bool:
-        raise self._error
+    nbytes: int = 0
+    first: Any = None
+    last: Any = None
+    error: KvxferError | None = None
+    stopped: bool = False
 
 
 class _Lane:
-    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread."""
+    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread.
 
-    def __init__(self, device: torch.device, ring_words: int, *, priority: int) -> None:
+    What is urgent has the highest priority that there is: its thread blocks come before those of any other stream that
+    wait for room on the GPU, as every kernel of a model does that keeps it busy.
+    """
+
+    def __init__(self, device: torch.device, ring_words: int, *, urgent: bool) -> None:
         with torch.cuda.device(device):
-            self.stream: Final = _cuda.Stream(device, priority=priority)
-            self.handle: Final = int(self.stream.cuda_stream)
+            self.stream: Final = Stream(device, urgent=urgent)
+            self.handle: Final = self.stream.handle
             self.host_ring: Final = torch.empty(ring_words, dtype=torch.int64, pin_memory=True)
             self.device_ring: Final = torch.empty(ring_words, dtype=torch.int64, device=device)
+        self.prepare(ring_words)
+
+    def prepare(self, ring_words: int) -> None:
+        """The books."""
+        self._host_words: I64 = self.host_ring.numpy()
         self._ring = Ring(ring_words // _SLOT_WORDS)
         self.held: tuple[CopyJob, Tables] | None = None
         self.running: deque[_Running] = deque()
-        self.spare_events: list[Any] = []
         self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
+        self._fixed_s = _FIRST_FIXED_S
         self._last_end = 0.0
 
     def reserve(self, words: int) -> _Slot | None:
@@ -267,11 +290,12 @@ class _Lane:
         units = -(-words // _SLOT_WORDS)
         if units <= self._ring.capacity:
             start = self._ring.take(units)
-            return None if start is None else _Slot(start * _SLOT_WORDS, self.host_ring, self.device_ring, of_ring=True)
-        with torch.cuda.stream(self.stream):
-            host = torch.empty(words, dtype=torch.int64, pin_memory=True)
-            device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
-        return _Slot(0, host, device, of_ring=False)
+            if start is None:
+                return None
+            return _Slot(start * _SLOT_WORDS, words, self.host_ring, self.device_ring, of_ring=True)
+        host = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
+        return _Slot(0, words, host, device, of_ring=False)
 
     def release(self, slot: _Slot) -> None:
         """Give the oldest slot back, after its reader has run."""
@@ -280,31 +304,57 @@ class _Lane:
 
     def upload(self, slot: _Slot, words: I64) -> None:
         """Queue the copy of tables to the device."""
-        part = slice(slot.start, slot.start + len(words))
-        pinned = slot.host[part]
-        pinned.numpy()[:] = words
-        with torch.cuda.stream(self.stream):
-            slot.device[part].copy_(pinned, non_blocking=True)
+        self._words(slot)[: len(words)] = words
+        self.stream.upload(slot.table + 8 * slot.start, slot.pinned, 8 * len(words))
 
-    def record(self) -> Any:
-        """An event behind everything that was queued so far."""
-        event = self.spare_events.pop() if self.spare_events else _cuda.Event()
-        event.record(self.stream)
-        return event
+    def _words(self, slot: _Slot) -> I64:
+        """A slot's words in pinned memory."""
+        words = self._host_words if slot.of_ring else slot.host.numpy()
+        return words[slot.start : slot.start + slot.words]
 
-    def learn(self, ended: _Running, now: float) -> None:
-        """Correct the estimate of how long a byte takes."""
-        took = now - max(ended.started, self._last_end) - _LAUNCH_S
+    def gate(self, slot: _Slot, gate: Gate | None) -> tuple[int, int, int]:
+        """What the kernel needs to pass a gate: its address, the generation, and where to say that it was closed."""
+        if gate is None:
+            return _NO_GATE
+        self._words(slot)[-1] = 0
+        return gate.address, gate.generation, slot.pinned + 8 * (slot.words - 1)
+
+    def kept_out(self, slot: _Slot) -> bool:
+        """Whether a thread block found its gate closed."""
+        return bool(self._words(slot)[-1])
+
+    def mark(self, *, ends: bool) -> Any:
+        """Where the stream is now: before a job, or where it ends."""
+        return self.stream.mark()
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        return self.stream.passed(mark)
+
+    def seconds(self, ended: _Running) -> float:
+        """How long the device took for a job."""
+        if ended.first is None or ended.last is None:
+            return 0.0
+        took = self.stream.seconds(ended.first, ended.last)
+        self.stream.recycle(ended.first, ended.last)
+        return took
+
+    def learn(self, ended: _Running, took: float, now: float) -> None:
+        """Correct the estimate of how long a copy takes."""
         self._last_end = now
-        if ended.nbytes >= 1 << 20 and took > 0:
-            self._s_per_byte += (took / ended.nbytes - self._s_per_byte) / 4
+        if took and ended.nbytes >= _LARGE_BYTES:
+            self._s_per_byte += (max(0.0, took - self._fixed_s) / ended.nbytes - self._s_per_byte) / 4
+        elif took:
+            self._fixed_s += (took - self._fixed_s) / 8
 
     def delay(self, now: float) -> float:
         """Seconds until the oldest running copy should be looked at."""
         oldest = self.running[0]
-        due = max(oldest.started, self._last_end) + _LAUNCH_S + oldest.nbytes * self._s_per_byte
-        if now < due - _SPIN_BEFORE_S:
-            return min(due - _SPIN_BEFORE_S - now, _LONGEST_SLEEP_S)
+        takes = self._fixed_s + oldest.nbytes * self._s_per_byte
+        due = max(oldest.started + _LAUNCH_S, self._last_end) + takes
+        early = _SPIN_BEFORE_S + takes / 16
+        if now < due - early:
+            return min(due - early - now, _LONGEST_SLEEP_S)
         if now < due + _SPIN_AFTER_S:
             return 0.0
         return min(max((now - due) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)

@@ -106,11 +106,12 @@ class _Step:
             return _POLL_S if self._backlog.is_waiting(self._direction) else None
         started = self._runtime.now()
         error: KvxferError | None = None
+        allowed = True
         try:
-            run(job.plan)
+            allowed = job.permit.post(self._runtime.now, lambda: run(job.plan))
         except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
             error = as_kvxfer_error("a copy on CPU memory failed", caught)
-        self._backlog.report(job, started, error)
+        self._backlog.report(job, started, error, stopped=not allowed)
         return 0.0
 
 

@@ -93,10 +93,11 @@ class Backlog:
             at += 1
         return None
 
-    def report(self, job: CopyJob, started: float, error: KvxferError | None) -> None:
+    def report(self, job: CopyJob, started: float, error: KvxferError | None = None, *, stopped: bool = False) -> None:
         """Call the job's `done`. Every job is passed here once."""
+        job.permit.end()
         try:
-            job.done(CopyOutcome(error, started, self._runtime.now()))
+            job.done(CopyOutcome(error, started, self._runtime.now(), stopped))
         except Exception as caught:  # noqa: BLE001 - `done` must not raise; if it does, the other jobs still go on
             where = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(caught), caught, caught.__traceback__, where)))

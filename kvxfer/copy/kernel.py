@@ -193,9 +193,9 @@ def _copy_tile(head, item, word, WIDTH: tl.constexpr, TILE: tl.constexpr, SRC: t
         _convert_words(src, dst, live, tl.load(pair + 2), WIDTH, SRC, DST)
 
 
-@triton.jit(do_not_specialize=["table", "first", "headers"])
-def copy_boxes(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
-    """Copy all tiles of `headers` headers that begin at word `first` of `table`."""
+@triton.jit
+def _copy_headers(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
+    """This thread block's part of all tiles."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     for number in range(headers):
@@ -215,6 +215,37 @@ def copy_boxes(table, first, headers, WIDTH: tl.constexpr, TILE: tl.constexpr, S
             carry = word >= size
             word = tl.where(carry, word - size, word)
             item = tl.where(carry, item + 1, item) + item_stride
+
+
+@triton.jit(do_not_specialize=["table", "first", "headers", "gate", "generation", "closed"])
+def copy_boxes(
+    table,
+    first,
+    headers,
+    gate,
+    generation,
+    closed,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+):
+    """Copy all tiles of `headers` headers that begin at word `first` of `table`.
+
+    A gate other than 0 is the address of a word as `kvxfer.copy.port.Gate` describes it, in memory of another GPU;
+    where it is closed, nothing is copied, and the word at `closed` is set.
+    """
+    word = gate.to(tl.int64).to(tl.pointer_type(tl.int64))
+    seen = generation.to(tl.int64) << 32
+    if gate != 0:
+        seen = tl.atomic_add(word, 1, sem="acquire", scope="sys")
+    if (seen >> 32) == generation:
+        _copy_headers(table, first, headers, WIDTH, TILE, SRC, DST)
+    else:
+        tl.store(closed.to(tl.int64).to(tl.pointer_type(tl.int64)), 1)
+    if gate != 0:
+        tl.debug_barrier()
+        tl.atomic_add(word, -1, sem="release", scope="sys")
 
 
 class Kernel:
@@ -241,14 +272,20 @@ class Kernel:
             compiled = self._variants.get(variant)
             if compiled is None:
                 with torch.cuda.device(self._table.device):
-                    compiled = copy_boxes.warmup(self._table, 0, 0, **constants(variant), **OPTIONS, grid=(1,))
+                    word = 1 << 40  # shows the compiler that it has 64 bits
+                    compiled = copy_boxes.warmup(
+                        self._table, 0, 0, word, word, word, **constants(variant), **OPTIONS, grid=(1,)
+                    )
                     stream = torch.cuda.current_stream().cuda_stream
-                    compiled[1, 1, 1](self._table.data_ptr(), 0, 0, *constants(variant).values(), stream=stream)
+                    nothing = (self._table.data_ptr(), 0, 0, 0, 0, 0)
+                    compiled[1, 1, 1](*nothing, *constants(variant).values(), stream=stream)
                 self._variants[variant] = compiled
                 self.compiles += 1
         return compiled
 
-    def launch(self, launch: Launch, table: int, first: int, ctas: int, stream: int) -> None:
+    def launch(
+        self, launch: Launch, table: int, first: int, ctas: int, stream: int, gate: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
         """Launch a copy. The kernel's device must be the current one.
 
         Args:
@@ -257,11 +294,12 @@ class Kernel:
             first: Word at which the plan's tables begin in it; they must stay there until the copy has run.
             ctas: At most so many thread blocks.
             stream: Handle of the stream.
+            gate: Address of a gate, the generation, and address of a word to set where it is closed; zeros for none.
         """
         compiled = self._variants.get(launch.variant) or self.compile(launch.variant)
         # a variant is launched by hand: the way through `copy_boxes[grid]` specialises and looks up on every call
         grid = (min(ctas, launch.tiles), 1, 1)
-        arguments = (table, first + launch.first, launch.headers, *constants(launch.variant).values())
+        arguments = (table, first + launch.first, launch.headers, *gate, *constants(launch.variant).values())
         compiled[grid](*arguments, stream=stream)
 
 

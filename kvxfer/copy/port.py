@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
 
-__all__ = ["READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor"]
+__all__ = ["FREELY", "READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor", "Gate", "Permit"]
 
 
 class Event(Protocol):
@@ -44,6 +44,50 @@ class Direction(Enum):
     SCATTER = "scatter"
 
 
+class Permit(Protocol):
+    """Decides, in the moment of the launch, whether a copy may run."""
+
+    def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
+        """Run `make`, which launches the copy, or answer False: then it is not launched, now or ever."""
+        ...
+
+    def end(self) -> None:
+        """Nothing of the copy is under way any more."""
+        ...
+
+
+class _Freely:
+    """A permit that is always given."""
+
+    def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
+        make()
+        return True
+
+    def end(self) -> None:
+        """Nobody asks."""
+
+
+FREELY: Final[Permit] = _Freely()
+"""For copies within memory of one's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A word in the memory of the GPU that is written to, with which its owner keeps writers out.
+
+    Its high half is a generation, its low half counts the thread blocks that write. Each block counts itself in, goes
+    on only if the generation is the one that it was given, and counts itself out when all that it wrote is visible. The
+    owner raises the generation, and knows that nobody writes any more when the count is 0.
+
+    Attributes:
+        address: Where this GPU addresses it; a multiple of 8.
+        generation: What was granted.
+    """
+
+    address: int
+    generation: int
+
+
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
     """How a job ended.
@@ -52,11 +96,13 @@ class CopyOutcome:
         error: None if every byte has been copied and is visible.
         started: When the copy was launched, by the runtime's clock.
         finished: When it was seen to be complete.
+        stopped: Whether its permit was refused, or a gate kept (a part of) it out. Nothing of it is under way.
     """
 
     error: KvxferError | None
     started: float
     finished: float
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +113,15 @@ class CopyJob:
         plan: What to copy. Its addresses must stay valid until `done` has been called.
         done: Called exactly once, from the executor's thread; must return quickly and must not raise.
         after: The copy is launched when this has fired.
+        permit: Asked in the moment of the launch.
+        gate: Where the memory that is written is another process's, and that is on a GPU.
     """
 
     plan: CopyPlan
     done: Callable[[CopyOutcome], None]
     after: Event = READY
+    permit: Permit = FREELY
+    gate: Gate | None = None
 
 
 class Executor(Protocol):

@@ -88,10 +88,12 @@ class Tables:
     Attributes:
         words: int64, to be put where the device can read it.
         launches: At most one for each variant; their order does not matter.
+        nbytes: Bytes that are written.
     """
 
     words: I64
     launches: tuple[Launch, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ def pack(plan: CopyPlan) -> Tables:
         launches.append(Launch(variant, at, len(parts), tiles))
         words.append(packed)
         at += len(packed)
-    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches))
+    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches), plan.bytes)
 
 
 def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
@@ -158,7 +160,8 @@ def _parts(segment: Segment) -> list[_Part]:
     box, elements = segment.box, segment.box.elements
     src_item, dst_item = elements.src_bytes, elements.dst_bytes
     most = _usable(elements)[0]
-    table = segment.rows[segment.rows[:, 4] > 0]
+    counts = segment.rows[:, 4]
+    table = segment.rows if len(counts) and int(counts.min()) > 0 else segment.rows[counts > 0]
     rows = np.empty((len(table), 3), np.int64)
     rows[:, 0] = table[:, 0] * segment.src_block + table[:, 1] * box.src_token
     rows[:, 1] = table[:, 2] * segment.dst_block + table[:, 3] * box.dst_token
@@ -170,10 +173,10 @@ def _parts(segment: Segment) -> list[_Part]:
         common |= (axis.src // src_item | axis.dst // dst_item) if axis.count > 1 else 0
     if not box.token_in_run and int(rows[:, 2].max()) > 1:
         common |= box.src_token // src_item | box.dst_token // dst_item
-    row_bits = rows[:, 0] // src_item | rows[:, 1] // dst_item
+    row_bits = _bits(rows, src_item, dst_item)
     if box.token_in_run:
         row_bits |= rows[:, 2] * box.run
-    region_bits = segment.regions[:, 0] // src_item | segment.regions[:, 1] // dst_item
+    region_bits = _bits(segment.regions, src_item, dst_item)
     regions = _region_words(segment)
     if _widest(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits)), most) == most:
         return [_Part(segment, most, regions, rows)]
@@ -183,6 +186,13 @@ def _parts(segment: Segment) -> list[_Part]:
         for wr in np.unique(region_widths).tolist()
         for wn in np.unique(row_widths).tolist()
     ]
+
+
+def _bits(places: I64, src_item: int, dst_item: int) -> I64:
+    """Places at the source and destination, counted in elements, as one number that is as aligned as both."""
+    if src_item == dst_item == 1:  # by far the most frequent case, and dividing takes longer than all the rest
+        return np.asarray(places[:, 0] | places[:, 1])
+    return np.asarray(places[:, 0] // src_item | places[:, 1] // dst_item)
 
 
 def _region_words(segment: Segment) -> I64:
@@ -222,7 +232,7 @@ def _pack_launch(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
             numbers += [count, *_divisor(count), src, dst, int(cut)]
         rows = part.rows
         if part.segment.box.token_in_run:
-            rows = rows * np.asarray([1, 1, part.segment.box.run], np.int64)
+            rows[:, 2] *= part.segment.box.run
             rows[:, 2] //= part.width
         items = len(part.regions) * len(rows)
         tiles = -(-items * size // variant.tile)

@@ -5,7 +5,7 @@
     pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py, sampling.py)
-    explain     why its pieces are as long as they are                  (explain.py, growth.py)
+    explain     why its pieces are as long as they are                  (explain.py, growth.py, endings.py)
 
 Caches need not be described one by one:
 
@@ -21,7 +21,7 @@ from kvxfer.geometry.conversion import converts, differences
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
 from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.engine import Engine, EngineLayout, from_hf_config, scattered
-from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
+from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.group import group
 from kvxfer.geometry.layouts import LAYOUTS, expand_layout
@@ -67,6 +67,7 @@ __all__ = [
     "Side",
     "Span",
     "Step",
+    "Stretch",
     "TensorSpec",
     "TransferPlan",
     "check_spans",

@@ -141,6 +141,10 @@ class ChunkPlan:
 
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
+        tables: dict[int, I64] = {}  # parts with the same rows have the same table
+        for part in self._parts:
+            if id(part.rows) not in tables:
+                tables[id(part.rows)] = part.in_place
         return CopyPlan(
             tuple(
                 _segment(
@@ -149,7 +153,7 @@ class ChunkPlan:
                     part.bases,
                     (part.key.src_block, part.key.src_token),
                     (part.key.dst_block, part.key.dst_token),
-                    part.in_place,
+                    tables[id(part.rows)],
                     part.key.elements,
                 )
                 for part in self._parts

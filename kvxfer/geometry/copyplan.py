@@ -12,9 +12,10 @@ multiplied by one number of its region, divided by the other (in float32), round
 written. A copy of bytes is the case of elements of one byte.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -65,7 +66,7 @@ class Box:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token row writes in one region."""
-        return self.run_bytes * int(np.prod([axis.count for axis in self.outer], dtype=np.int64))
+        return self.run_bytes * prod(axis.count for axis in self.outer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,7 @@ class Segment:
     @property
     def pieces(self) -> int:
         """Contiguous runs that it consists of, before neighbours are merged."""
-        runs = int(np.prod([axis.count for axis in self.box.outer], dtype=np.int64))
+        runs = prod(axis.count for axis in self.box.outer)
         rows = len(self.rows) if self.box.token_in_run else int(self.rows[:, 4].sum())
         return len(self.regions) * rows * runs
 
@@ -213,6 +214,18 @@ class CopyPlan:
     def pieces(self) -> int:
         """Contiguous runs, before neighbours are merged."""
         return sum(segment.pieces for segment in self.segments)
+
+    def elsewhere(self, local: Callable[[I64], I64]) -> "CopyPlan":
+        """The same copy, where this process addresses the destination differently.
+
+        Args:
+            local: Makes its addresses, int64 (R,), of those in the plan.
+        """
+        return CopyPlan(
+            tuple(
+                replace(s, regions=np.stack([s.regions[:, 0], local(s.regions[:, 1])], axis=1)) for s in self.segments
+            )
+        )
 
     def enumerate(self) -> Pieces:
         """List every piece. O(pieces): for routes that need descriptors, and for tests."""

@@ -1,18 +1,21 @@
-"""How the runs of a plan grow, and what ends them: derives an `Explanation` from the tables that are copied.
+"""How the runs of a plan grow: from one element to a piece of a full row, read off the tables that are copied.
 
-A run begins as one element and takes in every axis whose next index lies, on both sides, just where the run ends. It
-is over when no axis is left that does. Then either one side goes on with some axis and the other does not (it is the
-other that limits), or neither goes on with any, or nothing but the next block is left. All of it is read off the
-strides of a class and the base addresses of its regions. Regions whose runs grow differently, because only some of them
-are neighbours in memory, are told apart.
+A run takes in whatever begins, on both sides, just where it ends:
 
-Where elements are converted, both sides are counted in bytes of the narrower dtype.
+    an axis of its class, with all indices
+    the next regions of its class, in another layer, half, head or dim
+    a run of another kind: another part in the same page, say
 
-The statements are exact for full rows (sub-blocks that the token range does not cut) of one class, but for pieces that
-touch by chance in two coordinates at once (the last of one axis and the first of another).
+and so on from there, since what has grown may meet its like again. Runs that grow alike are one family. Two families
+can go on with each other where the same rows move both, at the same distances, and what they have not taken in is
+alike, so that each run of the one meets a run of the other.
+
+Where elements are converted, both sides are counted in bytes of the narrower dtype. Where a side does not show its
+addresses, its tensors count as apart.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, TypeAlias
@@ -21,37 +24,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.conversion import Place, by_place
-from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step
+from kvxfer.geometry.conversion import by_place
+from kvxfer.geometry.explain import Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
 from kvxfer.geometry.rows import Meeting, Rows, row_grid
 from kvxfer.geometry.spec import TensorSpec
 
-__all__ = ["explain"]
+__all__ = ["COLUMNS", "Axis", "Family", "Holder", "Regions", "families", "within"]
 
 I64: TypeAlias = NDArray[np.int64]
 
-_COLUMNS: Final[Mapping[str, int]] = {"dim": 3, "head": 2, "kv": 1, "layer": 0}
+COLUMNS: Final[Mapping[str, int]] = {"dim": 3, "head": 2, "kv": 1, "layer": 0}
 """Axes that tell the regions of a class apart: their columns in `SegmentClass.places`, the usual inner ones first."""
 
 _FAR: Final = 1 << 47
 """Bytes that are no distance within one tensor, nor between two addresses."""
 
 
-def explain(
-    src: CacheGeometry, dst: CacheGeometry, classes: Iterable[SegmentClass], rows: Mapping[Meeting, Rows] | None = None
-) -> Explanation:
-    """Explain the runs of a pair, or of one of its transfers.
+def families(
+    sides: "tuple[Holder, Holder]", classes: Iterable[SegmentClass], rows: Mapping[Meeting, Rows] | None = None
+) -> "list[Family]":
+    """Every run of a pair, or of one of its transfers, as long as it becomes.
 
     Args:
-        src: Geometry of the prefill rank.
-        dst: Geometry of the decode rank.
+        sides: The prefill rank, and the decode rank.
         classes: What they have in common.
-        rows: The rows of one transfer.
+        rows: The rows of one transfer; classes without any are left out.
     """
-    sides = (_Holder(by_place(src), addressed=src.addressed), _Holder(by_place(dst), addressed=dst.addressed))
-    found: list[Run] = []
+    numbers: dict[tuple[object, ...], int] = {}
+    found: list[Family] = []
     for c in classes:
         key = _as_staged(c.key)
         met = rows[key.group, key.src_rows, key.dst_rows] if rows is not None else None
@@ -61,9 +63,10 @@ def explain(
                 side.addresses(key, c.places, own * key.item_bytes // item)
                 for side, own, item in zip(sides, c.bases.T, items, strict=True)
             ]
-            regions = _Regions(c.places, c.places, np.stack(bases, axis=1))
-            found += _ClassRuns(key, *sides, met).grow(_first(key), regions, key.item_bytes, ())
-    return Explanation(tuple(found))
+            src, dst = (numbers.setdefault(frame, len(numbers)) for frame in _frames(key, met))
+            regions = Regions(c.places[:, None], c.places[:, None], np.stack(bases, axis=1))
+            found.append(Family(key, met, (src, dst), _first(key, sides, c.places[0]), _axes(key), regions))
+    return _grown(found)
 
 
 def _as_staged(key: SegmentKey) -> SegmentKey:
@@ -86,8 +89,29 @@ def _as_staged(key: SegmentKey) -> SegmentKey:
     )
 
 
+def _frames(key: SegmentKey, met: Rows | None) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """What two classes must have in common on either side, so that what meets in one row meets in every row.
+
+    Before there are block lists, groups have rows of their own.
+    """
+    rows = (key.group if met is None else met.table.tobytes(), key.src_rows, key.dst_rows)
+    elements = key.elements if key.elements.converts else None
+    src, dst = within(key)
+    return (
+        (*rows, elements, key.src_block, src and key.src_token),
+        (*rows, elements, key.dst_block, dst and key.dst_token),
+    )
+
+
+def within(key: SegmentKey) -> tuple[bool, bool]:
+    """Whether several full rows lie in one block, on either side."""
+    grid = row_grid(key.src_rows, key.dst_rows)
+    src, dst = (not rows.is_state and rows.block_tokens > grid for rows in (key.src_rows, key.dst_rows))
+    return src, dst
+
+
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class Axis:
     """An axis that a run has not taken in; a stride is None where its indices are not evenly apart."""
 
     name: str
@@ -96,39 +120,67 @@ class _Axis:
     dst: int | None
 
 
-def _first(key: SegmentKey) -> tuple[_Axis, ...]:
+def _axes(key: SegmentKey) -> tuple[Axis, ...]:
     """The axes of one region of a class."""
-    axes = [_Axis("dim", axis.count, axis.src, axis.dst) for axis in key.dims]
-    axes += [_Axis("head", axis.count, axis.src, axis.dst) for axis in key.heads]
-    axes.append(_Axis("token", row_grid(key.src_rows, key.dst_rows), key.src_token, key.dst_token))
+    axes = [Axis("dim", axis.count, axis.src, axis.dst) for axis in key.dims]
+    axes += [Axis("head", axis.count, axis.src, axis.dst) for axis in key.heads]
+    axes.append(Axis("token", row_grid(key.src_rows, key.dst_rows), key.src_token, key.dst_token))
     return tuple(axis for axis in axes if axis.count > 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
+class Holder:
     """One side: its tensors by what they hold, and whether their addresses are known."""
 
-    places: Mapping[Place, Sequence[TensorSpec]]
-    addressed: bool
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self._places: Final = by_place(geometry)
+        self._owners: Final = {id(spec): number for number, spec in enumerate(geometry.tensors)}
+        self._addressed: Final = geometry.addressed
 
     def spec(self, key: SegmentKey, place: I64) -> TensorSpec:
         """The tensor that holds a region."""
         layer, half, head, _ = place.tolist()
-        specs = self.places[key.group, key.part, KV_ORDER[half], layer]
+        specs = self._places[key.group, key.part, KV_ORDER[half], layer]
         return next(spec for spec in specs if head in spec.heads)
 
     def addresses(self, key: SegmentKey, places: I64, bases: I64) -> I64:
         """Where regions lie: without addresses only distances within one tensor are known, so tensors lie far apart."""
-        if self.addressed:
+        if self._addressed:
             return bases
-        numbers: dict[int, int] = {}
-        owners = [numbers.setdefault(id(self.spec(key, place)), len(numbers)) for place in places]
+        owners = [self._owners[id(self.spec(key, place))] for place in places]
         return bases + np.asarray(owners, np.int64) * (2 * _FAR)
 
 
+def _first(key: SegmentKey, sides: Sequence[Holder], place: I64) -> Stretch:
+    """One element of a class; its heads count from 0, and layers and halves are open, until it is placed."""
+    dtypes = dict.fromkeys(side.spec(key, place).dtype for side in sides)
+    heads = (0, prod(axis.count for axis in key.heads))
+    return Stretch(key.group, key.part, (), (0, 0), heads, " to ".join(dtypes), key.item_bytes)
+
+
+def _placed(stretch: Stretch, places: Iterator[tuple[list[int], list[int]]]) -> Stretch:
+    """A stretch, and those that it goes on with, each with its least and greatest coordinates."""
+    low, high = next(places)
+    return replace(
+        stretch,
+        halves=KV_ORDER[low[1] : high[1] + 1],
+        layers=(low[0], high[0]),
+        heads=(low[2], high[2] + stretch.heads[1]),
+        steps=tuple(replace(step, then=step.then and _placed(step.then, places)) for step in stretch.steps),
+    )
+
+
+# --- growth
+
+
 @dataclass(frozen=True, slots=True)
-class _Regions:
-    """Regions, or chains of regions that a run goes through: least and greatest coordinates, and where they begin."""
+class Regions:
+    """Regions, or what runs that go through several begin with.
+
+    Attributes:
+        low: int64 (R, S, 4): least coordinates of each of S stretches.
+        high: int64 (R, S, 4): the greatest.
+        bases: int64 (R, 2): where they begin.
+    """
 
     low: I64
     high: I64
@@ -139,170 +191,145 @@ class _Regions:
 
     def in_order(self, column: int, by: I64) -> tuple[I64, NDArray[np.bool_]]:
         """Their order by one number each, and which differ from the one before in one coordinate alone."""
-        others = [at for at in _COLUMNS.values() if at != column]
-        order = np.lexsort((by, *(self.low[:, at] for at in others)))
-        ordered = self.low[order]
+        places = self.low[:, 0]
+        others = [at for at in COLUMNS.values() if at != column]
+        order = np.lexsort((by, *(places[:, at] for at in others)))
+        ordered = places[order]
         return order, (ordered[1:, others] == ordered[:-1, others]).all(axis=1)
 
-    def chained(self, order: I64, starts: I64) -> "_Regions":
+    def chained(self, order: I64, starts: I64) -> "Regions":
         """In this order, those from each start to the next as one."""
-        return _Regions(
+        return Regions(
             np.minimum.reduceat(self.low[order], starts),
             np.maximum.reduceat(self.high[order], starts),
             self.bases[order][starts],
         )
 
-    def some(self, which: NDArray[np.bool_]) -> "_Regions":
+    def some(self, which: NDArray[np.bool_] | I64) -> "Regions":
         """A part of them."""
-        return _Regions(self.low[which], self.high[which], self.bases[which])
+        return Regions(self.low[which], self.high[which], self.bases[which])
 
 
 @dataclass(frozen=True, slots=True)
-class _ClassRuns:
-    """Grows the runs of one class."""
+class Family:
+    """Runs that grow alike.
+
+    Attributes:
+        key: The class in which they begin.
+        rows: The rows of one transfer.
+        frames: On either side, equal for classes that the same rows move by the same distances.
+        first: What they are made of, not yet placed.
+        axes: What they have not taken in of a region.
+        regions: Where they are, at index 0 of these axes.
+    """
 
     key: SegmentKey
-    src: _Holder
-    dst: _Holder
     rows: Rows | None
+    frames: tuple[int, int]
+    first: Stretch
+    axes: tuple[Axis, ...]
+    regions: Regions
 
-    def grow(self, axes: tuple[_Axis, ...], regions: _Regions, run: int, steps: tuple[Step, ...]) -> list[Run]:
-        """Runs of these regions: take in one axis, and go on with each family of regions for which that is alike."""
-        inner = next((axis for axis in axes if axis.src == axis.dst == run), None)
+    @property
+    def run(self) -> int:
+        """Bytes of each."""
+        return self.first.nbytes
+
+    @property
+    def stretch(self) -> Stretch:
+        """What they are made of, with least and greatest coordinates."""
+        low, high = self.regions.low.min(axis=0).tolist(), self.regions.high.max(axis=0).tolist()
+        return _placed(self.first, zip(low, high, strict=True))
+
+    def shape(self, *sides: int) -> tuple[object, ...]:
+        """Equal for families of which each run meets one of the other on these sides, if the first ones do."""
+        strides = ((axis.count, (axis.src, axis.dst)) for axis in self.axes)
+        frames = tuple(self.frames[side] for side in sides)
+        return frames, frozenset((count, *(stride[side] for side in sides)) for count, stride in strides)
+
+    def grown(self) -> "list[Family]":
+        """Take in axes and the next regions, each of the families apart for which that is alike."""
+        inner = next((axis for axis in self.axes if axis.src == axis.dst == self.run), None)
         if inner is not None:
-            rest = tuple(axis for axis in axes if axis is not inner)
-            run *= inner.count
-            return self.grow(rest, regions, run, (*steps, Step(inner.name, inner.count, run)))
-        for name, column in _COLUMNS.items():
-            chains, lengths = self._chains(column, regions, run)
-            if len(chains) < len(regions):
-                found: list[Run] = []
+            rest = tuple(axis for axis in self.axes if axis is not inner)
+            return replace(self._taking(inner.name, inner.count), axes=rest).grown()
+        for name, column in COLUMNS.items():
+            chains, lengths = self._chains(column)
+            if len(chains) < len(self.regions):
+                found: list[Family] = []
                 for length in np.unique(lengths).tolist():
-                    more = (Step(name, length, run * length),) if length > 1 else ()
-                    found += self.grow(axes, chains.some(lengths == length), run * length, (*steps, *more))
+                    more = self._taking(name, length) if length > 1 else self
+                    found += replace(more, regions=chains.some(lengths == length)).grown()
                 return found
-        return [self._run(axes, regions, run, steps)]
+        return [self]
 
-    def _chains(self, column: int, regions: _Regions, run: int) -> tuple[_Regions, I64]:
+    def _taking(self, name: str, count: int) -> "Family":
+        return self._with(Step(name, count, self.run * count))
+
+    def _with(self, step: Step) -> "Family":
+        return replace(self, first=replace(self.first, steps=(*self.first.steps, step)))
+
+    def _chains(self, column: int) -> tuple[Regions, I64]:
         """Chains of neighbours in memory along one coordinate, and how many regions each has."""
+        regions = self.regions
         order, alike = regions.in_order(column, regions.bases[:, 0])  # either way round, if both sides agree
-        joins = alike & (np.diff(regions.bases[order], axis=0) == run).all(axis=1)
+        joins = alike & (np.diff(regions.bases[order], axis=0) == self.run).all(axis=1)
         starts = np.concatenate([[0], np.flatnonzero(~joins) + 1])
         return regions.chained(order, starts), np.diff(np.append(starts, len(order)))
 
-    # --- the end of a run
-
-    def _run(self, axes: tuple[_Axis, ...], regions: _Regions, run: int, steps: tuple[Step, ...]) -> Run:
-        key, low, high = self.key, regions.low.min(axis=0).tolist(), regions.high.max(axis=0).tolist()
-        return Run(
-            key.group,
-            key.part,
-            KV_ORDER[low[1] : high[1] + 1],
-            (low[0], high[0]),
-            (low[2], high[2] + prod(axis.count for axis in key.heads)),
-            " to ".join(dict.fromkeys(side.spec(key, regions.low[0]).dtype for side in (self.src, self.dst))),
-            key.item_bytes,
-            steps,
-            run,
-            len(regions) * prod(axis.count for axis in axes),
-            row_grid(key.src_rows, key.dst_rows),
-            self._limits((*axes, *self._region_axes(regions, run)), regions.low[0], run),
+    def then(self, other: "Family") -> "tuple[Family, list[Family], list[Family]]":
+        """The runs that go on with one of another family; those that do not, and those of the other that are left."""
+        starts = {(src, dst): at for at, (src, dst) in enumerate(other.regions.bases.tolist())}
+        found = np.asarray([starts.get((src, dst), -1) for src, dst in (self.regions.bases + self.run).tolist()])
+        theirs = found[found >= 0]
+        mine, next_ones = self.regions.some(found >= 0), other.regions.some(theirs)
+        both = Regions(
+            np.concatenate([mine.low, next_ones.low], axis=1),
+            np.concatenate([mine.high, next_ones.high], axis=1),
+            mine.bases,
+        )
+        whole = self._with(Step(self.unlike(other), 1, self.run + other.run, other.first))
+        return (
+            replace(whole, regions=both),
+            self.some(found < 0),
+            other.some(~np.isin(np.arange(len(other.regions)), theirs)),
         )
 
-    def _region_axes(self, regions: _Regions, run: int) -> Iterable[_Axis]:
-        """The coordinates in which regions still differ, as axes."""
-        for name, column in _COLUMNS.items():
-            numbers = regions.low[:, column]
-            order, alike = regions.in_order(column, numbers)
-            if alike.any():
-                strides = (np.unique(steps[alike]).tolist() for steps in np.diff(regions.bases[order], axis=0).T)
-                first = regions.low[order][int(np.argmax(alike))]
-                src, dst = (
-                    steps[0] if len(steps) == 1 and (steps[0] == run or self._within(side, first, steps[0])) else None
-                    for steps, side in zip(strides, (self.src, self.dst), strict=True)
-                )
-                chains = np.diff(np.flatnonzero(np.concatenate([[True], ~alike, [True]])))
-                yield _Axis(name, int(chains.max()), src, dst)
+    def some(self, which: NDArray[np.bool_]) -> "list[Family]":
+        """A part of them, if there are any."""
+        return [replace(self, regions=self.regions.some(which))] if which.any() else []
 
-    def _within(self, side: _Holder, place: I64, distance: int) -> bool:
-        """Whether something so far from a region may lie in the same tensor, or in another view of its memory."""
-        spec = side.spec(self.key, place)
-        return abs(distance) * spec.item_bytes < spec.extent_bytes * self.key.item_bytes
-
-    def _block(self) -> tuple[_Axis, Side]:
-        """From one full row to the next, and on which sides that is another block."""
-        key = self.key
-        grid = row_grid(key.src_rows, key.dst_rows)
-        within = [not rows.is_state and rows.block_tokens > grid for rows in (key.src_rows, key.dst_rows)]
-        src = grid * key.src_token if within[0] else key.src_block
-        dst = grid * key.dst_token if within[1] else key.dst_block
-        side = Side.BOTH if within[0] == within[1] else Side.DESTINATION if within[0] else Side.SOURCE
-        return _Axis("block", 0, src, dst), side
-
-    def _limits(self, axes: Iterable[_Axis], place: I64, run: int) -> tuple[Limit, ...]:
-        """Every axis that continues the run on one side only; or the next ones, where none does on either."""
-        key = self.key
-        block, side = self._block()
-        if (key.src_rows.of, key.src_rows.chunk) != (key.dst_rows.of, key.dst_rows.chunk):
-            turns = key.src_rows.of > key.dst_rows.of
-            end = Limit("block", Side.DESTINATION if turns else Side.SOURCE, Cause.TURNS, run, None, None)
-            open_axes = [axis for axis in axes if axis.count > 1]
-        elif block.src == block.dst == run:
-            cause = Cause.ROWS if key.src_rows.of > 1 and side is Side.BOTH else Cause.BLOCK_IDS
-            return (Limit("block", side, cause, run, run, run, breaks=self._breaks(run)),)
-        else:
-            end = None
-            open_axes = [*(axis for axis in axes if axis.count > 1), block]
-        limits = [
-            self._limit(axis, Side.DESTINATION if axis.src == run else Side.SOURCE, place, run)
-            for axis in open_axes
-            if run in (axis.src, axis.dst)
-        ]
-        if end is not None:
-            return (end, *limits)
-        if not limits and open_axes:
-            limits = [self._limit(min(open_axes, key=_reach), Side.BOTH, place, run)]
-        return tuple(limits)
-
-    def _limit(self, axis: _Axis, side: Side, place: I64, run: int) -> Limit:
-        strides = {Side.SOURCE: [axis.src], Side.DESTINATION: [axis.dst], Side.BOTH: [axis.src, axis.dst]}[side]
-        cause = Cause.APART if None in strides else Cause.STRIDE
-        between: tuple[str, ...] = ()
-        held: tuple[int, int] | None = None
-        stride = strides[-1]
-        if stride is not None:
-            spec = (self.src if side is Side.SOURCE else self.dst).spec(self.key, place)
-            near, far = (number * spec.item_bytes // self.key.item_bytes for number in (run, abs(stride)))
-            between = tuple(
-                name
-                for name, factors in spec.factors.items()
-                if name != axis.name
-                and any(f.count > 1 and f.stride < far and f.stride * f.count > near for f in factors)
-            )
-            copied = prod(one.count for one in self.key.heads)
-            if "head" in between and len(spec.heads) > copied:
-                held = (spec.heads.start, spec.heads.stop)
-        return Limit(axis.name, side, cause, run, axis.src, axis.dst, axis.count, between, held)
-
-    def _breaks(self, run: int) -> Breaks | None:
-        """How the full rows of a transfer follow each other."""
-        if self.rows is None:
-            return None
-        key, table = self.key, self.rows.table
-        table = table[(table[:, 4] == self.rows.grid) & (table[:, 0] >= 0)]  # not of padding
-        src = table[:, 0] * key.src_block + table[:, 1] * key.src_token
-        dst = table[:, 2] * key.dst_block + table[:, 3] * key.dst_token
-        order = np.argsort(dst)
-        breaks_src, breaks_dst = (np.diff(side[order]) != run for side in (src, dst))
-        return Breaks(
-            max(0, len(table) - 1),
-            int((breaks_src & ~breaks_dst).sum()),
-            int((breaks_dst & ~breaks_src).sum()),
-            int((breaks_src & breaks_dst).sum()),
-        )
+    def unlike(self, other: "Family") -> str:
+        """In what the regions of another family are others than these."""
+        mine, theirs = (family.regions.low[0, 0] for family in (self, other))
+        if self.key.group != other.key.group:
+            return "group"
+        if self.key.part != other.key.part:
+            return "part"
+        return next((name for name in ("kv", "layer", "head") if mine[COLUMNS[name]] != theirs[COLUMNS[name]]), "dim")
 
 
-def _reach(axis: _Axis) -> tuple[bool, int]:
-    """Where the next index of an axis lies: the nearest first, and what has no one stride last."""
-    known = [abs(stride) for stride in (axis.src, axis.dst) if stride is not None]
-    return len(known) < 2, max(known, default=0)
+def _grown(families: Iterable[Family]) -> list[Family]:
+    """Let runs take in what continues them, until nothing does."""
+    found = [grown for family in families for grown in family.grown()]
+    while (pair := _next(found)) is not None:
+        one, other = pair
+        whole, left, others_left = found[one].then(found[other])
+        becomes = {one: [*whole.grown(), *left], other: others_left}
+        found = [part for at, family in enumerate(found) for part in becomes.get(at, [family])]
+    return found
+
+
+def _next(families: Sequence[Family]) -> tuple[int, int] | None:
+    """Two families of which runs of the one end where runs of the other begin: those that do so most often."""
+    shapes = [family.shape(0, 1) for family in families]
+    several = {shape for shape, number in Counter(shapes).items() if number > 1}
+    bases = {at: families[at].regions.bases for at, shape in enumerate(shapes) if shape in several}
+    starts = {(shapes[at], src, dst): at for at, begin in bases.items() for src, dst in begin.tolist()}
+    met = Counter(
+        (at, starts[shapes[at], src, dst])
+        for at, begin in bases.items()
+        for src, dst in (begin + families[at].run).tolist()
+        if starts.get((shapes[at], src, dst), at) != at
+    )
+    return max(met, key=met.__getitem__, default=None)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan
+from kvxfer.geometry.endings import explain
 from kvxfer.geometry.explain import Explanation
-from kvxfer.geometry.growth import explain
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
@@ -145,11 +145,8 @@ class PairPlan:
 
     @cached_property
     def limited_by(self) -> str:
-        """What ends the runs of the class with the most pieces, and on which side, in a few words."""
-        if not self.classes:
-            return ""
-        pieces = [segment.pieces for segment in self.sample.copy().segments]
-        return explain(self.src, self.dst, [self.classes[int(np.argmax(pieces))]]).limited_by
+        """What ends the runs that make the most pieces, and on which side, in a few words."""
+        return self._explained.limited_by
 
     @cached_property
     def least_chunk_bytes(self) -> int:

@@ -6,7 +6,7 @@ each row adds to those before it: even where all rows are one piece, a stretch t
 may be cut by the token range, and stand for themselves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -54,41 +54,55 @@ class Sample:
 def sample(plan: CopyPlan, pieces: int) -> Sample:
     """Look at about so many pieces of a copy; at all, if there are no more.
 
-    Rows whose source block is padding, or not known yet, are taken to be like the others.
+    Segments with one table of rows are looked at together, since pieces of one may go on in another. Rows whose source
+    block is padding, or not known yet, are taken to be like the others.
     """
-    known = [replace(segment, rows=segment.rows[segment.rows[:, 0] >= 0]) for segment in plan.segments]
-    whole = CopyPlan(tuple(known))
+    moved: dict[int, list[Segment]] = {}
+    for segment in plan.segments:
+        moved.setdefault(id(segment.rows), []).append(segment)
+    whole = CopyPlan(tuple(part for alike in moved.values() for part in _with(alike, _known(alike)).segments))
     if whole.pieces == plan.pieces <= pieces:
-        listed = whole.enumerate().merged()  # also across segments
+        listed = whole.enumerate().merged()
         return Sample.of([(listed, float(len(listed)))])
     parts: list[tuple[Pieces, float]] = []
-    for given, segment in zip(plan.segments, known, strict=True):
-        if len(segment.rows):
-            like = given.pieces / segment.pieces
-            parts += [(listed, count * like) for listed, count in _looked_at(segment, pieces // len(known))]
+    for alike in moved.values():
+        known, every = _with(alike, _known(alike)), CopyPlan(tuple(alike)).pieces
+        if known.pieces:
+            found = _looked_at(known, known.segments[0].rows, pieces // len(moved))
+            parts += [(listed, count * every / known.pieces) for listed, count in found]
         else:
-            parts.append((segment.enumerate(), float(given.pieces)))
+            parts.append((known.enumerate(), float(every)))
     return Sample.of(parts)
 
 
-def _looked_at(segment: Segment, pieces: int) -> list[tuple[Pieces, float]]:
-    """Pieces of some rows, and how many of the segment's they stand for."""
-    rows = segment.rows
-    each = segment.pieces // len(rows)
+def _looked_at(plan: CopyPlan, rows: I64, pieces: int) -> list[tuple[Pieces, float]]:
+    """Pieces of some of the rows that all segments of a plan have, and how many of its pieces they stand for."""
+    each = plan.pieces // len(rows)
     kept = max(pieces // each, min(_STRETCH, _AFFORDED * pieces // each))
-    if segment.pieces <= pieces or kept + 2 >= len(rows):
-        listed = _merged(segment, rows)
+    if plan.pieces <= pieces or kept + 2 >= len(rows):
+        listed = plan.enumerate().merged()
         return [(listed, float(len(listed)))]
+
+    def merged(some: I64) -> Pieces:
+        return _with(plan.segments, some).enumerate().merged()
+
     begin = (len(rows) - kept) // 2
+    stretch = rows[begin : begin + max(1, kept)]
+    times = plan.pieces / _with(plan.segments, stretch).pieces
     if not kept:  # so many pieces a row that one says enough
-        listed = _merged(segment, rows[begin : begin + 1])
-        return [(listed, len(listed) * segment.pieces / replace(segment, rows=rows[begin : begin + 1]).pieces)]
-    first, stretch, last = (_merged(segment, part) for part in (rows[:1], rows[begin - 1 : begin + kept], rows[-2:]))
-    added = len(stretch) - len(_merged(segment, rows[begin - 1 : begin]))
-    times = replace(segment, rows=rows[1:-1]).pieces / replace(segment, rows=rows[begin : begin + kept]).pieces
-    ends = len(last) - len(_merged(segment, rows[-2:-1]))
-    return [(first, float(len(first))), (stretch, added * times), (_merged(segment, rows[-1:]), float(ends))]
+        listed = merged(stretch)
+        return [(listed, len(listed) * times)]
+    first, more, last = merged(rows[:1]), merged(rows[begin - 1 : begin + kept]), merged(rows[-1:])
+    added = len(more) - len(merged(rows[begin - 1 : begin]))
+    inner = added * times * _with(plan.segments, rows[1:-1]).pieces / plan.pieces
+    ends = len(merged(rows[-2:])) - len(merged(rows[-2:-1]))
+    return [(first, float(len(first))), (more, inner), (last, float(ends))]
 
 
-def _merged(segment: Segment, rows: I64) -> Pieces:
-    return replace(segment, rows=rows).enumerate().merged()
+def _with(segments: Iterable[Segment], rows: I64) -> CopyPlan:
+    return CopyPlan(tuple(replace(segment, rows=rows) for segment in segments))
+
+
+def _known(segments: Sequence[Segment]) -> I64:
+    rows = segments[0].rows
+    return rows[rows[:, 0] >= 0]

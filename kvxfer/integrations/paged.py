@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
+from kvxfer import shared_empty
 from kvxfer.errors import BlocksError, ConfigError, GeometryError, TokensError
 
 if TYPE_CHECKING:
@@ -113,7 +114,11 @@ class PagedCache:
 
         inner = (block_tokens, self.heads) if layout == "NHD" else (self.heads, block_tokens)
         shape = (2, num_blocks, *inner, self.head_dim)
-        self.tensors: Final = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.layers)]
+        shared = torch.device(device).type == "cpu"  # so that a prefill process on this host may map it
+        self.tensors: Final = [
+            shared_empty(shape, dtype=dtype) if shared else torch.empty(shape, dtype=dtype, device=device)
+            for _ in range(self.layers)
+        ]
         self.device: Final = self.tensors[0].device
         self._noise = torch.Generator(device=self.device)
         self._noise.manual_seed(seed)

@@ -1,25 +1,25 @@
-"""The arena's real memory: anonymous pages, plain cudaMalloc memory, or pinned host memory.
+"""The arena's real memory: anonymous pages, memory of a GPU, or pinned host memory.
 
 GPU memory comes from plain cudaMalloc, not from torch's caching allocator: an exported handle names a whole allocation,
-and memory of other pools (expandable segments, VMM without fabric handles) silently loses the fast lanes.
+and memory of other pools (expandable segments, VMM without fabric handles) silently loses the fast lanes. Who asks for
+it gets memory with a fabric handle instead (`vmm`).
 """
 
 import ctypes
-import importlib
 import mmap
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal
 
-from kvxfer.errors import ArenaError, FabricError, MissingExtraError
+from kvxfer.errors import ArenaError, FabricError
+from kvxfer.memory import vmm
+from kvxfer.memory.driver import call, in_thread, load
 from kvxfer.memory.extent import InvariantError
 
 __all__ = ["Backing", "Kind", "allocate"]
 
-T = TypeVar("T")
-
-Kind = Literal["cpu", "cuda", "pinned"]
-"""Where arena memory lies: pageable host memory, one GPU's memory, or host memory that every GPU can reach by DMA."""
+Kind = Literal["cpu", "cuda", "fabric", "pinned"]
+"""Where arena memory lies: pageable host memory, one GPU's memory (plain, or with a fabric handle), or host memory that
+every GPU can reach by DMA."""
 
 _ALIGNMENT: Final = 4096
 """Bytes: every backing begins on a page."""
@@ -42,7 +42,8 @@ class Backing:
         kind: Where it lies.
         address: First byte; a multiple of 4096.
         length: Usable bytes, as asked for.
-        device: Index of the GPU whose memory it is ("cuda") or that was current when it was pinned; None for "cpu".
+        device: Index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was
+            pinned; None for "cpu".
     """
 
     __slots__ = ("_free", "_owner", "address", "device", "kind", "length")
@@ -86,7 +87,7 @@ class Backing:
             raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) is closed")
         if isinstance(self._owner, mmap.mmap):
             return memoryview(self._owner)[: self.length]
-        if self.kind == "cuda":
+        if self.kind in {"cuda", "fabric"}:
             raise ArenaError(f"memory of GPU {self.device} has no host buffer; use its address")
         return memoryview((ctypes.c_ubyte * self.length).from_address(self.address)).cast("B")
 
@@ -126,18 +127,19 @@ def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
     """Allocate the arena.
 
     Args:
-        kind: "cpu" (anonymous pages, touched lazily), "cuda" (plain cudaMalloc) or "pinned" (cudaHostAlloc).
+        kind: "cpu" (anonymous pages, touched lazily), "cuda" (plain cudaMalloc), "fabric" (memory with a handle that
+            other hosts of an NVLink domain can open) or "pinned" (cudaHostAlloc).
         nbytes: Bytes, at least 1.
-        device: Index of the GPU, for "cuda" and "pinned". It is not used for "cpu". The calling thread's current device
-            stays as it is.
+        device: Index of the GPU, for all but "cpu". The calling thread's current device stays as it is.
 
     Returns:
         The backing; the caller owns it and closes it once. Fresh "cpu" pages read as zeros; GPU memory holds anything.
+        "pinned" memory lies on the NUMA node on which the calling thread may run, as far as that has room.
 
     Raises:
         ArenaError: the memory is not there, `nbytes` is below 1, the kind is unknown, or `device` is missing.
-        MissingExtraError: cuda-bindings is not installed, for "cuda" and "pinned".
-        FabricError: CUDA failed in another way; the message carries CUDA's name for it.
+        MissingExtraError: cuda-bindings is not installed, for all but "cpu".
+        FabricError: CUDA failed in another way, or has no such memory; the message carries CUDA's name for it.
     """
     if nbytes < 1:
         raise ArenaError(
@@ -146,12 +148,12 @@ def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
     match kind:
         case "cpu":
             return _allocate_pages(nbytes)
-        case "cuda" | "pinned":
+        case "cuda" | "fabric" | "pinned":
             if device is None or device < 0:
                 raise ArenaError(f"an arena of kind {kind!r} needs the index of a GPU, not {device}")
             return _allocate_cuda(kind, nbytes, device)
         case _:  # pyright: ignore[reportUnnecessaryComparison]
-            raise ArenaError(f"arena kind {kind!r} is unknown; it is one of 'cpu', 'cuda', 'pinned'")
+            raise ArenaError(f"arena kind {kind!r} is unknown; it is one of 'cpu', 'cuda', 'fabric', 'pinned'")
 
 
 def _allocate_pages(nbytes: int) -> Backing:
@@ -173,22 +175,29 @@ def _allocate_pages(nbytes: int) -> Backing:
     return _checked(Backing("cpu", address=address, length=nbytes, device=None, owner=pages, free=free))
 
 
-def _allocate_cuda(kind: Literal["cuda", "pinned"], nbytes: int, device: int) -> Backing:
-    cuda = _load_cuda(kind)
+def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, device: int) -> Backing:
+    cuda = load("runtime", f"an arena of kind {kind!r}")
 
-    def malloc() -> int:
-        _call(cuda, "cudaSetDevice", device)
+    def malloc() -> tuple[int, Callable[[], None]]:
+        call(cuda, "cudaSetDevice", device)
         whole = -(-nbytes // _CUDA_GRANULE) * _CUDA_GRANULE
-        if kind == "cuda":
-            return int(_call(cuda, "cudaMalloc", whole))
-        return int(_call(cuda, "cudaHostAlloc", whole, _HOST_ALLOC_PORTABLE))
+        match kind:
+            case "cuda":
+                address = int(call(cuda, "cudaMalloc", whole))
+                return address, lambda: call(cuda, "cudaFree", address)
+            case "fabric":
+                return vmm.allocate(whole, device)
+            case "pinned":
+                address = int(call(cuda, "cudaHostAlloc", whole, _HOST_ALLOC_PORTABLE))
+                return address, lambda: call(cuda, "cudaFreeHost", address)
+
+    address, free = in_thread(malloc)
 
     def release() -> None:
-        _call(cuda, "cudaSetDevice", device)
-        _call(cuda, "cudaFree" if kind == "cuda" else "cudaFreeHost", address)
+        call(cuda, "cudaSetDevice", device)
+        free()
 
-    address = _in_thread(malloc)
-    backing = Backing(kind, address=address, length=nbytes, device=device, owner=None, free=lambda: _in_thread(release))
+    backing = Backing(kind, address=address, length=nbytes, device=device, owner=None, free=lambda: in_thread(release))
     return _checked(backing)
 
 
@@ -198,43 +207,3 @@ def _checked(backing: Backing) -> Backing:
         backing.close()
         raise FabricError(f"{backing} does not begin at a multiple of {_ALIGNMENT} bytes")
     return backing
-
-
-def _load_cuda(kind: str) -> Any:
-    """The untyped module `cuda.bindings.runtime`."""
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"an arena of kind {kind!r} needs cuda-bindings, which is not installed: pip install 'kvxfer[gpu]'"
-        ) from error
-
-
-def _call(cuda: Any, function: str, *arguments: int) -> Any:
-    """Call one function of the CUDA runtime, and return its value, if it has one.
-
-    Raises:
-        ArenaError: it returned cudaErrorMemoryAllocation.
-        FabricError: it returned another code than cudaSuccess, or could not be called at all for want of a driver.
-    """
-    what = f"{function}({', '.join(map(str, arguments))})"
-    try:
-        code, *values = getattr(cuda, function)(*arguments)
-    except RuntimeError as error:
-        raise FabricError(f"{what} could not be called: {error}") from error
-    if code == cuda.cudaError_t.cudaSuccess:
-        return values[0] if values else None
-    message = f"{what} failed: {getattr(code, 'name', code)}"
-    if code == cuda.cudaError_t.cudaErrorMemoryAllocation:
-        raise ArenaError(f"{message}; lower arena_bytes, or leave more of the memory to it")
-    raise FabricError(message)
-
-
-def _in_thread(call: Callable[[], T]) -> T:
-    """Run `call` in a thread of its own, and return or raise what it does.
-
-    CUDA's current device belongs to a thread. Setting it back afterwards would not do: that can make a context on a
-    device which the caller never used.
-    """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvxfer-arena") as executor:
-        return executor.submit(call).result()

@@ -3,9 +3,7 @@
 Each message is one MessagePack array: an integer tag, then the fields in the order written here. A receiver ignores
 tail fields that it does not know and fills in missing ones with their defaults, so fields are appended, with a default,
 and never moved or removed. Bulk ids travel as packed little-endian u32 (`pack_u32`), addresses and byte counts as u64,
-durations in milliseconds; instants never travel.
-
-Sans-I/O: this module knows neither sockets nor clocks, and imports neither torch nor numpy.
+durations in milliseconds; instants never travel. This module knows neither sockets nor clocks.
 """
 
 import array
@@ -43,6 +41,7 @@ __all__ = [
     "Hello",
     "KvAgentResult",
     "Landed",
+    "MappedMemory",
     "MemorySpan",
     "Message",
     "Ping",
@@ -209,6 +208,16 @@ class MemorySpan(msgspec.Struct, frozen=True, array_like=True):
     length: U64
 
 
+class MappedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """An allocation that a trusted peer on the same host may map, with what it needs for that."""
+
+    kind: Name
+    device: Name
+    address: U64
+    length: U64
+    handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+
+
 class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
     """One cache tensor. `shape` and `strides` (bytes) follow `axes`; `base` is 0 unless the peer is trusted with it.
 
@@ -250,6 +259,9 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     tensors: Annotated[list[TensorFrame], msgspec.Meta(max_length=MAX_TENSORS)]
     staging: Annotated[list[MemorySpan], msgspec.Meta(max_length=1024)] = []
     max_chunk_bytes: U64 = 0
+    host: Name = ""
+    mapped: Annotated[list[MappedMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
+    gates: U64 = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -315,6 +327,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     routes: Annotated[list[Route], msgspec.Meta(max_length=16)]
     max_extent_bytes: U64
     timeout_ms: U32
+    in_place_bytes: U64 = 0
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):

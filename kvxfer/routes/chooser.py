@@ -1,7 +1,7 @@
 """Which route a transfer takes, and why: by trust, by what both ends can do, by piece size and count."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvxfer.errors import Code, RefusedError
@@ -11,6 +11,8 @@ __all__ = ["Choice", "Means", "acceptable", "choose"]
 
 _LARGE_PIECE_BYTES: Final = 256 * 1024
 """From this mean piece size on, a post per piece runs as fast as one contiguous write, and saves two copies."""
+_PIECEWISE: Final = frozenset({Route.DIRECT, Route.PULL})
+_IMPOSSIBLE: Final = "is not possible for this pair"
 _FEW_PIECES: Final = 16
 """Up to this many pieces, posting them costs less than a gather and a scatter."""
 
@@ -23,20 +25,29 @@ class Means:
         staged: Both sides have staging memory.
         direct: The sender knows the receiver's addresses, and both have registered their blocks.
         pull: The receiver knows the sender's addresses, and both have registered their blocks.
-        converts: Dtypes or scales differ, which leaves `staged` alone: a descriptor only says which bytes go where.
+        mapped: The sender's copies can address the receiver's blocks.
+        converts: Dtypes or scales differ, which a copy can do and a descriptor, which only says which bytes go where,
+            cannot.
     """
 
     staged: bool
     direct: bool
     pull: bool
+    mapped: bool = False
     converts: bool = False
 
     def can(self, route: Route) -> bool:
         """Whether a route is possible."""
-        return {Route.STAGED: self.staged, Route.DIRECT: self.direct, Route.PULL: self.pull}.get(route, False)
+        able = {
+            Route.STAGED: self.staged,
+            Route.DIRECT: self.direct,
+            Route.PULL: self.pull,
+            Route.MAPPED: self.mapped,
+        }
+        return able.get(route, False)
 
     def __str__(self) -> str:
-        return "+".join(r.name.lower() for r in (Route.STAGED, Route.DIRECT, Route.PULL) if self.can(r)) or "none"
+        return "+".join(route.name.lower() for route in Route if self.can(route)) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +71,10 @@ def acceptable(preference: str, means: Means) -> list[Route]:
     `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
     """
     order = {
-        "auto": (Route.STAGED, Route.DIRECT),
+        "auto": (Route.MAPPED, Route.STAGED, Route.DIRECT),
+        "mapped": (Route.MAPPED, Route.STAGED, Route.DIRECT),
         "staged": (Route.STAGED,),
-        "direct": (Route.DIRECT, Route.STAGED),
+        "direct": (Route.DIRECT, Route.MAPPED, Route.STAGED),
         "pull": (Route.PULL, Route.STAGED, Route.DIRECT),
     }[preference]
     return [route for route in order if means.can(route)]
@@ -90,15 +102,16 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
     own = Route[preference.upper()] if preference != "auto" else None
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
-    if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is Route.STAGED:
-        return _by_pieces(nbytes, pieces())
-    best = possible[0]
-    why = "the only common route" if len(possible) == 1 else "preferred by the decode rank"
-    reason = "is not possible for this pair"
-    if means.converts:
-        why, reason = "the only route that converts", "cannot convert dtypes or scales"
-    missed = own or wanted[0]
-    return Choice(best, why, "" if missed is best else f"{missed.name.lower()} {reason}")
+    first = own or wanted[0]
+    reason = "cannot convert dtypes or scales" if means.converts and first in _PIECEWISE else _IMPOSSIBLE
+    if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is not Route.DIRECT:
+        choice = _by_pieces(nbytes, pieces())
+        hoped = first not in possible
+    else:
+        alone = "the only route that converts" if means.converts else "the only common route"
+        choice = Choice(possible[0], alone if len(possible) == 1 else "preferred by the decode rank")
+        hoped = first is not choice.route
+    return replace(choice, fallback=f"{first.name.lower()} {reason}" if hoped else "")
 
 
 def _by_pieces(nbytes: int, pieces: int) -> Choice:

@@ -22,7 +22,10 @@ copy_boxes: Any = kernel.copy_boxes
 SRC = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
-def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0) -> list[int]:
+NO_GATE = (0, 0, 0)
+
+
+def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0, gate=NO_GATE) -> list[int]:
     """Run a plan in the interpreter, its tables `at` words behind the start of their memory. Returns the widths."""
     before = tables.TILE_WORDS, tables.CONVERTED_TILE_WORDS
     tables.TILE_WORDS = tables.CONVERTED_TILE_WORDS = tile
@@ -33,7 +36,7 @@ def interpret(plan: CopyPlan, *, ctas: int, tile: int, at: int = 0) -> list[int]
     words = torch.from_numpy(np.concatenate([np.full(at, -1, np.int64), packed.words]))
     for launch in packed.launches:
         fixed = {**kernel.constants(launch.variant), "TILE": tile}
-        copy_boxes[(min(ctas, launch.tiles),)](words, at + launch.first, launch.headers, **fixed)
+        copy_boxes[(min(ctas, launch.tiles),)](words, at + launch.first, launch.headers, *gate, **fixed)
     return [launch.variant.width for launch in packed.launches]
 
 
@@ -59,6 +62,18 @@ def test_random_plans(seed, ctas, tile):
         ctas=ctas,
         tile=tile,
     )
+
+
+@pytest.mark.parametrize("ctas", [1, 5])
+@pytest.mark.parametrize(("now", "copied"), [(7, True), (6, False), (8, False)])
+def test_a_gate_lets_in_those_who_know_its_generation_and_counts_everybody_out(now, copied, ctas):
+    dst = np.full(NBYTES, CANARY, np.uint8)
+    plan = head_split(SRC.ctypes.data, dst.ctypes.data, rows=3, regions=2, pool=3, row_bytes=64)
+    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    words = np.asarray([now << 32, 0], np.int64)  # the gate, and where to say that it is closed
+    interpret(plan, ctas=ctas, tile=512, gate=(words.ctypes.data, 7, words.ctypes.data + 8))
+    np.testing.assert_array_equal(dst, want if copied else np.full(NBYTES, CANARY, np.uint8))
+    assert words.tolist() == [now << 32, int(not copied)]
 
 
 def aligned(width):

@@ -10,8 +10,10 @@ from kvxfer.copy.kernel import OPTIONS, constants, copy_boxes
 from kvxfer.copy.tables import Variant
 from kvxfer.geometry.elements import Elements
 
-SIGNATURE = {"table": "*i64", "first": "i32", "headers": "i32"} | dict.fromkeys(
-    ("WIDTH", "TILE", "SRC", "DST"), "constexpr"
+SIGNATURE = (
+    {"table": "*i64", "first": "i32", "headers": "i32"}
+    | dict.fromkeys(("gate", "generation", "closed"), "i64")
+    | dict.fromkeys(("WIDTH", "TILE", "SRC", "DST"), "constexpr")
 )
 EXPECTED = {  # accesses a thread, of both kinds
     Variant(16): (4, "ld.global.v2.b64", "st.global.v2.b64"),
@@ -33,9 +35,12 @@ def main() -> int:
         loads, stores = ptx.count(load), ptx.count(store)
         narrow = sum(ptx.count(f"st.global.{kind} ") for kind in KINDS) - stores
         flushed = ptx.count(".ftz")  # subnormal numbers count
-        print(f"{variant}: {loads} x {load}, {stores} x {store}, {narrow} other stores, {flushed} x .ftz, "
-              f"{compiled.metadata.shared} bytes of shared memory, {ptx.count('bar.sync')} barriers")  # fmt: skip
-        wrong += stores != each or loads != each or narrow or flushed or compiled.metadata.shared
+        gate = [ptx.count(f".global.sys.{order}.add.u64") for order in ("acquire", "release")]
+        shared, barriers = compiled.metadata.shared, ptx.count("bar.sync")
+        print(f"{variant}: {loads} x {load}, {stores} x {store}, {narrow} other stores, {flushed} x .ftz, gate {gate}, "
+              f"{shared} bytes of shared memory, {barriers} barriers")  # fmt: skip
+        # the gate: one block counts itself in and out, tells all its threads what it saw, and has one store of its own
+        wrong += stores != each or loads != each or narrow != 1 or flushed or gate != [1, 1] or shared != 8
     print("wrong" if wrong else "all variants as expected")
     return int(bool(wrong))
 

@@ -9,7 +9,7 @@ from copy_plans import contiguous_rows
 
 from kvxfer.copy import READY, CopyJob, Direction, cuda
 from kvxfer.copy.cuda import CudaExecutor, recorded
-from kvxfer.copy.ring import Ring
+from kvxfer.copy.port import FREELY, Gate
 from kvxfer.errors import ClosedError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 
@@ -32,24 +32,31 @@ class FakeLane(cuda._Lane):
 
     made: list
 
-    def __init__(self, device, ring_words, *, priority):
+    def __init__(self, device, ring_words, *, urgent):
         words = torch.zeros(ring_words, dtype=torch.int64)
         vars(self).update(host_ring=words, device_ring=words, handle=0)
-        self.priority = priority
-        self._ring = Ring(ring_words // 2)
-        self.held, self.spare_events, self._s_per_byte, self._last_end = None, [], 1e-12, 0.0
-        self.running = cuda.deque()
+        self.urgent = urgent
+        self.prepare(ring_words)
+        self._s_per_byte = 1e-12
         self.marks, self.record_error = [], None
         self.made.append(self)
 
     def upload(self, slot, words):
         slot.host[slot.start : slot.start + len(words)] = torch.from_numpy(words)
 
-    def record(self):
+    def mark(self, *, ends):
+        if not ends:
+            return None
         if self.record_error:
             raise self.record_error
         self.marks.append(Mark())
         return self.marks[-1]
+
+    def passed(self, mark):
+        return mark.query()
+
+    def seconds(self, ended):
+        return 0.0
 
 
 class FakeRuntime:
@@ -75,7 +82,7 @@ class FakeRuntime:
 class World:
     def __init__(self, monkeypatch, *, ring_bytes=4096):
         FakeLane.made = []
-        self.launched, self.launch_error = [], None
+        self.launched, self.gates, self.launch_error = [], [], None
         monkeypatch.setattr(cuda, "_Lane", FakeLane)
         monkeypatch.setattr(cuda, "_load_kernel", lambda table: SimpleNamespace(launch=self._launch))
         self.runtime: Any = FakeRuntime()
@@ -83,12 +90,13 @@ class World:
         self.gather, self.scatter = FakeLane.made
         self.outcomes, self.order = {}, []
 
-    def _launch(self, launch, table, first, ctas, stream):
+    def _launch(self, launch, table, first, ctas, stream, gate):
         if self.launch_error and launch.variant.width != 16:
             raise self.launch_error
         self.launched.append((launch.variant.width, first))
+        self.gates.append(gate)
 
-    def submit(self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None):
+    def submit(self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None, permit=FREELY, gate=None):
         plan = plan or contiguous_rows(0, 1 << 20, rows=rows, regions=1, row_bytes=64, pool=rows)
 
         def done(outcome):
@@ -96,15 +104,63 @@ class World:
             self.outcomes[name] = outcome
             self.order.append(name)
 
-        self.executor.submit(CopyJob(plan, done, after), direction)
+        self.executor.submit(CopyJob(plan, done, after, permit, gate), direction)
 
     def step(self):
-        return self.runtime.step()
+        """Step while it is asked for at once, as long as something is launched; at least once."""
+        while True:
+            before = len(self.launched) + len(self.gather.running)
+            delay = self.runtime.step()
+            if before == len(self.launched) + len(self.gather.running):
+                return delay
 
 
 @pytest.fixture
 def world(monkeypatch):
     return World(monkeypatch)
+
+
+class Refused:
+    """A permit that was withdrawn before the launch."""
+
+    ended = 0
+
+    def post(self, now, make):
+        return False
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_copy_whose_permit_is_refused_is_not_launched_and_is_reported_as_stopped(world):
+    permit = Refused()
+    world.submit("a", permit=permit)
+    world.step()
+    assert world.launched == []
+    world.gather.marks[0].fired = True
+    world.step()
+    assert (world.outcomes["a"].stopped, world.outcomes["a"].error, permit.ended) == (True, None, 1)
+
+
+def test_a_copy_that_found_its_gate_closed_is_reported_as_stopped(world):
+    for name in "ab":
+        world.submit(name, gate=Gate(1 << 40, 7))
+    world.step()
+    ring = world.gather.host_ring
+    (_, _, first), (_, _, second) = world.gates
+    assert [gate[:2] for gate in world.gates] == [(1 << 40, 7)] * 2
+    ring[(second - ring.data_ptr()) // 8] = 1  # as a thread block does
+    for mark in world.gather.marks:
+        mark.fired = True
+    world.step()
+    assert first != second
+    assert [world.outcomes[name].stopped for name in "ab"] == [False, True]
+    world.submit("c")  # a word that was set is not looked at by who has no gate
+    ring[:] = 1
+    world.step()
+    world.gather.marks[-1].fired = True
+    world.step()
+    assert not world.outcomes["c"].stopped
 
 
 def test_a_job_is_reported_when_its_event_has_happened(world):
@@ -118,11 +174,11 @@ def test_a_job_is_reported_when_its_event_has_happened(world):
     assert world.step() is None, "nothing to do: sleep until woken"
     assert world.outcomes["a"].error is None
     assert (world.outcomes["a"].started, world.outcomes["a"].finished) == (1.0, 2.0)
-    assert world.gather.spare_events == world.gather.marks
 
 
 def test_gathers_come_before_other_work_on_the_gpu(world):
-    assert world.gather.priority < world.scatter.priority
+    assert world.gather.urgent
+    assert not world.scatter.urgent
 
 
 def test_a_job_whose_event_has_not_fired_lets_the_next_pass(world):

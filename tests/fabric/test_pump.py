@@ -58,6 +58,9 @@ class ManualRuntime:
             setup()
         return self.service
 
+    def placed(self, cpus: frozenset[int]) -> "ManualRuntime":
+        return self
+
     def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
         raise NotImplementedError
 

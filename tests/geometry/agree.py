@@ -22,6 +22,8 @@ from kvxfer.geometry import (
     TransferPlan,
     resolve,
 )
+from kvxfer.geometry.chunks import ChunkPart, ChunkPlan
+from kvxfer.geometry.rows import Meeting, Rows, row_grid
 
 CANARY = -(1 << 62)
 GUARD = 64
@@ -213,3 +215,21 @@ def check_chunks(
     assert total == len(mine)
     assert np.array_equal(np.sort(np.concatenate(everything)), mine[:, 1])
     assert np.array_equal(memory.cells, expected)
+
+
+def scattered(pair: PairPlan, count: int) -> ChunkPlan:
+    """So many full rows of each group and addressing, in blocks far from each other (of no real pool): to be listed."""
+    rows: dict[Meeting, Rows] = {}
+    ids = Random(0).sample(range(1 << 30), 2 * count * len(pair.classes))
+    for number, key in enumerate(c.key for c in pair.classes):
+        grid = row_grid(key.src_rows, key.dst_rows)
+        begin = np.arange(count) * grid
+        table = np.empty((count, 5), np.int64)
+        table[:, [0, 2]] = np.reshape(ids[2 * count * number :][: 2 * count], (count, 2))
+        for column, side in ((1, key.src_rows), (3, key.dst_rows)):
+            table[:, column] = 0 if side.is_state else begin % side.block_tokens
+        table[:, 4] = grid
+        rows.setdefault((key.group, key.src_rows, key.dst_rows), Rows(table, begin, grid))
+    return ChunkPlan(
+        [ChunkPart(c.key, c.bases, c.factors, rows[c.key.group, c.key.src_rows, c.key.dst_rows]) for c in pair.classes]
+    )

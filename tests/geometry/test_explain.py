@@ -3,11 +3,12 @@
 import dataclasses
 import json
 from collections import Counter
-from itertools import product
+from itertools import groupby, product
 from random import Random
 
 import pytest
 import torch
+from agree import scattered
 from worlds import make_world
 
 from kvxfer.geometry import (
@@ -25,7 +26,7 @@ from kvxfer.geometry import (
     from_hf_config,
     resolve,
 )
-from kvxfer.geometry.growth import explain
+from kvxfer.geometry.endings import explain
 from kvxfer.geometry.intersect import SegmentClass
 from kvxfer.geometry.rows import row_grid
 
@@ -111,12 +112,30 @@ def test_pieces_are_as_long_as_is_said(drawn):
         said: Counter[int] = Counter()
         for run in runs:
             said[run.piece_bytes] += run.pieces
-            assert run.piece_bytes == (run.steps[-1].nbytes if run.steps else item(c)), seed
+            assert run.piece_bytes == (run.first.steps[-1].nbytes if run.first.steps else item(c)), seed
         assert sum(n * size for size, n in said.items()) == sum(n * size for size, n in sizes.items()), seed
         assert sum(said.values()) >= sum(sizes.values()), seed
         by_chance += said != sizes  # the last element of one axis happens to lie before the first of another
     assert len(drawn) > 1000
     assert by_chance * 500 < len(drawn)
+
+
+def test_pieces_of_a_whole_pair_are_as_many_as_is_said():
+    """Pieces that are longer than is said are those in which only some of the runs of two kinds touch."""
+    touching = joined = 0
+    pairs_drawn = pairs()
+    for seed, pair in pairs_drawn:
+        copied = scattered(pair, 2)
+        listed = Counter(copied.copy().enumerate().merged().nbytes.tolist())
+        said: Counter[int] = Counter()
+        for run in pair.explain().runs:
+            said[run.piece_bytes] += 2 * run.pieces
+            joined += any(step.then for step in run.first.steps)
+        assert sum(size * count for size, count in said.items()) == copied.bytes, seed
+        assert said.total() >= listed.total(), seed
+        touching += said != listed
+    assert joined
+    assert touching * 100 < len(pairs_drawn) > 500
 
 
 def test_the_named_side_alone_ends_the_run(drawn):
@@ -270,15 +289,15 @@ def test_a_head_split_reads_as_one():
         "heads are split: 0..7 lie there, and only some are copied; 1024 B would make pieces of at least 16 KiB"
     )
     (run,) = found.runs
-    assert run.steps == (Step("dim", 128, 256), Step("head", 4, 1024))
+    assert run.first.steps == (Step("dim", 128, 256), Step("head", 4, 1024))
     assert run.limits[0].held == (0, 8)
     assert json.loads(json.dumps(dataclasses.asdict(found)))["runs"][0]["limits"][0]["side"] == "source"
 
 
 def test_layers_that_lie_in_tensors_of_their_own_are_said_to():
     (run,) = plan(tensors("NHD"), tensors("cross", tokens=1)).explain().runs
-    assert run.layers == (0, 1)
-    assert run.halves == ("k", "v")
+    assert run.first.layers == (0, 1)
+    assert run.first.halves == ("k", "v")
     whole = plan(tensors("cross"), tensors("cross")).explain()
     assert "x 2 halves = 8 KiB, x 2 layers = 16 KiB" in str(whole)
     assert "one piece of 16 KiB a row of 16 tokens" in str(whole)
@@ -306,7 +325,7 @@ def test_without_addresses_tensors_are_never_taken_for_neighbours():
     hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
     selections = [Selection("default", "", "", (0, 1), 0, 1)]
     (known,) = PairPlan(own, own, selections).explain().runs
-    assert known.steps[-1] == Step("layer", 2, 256)
+    assert known.first.steps[-1] == Step("layer", 2, 256)
     for src, dst in ((own, hidden), (hidden, own), (hidden, hidden)):
         (run,) = PairPlan(src, dst, selections).explain().runs
         assert run.piece_bytes == 128
@@ -314,7 +333,7 @@ def test_without_addresses_tensors_are_never_taken_for_neighbours():
     whole = CacheGeometry.of(halves)
     veiled = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in whole.tensors))
     (run,) = PairPlan(veiled, veiled, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain().runs
-    assert (run.piece_bytes, run.pieces, run.layers) == (256, 2, (0, 3))
+    assert (run.piece_bytes, run.pieces, run.first.layers) == (256, 2, (0, 3))
 
 
 def test_regions_that_are_neighbours_only_in_part_are_told_apart():
@@ -323,7 +342,7 @@ def test_regions_that_are_neighbours_only_in_part_are_told_apart():
     alone = CacheTensor(torch.empty_strided((4, 4, 8), (128, 8, 1)), "block token dim", layers=[3])
     geometry = CacheGeometry.of([three, alone])
     found = PairPlan(geometry, geometry, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain()
-    assert sorted((run.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]
+    assert sorted((run.first.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]
 
 
 def told(prefill, decode, tokens: int = 4096) -> str:
@@ -348,3 +367,168 @@ def test_tensors_of_their_own_are_no_stride_apart() -> None:
     text = told({}, {"layout": "block kv token head dim"})
     assert "at the source the next kv lies in other memory" in text
     assert "the destination goes on with the next kv" in text
+
+
+# what lies behind each other in one page
+
+
+def slots(of: dict[str, tuple[str, int, int]], *, layers: int = 2, inside: bool = False, pad: int = 0) -> CacheGeometry:
+    """Pages of state: by part how it lies (channel by channel, time by time), heads and dims; one behind the other.
+
+    Args:
+        of: Parts with one order, number of dims and next to each other share a tensor, as those of a convolution do.
+        layers: Their number.
+        inside: Whether the pages of all layers lie next to each other.
+        pad: Elements behind each page.
+    """
+    places: list[tuple[str, int, int, int, int, int]] = []
+    page = 0
+    for (order, dim), together in groupby(of.items(), key=lambda part: (part[1][0], part[1][2])):
+        parts = [(name, heads) for name, (_, heads, _) in together]
+        width = sum(heads for _, heads in parts)
+        for name, heads in parts:
+            by_head, by_dim = (dim, 1) if order == "channels" else (1, width)
+            places.append((name, heads, dim, page, by_head, by_dim))
+            page += heads * (dim if order == "channels" else 1)
+        page += width * (dim - 1) if order == "times" else 0
+    page += pad
+    memory = torch.zeros(1 if inside else layers, 6 * page * (layers if inside else 1), dtype=torch.bfloat16)
+    block = page * layers if inside else page
+    return CacheGeometry.of(
+        [
+            CacheTensor(
+                (memory[0, layer * page :] if inside else memory[layer]).as_strided(
+                    (6, heads, dim), (block, by_head, by_dim), layer * page + at if inside else layer * block * 6 + at
+                ),
+                "block head dim",
+                layers=[layer],
+                heads=range(heads),
+                part=name,
+            )
+            for layer in range(layers)
+            for name, heads, dim, at, by_head, by_dim in places
+        ]
+    )
+
+
+MAMBA = {"x": ("times", 12, 3), "B": ("times", 4, 3), "C": ("times", 4, 3), "ssm": ("channels", 4, 16)}
+
+
+def one(src: CacheGeometry, dst: CacheGeometry) -> Run:
+    (run,) = plan(src, dst).explain().runs
+    return run
+
+
+def test_a_run_goes_on_with_another_part_and_then_with_its_own_axis():
+    run = one(slots(MAMBA, pad=8), slots(MAMBA, pad=24))
+    assert str(run) == (
+        "group 'default', parts 'x', 'B', 'C', 'ssm', layers 0..1: 2 pieces of 248 B a row\n"
+        "  one piece: 2 B (bfloat16), x 12 heads = 24 B, goes on with parts 'B', 'C', heads 0..3 (16 B) = 40 B, "
+        "x 3 dim = 120 B, goes on with part 'ssm', heads 0..3 (128 B) = 248 B\n"
+        "  at the source the next block lies 264 B on and at the destination the next block lies 296 B on, not 248 B"
+    )
+    assert [(s.part, s.heads, s.nbytes) for s in run.first] == [
+        ("x", (0, 12), 248),
+        ("B", (0, 4), 16),
+        ("C", (0, 4), 8),
+        ("ssm", (0, 4), 128),
+    ]
+    assert json.loads(json.dumps(dataclasses.asdict(run)))["first"]["steps"][1]["then"]["part"] == "B"
+
+
+def test_pages_of_all_layers_in_a_block_are_one_piece():
+    run = one(slots(MAMBA, inside=True, layers=3), slots(MAMBA, inside=True, layers=3))
+    assert (run.pieces, run.piece_bytes) == (1, 3 * 248)
+    assert run.first.steps[-1] == Step("layer", 3, 3 * 248)
+    assert [limit.cause for limit in run.limits] == [Cause.BLOCK_IDS]
+    apart = one(slots(MAMBA, inside=True, layers=3), slots(MAMBA, layers=3))
+    assert (apart.pieces, apart.piece_bytes) == (3, 248)
+    assert [(limit.axis, limit.side) for limit in apart.limits if limit.axis != "block"] == [
+        ("layer", Side.DESTINATION),
+    ]
+
+
+def test_a_part_that_lies_elsewhere_on_one_side_is_named():
+    behind = slots({"values": ("channels", 4, 8), "scales": ("channels", 4, 2)}, layers=1)
+    swapped = slots({"scales": ("channels", 4, 2), "values": ("channels", 4, 8)}, layers=1)
+    for pair, side, other in ((plan(behind, swapped), "destination", "source"), (plan(swapped, behind), "source", "")):
+        values = next(run for run in pair.explain().runs if run.first.part == "values")
+        (limit,) = (limit for limit in values.limits if limit.cause is Cause.KIND)
+        assert (limit.axis, limit.side, limit.name) == ("part", side, f"{side} part")
+        assert limit.then is not None
+        assert (limit.then.part, limit.held) == ("scales", None)
+        assert str(limit).endswith(f"part 'scales', layer 0, heads 0..3, but the {side} does not")
+        assert str(limit).startswith(f"the {other}")
+
+
+def test_parts_are_never_taken_for_neighbours_without_addresses():
+    own = slots(MAMBA)
+    hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
+    assert len(plan(own, own).explain().runs) == 1
+    for src, dst in ((own, hidden), (hidden, own), (hidden, hidden)):
+        assert len(plan(src, dst).explain().runs) == 4
+
+
+def test_layers_of_two_kinds_that_take_turns_are_one_piece():
+    memory = torch.zeros(6, 4 * 24)
+    geometry = CacheGeometry.of(
+        [
+            CacheTensor(
+                memory[:, at : at + 4 * heads].unflatten(1, (heads, 4)),
+                "block head dim",
+                layers=[layer],
+                heads=range(heads),
+            )
+            for layer, (heads, at) in enumerate(((4, 0), (2, 16), (4, 24), (2, 40)))
+        ]
+    )
+    selections = [Selection("default", "", "", layers, 0, heads) for layers, heads in (((0, 2), 4), ((1, 3), 2))]
+    (run,) = PairPlan(geometry, geometry, selections).explain().runs
+    assert (run.pieces, run.piece_bytes) == (1, 192)
+    assert "x 4 heads = 64 B, goes on with layers 1..3, heads 0..1 (32 B) = 96 B, x 2 layers = 192 B" in str(run)
+
+
+@pytest.mark.parametrize(
+    ("axes", "src", "dst"),
+    [
+        ("block token dim", ((96, 12), (96, 24)), ((96, 12), (96, 24))),  # the first tokens of a block touch
+        ("block dim", ((16,), (32,)), ((16,), (32,))),  # the first blocks do
+        ("block token dim", ((96, 12), (96, 24)), ((12, 12), (12, 12))),  # the first tokens do, one of which is a row
+    ],
+)
+def test_parts_that_touch_in_one_place_are_not_taken_for_neighbours(axes, src, dst):
+    """Values of 8 elements and, from behind the first of them on, scales of 4 elements, with strides of their own."""
+
+    def side(strides) -> CacheGeometry:
+        memory = torch.zeros(1024, dtype=torch.uint8)
+        tokens = () if len(strides[0]) == 1 else (min(4, strides[0][0] // 12),)
+        return CacheGeometry.of(
+            [
+                CacheTensor(memory[at:].as_strided((4, *tokens, dim), (*own, 1)), axes, layers=[0], part=part)
+                for own, part, at, dim in zip(strides, ("values", "scales"), (0, 8), (8, 4), strict=True)
+            ]
+        )
+
+    runs = plan(side(src), side(dst)).explain().runs
+    assert {(run.first.part, run.piece_bytes) for run in runs} == {("values", 8), ("scales", 4)}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_groups_whose_blocks_have_the_same_ids_are_neighbours(alike):
+    memory = torch.zeros(8, 24)
+    geometry = CacheGeometry.of(
+        [
+            CacheTensor(memory[:, 0:16].unflatten(1, (4, 4)), "block token dim", layers=[0], group="values"),
+            CacheTensor(memory[:, 16:24].unflatten(1, (4, 2)), "block token dim", layers=[0], group="scales"),
+        ]
+    )
+    pair = plan(geometry, geometry)
+    spans = {"values": Span([1, 3]), "scales": Span([1, 3] if alike else [5, 3])}
+    transfer = pair.bind(spans, spans, range(8))
+    runs = transfer.explain().runs
+    pieces = transfer.whole.copy().enumerate().merged()
+    assert sum(run.pieces for run in runs) == (1 if alike else 2)
+    assert len(pair.explain().runs) == 2
+    assert len(pieces) == (2 if alike else 3)
+    if alike:
+        assert str(runs[0]).startswith("groups 'values', 'scales', layer 0: one piece of 96 B a row of 4 tokens")

@@ -1,8 +1,10 @@
 """The arena's memory on a real GPU."""
 
 import importlib.util
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import allocate
+from kvxfer.memory.driver import pci_bus_id
+from kvxfer.placement import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,6 +89,37 @@ def test_pinned_memory_is_pinned_and_both_sides_see_it(nbytes):
     assert int(device.sum()) == 3 * nbytes
     del host
     memory.close()
+
+
+def test_fabric_memory_works_or_is_refused_by_name():
+    """Which of the two depends on the machine; either way nothing stays behind."""
+    torch.cuda.init()
+    free, _ = torch.cuda.mem_get_info(0)
+    memory, refusal = None, ""
+    try:
+        memory = allocate("fabric", (64 << 20) + 5, 0)
+    except FabricError as error:
+        refusal = str(error)
+    if memory is None:
+        assert "no fabric handles" in refusal or "CUDA_ERROR" in refusal
+    else:
+        tensor = as_tensor(memory.address, memory.length)
+        tensor.fill_(7)
+        torch.cuda.synchronize()
+        assert int(tensor[-1]) == 7
+        del tensor
+        memory.close()
+    assert abs(free - torch.cuda.mem_get_info(0)[0]) <= 64 << 20
+    assert int((torch.ones(4, device="cuda:0") * 2).sum()) == 8, "a refusal leaves no error behind"
+
+
+def test_the_gpu_is_found_in_sysfs():
+    name = pci_bus_id(0)
+    if not Path("/sys/bus/pci/devices", name).exists():
+        pytest.skip(f"this system does not show {name} in /sys")
+    found = place("auto", 0)
+    assert found.cpus < os.sched_getaffinity(0)
+    assert "NUMA node" in found.why
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "kvxfer"
 
 # layer -> (its top-level names, kvxfer layers that it may import, third-party packages that it may import)
 CORE = {"names", "geometry", "wire", "memory"}
-PORTS = {"copy", "fabric"}
+PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
     "names": ({"errors", "limits", "endpoint", "dtypes"}, set(), set()),
     "runtime": ({"runtime"}, {"names"}, {"anyio"}),
@@ -34,6 +34,7 @@ LAYERS = {
     "memory": ({"memory"}, {"names", "geometry", "wire"}, set()),
     "copy": ({"copy"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "triton", "cuda"}),
     "fabric": ({"fabric"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "nixl"}),
+    "mapped": ({"mapped"}, CORE, {"numpy", "torch"}),
     "routes": ({"routes"}, CORE | PORTS | {"runtime", "telemetry", "settings"}, {"numpy"}),
     "shell": (
         set(),

@@ -1,6 +1,8 @@
 """Puts this folder on the path, so that its tests can import their helper `stage`, and opens the stage for them."""
 
+import asyncio
 import contextlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,6 +15,31 @@ if HERE not in sys.path:
 from stage import Stage  # noqa: E402 - found by the line above
 
 from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
+
+ON_BOTH_LOOPS = {
+    "test_cancel",
+    "test_endings",
+    "test_errors",
+    "test_loop",
+    "test_memory",
+    "test_peer_loss",
+    "test_reconnect",
+    "test_refusals",
+    "test_routes",
+    "test_shutdown",
+}
+"""Scenes that are played on asyncio's loop and on uvloop's, which shares no code with it."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(config, item):
+    """Loops on which to run a test."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if item.path.stem in ON_BOTH_LOOPS and importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import itertools
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from stage import KEY, Copied
 
-from kvxfer import READY, Config, Worker
+from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
@@ -39,12 +40,19 @@ CANARY = 0xA5
 _alive: list[object] = []
 
 
+def empty(count, dtype, device):
+    """Memory of which peers may map what lies on a CPU, as they may what lies on a GPU."""
+    if torch.device(device).type == "cpu":
+        return shared_empty((count,), dtype=dtype)
+    return torch.empty(count, dtype=dtype, device=device)
+
+
 def place(cache, device):
     """A cache of the same contents on a device, each layer between two guards that nobody may touch."""
     placed = copy.copy(cache)
     placed.memory, placed.guards = {}, []
     for layer, memory in cache.memory.items():
-        room = torch.empty(memory.numel() + 2 * GUARD, dtype=memory.dtype, device=device)
+        room = empty(memory.numel() + 2 * GUARD, memory.dtype, device)
         room.view(torch.uint8).fill_(CANARY)
         placed.memory[layer] = room[GUARD:-GUARD].view(memory.shape)
         placed.memory[layer].copy_(memory)
@@ -306,6 +314,7 @@ class Far:
                 await readable
         finally:
             loop.remove_reader(self._wire.fileno())
+            os.set_blocking(self._wire.fileno(), True)  # uvloop changes that; a message may be longer than a pipe
         answered, value, error = pickle.loads(self._wire.recv_bytes())
         assert answered == number, "one call at a time"
         assert not error, f"{name} failed over there: {error}"

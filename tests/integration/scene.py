@@ -99,6 +99,6 @@ async def bring_converted(far, near, dtypes, there="cpu", here="cpu"):
     after = now_on(near.caches[0])
     result = await near.workers[0].fetch(issuer.ticket("r"), INTO, tokens=TOKENS, after=after, timeout=60)
     expected.check()
-    assert (result.stats.route, result.stats.why) == ("staged", "the only route that converts")
+    assert result.stats.route == ("mapped" if here[:3] == there[:3] else "staged")
     for rank in range(len(given)):
         assert (await far.released(rank, "r"))[0] == "Released"

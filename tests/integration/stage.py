@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvxfer import shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
@@ -48,6 +49,7 @@ class Cache:
         dtype=torch.int32,
         group="default",
         turns=EVERY_TOKEN,
+        shared=False,
     ):
         self.block_tokens, self.turns = block_tokens, turns
         self.heads, self.layers, self.group, self.layout = heads, list(layers), group, layout
@@ -58,8 +60,11 @@ class Cache:
             "state": ((1, blocks, 1, len(heads), dim), "block head dim", (0, 1, 2, 3, 4)),
         }[layout]
         count = torch.Size(shape).numel()
+        empty = shared_empty if shared else torch.empty  # shared: what peers may map
         self.memory = {
-            layer: (torch.arange(count) + next(self._values) * 1_000_003).to(dtype).reshape(shape)
+            layer: empty(shape, dtype=dtype).copy_(
+                (torch.arange(count) + next(self._values) * 1_000_003).to(dtype).reshape(shape)
+            )
             for layer in self.layers
         }
 

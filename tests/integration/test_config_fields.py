@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -278,10 +280,12 @@ async def without_an_arena_nothing_is_staged(play):
 @field("arena_kind")
 async def the_arena_is_of_that_kind(play):
     worker = await play.worker("w", Cache(), arena_kind="cpu")
-    assert worker.describe()["arena"]["kind"] == "DRAM"
+    assert worker.describe()["arena"]["kind"] == "cpu"
     if not torch.cuda.is_available():
         await fails(play.worker("pinned", Cache(), arena_kind="pinned"), KvxferError)
-        await fails(play.worker("cuda", Cache(), arena_kind="cuda"), KvxferError)
+    for kind in ("cuda", "fabric"):
+        error = await fails(play.worker(kind, Cache(), arena_kind=kind), ConfigError)
+        assert f"arena_kind is '{kind}' and the cache is on a CPU" in str(error)
 
 
 @field("send_share")
@@ -298,6 +302,14 @@ async def chunks_are_no_larger_than_either_side_says(side, play):
     result, _ = await play.bring("r")
     assert result.stats.chunks >= NBYTES // 1024
     assert max(entry.length for entry in play.network.log) <= 1024
+
+
+@field("mapped_chunk_bytes")
+async def chunks_that_are_mapped_are_no_larger(play):
+    source, target = Cache(shared=True), Cache(shared=True)
+    await play.pair(source=source, target=target, route="mapped", mapped_chunk_bytes=1024)
+    result, _ = await play.bring("r")
+    assert (result.stats.route, result.stats.chunks) == ("mapped", NBYTES // 1024)
 
 
 @field("window", 1, 3)
@@ -619,6 +631,41 @@ async def a_loop_of_its_own_goes_on_while_this_one_stands_still(stack, folder):
         time.sleep(0.001)  # noqa: ASYNC251 - this loop stands still on purpose
     copied.check()
     await transfer
+
+
+def own_threads():
+    """Where each thread of kvxfer's may run."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer")]
+    return {thread.name: os.sched_getaffinity(thread.native_id or 0) for thread in threads}
+
+
+@field("affinity", "caller", "own", virtual=False)
+async def threads_are_kept_on_these_cpus(loop, stack, folder):
+    before = os.sched_getaffinity(0)
+    one = max(before)
+    if len(before) < 2:
+        pytest.skip("this process may use one CPU only")
+    others = set(own_threads())
+    network, source, target = LoopbackNetwork(), Cache(), Cache()
+    prefill, decode = [
+        await stack.enter_async_context(
+            Worker(
+                cache.tensors,
+                Config(affinity=str(one), loop=loop, **SIZES),
+                transport=LoopbackTransport(name, network),
+            )
+        )
+        for name, cache in (("prefill", source), ("decode", target))
+    ]
+    prefill.offer("r", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    ours = {name: cpus for name, cpus in own_threads().items() if name not in others}
+    assert all(cpus == {one} for cpus in ours.values()), ours
+    assert {"kvxfer-fabric", "kvxfer-gather", "kvxfer-scatter"} <= set(ours)
+    assert ("kvxfer-loop" in ours) is (loop == "own")
+    assert os.sched_getaffinity(0) == before, "the caller's loop runs where it did"
+    assert prefill.describe()["affinity"] == {"cpus": [one], "why": "affinity names them"}
+    await fails(Worker(source.tensors, Config(affinity=[one, 99_999], loop=loop, **SIZES)).__aenter__(), ConfigError)
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ async def test_an_exception_does_not_wait_for_the_drain(network):
 def posted(worker):
     """Whether a write is in flight."""
     shipments = [sent for outgoing in worker._sender._transfers.values() for sent in outgoing._shipments.values()]
-    return any(sent._cell.state.value == "posted" for sent in shipments)
+    return any(sent.cell.state.value == "posted" for sent in shipments)
 
 
 async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):

@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 from kvxfer.memory import Backing, InvariantError, Kind, allocate, backing
+from kvxfer.memory.driver import pci_bus_id
 
 
 def mapped(address: int) -> bool:
@@ -122,10 +123,10 @@ class Code(enum.IntEnum):
 class StandIn(types.ModuleType):
     """`cuda.bindings.runtime` with one device, which hands out host numbers and counts what is freed."""
 
-    cudaError_t = Code
+    success: enum.Enum = Code.cudaSuccess
 
-    def __init__(self):
-        super().__init__("cuda.bindings.runtime")
+    def __init__(self, name="cuda.bindings.runtime"):
+        super().__init__(name)
         self.calls: list[tuple] = []
         self.threads: set[int] = set()
         self.fails: dict[str, object] = {}
@@ -134,7 +135,7 @@ class StandIn(types.ModuleType):
     def _answer(self, name: str, *arguments, value=None):
         self.calls.append((name, *arguments))
         self.threads.add(threading.get_ident())
-        failure = self.fails.get(name, Code.cudaSuccess)
+        failure = self.fails.get(name, self.success)
         if isinstance(failure, Exception):
             raise failure
         return (failure,) if value is None else (failure, value)
@@ -153,6 +154,85 @@ class StandIn(types.ModuleType):
 
     def cudaFreeHost(self, address):
         return self._answer("cudaFreeHost", address)
+
+    def cudaDeviceGetPCIBusId(self, length, device):
+        return self._answer("cudaDeviceGetPCIBusId", length, device, value=b"0000:1B:00.0\0".ljust(length))
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_PERMITTED = 800
+
+
+def named(*names):
+    """An enumeration of cuda-bindings."""
+    return types.SimpleNamespace(**{name: name for name in names})
+
+
+class DriverStandIn(StandIn):
+    """`cuda.bindings.driver`, likewise, with a granularity of 4 MiB."""
+
+    success = Result.CUDA_SUCCESS
+    CUdevice_attribute = named(
+        "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED",
+        "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+    )
+    CUmemAllocationType = named("CU_MEM_ALLOCATION_TYPE_PINNED")
+    CUmemLocationType = named("CU_MEM_LOCATION_TYPE_DEVICE")
+    CUmemAllocationHandleType = named("CU_MEM_HANDLE_TYPE_FABRIC")
+    CUmemAllocationGranularity_flags = named("CU_MEM_ALLOC_GRANULARITY_MINIMUM")
+    CUmemAccess_flags = named("CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+
+    def __init__(self):
+        super().__init__("cuda.bindings.driver")
+        self.attributes = dict.fromkeys(vars(self.CUdevice_attribute), 1)
+        self.made: list[types.SimpleNamespace] = []
+
+    def CUmemAllocationProp(self):
+        location, flags = types.SimpleNamespace(), types.SimpleNamespace()
+        self.made.append(types.SimpleNamespace(location=location, allocFlags=flags))
+        return self.made[-1]
+
+    def CUmemAccessDesc(self):
+        return types.SimpleNamespace()
+
+    def cuInit(self, flags):
+        return self._answer("cuInit", flags)
+
+    def cuDeviceGet(self, ordinal):
+        return self._answer("cuDeviceGet", ordinal, value=ordinal + 100)
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        return self._answer("cuDeviceGetAttribute", attribute, device, value=self.attributes[attribute])
+
+    def cuMemGetAllocationGranularity(self, properties, option):
+        return self._answer("cuMemGetAllocationGranularity", value=4 << 20)
+
+    def cuMemCreate(self, nbytes, properties, flags):
+        return self._answer("cuMemCreate", nbytes, value="handle")
+
+    def cuMemExportToShareableHandle(self, handle, kind, flags):
+        return self._answer("cuMemExportToShareableHandle", handle, kind, value=b"shareable")
+
+    def cuMemAddressReserve(self, nbytes, alignment, address, flags):
+        return self._answer("cuMemAddressReserve", nbytes, value=self.address)
+
+    def cuMemMap(self, address, nbytes, offset, handle, flags):
+        return self._answer("cuMemMap", address, nbytes, handle)
+
+    def cuMemSetAccess(self, address, nbytes, access, count):
+        self.made += access
+        return self._answer("cuMemSetAccess", address, nbytes, count)
+
+    def cuMemUnmap(self, address, nbytes):
+        return self._answer("cuMemUnmap", address, nbytes)
+
+    def cuMemAddressFree(self, address, nbytes):
+        return self._answer("cuMemAddressFree", address, nbytes)
+
+    def cuMemRelease(self, handle):
+        return self._answer("cuMemRelease", handle)
 
 
 @pytest.fixture
@@ -228,14 +308,21 @@ class TestCuda:
         assert "cudaFree" not in [call[0] for call in cuda.calls]
         backing._leaked.pop()
 
-    @pytest.mark.parametrize("kind", ["cuda", "pinned"])
+    def test_where_a_gpu_sits_is_written_as_sysfs_does(self, cuda):
+        assert pci_bus_id(3) == "0000:1b:00.0"
+        assert cuda.calls == [("cudaDeviceGetPCIBusId", 32, 3)]
+        cuda.fails["cudaDeviceGetPCIBusId"] = Code.cudaErrorInvalidDevice
+        with pytest.raises(FabricError, match="cudaErrorInvalidDevice"):
+            pci_bus_id(3)
+
+    @pytest.mark.parametrize("kind", ["cuda", "fabric", "pinned"])
     @pytest.mark.parametrize("device", [None, -1])
     def test_a_gpu_must_be_named(self, cuda, kind, device):
         with pytest.raises(ArenaError, match="index of a GPU"):
             allocate(kind, 4096, device)
         assert cuda.calls == []
 
-    @pytest.mark.parametrize("kind", ["cuda", "pinned"])
+    @pytest.mark.parametrize("kind", ["cuda", "fabric", "pinned"])
     def test_without_the_extra_the_command_is_named(self, monkeypatch, kind):
         def missing(name):
             raise ModuleNotFoundError(name)
@@ -243,6 +330,82 @@ class TestCuda:
         monkeypatch.setattr(importlib, "import_module", missing)
         with pytest.raises(MissingExtraError, match=r"pip install 'kvxfer\[gpu\]'"):
             allocate(kind, 4096, 0)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    modules = {"cuda.bindings.runtime": StandIn(), "cuda.bindings.driver": DriverStandIn()}
+    monkeypatch.setattr(importlib, "import_module", modules.__getitem__)
+    return modules["cuda.bindings.driver"]
+
+
+GIVEN_BACK = {
+    "cuMemCreate": [],
+    "cuMemExportToShareableHandle": ["cuMemRelease"],
+    "cuMemAddressReserve": ["cuMemRelease"],
+    "cuMemMap": ["cuMemAddressFree", "cuMemRelease"],
+    "cuMemSetAccess": ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"],
+}
+"""What must be undone when a step fails."""
+
+
+class TestFabric:
+    def test_memory_is_made_for_fabric_handles_and_for_nics(self, driver):
+        memory = allocate("fabric", 5 << 20, 1)
+        assert (memory.kind, memory.address, memory.length, memory.device) == ("fabric", 7 << 21, 5 << 20, 1)
+        properties, access = driver.made
+        assert properties.requestedHandleTypes == "CU_MEM_HANDLE_TYPE_FABRIC"
+        assert properties.type == "CU_MEM_ALLOCATION_TYPE_PINNED"
+        assert properties.allocFlags.gpuDirectRDMACapable == 1
+        assert vars(properties.location) == {"type": "CU_MEM_LOCATION_TYPE_DEVICE", "id": 1}
+        assert (access.location, access.flags) == (properties.location, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+        assert driver.calls[4:] == [
+            ("cuMemGetAllocationGranularity",),
+            ("cuMemCreate", 8 << 20),
+            ("cuMemExportToShareableHandle", "handle", "CU_MEM_HANDLE_TYPE_FABRIC"),
+            ("cuMemAddressReserve", 8 << 20),
+            ("cuMemMap", 7 << 21, 8 << 20, "handle"),
+            ("cuMemSetAccess", 7 << 21, 8 << 20, 1),
+            ("cuMemRelease", "handle"),
+        ]
+        with pytest.raises(ArenaError, match="no host buffer"):
+            memory.view()
+        driver.calls.clear()
+        memory.close()
+        assert driver.calls == [("cuMemUnmap", 7 << 21, 8 << 20), ("cuMemAddressFree", 7 << 21, 8 << 20)]
+        assert threading.get_ident() not in driver.threads
+
+    def test_without_fabric_handles_nothing_is_made(self, driver):
+        driver.attributes["CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED"] = 0
+        with pytest.raises(FabricError, match="GPU 1 has no fabric handles"):
+            allocate("fabric", 4096, 1)
+        assert "cuMemCreate" not in [call[0] for call in driver.calls]
+
+    def test_a_gpu_that_no_nic_reaches_is_not_asked_for_it(self, driver):
+        driver.attributes["CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"] = 0
+        allocate("fabric", 4096, 1).close()
+        assert driver.made[0].allocFlags.gpuDirectRDMACapable == 0
+
+    @pytest.mark.parametrize("function", GIVEN_BACK)
+    def test_a_refusal_is_named_and_what_was_made_goes_back(self, driver, function):
+        driver.fails[function] = Result.CUDA_ERROR_NOT_PERMITTED
+        with pytest.raises(FabricError, match=rf"{function}\(.*CUDA_ERROR_NOT_PERMITTED"):
+            allocate("fabric", 4096, 1)
+        names = [call[0] for call in driver.calls]
+        assert names[names.index(function) + 1 :] == GIVEN_BACK[function]
+
+    def test_out_of_memory_is_an_arena_error(self, driver):
+        driver.fails["cuMemCreate"] = Result.CUDA_ERROR_OUT_OF_MEMORY
+        with pytest.raises(ArenaError, match="CUDA_ERROR_OUT_OF_MEMORY; lower arena_bytes"):
+            allocate("fabric", 4096, 1)
+
+    def test_a_failing_unmap_keeps_nothing_else_from_going_back(self, driver):
+        memory = allocate("fabric", 4096, 1)
+        driver.calls.clear()
+        driver.fails["cuMemUnmap"] = Result.CUDA_ERROR_NOT_PERMITTED
+        with pytest.raises(FabricError, match="cuMemUnmap"):
+            memory.close()
+        assert [call[0] for call in driver.calls] == ["cuMemUnmap", "cuMemAddressFree"]
 
 
 def test_a_backing_shows_what_it_is():

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from kvxfer import shared_empty
 from kvxfer.geometry import CacheTensor, Interleave
 
 ALIGNMENT = 64
@@ -112,7 +113,7 @@ class Room:
     """Memory of a rank, of which allocations are cut with guards between them."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory = shared_empty((nbytes,), dtype=torch.uint8)
         self.used = GUARD
 
     def take(self, nbytes: int) -> int:

@@ -18,7 +18,7 @@ from kvxfer import READY, RefusedError
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
 NUMBERS = {name: number for number, name in enumerate(CASES)}
-IN_PLACE = ("direct", "pull")
+BY_PIECE = ("direct", "pull")
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ def senders(endings: list[tuple[str, Any]], ranks: int) -> tuple[tuple[int, ...]
 
 @pytest.mark.parametrize("name", CASES)
 async def test_every_byte_between_two_processes(far: Far, near: Sides, name: str) -> None:
-    """All cases staged, and each also on one of the routes that write or read in place."""
+    """All cases staged and mapped, and each also on one of the routes that post every piece."""
     world = World.of(CASES[name])
     needed = [len(world.needs(rank)) for rank in world.decode]
     tickets = issuer(await far.prefill(name), KEY)
     before = [rank.memory.copy() for rank in world.decode]
     expected = [world.expected(rank) for rank in world.decode]
-    for route in ("staged", IN_PLACE[NUMBERS[name] % 2]):
+    for route in ("staged", "mapped", BY_PIECE[NUMBERS[name] % 2]):
         request = f"{NUMBERS[name]} {route}"
         for rank, memory in zip(world.decode, before, strict=True):
             rank.memory[:] = memory

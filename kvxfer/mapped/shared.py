@@ -1,0 +1,152 @@
+"""CPU memory that other processes of this host can map: anonymous files, which go with their last user.
+
+A peer opens the file through `/proc/<pid>/fd`, so nothing is left behind by a process that dies, and nobody but the
+same user (or root) gets at it. The inode is compared: a number of a process or of a descriptor may name something else
+by then.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from kvxfer.errors import ArenaError, FabricError
+from kvxfer.mapped.window import CPU, Export, Window
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["export_shared", "open_shared", "shared_empty"]
+
+_HANDLE: Final = struct.Struct("<IIQQ")
+"""Process, descriptor in it, device and inode of the file."""
+_NAME: Final = "kvxfer"
+_LINK: Final = f"/memfd:{_NAME} "
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One anonymous file of this process."""
+
+    address: int
+    length: int
+    descriptor: int
+
+
+_files: Final[dict[int, _File]] = {}
+"""By address of the first byte."""
+_lock: Final = threading.Lock()
+
+
+def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+    """A CPU tensor of zeros in memory that other processes can map, for the route `mapped`.
+
+    Args:
+        shape: Extents.
+        dtype: Element type; torch's default if left out.
+
+    Returns:
+        The tensor, which owns its memory: it is given back when the last tensor or view of it is gone, in every
+        process that has mapped it.
+
+    Raises:
+        ArenaError: If the system gives no such memory.
+    """
+    import torch
+
+    kind = dtype or torch.get_default_dtype()
+    count = prod(shape)
+    length = max(1, count) * kind.itemsize
+    try:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        raise ArenaError(f"this system has no anonymous files to share memory with: {error}") from error
+    try:
+        os.ftruncate(descriptor, length)
+        pages = mmap.mmap(descriptor, length)
+    except (OSError, ValueError, OverflowError) as error:
+        os.close(descriptor)
+        raise ArenaError(f"the system gives no {length} bytes of shared memory: {error}") from error
+    file = _File(_address(pages), length, descriptor)
+    with _lock:
+        _files[file.address] = file
+    weakref.finalize(pages, _forget, file)
+    flat = cast("Any", torch).frombuffer(pages, dtype=kind)
+    return cast("torch.Tensor", flat[:count].view(tuple(shape)))
+
+
+def _address(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))  # what from_buffer returns must not outlive this line
+
+
+def _forget(file: _File) -> None:
+    with _lock:
+        if _files.get(file.address) is file:
+            del _files[file.address]
+    os.close(file.descriptor)
+
+
+def export_shared(addresses: Sequence[int]) -> list[Export]:
+    """The shared files in which these addresses lie, each once.
+
+    Raises:
+        FabricError: If one lies in other memory.
+    """
+    found = {file.address: file for file in _holding(addresses)}
+    return [_export(found[address]) for address in sorted(found)]
+
+
+def _holding(addresses: Sequence[int]) -> Iterator[_File]:
+    with _lock:
+        files = list(_files.values())
+    for address in addresses:
+        file = next((file for file in files if file.address <= address < file.address + file.length), None)
+        if file is None:
+            raise FabricError("its memory is private to its process; allocate the cache with kvxfer.shared_empty(...)")
+        yield file
+
+
+def _export(file: _File) -> Export:
+    status = os.fstat(file.descriptor)
+    handle = _HANDLE.pack(os.getpid(), file.descriptor, status.st_dev, status.st_ino)
+    return Export(CPU, "", file.address, file.length, handle)
+
+
+def open_shared(given: Export) -> Window:
+    """Map a shared file of another process, or find one of this process.
+
+    Raises:
+        FabricError: If it is not there, or is not what was named.
+    """
+    try:
+        process, number, device, inode = _HANDLE.unpack(given.handle)
+    except struct.error as error:
+        raise FabricError(f"a handle of {len(given.handle)} bytes names no shared memory") from error
+    with _lock:
+        own = _files.get(given.address)
+    if process == os.getpid() and own is not None and own.descriptor == number:
+        return Window(given.address, given.length, given.address, lambda: None)
+    path = Path(f"/proc/{process}/fd/{number}")
+    try:
+        if not str(path.readlink()).startswith(_LINK):  # whatever else a process has open is nothing to write to
+            raise FabricError(f"{path} is not memory that kvxfer shares")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise FabricError(f"its shared memory cannot be opened: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < given.length:
+            raise FabricError(f"descriptor {number} of process {process} is not the shared memory that it named")
+        pages = mmap.mmap(descriptor, given.length)
+    except (OSError, ValueError) as error:
+        raise FabricError(f"its shared memory cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+    return Window(given.address, given.length, _address(pages), pages.close)

@@ -1,0 +1,138 @@
+"""What the owner of memory says of it, and what a process that has mapped it makes of that."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import FabricError
+
+__all__ = ["CPU", "CUDA", "Export", "Window", "Windows", "export", "open_window"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+CPU: Final = "shm"
+CUDA: Final = "cuda_ipc"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """One allocation that its owner lets others map.
+
+    Attributes:
+        kind: `CPU` or `CUDA`.
+        device: Identity of the GPU; empty for CPU memory.
+        address: First byte, as the owner addresses it.
+        length: Bytes.
+        handle: What a peer needs to map it.
+    """
+
+    kind: str
+    device: str
+    address: int
+    length: int
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """An allocation of another process, mapped here.
+
+    Attributes:
+        address: First byte, as the owner addresses it.
+        length: Bytes.
+        local: First byte, as this process addresses it.
+        close: Unmaps it. Nobody may use its addresses afterwards.
+    """
+
+    address: int
+    length: int
+    local: int
+    close: Callable[[], None]
+
+
+class Windows:
+    """All windows onto one peer. Whoever opened them owns them, and closes them once."""
+
+    def __init__(self, windows: Iterable[Window]) -> None:
+        self._windows: Final = sorted(windows, key=lambda window: window.address)
+        self._starts: Final = np.asarray([window.address for window in self._windows], np.int64)
+        self._stops: Final = np.asarray([window.address + window.length for window in self._windows], np.int64)
+        self._shifts: Final = np.asarray([window.local - window.address for window in self._windows], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def local(self, addresses: I64) -> I64:
+        """Addresses of the peer, int64 (N,), as this process sees them.
+
+        Raises:
+            FabricError: If one lies in no window.
+        """
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        inside = (at >= 0) & (addresses < self._stops[at]) if self._windows else np.zeros(len(addresses), np.bool_)
+        if not inside.all():
+            first = int(addresses[int(np.argmin(inside))])
+            raise FabricError(f"address {first:#x} of the peer lies in none of its mapped memory")
+        return addresses + self._shifts[at]
+
+    def locate(self, address: int, length: int) -> int:
+        """Where this process sees `length` bytes at an address of the peer.
+
+        Raises:
+            FabricError: If they do not lie in one window.
+        """
+        ends = np.asarray([address, address + max(length, 1) - 1], np.int64)
+        first, last = self.local(ends).tolist()
+        if last - first != ends[1] - ends[0]:
+            raise FabricError(f"{length} bytes at address {address:#x} of the peer do not lie in one allocation")
+        return int(first)
+
+    def close(self) -> None:
+        """Unmap all of them."""
+        for window in self._windows:
+            window.close()
+
+
+def export(kind: str, device: int, addresses: Sequence[int]) -> list[Export]:
+    """Make the allocations that hold these addresses available to other processes; each allocation once.
+
+    Args:
+        kind: "cpu" or "cuda".
+        device: Index of the GPU.
+        addresses: In memory of this process.
+
+    Raises:
+        FabricError: If one of them lies in memory that cannot be mapped elsewhere; it says what to do about it.
+    """
+    if kind == "cuda":
+        from kvxfer.mapped.ipc import export_cuda
+
+        return export_cuda(device, addresses)
+    from kvxfer.mapped.shared import export_shared
+
+    return export_shared(addresses)
+
+
+def open_window(given: Export, kind: str, device: int) -> Window:
+    """Map an allocation of another process.
+
+    Args:
+        given: As its owner said.
+        kind: "cpu" or "cuda": what this process copies with.
+        device: Index of the GPU that will address it.
+
+    Raises:
+        FabricError: If that cannot be done, with the reason.
+    """
+    if (given.kind == CUDA) != (kind == "cuda"):
+        raise FabricError(f"its cache is {given.kind} memory, and this one copies with the {kind}")
+    if given.kind == CUDA:
+        from kvxfer.mapped.ipc import open_cuda
+
+        return open_cuda(given, device)
+    from kvxfer.mapped.shared import open_shared
+
+    return open_shared(given)

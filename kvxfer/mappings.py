@@ -1,0 +1,208 @@
+"""Memory of peers that this rank's copies can address, opened once per incarnation, and the gates before our own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvxfer.copy.port import Gate
+from kvxfer.errors import FabricError, KvxferError
+from kvxfer.geometry import CacheGeometry
+from kvxfer.mapped import Export, Window, Windows, open_window, unlike
+from kvxfer.protocol.messages import Capability
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.runtime import Runtime
+from kvxfer.telemetry import logger
+
+__all__ = ["GATES", "GATE_BYTES", "Gates", "Mappings"]
+
+_log: Final = logger("kvxfer.send")
+
+GATE_BYTES: Final = 128
+"""From one gate to the next: a cache line of a GPU."""
+GATES: Final = 1 << 14
+"""Gates of a worker: peers that may write its GPU memory at a time."""
+
+
+class Gates:
+    """The gates in front of our own GPU memory: one for each peer that may write it, shared by those beyond `GATES`.
+
+    Args:
+        address: Where they begin; 0 without any (CPU memory).
+    """
+
+    _FIRST_GENERATION: Final = 1
+
+    def __init__(self, address: int) -> None:
+        self.address: Final = address
+        self._numbers: dict[bytes, int] = {}
+        self._next = 0
+
+    @staticmethod
+    def memory() -> bytes:
+        """What their memory holds at first: every gate open for the first generation."""
+        words = np.zeros(GATES * GATE_BYTES // 8, np.int64)
+        words[:: GATE_BYTES // 8] = Gates._FIRST_GENERATION << 32
+        return words.tobytes()
+
+    def granted(self, peer: PeerInfo) -> int:
+        """What a grant tells a peer: the number of its gate (the high 32 bits) and the generation; 0 without gates."""
+        if not self.address:
+            return 0
+        number = self._numbers.get(peer.identity.incarnation)
+        if number is None:
+            number = self._numbers[peer.identity.incarnation] = self._next % GATES
+            self._next += 1
+        return number << 32 | self._FIRST_GENERATION
+
+    def forget(self, peer: PeerInfo) -> None:
+        """The last link to a peer is gone. Its gate comes round again when all others were given out."""
+        self._numbers.pop(peer.identity.incarnation, None)
+
+
+@dataclass(slots=True, eq=False)
+class _Mapping:
+    """One peer: its windows once they are open, or why there are none; how many copies need them."""
+
+    windows: Windows | None = None
+    why: str = ""
+    gates: int = 0
+    users: int = 0
+    wanted: bool = True
+
+
+class Mappings:
+    """What of its peers' memory this rank can address.
+
+    Args:
+        geometry: What this rank holds: what its copies run on.
+        runtime: Opening takes milliseconds, in a thread.
+        retire: Unmaps windows that nobody uses any more, off the loop.
+    """
+
+    def __init__(self, geometry: CacheGeometry, runtime: Runtime, retire: Callable[[Windows], None]) -> None:
+        self._geometry: Final = geometry
+        self._runtime: Final = runtime
+        self._retire: Final = retire
+        self._mappings: dict[bytes, _Mapping] = {}
+
+    def __len__(self) -> int:
+        return sum(mapping.windows is not None for mapping in self._mappings.values())
+
+    @staticmethod
+    def offered(peer: PeerInfo) -> bool:
+        """Whether a peer lets this rank map its memory."""
+        return Capability.MAPPED in Capability(peer.identity.capabilities) and bool(peer.body.mapped)
+
+    async def open(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
+        """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once.
+
+        Args:
+            peer: The decode rank.
+            theirs: What it holds.
+        """
+        key = peer.identity.incarnation
+        if key in self._mappings:
+            self._mappings[key].wanted = True
+            return
+        mapping = self._mappings[key] = _Mapping(gates=peer.body.gates)
+        try:
+            if reason := unlike(peer.body.host):
+                raise FabricError(reason)
+            mapping.windows = await self._runtime.in_thread(lambda: self._open(peer, theirs))
+        except KvxferError as error:
+            mapping.why = str(error)
+            _log.warning("peer_not_mapped", peer=peer.name, reason=mapping.why)
+        self._prune(key, mapping)
+
+    def _open(self, peer: PeerInfo, theirs: CacheGeometry) -> Windows:
+        """Open every allocation, and see that they hold what the geometry says."""
+        kind, device = self._geometry.kind, self._geometry.device
+        opened: list[Window] = []
+        try:
+            for given in peer.body.mapped:
+                export = Export(given.kind, given.device, given.address, given.length, given.handle)
+                opened.append(open_window(export, kind, device))
+            windows = Windows(opened)
+            for spec in theirs.tensors:
+                windows.locate(spec.base, spec.extent_bytes)
+            if peer.body.gates:
+                windows.locate(peer.body.gates, GATES * GATE_BYTES)
+        except BaseException:
+            Windows(opened).close()
+            raise
+        return windows
+
+    def why_not(self, peer: PeerInfo) -> str:
+        """Why nothing is mapped of a peer; empty if that is not known, or something is."""
+        mapping = self._mappings.get(peer.identity.incarnation)
+        return mapping.why if mapping is not None else ""
+
+    def way(self, peer: PeerInfo, granted: int) -> tuple[Windows, Gate | None]:
+        """How this rank's copies reach a peer's memory, and the gate that a grant lets them through on a GPU.
+
+        Args:
+            peer: The decode rank. Call it under `hold`.
+            granted: Number of the gate (the high 32 bits) and its generation, as granted.
+
+        Raises:
+            FabricError: If nothing is mapped, or there is no such gate.
+        """
+        mapping, windows = self._mapped(peer)
+        number, generation = granted >> 32, granted & 0xFFFF_FFFF
+        if not mapping.gates:
+            return windows, None
+        if number >= GATES:
+            raise FabricError(f"gate {number} was granted, but {peer.name} has {GATES}")
+        return windows, Gate(windows.locate(mapping.gates + number * GATE_BYTES, GATE_BYTES), generation)
+
+    def hold(self, peer: PeerInfo) -> Callable[[], None]:
+        """Keep a peer's memory mapped until the returned function is first called.
+
+        Raises:
+            FabricError: If it is not.
+        """
+        key = peer.identity.incarnation
+        mapping, _ = self._mapped(peer)
+        mapping.users += 1
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                mapping.users -= 1
+                self._prune(key, mapping)
+
+        return release
+
+    def forget(self, peer: PeerInfo) -> None:
+        """The last link to this peer is gone: unmap its memory when no copy uses it."""
+        key = peer.identity.incarnation
+        mapping = self._mappings.get(key)
+        if mapping is not None:
+            mapping.wanted = False
+            self._prune(key, mapping)
+
+    def close(self) -> None:
+        """Unmap everything. No copy may be under way."""
+        for mapping in self._mappings.values():
+            if mapping.windows is not None:
+                mapping.windows.close()
+        self._mappings.clear()
+
+    def _mapped(self, peer: PeerInfo) -> tuple[_Mapping, Windows]:
+        mapping = self._mappings.get(peer.identity.incarnation)
+        if mapping is None or mapping.windows is None:
+            raise FabricError(f"the memory of {peer.name} is not mapped")
+        return mapping, mapping.windows
+
+    def _prune(self, key: bytes, mapping: _Mapping) -> None:
+        if mapping.users or mapping.wanted or self._mappings.get(key) is not mapping:
+            return
+        if mapping.windows is None and not mapping.why:
+            return  # it is being opened, and looked at again then
+        del self._mappings[key]
+        if mapping.windows is not None:
+            self._retire(mapping.windows)

@@ -1,0 +1,302 @@
+"""GPU memory of another process: mapped, written by our kernel through a gate, and what becomes of it when one dies.
+
+python -m pytest tests/gpu/test_mapped_gpu.py
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import select
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+
+from kvxfer.copy import READY, CopyJob, Direction  # noqa: E402
+from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+from kvxfer.copy.port import Gate  # noqa: E402
+from kvxfer.errors import FabricError  # noqa: E402
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
+from kvxfer.mapped import Export, export, open_window  # noqa: E402
+from kvxfer.mappings import GATE_BYTES, Gates  # noqa: E402
+from kvxfer.memory import allocate  # noqa: E402
+from kvxfer.memory.driver import call, load, upload  # noqa: E402
+from kvxfer.runtime import ThreadRuntime  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets kernels"),
+]
+CONTEXT = mp.get_context("spawn")
+MIB = 1 << 20
+SIZE = 256 * MIB
+CANARY = 0xAB
+GENERATION = 1
+
+
+def plan(src, dst, nbytes=SIZE, row=64 << 10):
+    """Rows of one region, in the order of the destination's last one first."""
+    rows = torch.arange(nbytes // row)
+    table = torch.stack([rows, rows * 0, rows.flip(0), rows * 0, rows * 0 + 1], dim=1).numpy()
+    box = Box((), row, row, row, token_in_run=True)
+    bases = torch.tensor([[src, dst]], dtype=torch.int64).numpy()
+    return CopyPlan((Segment(bases, table, row, row, box),))
+
+
+class Copies:
+    """An executor, and copies that are waited for."""
+
+    def __init__(self, device, ctas=24):
+        self.executor = CudaExecutor(ThreadRuntime(), device, ctas=ctas)
+
+    def begin(self, what, gate=None, after=READY):
+        ended, outcomes = threading.Event(), []
+
+        def done(outcome):
+            outcomes.append(outcome)
+            ended.set()
+
+        self.executor.submit(CopyJob(what, done, after, gate=gate), Direction.GATHER)
+        return ended, outcomes
+
+    def run(self, what, gate=None):
+        ended, outcomes = self.begin(what, gate)
+        assert ended.wait(60)
+        assert outcomes[0].error is None, outcomes[0].error
+        return outcomes[0]
+
+
+@contextlib.contextmanager
+def copies(device):
+    made = Copies(device)
+    yield made
+    assert made.executor.close(20)
+
+
+def flipped(memory, row=64 << 10):
+    return memory.view(-1, row).flip(0).reshape(-1)
+
+
+# ---- the gate
+
+
+def gate_words(device):
+    """Gates as a worker makes them, and a view of the first."""
+    backing = allocate("cuda", len(Gates.memory()), device)
+    upload(device, backing.address, Gates.memory())
+    return backing
+
+
+def word_of(address, device):
+    """What a gate holds."""
+    runtime = load("runtime", "this test")
+    found = torch.zeros(1, dtype=torch.int64)
+    torch.cuda.set_device(device)
+    call(runtime, "cudaMemcpy", found.data_ptr(), address, 8, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+    return int(found)
+
+
+def connect():
+    """Let each GPU address the other."""
+    torch.zeros(1, device="cuda:0").to("cuda:1")
+    torch.zeros(1, device="cuda:1").to("cuda:0")
+
+
+@pytest.mark.parametrize("generation", [GENERATION, GENERATION + 1])
+def test_a_gate_in_the_memory_of_the_other_gpu(generation):
+    connect()
+    source = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda:0")
+    target = torch.full((SIZE,), CANARY, dtype=torch.uint8, device="cuda:1")
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    words = gate_words(1)
+    address = words.address + 3 * GATE_BYTES
+    with copies(0) as made:
+        outcome = made.run(plan(source.data_ptr(), target.data_ptr()), Gate(address, generation))
+    fits = generation == GENERATION
+    assert outcome.stopped is not fits
+    assert torch.equal(target.to("cuda:0"), flipped(source) if fits else torch.full_like(source, CANARY))
+    assert word_of(address, 1) == GENERATION << 32
+    words.close()
+
+
+def test_what_the_gate_costs():
+    connect()
+    source = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:1")
+    words = gate_words(1)
+    gate = Gate(words.address, GENERATION)
+    for ctas in (24, 132):
+        made = Copies(0, ctas)
+        for nbytes in (2 * MIB, SIZE):
+            what = plan(source.data_ptr(), target.data_ptr(), nbytes)
+            times = {}
+            for name, given in (("without", None), ("with", gate)) * 2:
+                took = []
+                for _ in range(60):
+                    outcome = made.run(what, given)
+                    took.append(outcome.finished - outcome.started)
+                times[name] = sorted(took)[len(took) // 2] * 1e6
+            without, gated = times["without"], times["with"]
+            print(f"\n{ctas} CTAs, {nbytes / MIB:g} MiB: {without:.1f} us without a gate, {gated:.1f} with one")
+        assert made.executor.close(20)
+    words.close()
+
+
+# ---- another process
+
+
+def owner(device, answer):
+    """Allocate as torch does, export, and fill with a canary; then wait."""
+    memory = torch.full((SIZE,), CANARY, dtype=torch.uint8, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)
+    words = gate_words(device)
+    exports = export("cuda", device, [memory.data_ptr(), words.address])
+    answer.send((exports, memory.data_ptr(), words.address))
+    while answer.recv() == "sum":
+        answer.send(int(memory.to(torch.int64).sum()))
+    words.close()
+
+
+@contextlib.contextmanager
+def process(work, *arguments):
+    here, there = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=work, args=(*arguments, there), daemon=True)
+    child.start()
+    there.close()
+    try:
+        yield child, here
+    finally:
+        child.kill()
+        child.join()
+
+
+def opened(exports, device=0):
+    return [open_window(given, "cuda", device) for given in exports]
+
+
+def located(windows, address):
+    window = next(window for window in windows if window.address <= address < window.address + window.length)
+    return window.local + address - window.address
+
+
+@pytest.mark.parametrize("device", [0, 1], ids=["the same gpu", "the other gpu"])
+def test_memory_of_another_process_is_written_and_unmapped(device):
+    source = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize(0)
+    with process(owner, device) as (_, pipe), copies(0) as made:
+        exports, memory, words = pipe.recv()
+        windows, again = opened(exports), opened(exports)
+        assert [window.local for window in windows] == [window.local for window in again]  # once a process
+        for window in again:
+            window.close()
+        gate = Gate(located(windows, words), GENERATION)
+        assert not made.run(plan(source.data_ptr(), located(windows, memory)), gate).stopped
+        pipe.send("sum")
+        assert pipe.recv() == int(source.to(torch.int64).sum())
+        for window in windows:
+            window.close()
+        pipe.send("end")
+
+
+def test_an_address_inside_of_what_torch_allocated_is_found():
+    memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    (given,) = export("cuda", 0, [memory[12345:].data_ptr(), memory.data_ptr()])
+    assert given.address <= memory.data_ptr()
+    assert memory.data_ptr() + memory.numel() <= given.address + given.length
+
+
+def test_memory_without_a_handle_is_refused_by_name():
+    pinned = torch.zeros(MIB, dtype=torch.uint8, pin_memory=True)
+    with pytest.raises(FabricError, match="cudaMalloc"):
+        export("cuda", 0, [pinned.data_ptr()])
+
+
+def expandable(answer):
+    """A cache from an allocator whose memory has no handle."""
+    memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    try:
+        export("cuda", 0, [memory.data_ptr()])
+    except FabricError as error:
+        answer.send(str(error))
+    else:
+        answer.send("exported")
+
+
+def test_expandable_segments_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with process(expandable) as (_, pipe):
+        assert "expandable_segments" in pipe.recv()
+
+
+def test_a_handle_of_nobody_is_refused():
+    with pytest.raises(FabricError, match="cudaIpcOpenMemHandle"):
+        open_window(Export("cuda_ipc", "00" * 16, 1 << 40, MIB, bytes(68)), "cuda", 0)
+
+
+# ---- death
+
+
+def test_the_owner_dies_under_a_kernel_that_writes_its_memory():
+    source = torch.randint(0, 255, (SIZE,), dtype=torch.uint8, device="cuda:0")
+    kept = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize(0)
+    with copies(0) as made:
+        with process(owner, 1) as (child, pipe):
+            exports, memory, words = pipe.recv()
+            windows = opened(exports)
+            what = plan(source.data_ptr(), located(windows, memory))
+            gate = Gate(located(windows, words), GENERATION)
+            made.run(what, gate)
+            under_way = [made.begin(what, gate) for _ in range(200)]
+            under_way[5][0].wait(20)
+            child.kill()
+            child.join()
+            assert not under_way[-1][0].is_set()  # it died while they ran
+            for ended, outcomes in under_way:
+                assert ended.wait(60)
+                assert outcomes[0].error is None
+        made.run(plan(source.data_ptr(), kept.data_ptr()))  # the context is whole
+        assert torch.equal(kept, flipped(source))
+        for window in windows:
+            window.close()
+
+
+def writer(exports, memory, words, answer):
+    """Write the memory of another process over and over."""
+    source = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:1")
+    torch.cuda.synchronize(1)
+    windows = opened(exports, device=1)
+    made = Copies(1)
+    what = plan(source.data_ptr(), located(windows, memory))
+    gate = Gate(located(windows, words), GENERATION)
+    made.run(what, gate)
+    answer.send("writing")
+    while True:
+        for ended, _ in [made.begin(what, gate) for _ in range(50)]:
+            ended.wait(60)
+
+
+def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
+    memory = torch.full((SIZE,), CANARY, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize(0)
+    words = gate_words(0)
+    exports = export("cuda", 0, [memory.data_ptr(), words.address])
+    with process(writer, exports, memory.data_ptr(), words.address) as (child, pipe):
+        assert pipe.recv() == "writing"
+        gone = os.pidfd_open(int(child.pid or 0))
+        child.kill()
+        assert select.select([gone], [], [], 20)[0]
+        os.close(gone)
+        memory.fill_(CANARY)
+        torch.cuda.synchronize(0)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert bool((memory == CANARY).all())
+    words.close()

@@ -1,0 +1,204 @@
+"""Route `mapped`: the prefill rank's copies reach the decode rank's blocks; where they cannot, others are taken."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from stage import Cache, Copied, Gate, eventually, quiet
+from stored import Converted, Stored
+
+from kvxfer import READY, FabricError, MemoryInDoubtError, Released, TransferFailedError, mappings
+from kvxfer.copy.port import Direction
+from kvxfer.mapped import Window
+from kvxfer.protocol.framing import decode_body
+
+IDS, INTO = [3, 1, 7], [2, 5, 9]
+TOKENS = range(2, 11)
+
+
+@pytest.fixture
+def source():
+    return Cache(layout="NHD")
+
+
+@pytest.fixture
+def target():
+    return Cache(layout="HND", shared=True)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Windows that were opened and closed, by address, as if they were in another process."""
+    log = []
+
+    def open_window(given, kind, device):
+        log.append(("open", given.address))
+        return Window(given.address, given.length, given.address, lambda: log.append(("close", given.address)))
+
+    monkeypatch.setattr(mappings, "open_window", open_window)
+    return log
+
+
+async def bring(prefill, decode, source, target, request="r", **options):
+    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
+    offer = prefill.offer(request, IDS, tokens=12)
+    result = await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=5, **options)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    return result, offer.stats[0]
+
+
+async def test_auto_maps_what_can_be_mapped(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    ours, theirs = await bring(prefill, decode, source, target)
+    assert (ours.stats.route, theirs.route, ours.stats.why) == ("mapped", "mapped", "preferred by the decode rank")
+    assert (ours.stats.descriptors, ours.stats.gathering, ours.stats.scattering) == (0, 0, 0)
+    assert stage.network.log == []  # the transport moved nothing
+    await quiet(prefill, decode)
+
+
+async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, caplog):
+    private = Cache(layout="HND")
+    prefill, decode = await stage.pair(source, private, decode={"route": "mapped"})
+    ours, _ = await bring(prefill, decode, source, private)
+    assert ours.stats.route == "staged"
+    assert "kvxfer.shared_empty" in caplog.text
+    assert decode_body(decode._site.body[True]).mapped == []
+
+
+@pytest.mark.parametrize("preference", ["auto", "mapped"])
+async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_said(
+    stage, source, target, monkeypatch, caplog, preference
+):
+    def refuse(given, kind, device):
+        raise FabricError("no peer access between these two")
+
+    monkeypatch.setattr(mappings, "open_window", refuse)
+    prefill, decode = await stage.pair(source, target, route=preference)
+    for request in "rs":
+        ours, _ = await bring(prefill, decode, source, target, request)
+        assert ours.stats.route == "staged"
+    assert caplog.text.count("peer_not_mapped") == 1
+    assert caplog.text.count("no peer access between these two") == 1
+    assert caplog.text.count("route_fell_back") == 2
+    assert prefill.describe()["metrics"]["fallbacks"] == {"mapped is not possible for this pair": 2}
+
+
+async def test_another_host_is_not_mapped(stage, source, target, monkeypatch):
+    monkeypatch.setattr(mappings, "unlike", lambda host: "it is on another host")
+    prefill, decode = await stage.pair(source, target)
+    ours, _ = await bring(prefill, decode, source, target)
+    assert ours.stats.route == "staged"
+
+
+async def test_only_trusted_peers_are_told_how_to_map(stage, target):
+    worker = await stage.worker("w", target)
+    told = {trusted: decode_body(body) for trusted, body in worker._site.body.items()}
+    assert told[True].mapped
+    assert told[True].host
+    assert (told[False].mapped, told[False].host, told[False].gates) == ([], "", 0)
+
+
+async def test_memory_is_mapped_once_and_unmapped_when_the_peer_is_gone(stage, source, target, opened):
+    prefill, decode = await stage.pair(source, target)
+    for request in "rs":
+        await bring(prefill, decode, source, target, request)
+    bases = sorted(memory.data_ptr() for memory in target.memory.values())
+    assert sorted(opened) == [("open", base) for base in bases]
+    await decode.aclose()
+    await eventually(lambda: len(opened) == 4)
+    assert sorted(opened) == [("close", base) for base in bases] + [("open", base) for base in bases]
+
+
+async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, source, target, opened, monkeypatch):
+    prefill, decode = await stage.pair(source, target, decode={"revoke_timeout": 0.05})
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(plan):
+        begun.set()
+        go.wait(5)
+
+    monkeypatch.setattr("kvxfer.copy.host.run", slow)
+    prefill.offer("r", IDS, tokens=12)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    await eventually(begun.is_set)
+    await decode.aclose(drain=False)
+    with pytest.raises(MemoryInDoubtError):
+        await transfer
+    await eventually(lambda: not prefill._links)
+    assert not [what for what, _ in opened if what == "close"]
+    go.set()
+    await eventually(lambda: len([what for what, _ in opened if what == "close"]) == 2)
+
+
+async def test_a_cancelled_chunk_is_never_copied(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    gate, before = Gate(), target.clone()
+    offer = prefill.offer("r", IDS, tokens=12, after=gate)
+    fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5))
+    await eventually(lambda: prefill._site.executor._backlog.is_waiting(Direction.GATHER))
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch  # memory is safe from here on
+    gate.fired = True
+    await offer.withdraw()
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
+
+
+async def test_a_lease_that_ran_out_before_the_copy_is_not_used(stage, source, target):
+    prefill, decode = await stage.pair(source, target, decode={"grant_lease": 0.05})
+    gate, before = Gate(), target.clone()
+    offer = prefill.offer("r", IDS, tokens=12, after=gate)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    await eventually(lambda: prefill._site.executor._backlog.is_waiting(Direction.GATHER))
+    await asyncio.sleep(0.1)
+    gate.fired = True
+    with pytest.raises(TransferFailedError, match="lease ran out"):
+        await transfer
+    await offer.withdraw()
+    assert all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
+    await quiet(prefill, decode)
+
+
+async def test_a_copy_that_fails_fails_the_fetch(stage, source, target, monkeypatch):
+    prefill, decode = await stage.pair(source, target)
+
+    def broken(plan):
+        raise OSError("bus error")
+
+    monkeypatch.setattr("kvxfer.copy.host.run", broken)
+    offer = prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(TransferFailedError, match="bus error"):
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_it_converts(stage):
+    given = Stored(torch.bfloat16, "head", blocks=14, block_tokens=16)
+    ours = Stored(torch.float8_e4m3fn, "tensor", seed=2, blocks=6, block_tokens=64, layout="HND", shared=True)
+    prefill, decode = await stage.pair(given, ours, decode={"convert": True})
+    ids, into, tokens = [9, 3, 1, 7, 5, 4, 8, 2, 6, 0, 11, 10, 13], [2, 0, 3, 1], range(5, 200)
+    copied = Converted(ours).bring(given, ids, into, tokens)
+    prefill.offer("r", ids, tokens=208)
+    result = await decode.fetch(prefill.engine.ticket("r"), into, tokens=tokens, timeout=5)
+    copied.check()
+    assert result.stats.route == "mapped"
+
+
+async def test_it_streams(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", streaming=True)
+    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    offer.extend(IDS[:1], tokens=range(4))
+    offer.ready(after=READY)
+    offer.extend(IDS[1:], tokens=range(4, 12))
+    offer.ready(layers=[1], after=READY)
+    offer.ready(layers=[0], after=READY)
+    offer.finish(payload=b"token")
+    result = await transfer
+    copied.check()
+    assert (result.stats.route, result.payload) == ("mapped", b"token")

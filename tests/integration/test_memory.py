@@ -1,0 +1,77 @@
+"""Memory that the transport refuses: what can go another way does, what was asked for by name fails."""
+
+import pytest
+from stage import DEFAULTS, Cache, Copied, quiet
+
+from kvxfer import Config, FabricError, MismatchError, Worker
+from kvxfer.testing import LoopbackTransport
+
+
+class Choosy(LoopbackTransport):
+    """Takes so many registrations (an arena is two), and refuses what follows."""
+
+    def __init__(self, name, network, accepted):
+        super().__init__(name, network)
+        self.accepted = accepted
+
+    def register(self, memories):
+        if self.accepted == 0:
+            raise FabricError("these pages cannot be registered")
+        self.accepted -= 1
+        return super().register(memories)
+
+
+def worker(stage, name, cache, accepted=2, **config):
+    settings = Config(**{**DEFAULTS, "engine": name, **config})
+    return Worker(cache.tensors, settings, transport=Choosy(name, stage.network, accepted))
+
+
+@pytest.mark.parametrize("refused", ["prefill", "decode"])
+async def test_blocks_that_cannot_be_registered_are_staged(stage, refused):
+    source, target = Cache(), Cache(layout="HND")
+    workers = {}
+    for name, cache in (("prefill", source), ("decode", target)):
+        one = workers[name] = await worker(stage, name, cache, 2 if name == refused else 3).__aenter__()
+        stage.stack.push_async_callback(one.aclose, drain=False)
+        seen = one.describe()
+        assert seen["in_place"] is (name != refused)
+        assert seen["metrics"]["memory_refused"] == ({"blocks": 1} if name == refused else {})
+    prefill, decode = workers["prefill"], workers["decode"]
+    prefill.offer("r", [1, 2], tokens=8)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
+    copied.check()
+    assert result.stats.route == "staged", "of so few pieces they would go directly"
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["direct", "pull"])
+async def test_a_route_that_was_asked_for_needs_them(stage, route):
+    with pytest.raises(FabricError, match="these pages"):
+        await worker(stage, "w", Cache(), route=route).__aenter__()
+
+
+async def test_without_an_arena_there_is_no_other_way(stage):
+    with pytest.raises(FabricError, match="these pages"):
+        await worker(stage, "w", Cache(), 0, arena_bytes=0).__aenter__()
+
+
+async def test_blocks_that_no_route_needs_are_not_registered(stage):
+    for route, trust in (("staged", "full"), ("auto", "none")):
+        async with worker(stage, "w", Cache(), route=route, trust=trust) as one:
+            assert one.describe()["metrics"]["memory_refused"] == {}
+            assert not one.describe()["in_place"]
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+async def test_an_arena_that_cannot_be_registered_is_named(stage, accepted):
+    with pytest.raises(FabricError, match="an arena of kind 'cpu' was refused: these pages"):
+        await worker(stage, "w", Cache(), accepted).__aenter__()
+
+
+async def test_a_peer_that_cannot_stage_is_refused_when_the_two_meet(stage):
+    source, target = Cache(), Cache()
+    async with worker(stage, "prefill", source) as prefill, worker(stage, "decode", target, 1, arena_bytes=0) as decode:
+        prefill.offer("r", [1], tokens=4)
+        with pytest.raises(MismatchError, match="no common route"):
+            await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)

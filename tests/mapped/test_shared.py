@@ -1,0 +1,165 @@
+"""CPU memory that processes share: what an owner exports, and what another process makes of it."""
+
+import gc
+import multiprocessing as mp
+import os
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvxfer import ArenaError, FabricError, shared_empty
+from kvxfer.mapped import Window, Windows, export, open_window, unlike
+from kvxfer.mapped import home as home_module
+from kvxfer.mapped.shared import _files
+
+CONTEXT = mp.get_context("spawn")
+
+
+def add_one(given, elements, answer):
+    """In another process: map it, and add 1 to every element."""
+    window = open_window(given, "cpu", 0)
+    from kvxfer.copy.host import _view
+
+    _view(window.local, [elements], [4], "<i4")[:] += 1
+    window.close()
+    answer.send(window.local != window.address)
+
+
+def elsewhere(*arguments):
+    """Run `add_one` in a process of its own."""
+    here, there = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=add_one, args=(*arguments, there))
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    finally:
+        child.join()
+
+
+def test_another_process_writes_into_it():
+    tensor = shared_empty((3, 5), dtype=torch.int32)
+    assert torch.equal(tensor, torch.zeros(3, 5, dtype=torch.int32))
+    tensor[:] = torch.arange(15).reshape(3, 5)
+    (given,) = export("cpu", 0, [tensor.data_ptr(), tensor[1].data_ptr()])
+    assert (given.address, given.length) == (tensor.data_ptr(), 60)
+    assert elsewhere(given, 15)
+    assert torch.equal(tensor, torch.arange(1, 16, dtype=torch.int32).reshape(3, 5))
+
+
+def test_within_one_process_it_is_itself():
+    tensor = shared_empty((4,), dtype=torch.int32)
+    (given,) = export("cpu", 0, [tensor.data_ptr()])
+    window = open_window(given, "cpu", 0)
+    assert window.local == tensor.data_ptr()
+    window.close()
+    tensor.fill_(1)  # still there
+
+
+def test_views_keep_it_and_the_last_one_gives_it_back():
+    tensor = shared_empty((4, 4))
+    address = tensor.data_ptr()
+    number = _files[address].descriptor
+    view = tensor[2:]
+    del tensor
+    gc.collect()
+    assert address in _files
+    view.fill_(1)
+    del view
+    gc.collect()
+    assert address not in _files
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((0,), torch.float32), ((), torch.int8), ((2, 0, 3), None)])
+def test_odd_shapes(shape, dtype):
+    tensor = shared_empty(shape, dtype=dtype)
+    assert tuple(tensor.shape) == shape
+    assert tensor.dtype == (dtype or torch.float32)
+
+
+def test_more_than_there_is_is_refused():
+    with pytest.raises(ArenaError, match="bytes of shared memory"):
+        shared_empty((1 << 62,), dtype=torch.int8)
+
+
+def test_private_memory_is_not_exported():
+    with pytest.raises(FabricError, match=r"private to its process.*shared_empty"):
+        export("cpu", 0, [torch.zeros(4).data_ptr()])
+
+
+def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
+    tensor = shared_empty((4,))
+    (given,) = export("cpu", 0, [tensor.data_ptr()])
+    process, number, device, inode = struct.unpack("<IIQQ", given.handle)
+    elsewhere = replace(given, address=given.address + 4096)  # or it would be found to be this process's own
+
+    def opened(*handle, **changes):
+        open_window(replace(elsewhere, handle=struct.pack("<IIQQ", *handle), **changes), "cpu", 0)
+
+    with pytest.raises(FabricError, match="is not the shared memory that it named"):
+        opened(process, number, device, inode + 1)
+    with pytest.raises(FabricError, match="is not the shared memory that it named"):
+        opened(process, number, device, inode, length=1 << 30)
+    with (tmp_path / "file").open("w") as file:
+        status = os.fstat(file.fileno())
+        with pytest.raises(FabricError, match="is not memory that kvxfer shares"):
+            opened(process, file.fileno(), status.st_dev, status.st_ino)
+    with pytest.raises(FabricError, match="cannot be opened"):
+        opened(process, 99_999, device, inode)
+    with pytest.raises(FabricError, match="3 bytes names no shared memory"):
+        open_window(replace(elsewhere, handle=b"abc"), "cpu", 0)
+    with pytest.raises(FabricError, match="cuda_ipc memory, and this one copies with the cpu"):
+        open_window(replace(elsewhere, kind="cuda_ipc"), "cpu", 0)
+
+
+def windows(*triples):
+    closed = []
+    return Windows(Window(a, n, at, lambda a=a: closed.append(a)) for a, n, at in triples), closed
+
+
+def test_addresses_of_a_peer_become_those_of_this_process():
+    found, closed = windows((5000, 100, 90_000), (1000, 50, 7_000))
+    np.testing.assert_array_equal(found.local(np.asarray([1000, 5099, 1049, 5000])), [7000, 90_099, 7049, 90_000])
+    assert (found.locate(5010, 90), len(found)) == (90_010, 2)
+    found.close()
+    assert sorted(closed) == [1000, 5000]
+
+
+@pytest.mark.parametrize("address", [0, 999, 1050, 4999, 5100, 1 << 60])
+def test_an_address_outside_of_all_windows_is_refused(address):
+    found, _ = windows((5000, 100, 90_000), (1000, 50, 7_000))
+    with pytest.raises(FabricError, match=f"{address:#x} of the peer lies in none"):
+        found.local(np.asarray([1000, address]))
+
+
+def test_what_spans_two_windows_is_refused():
+    found, _ = windows((1000, 50, 7_000), (1050, 50, 9_000))
+    with pytest.raises(FabricError, match="100 bytes at address 0x3e8 of the peer do not lie in one allocation"):
+        found.locate(1000, 100)
+
+
+def test_without_windows_nothing_is_found():
+    with pytest.raises(FabricError, match="lies in none"):
+        Windows([]).local(np.asarray([1]))
+
+
+def test_only_the_same_host_and_namespace_will_do(monkeypatch):
+    monkeypatch.setattr(home_module, "here", lambda: "boot-a pid:[1]")
+    assert unlike("boot-a pid:[1]") == ""
+    assert unlike("boot-b pid:[1]") == "it is on another host"
+    assert "another PID namespace" in unlike("boot-a pid:[2]")
+    assert "not known" in unlike("")
+    monkeypatch.setattr(home_module, "here", lambda: "")
+    assert "not known" in unlike("boot-a pid:[1]")
+
+
+def test_a_host_that_does_not_say_is_nowhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(home_module, "_BOOT", tmp_path / "missing")
+    home_module.here.cache_clear()
+    assert home_module.here() == ""
+    home_module.here.cache_clear()

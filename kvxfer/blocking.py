@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvxfer.assembly import given_config, given_groups, given_tensors
-from kvxfer.blocklists import MAX_TOKENS, check_cover, offered_blocks, wanted_blocks, written_blocks
+from kvxfer.blocklists import check_cover, offered_blocks, wanted_blocks, written_blocks
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, PeerError, RequestError
 from kvxfer.events import as_event
@@ -235,10 +235,10 @@ class BlockingWorker:
             raise RequestError("an offer needs blocks= and tokens=, or streaming=True")
         held = None if tokens is None else token_count(tokens)
         if held is not None:
-            check_tokens(held, limit=MAX_TOKENS)
+            check_tokens(held)
         spans = None if blocks is None else offered_blocks(blocks, service.geometry)
         if spans is not None and held is not None:
-            check_cover(spans, service.geometry, held)
+            check_cover(spans, service.geometry, held, complete=not streaming)
         event = None if streaming else as_event(after, service.geometry)
         offer = BlockingOffer(request, attempt, service.thread, self._outbox, service.geometry)
         self._post(

@@ -1,17 +1,12 @@
 """Block lists of offers and fetches, as callers give them: brought into normal form, and checked without a peer."""
 
-from typing import Final
-
 import numpy as np
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
 from kvxfer.geometry.rows import RowSide
 
-__all__ = ["MAX_TOKENS", "check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
-
-MAX_TOKENS: Final = 0xFFFF_FFFF
-"""Token numbers travel in 32 bits."""
+__all__ = ["check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
 
 
 def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
@@ -32,7 +27,7 @@ def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> Blo
         BlocksError: If ids are malformed, out of range or repeated, or do not cover the tokens.
         TokensError: If the tokens are no range that a fetch can have.
     """
-    check_tokens(tokens, limit=MAX_TOKENS, may_be_empty=True)
+    check_tokens(tokens, may_be_empty=True)
     spans = normalise_blocks(blocks, geometry)
     check_spans(spans, geometry, receiving=True)
     check_cover(spans, geometry, tokens)
@@ -54,20 +49,31 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
     return written
 
 
-def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> None:
-    """Check that block lists reach up to a range's end; the planner does if they are interleaved.
+def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, complete: bool = True) -> None:
+    """Check that block lists reach up to a range's end, as the planner will, with one slot for state.
+
+    Args:
+        spans: In normal form.
+        geometry: What this rank holds.
+        tokens: The range.
+        complete: Whether nothing will be added. A slot of state may come last.
 
     Raises:
         BlocksError: Naming the group and both numbers.
     """
     for group, span in spans.items():
-        spec = geometry.groups[group][0]
-        beyond = span.first_token >= tokens.stop  # a window of which nothing is in the range
-        if spec.is_state or spec.tokens.of > 1 or not len(tokens) or beyond:
+        spec, count = geometry.groups[group][0], len(span.ids)
+        if spec.is_state:
+            if count > 1 or (complete and not count):
+                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
             continue
-        cover = (span.first_token // spec.id_tokens + len(span.ids)) * spec.id_tokens
-        if cover < tokens.stop:
+        side, unit = RowSide.of_tensor(spec), spec.tokens_per_row
+        id_rows = spec.id_tokens // unit
+        first, stop = side.local(np.asarray([span.first_token, tokens.stop], np.int64) // unit).tolist()
+        cover = (first // id_rows + count) * id_rows
+        if len(tokens) and first < stop and cover < stop:
+            whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
-                f"group {group!r}: {len(span.ids)} blocks of {spec.id_tokens} tokens reach up to token {cover}, "
-                f"but {tokens.stop} are needed"
+                f"group {group!r}: {count} blocks of {spec.id_tokens} tokens reach up to token {cover * unit}{whose}, "
+                f"but {stop * unit} are needed"
             )

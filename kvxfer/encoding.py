@@ -8,6 +8,7 @@ import numpy as np
 
 from kvxfer.errors import ProtocolError
 from kvxfer.geometry import BlockLists, CacheGeometry, Interleave, Selection, Span, TensorSpec
+from kvxfer.limits import MAX_STRIDE
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import pack_f32, pack_u32, unpack_f32, unpack_u32
 
@@ -21,7 +22,6 @@ __all__ = [
     "selection_to_wire",
 ]
 
-_MAX_STRIDE: Final = 1 << 47
 _MAX_IDS: Final = 1 << 24
 
 
@@ -65,7 +65,7 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
     """
     specs: list[TensorSpec] = []
     for frame in frames:
-        if any(not 0 <= stride < _MAX_STRIDE for stride in frame.strides) or not 0 < frame.item_bytes <= 64:
+        if any(not 0 <= stride < MAX_STRIDE for stride in frame.strides) or not 0 < frame.item_bytes <= 64:
             raise ProtocolError(f"a peer's tensor has strides {frame.strides} and items of {frame.item_bytes} bytes")
         specs.append(
             TensorSpec(

@@ -66,7 +66,7 @@ def parse_tokens(text: str) -> range:
 
 
 def _whole(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not (text.strip().isdecimal() and text.isascii()):
         raise ValueError("give a whole number")
     return int(text)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.config import Config
-from kvxfer.errors import GeometryError
+from kvxfer.errors import GeometryError, TokensError
 from kvxfer.geometry import (
     CopyPlan,
     Engine,
@@ -19,12 +18,12 @@ from kvxfer.geometry import (
     Explanation,
     ModelCache,
     PairPlan,
-    Pieces,
-    Segment,
     TransferPlan,
     check_tokens,
     resolve,
+    sample,
 )
+from kvxfer.limits import MAX_ROWS
 from kvxfer.planning import fit_grid, merged_pieces
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
@@ -58,34 +57,12 @@ class PieceSizes:
     @classmethod
     def of(cls, plan: CopyPlan) -> "PieceSizes":
         """Count and measure; of very many pieces those of some rows of every segment."""
-        sampled = plan.pieces > _LISTED
-        sizes: NDArray[np.int64]
-        weights: NDArray[np.float64]
-        if sampled:
-            parts = [_sample(segment, _LISTED * segment.pieces // plan.pieces) for segment in plan.segments]
-            sizes = np.concatenate([pieces.nbytes for pieces, _ in parts])
-            weights = np.repeat([weight for _, weight in parts], [len(pieces) for pieces, _ in parts])
-        else:
-            sizes = plan.enumerate().merged().nbytes
-            weights = np.ones(len(sizes))
-        order = np.argsort(sizes, kind="stable")
-        total = float(weights.sum())
-        middle = order[int(np.searchsorted(np.cumsum(weights[order]), total / 2))]
-        return cls(round(total), int(sizes[order[0]]), int(sizes[middle]), int(sizes[order[-1]]), sampled)
-
-
-def _sample(segment: Segment, pieces: int) -> tuple[Pieces, float]:
-    """About so many pieces of a segment, and how many each of them stands for: its first rows, and its last."""
-    rows = segment.rows
-    kept = min(len(rows), max(2, pieces * len(rows) // max(segment.pieces, 1)))
-    some = Segment(
-        segment.regions,
-        np.concatenate([rows[: kept - 1], rows[-1:]]),
-        segment.src_block,
-        segment.dst_block,
-        segment.box,
-    )
-    return some.enumerate().merged(), segment.bytes / some.bytes
+        found = sample(plan, _LISTED)
+        order = np.argsort(found.nbytes, kind="stable")
+        sizes, numbers = found.nbytes[order], np.cumsum(found.weights[order])
+        middle = int(np.searchsorted(numbers, float(numbers[-1]) / 2))
+        count, sampled = round(found.count), plan.pieces > _LISTED
+        return cls(count, int(sizes[0]), int(sizes[middle]), int(sizes[-1]), sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +221,16 @@ def forecast(
 
     Raises:
         GeometryError: If the model cannot be divided so, or the two layouts hold what cannot be copied.
-        TokensError: If the range is reversed, or ends at token 0.
+        TokensError: If the range is reversed, ends at token 0, or is longer than can be planned.
         RefusedError: If no route is left, or no chunk is small enough.
     """
     check_tokens(tokens, may_be_empty=True)
+    for side, layout in (("prefill", prefill), ("decode", decode)):
+        if (ids := -(-tokens.stop // (layout.block * layout.cp))) > MAX_ROWS:
+            raise TokensError(
+                f"{side}: {tokens.stop} tokens are {ids} blocks on a rank, and {MAX_ROWS} are the most that can be "
+                "planned: take fewer tokens, or larger blocks"
+            )
     pool = max(_SMALLEST_POOL, *(4 * tokens.stop // layout.block for layout in (prefill, decode)))
     src = _engine("prefill", model, prefill, dtype, pool)
     dst = _engine("decode", model, decode, dtype, pool)

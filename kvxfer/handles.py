@@ -12,7 +12,7 @@ from concurrent.futures import wait as wait_for_any
 from contextlib import suppress
 from typing import Any, Final, assert_never
 
-from kvxfer.blocklists import MAX_TOKENS, offered_blocks
+from kvxfer.blocklists import offered_blocks
 from kvxfer.errors import (
     ClosedError,
     Code,
@@ -258,7 +258,7 @@ class BlockingOffer:
             RequestError: If the offer is finished.
         """
         self._check_unfinished("extend")
-        check_tokens(tokens, limit=MAX_TOKENS)
+        check_tokens(tokens)
         spans = offered_blocks(blocks, self._geometry)
         self._step(lambda offer: offer.extend(spans, tokens=tokens))
 

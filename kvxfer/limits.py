@@ -2,7 +2,18 @@
 
 from typing import Final
 
-__all__ = ["MAX_FACTS", "MAX_NAME", "MAX_SCALES", "MAX_TENSORS", "MAX_WORLD"]
+__all__ = [
+    "MAX_FACTS",
+    "MAX_LAYERS",
+    "MAX_NAME",
+    "MAX_ROWS",
+    "MAX_SCALES",
+    "MAX_STRIDE",
+    "MAX_TENSORS",
+    "MAX_TOKENS",
+    "MAX_WIDTH",
+    "MAX_WORLD",
+]
 
 MAX_SCALES: Final = 65_536
 """Numbers in the scale of one cache tensor at most."""
@@ -14,6 +25,21 @@ MAX_NAME: Final = 128
 
 MAX_TENSORS: Final = 16_384
 """Cache tensors of a rank at most."""
+
+MAX_LAYERS: Final = 16_384
+"""Layers of a model at most."""
+
+MAX_TOKENS: Final = 0xFFFF_FFFF
+"""Token numbers travel in 32 bits."""
+
+MAX_ROWS: Final = 1 << 24
+"""Rows that a plan cuts a range of tokens into at most, those of other ranks' turns included: each takes memory."""
+
+MAX_WIDTH: Final = 1 << 24
+"""Coordinates on a head or dim axis at most: plans look at each."""
+
+MAX_STRIDE: Final = 1 << 47
+"""Bytes from one index of an axis to the next are fewer: no address space is larger."""
 
 MAX_FACTS: Final = 1024
 """Facts that two ranks compare when they meet, at most: the model, and four of each tensor class."""

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from kvxfer.blocklists import MAX_TOKENS, check_cover, offered_blocks
+from kvxfer.blocklists import check_cover, offered_blocks
 from kvxfer.copy.port import READY, Event
 from kvxfer.errors import (
     BlocksError,
@@ -226,19 +226,19 @@ class Offer:
             tokens: The tokens that become part of the offer; starts where the last range ended.
 
         Raises:
-            BlocksError: If ids are out of range, in custody, or too few for the tokens.
+            BlocksError: If ids are out of range, in custody, or too few for the tokens, or state has two slots.
             TokensError: If the range does not continue the last one.
             RequestError: If the offer is finished or was withdrawn.
         """
         if not self._is_open("extend"):
             return
-        check_tokens(tokens, limit=MAX_TOKENS)
+        check_tokens(tokens)
         if tokens.start != self.tokens:
             raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
         added = offered_blocks(blocks, self._site.geometry)
         self._site.custody.check({group: np.asarray(span.ids).tolist() for group, span in added.items()})
         spans = {group: self._appended(group, span) for group, span in added.items()}
-        check_cover(spans, self._site.geometry, tokens)
+        check_cover(spans, self._site.geometry, tokens, complete=False)
         self.spans = spans
         self.tokens, self.step = tokens.stop, len(tokens)
         self._grew()
@@ -280,11 +280,13 @@ class Offer:
             RequestError: If the offer is finished already, or was withdrawn.
             TokensError: If nothing was offered, a layer was not marked as ready up to the last token, or the payload is
                 too large.
+            BlocksError: If a group of state has no slot.
         """
         if not self._is_open("finish"):
             return
         if self.tokens == 0:
             raise TokensError(f"offer {self.request!r} is finished without any token")
+        check_cover(self.spans, self._site.geometry, range(self.tokens))
         missing = self.readiness.missing(self.tokens)
         if missing:
             raise TokensError(

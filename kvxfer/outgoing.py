@@ -121,7 +121,10 @@ class Outgoing(Steps):
         self.offer_grew()
 
     def offer_grew(self) -> None:
-        """More is ready, or the offer was finished."""
+        """More is ready, or the offer was finished. What fails is this transfer, not whoever says so."""
+        self.run(self._heed)
+
+    def _heed(self) -> None:
         offer, fetch = self.offer, self.machine.fetch
         if offer is None or self.machine.state is SendState.ENDED:
             return

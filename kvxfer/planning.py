@@ -17,13 +17,13 @@ from kvxfer.geometry import (
     ChunkPlan,
     CopyPlan,
     PairPlan,
-    Segment,
     Selection,
     TransferPlan,
     common,
     converts,
     differences,
     resolve,
+    sample,
 )
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS
@@ -237,59 +237,31 @@ def fit_grid(
     Raises:
         RefusedError: If not even one layer of one aligned token window fits.
     """
-    target = min(target_bytes, limit_bytes)
-    while True:
-        grid = plan.pair.grid(
-            plan.tokens,
-            target_bytes=target,
-            layers_per_chunk=layers_per_chunk,
-            tokens_per_chunk=tokens_per_chunk,
+    grid = plan.pair.grid(
+        plan.tokens,
+        target_bytes=min(target_bytes, limit_bytes),
+        layers_per_chunk=layers_per_chunk,
+        tokens_per_chunk=tokens_per_chunk,
+    )
+    remedy = "raise chunk_bytes (and, for the route staged, arena_bytes)"
+    if len(grid) > MAX_CHUNKS:
+        raise RefusedError(
+            f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
+            reason=Code.CHUNK_TOO_LARGE,
         )
-        last = len(grid) - 1
-        probes = sorted({0, min(1, last), min(grid.layer_runs, last), max(0, last - grid.layer_runs), last})
-        need = max(plan.chunk(grid, chunk, outline=True).staged_bytes for chunk in probes)
-        if len(grid) > MAX_CHUNKS:
-            raise RefusedError(
-                f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: raise chunk_bytes "
-                "(and, for the route staged, arena_bytes)",
-                reason=Code.CHUNK_TOO_LARGE,
-            )
-        if need <= limit_bytes:
-            return grid
-        if target < 2:
-            raise RefusedError(
-                f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: raise chunk_bytes "
-                "(and, for the route staged, arena_bytes) on the side that is short of it",
-                reason=Code.CHUNK_TOO_LARGE,
-            )
-        target = min(target // 2, target * limit_bytes // need)
+    need = plan.largest_chunk_bytes(grid)
+    if need > limit_bytes:
+        raise RefusedError(
+            f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
+            "that is short of it",
+            reason=Code.CHUNK_TOO_LARGE,
+        )
+    return grid
 
 
 def merged_pieces(plan: TransferPlan) -> int:
-    """About how many pieces a transfer has once neighbours are merged: counted in some of its rows, and scaled.
-
-    Counting all of them costs tens of nanoseconds a piece, and there may be millions. The rows are neighbours in the
-    middle, where none is cut and runs of blocks show; those of all segments that they move, since pieces of one segment
-    may go on in another.
-    """
-    moved: dict[int, list[Segment]] = {}
-    for segment in plan.outline.copy().segments:
-        moved.setdefault(id(segment.rows), []).append(segment)
-    found = 0.0
-    for segments in moved.values():
-        rows = segments[0].rows
-        known = rows[rows[:, 0] >= 0]
-        full = known[:, 4] == known[:, 4].max(initial=0)
-        each = sum(segment.pieces for segment in segments) / max(1, len(rows))
-        for some in (known[full], known[~full]):  # the first and the last row may be cut, and are pieces of their own
-            if len(some):
-                kept = min(len(some), max(2, int(_SAMPLED / len(moved) / each)))
-                first = (len(some) - kept) // 2
-                sample = some[first : first + kept]
-                pieces = CopyPlan(tuple(replace(segment, rows=sample) for segment in segments)).enumerate().merged()
-                of_all = some[:, 4].sum() / sample[:, 4].sum() * rows[:, 4].sum() / known[:, 4].sum()
-                found += len(pieces) * float(of_all)
-    return max(1, round(found))
+    """About how many pieces a transfer has once neighbours are merged, counted in a part of it."""
+    return max(1, round(sample(plan.outline.copy(), _SAMPLED).count))
 
 
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:

@@ -52,9 +52,13 @@ class Steps(ABC):
             self.failed(TransferFailedError(f"a step of the transfer failed: {error!r}"))
 
     def plan(self, make: Callable[[], _T], then: Callable[[_T], None], *, rows: int) -> None:
-        """Make a plan, here if its tables are small, else in a worker thread, and go on with it."""
+        """Make a plan, here if its tables are small, else in a worker thread, and go on with it.
+
+        Both are a step of its own, wherever they run: whoever brought the news that a plan is needed (the owner of an
+        offer, who adds blocks to it) is not told that this transfer cannot be planned.
+        """
         if rows <= _SMALL_PLAN:
-            then(make())
+            self.run(lambda: then(make()))
         else:
             self.site.tasks.spawn(self._plan_off_loop(make, then), f"{self._name} plan", failed=self._abandoned)
 

@@ -1,5 +1,7 @@
 """Block lists as callers give them, checked without a peer."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -47,3 +49,41 @@ def test_a_list_reaches_to_the_end_of_its_last_block(first: int) -> None:
         check_cover({"default": Span([5, 2], first)}, CACHE, range(13))
     check_cover({"default": Span([5, 2], first)}, CACHE, range(4))  # of a window that begins later nothing is needed
     check_cover({"default": Span([], first)}, CACHE, range(4))
+
+
+@pytest.mark.parametrize(
+    ("turns", "enough"),
+    # of 16 tokens, rank 1 of 2 holds 8 with turns of one, 4 where it has the second half of each 24, 8 in turns of 8
+    [(Interleave(1, 2, 1), 2), (Interleave(1, 2, 12), 1), (Interleave(1, 2, 8), 2), (Interleave(3, 4, 8), 0)],
+)
+def test_a_list_reaches_as_far_as_this_rank_holds_tokens(turns: Interleave, enough: int) -> None:
+    tensor = CacheTensor(torch.zeros(10, 4, 2), "block token dim", layers=[0], tokens=turns)
+    cache = CacheGeometry.of([tensor])
+    check_cover({"default": Span([5, 2][:enough])}, cache, range(3, 16))
+    if enough:
+        with pytest.raises(
+            BlocksError, match=f"{enough - 1} blocks of 4 tokens reach up to token .* of this rank's turns"
+        ):
+            check_cover({"default": Span([5, 2][: enough - 1])}, cache, range(3, 16))
+
+
+def test_a_list_need_not_hold_a_compressed_row_that_is_not_complete() -> None:
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(10, 2, 2), "block token dim", layers=[0], tokens_per_row=4)])
+    check_cover({"default": Span([5])}, cache, range(11))
+    check_cover({"default": Span([], 7)}, cache, range(7))
+    with pytest.raises(BlocksError, match="1 blocks of 8 tokens reach up to token 8, but 12 are needed"):
+        check_cover({"default": Span([5])}, cache, range(12))
+    with pytest.raises(BlocksError, match="0 blocks of 8 tokens reach up to token 0, but 8 are needed"):
+        check_cover({"default": Span([], 7)}, cache, range(8))
+
+
+@pytest.mark.parametrize(("slots", "early", "late"), [([], True, False), ([1], True, True), ([1, 2], False, False)])
+def test_state_has_one_slot_in_the_end(slots: list[int], early: bool, late: bool) -> None:
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(10, 2), "block dim", layers=[0], group="s")])
+    for fine, complete in ((early, False), (late, True)):
+        with (
+            contextlib.nullcontext()
+            if fine
+            else pytest.raises(BlocksError, match=f"one slot .*: {len(slots)} were given")
+        ):
+            check_cover({"s": Span(slots)}, cache, range(8), complete=complete)

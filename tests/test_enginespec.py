@@ -30,6 +30,9 @@ def test_an_engine(text, layout):
         ("tp=0", "tp=0 is not possible"),
         ("tp=-1", "tp=-1 is not possible: give a whole number"),
         ("tp=two", "tp=two is not possible"),
+        ("tp=\u0664", "tp=\u0664 is not possible: give a whole number"),
+        ("tp=1000000", "tp, pp and cp make an engine of 1000000 ranks, but 16384 are the most"),
+        ("tp=256,cp=33,pp=2", "an engine of 16896 ranks"),
         ("tp=", "tp= is not possible"),
         ("tp", "'tp' is not understood: write tp=VALUE"),
         ("tp=1,tp=2", "tp is given twice"),
@@ -53,7 +56,7 @@ def test_token_ranges():
     assert parse_tokens("16:100") == range(16, 100)
 
 
-@pytest.mark.parametrize("text", ["0", "0:0", "9:3", "-1", "1.5", "", ":", "1:", "1:2:3", "all"])
+@pytest.mark.parametrize("text", ["0", "0:0", "9:3", "-1", "1.5", "", ":", "1:", "1:2:3", "all", "\u0663"])
 def test_what_is_no_token_range_is_refused(text):
     with pytest.raises(TokensError, match=f"--tokens {text} is not possible"):
         parse_tokens(text)

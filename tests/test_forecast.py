@@ -176,6 +176,25 @@ def test_what_is_wrong_names_its_side():
         plan("Llama-3.1-8B", tokens=0)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ((1 << 32) - 1, "prefill: 4294967295 tokens are 268435456 blocks on a rank, and 16777216 are the most"),
+        (1 << 32, "tokens end at 4294967296, but 4294967295 tokens are the most"),
+    ],
+)
+def test_what_is_too_long_to_be_planned_is_refused_at_once(tokens, words):
+    with pytest.raises(TokensError, match=words):
+        plan("Llama-3.1-8B", tokens=tokens)
+
+
+def test_a_window_of_one_token_moves_nothing():
+    """The next token sees itself alone."""
+    config = CONFIGS["Mistral-7B-v0.2"] | {"sliding_window": 1}
+    found = forecast(read_model(config), EngineLayout(), EngineLayout(), range(16), config=Config(), profile=H200)
+    assert (found.pairs, found.to_json()["slowest_pair_s"]) == ((), 0.0)
+
+
 def test_numbers_for_people():
     assert [shown_size(size) for size in (0, 1023, 1024, 1_990_656, 5 << 30, 7 << 50)] == [
         "0 B",

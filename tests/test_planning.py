@@ -38,6 +38,7 @@ MAMBA = {
 }
 NHD = {"layout": "NHD"}
 ACROSS = {"tp": 4, "cross_layer": True}
+TURNS = {"cp": 2, "cross_layer": True, "block": 64, "layout": "HND"}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,13 @@ ACROSS = {"tp": 4, "cross_layer": True}
         (ACROSS, ACROSS, range(8000)),
         ({"cp": 2, "cross_layer": True, "block": 4}, {"cp": 2, "cross_layer": True, "block": 4}, range(8000)),
         ({"tp": 2}, {"tp": 8}, range(1, 4000)),
+        (TURNS, TURNS, range(8000)),
+        (TURNS, TURNS, range(3, 8001)),
+        ({"cp": 2}, {"cp": 2, "block": 48}, range(16000)),
+        ({"cp": 2, "layout": "HND"}, {"cp": 2, "layout": "HND"}, range(6000)),
+        ({"block": 32, "layout": "HND"}, {"block": 48, "layout": "HND"}, range(9, 9000)),
+        ({"block": 64, "kernel_block": 16}, {"block": 64}, range(9000)),
+        ({"block": 1}, {}, range(9000)),
     ],
 )
 def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
@@ -60,6 +68,26 @@ def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, tokens)
     real = len(plan.whole.copy().enumerate().merged())
     assert merged_pieces(plan) == pytest.approx(real, rel=0.15)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(ACROSS, ACROSS), (NHD, NHD), (NHD, {"layout": "HND"})])
+def test_blocks_that_follow_each_other_are_counted_as_one_piece(prefill, decode):
+    src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
+    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
+    spans = {"default": Span(range(7, 1007))}
+    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(spans, spans, range(3, 16_000))
+    assert merged_pieces(plan) == len(plan.whole.copy().enumerate().merged())
+
+
+def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
+    engine = from_hf_config(LLAMA)
+    spans = engine.spans(8000), engine.spans(8000, draw=1)
+    (selections,) = resolve(engine.ranks[0], engine.ranks)
+    pair = PairPlan(engine.ranks[0], engine.ranks[0], selections)
+    whole = merged_pieces(pair.bind(*spans, range(8000)))
+    for known in (0, 1, 100):
+        begun = {"default": Span(spans[0]["default"].ids[:known])}
+        assert merged_pieces(pair.bind(begun, spans[1], range(8000), covered=16 * known)) == whole
 
 
 @pytest.mark.parametrize(
@@ -84,6 +112,31 @@ def test_a_sample_needs_no_block_that_could_be_bound():
     pair = PairPlan(src, dst, common(src, dst))
     assert pair.sample.bytes == 2 * 16 * 8 * 4
     assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
+
+
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_turns_over_ranks_need_no_larger_chunks(chunk):
+    """A chunk of 64 KiB has room for 64 KiB of rows, however many tokens a rank holds in a row."""
+    model = LLAMA | {"num_hidden_layers": 1}
+    src, dst = from_hf_config(model, cp=2, cp_chunk=chunk), from_hf_config(model)
+    spans = src.spans(2048), dst.spans(2048, draw=1)
+    plan = PairPlan(src.ranks[0], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[0]).bind(*spans, range(2048))
+    grid = fit_grid(plan, target_bytes=1 << 16, limit_bytes=1 << 16)
+    sizes = [plan.chunk(grid, number).staged_bytes for number in range(len(grid))]
+    assert max(sizes) == plan.largest_chunk_bytes(grid) == 1 << 16
+    assert sum(sizes) == plan.whole.bytes == 1024 * 4096
+
+
+def test_the_largest_chunk_counts_wherever_it_is():
+    """Of 2048 tokens in turns of 1024, this rank holds the second half: the first chunks are empty."""
+    model = LLAMA | {"num_hidden_layers": 1}
+    src, dst = from_hf_config(model, cp=2, cp_chunk=1024), from_hf_config(model)
+    spans = src.spans(2048), dst.spans(2048, draw=1)
+    plan = PairPlan(src.ranks[1], dst.ranks[0], resolve(dst.ranks[0], src.ranks)[1]).bind(*spans, range(2048))
+    least = 16 * 4096
+    assert len(fit_grid(plan, target_bytes=1, limit_bytes=least)) == 128
+    with pytest.raises(RefusedError, match=f"the smallest possible chunk needs {least} bytes, but {least - 1} are"):
+        fit_grid(plan, target_bytes=1, limit_bytes=least - 1)
 
 
 def test_a_transfer_of_too_many_chunks_is_refused():

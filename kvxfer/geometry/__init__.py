@@ -4,7 +4,7 @@
     resolve     who sends what                                          (resolve.py)
     pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
-    tables      what a copy kernel needs                                (copyplan.py)
+    tables      what a copy kernel needs                                (copyplan.py, sampling.py)
     explain     why its pieces are as long as they are                  (explain.py, growth.py, endings.py)
 
 Caches need not be described one by one:
@@ -29,6 +29,7 @@ from kvxfer.geometry.models import ModelCache, Part, read_model
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
 from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
+from kvxfer.geometry.sampling import Sample, sample
 from kvxfer.geometry.spec import Interleave, TensorSpec
 from kvxfer.geometry.tensor import CacheTensor
 
@@ -60,6 +61,7 @@ __all__ = [
     "Part",
     "Pieces",
     "Run",
+    "Sample",
     "Segment",
     "Selection",
     "Side",
@@ -80,6 +82,7 @@ __all__ = [
     "normalise_blocks",
     "read_model",
     "resolve",
+    "sample",
     "scattered",
     "token_count",
 ]

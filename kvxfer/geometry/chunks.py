@@ -65,6 +65,12 @@ class ChunkGrid:
         """Token windows."""
         return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1
 
+    @property
+    def edges(self) -> I64:
+        """int64 (windows + 1,): the first token of each window, and one past the last token."""
+        window = self.first // self.tokens_per_chunk + np.arange(self.windows + 1, dtype=np.int64)
+        return np.clip(window * self.tokens_per_chunk, self.first, self.stop)
+
     def __len__(self) -> int:
         return self.windows * self.layer_runs
 
@@ -98,6 +104,13 @@ class ChunkPart:
     factors: F32
     rows: Rows
 
+    @property
+    def in_place(self) -> I64:
+        """The table of rows as they lie in the blocks of both sides: joined where the grid is finer than both."""
+        sides = (self.key.src_rows, self.key.dst_rows)
+        fine = all(side.block_tokens > self.rows.grid for side in sides)
+        return self.rows.joined() if fine else self.rows.table
+
 
 class ChunkPlan:
     """One chunk: the same rows and regions as a gather into staging, a scatter out of it, or a copy in place.
@@ -124,7 +137,14 @@ class ChunkPlan:
         self.bytes: Final = sum(len(part.bases) * part.rows.total_tokens * part.key.token_bytes for part in parts)
 
     def copy(self) -> CopyPlan:
-        """Source blocks straight into destination blocks; needs both sides' addresses."""
+        """Source blocks straight into destination blocks; needs both sides' addresses.
+
+        Nothing of it lies in staging, so rows that only staging tells apart are one.
+        """
+        tables: dict[int, I64] = {}  # parts with the same rows have the same table
+        for part in self._parts:
+            if id(part.rows) not in tables:
+                tables[id(part.rows)] = part.in_place
         return CopyPlan(
             tuple(
                 _segment(
@@ -133,7 +153,7 @@ class ChunkPlan:
                     part.bases,
                     (part.key.src_block, part.key.src_token),
                     (part.key.dst_block, part.key.dst_token),
-                    part.rows.table,
+                    tables[id(part.rows)],
                     part.key.elements,
                 )
                 for part in self._parts

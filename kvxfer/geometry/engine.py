@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, product
-from math import lcm, prod
+from itertools import accumulate, chain, groupby, islice, product
+from math import gcd, lcm, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from kvxfer.geometry.layouts import across_layers, expand_layout
 from kvxfer.geometry.models import ITEM_BYTES, ModelCache, Part, dtype_name, read_model
 from kvxfer.geometry.rows import Span
 from kvxfer.geometry.spec import Interleave, TensorSpec
+from kvxfer.limits import MAX_WORLD
 
 __all__ = ["Engine", "EngineLayout", "from_hf_config", "scattered"]
 
@@ -75,6 +76,9 @@ class EngineLayout:
             *(("pp", stage) for stage in stages),
         ):
             _check_positive(name, number)
+        ranks = self.tp * self.cp * (self.pp if isinstance(self.pp, int) else len(stages))
+        if ranks > MAX_WORLD:
+            raise GeometryError(f"tp, pp and cp make an engine of {ranks} ranks, but {MAX_WORLD} are the most")
         if self.block % kernel:
             raise GeometryError(f"block={self.block} is no multiple of kernel_block={self.kernel_block}")
         names = {axis.name for axis in self.axes}
@@ -332,9 +336,10 @@ def scattered(count: int, pool: int, *, draw: int = 0) -> NDArray[np.int64]:
     """
     if count > pool:
         raise GeometryError(f"a pool of {pool} blocks cannot hold {count} blocks: give more blocks, or fewer tokens")
-    steps = np.roll(np.arange(pool, dtype=np.int64), -int(pool * _GOLDEN))
-    fit = steps[(np.gcd(steps, pool) == 1) & (steps > 1) & (steps < pool - 1)]
-    step = int(fit[draw % len(fit)]) if len(fit) else 1  # a pool of a few blocks has nothing but neighbours
+    begin = int(pool * _GOLDEN)
+    steps = (step for step in chain(range(begin, pool - 1), range(2, begin)) if step > 1 and gcd(step, pool) == 1)
+    fit = list(islice(steps, draw + 1)) or [1]  # a pool of a few blocks has nothing but neighbours
+    step = fit[draw % len(fit)]
     return np.arange(count, dtype=np.int64) * step % pool
 
 

@@ -1,7 +1,7 @@
 """A bare list of tensors, one a layer, as the cache tensors of one group."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.spec import EVERY_TOKEN, Interleave
@@ -14,6 +14,7 @@ __all__ = ["group"]
 
 _Layer: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]"
 _Scale: TypeAlias = "_Layer | None"
+_T = TypeVar("_T")
 
 
 def group(
@@ -43,16 +44,17 @@ def group(
         tokens: Which tokens they hold, under context parallelism.
         kernel_blocks_per_id: Blocks of the tensors that one block id stands for.
         tokens_per_row: Tokens that one index of the token axis stands for.
-        scale: Of every tensor, as in `CacheTensor`; or a list of the same form as `tensors`.
+        scale: Of every tensor, as in `CacheTensor`; or a list with one for each layer, where a pair of tensors may have
+            a pair.
 
     Returns:
         One `CacheTensor` a tensor, for `Worker` or `CacheGeometry.of`. They keep references to the tensors.
 
     Raises:
-        GeometryError: If the numbers of tensors and of layers differ, or a pair is not one.
+        GeometryError: If the numbers of tensors, layers and scales differ, or a pair is not one.
     """
-    given = list(tensors)
-    numbers = list(range(len(given)) if layers is None else layers)
+    given = _listed("tensors", tensors)
+    numbers = _listed("layers", range(len(given)) if layers is None else layers)
     if len(numbers) != len(given):
         raise GeometryError(f"{len(given)} tensors were given, but layers= names {len(numbers)}: give one a layer")
     alike: Sequence[_Scale] = scale if isinstance(scale, tuple | list) else [cast("_Scale", scale)] * len(given)
@@ -60,8 +62,8 @@ def group(
         raise GeometryError(f"{len(given)} tensors were given, but scale= has {len(alike)}: give one for all, or each")
     found: list[CacheTensor] = []
     for number, layer, own in zip(numbers, given, alike, strict=True):
-        scales: Sequence[torch.Tensor | None] = own if isinstance(own, tuple | list) else (own, own)
-        for (half, tensor), factor in zip(_halves(number, layer, kv), scales, strict=False):
+        halves = _halves(number, layer, kv)
+        for (half, tensor), factor in zip(halves, _scales(number, layer, own, len(halves)), strict=True):
             found.append(
                 CacheTensor(
                     tensor,
@@ -78,6 +80,26 @@ def group(
                 )
             )
     return found
+
+
+def _listed(what: str, given: "Iterable[_T]") -> "list[_T]":
+    """Callers may be untyped: a tensor can be iterated over, but is no list of what the layers have."""
+    if hasattr(given, "data_ptr") or not hasattr(given, "__iter__"):
+        raise GeometryError(f"{what}= must be a list, with one entry for each layer, not {type(given).__name__}")
+    return list(given)
+
+
+def _scales(number: int, layer: "_Layer", own: "_Scale", tensors: int) -> "Sequence[torch.Tensor | None]":
+    """The scale of each tensor of one layer."""
+    if not isinstance(own, tuple | list):
+        return [own] * tensors
+    if not isinstance(layer, tuple | list) or len(own) != tensors:
+        held = f"a pair of {tensors} tensors" if isinstance(layer, tuple | list) else "one tensor"
+        raise GeometryError(
+            f"layer {number}: it is {held}, but scale= has a list of {len(own)} for it: give one scale, or to a pair "
+            "of tensors a pair"
+        )
+    return cast("Sequence[torch.Tensor | None]", own)
 
 
 def _halves(number: int, layer: "_Layer", kv: str | None) -> "list[tuple[str | None, torch.Tensor]]":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 from kvxfer.errors import GeometryError
+from kvxfer.limits import MAX_LAYERS, MAX_TOKENS, MAX_WIDTH
 
 __all__ = ["ITEM_BYTES", "KNOWN_TYPES", "ModelCache", "Part", "dtype_name", "read_model"]
 
@@ -95,7 +96,9 @@ def read_model(config: Mapping[str, Any] | str | Path) -> ModelCache:
     given = dict(config) if isinstance(config, Mapping) else _load(Path(config))
     outer = _Config(given)
     text = given.get("text_config")
-    if isinstance(text, Mapping):
+    if text is not None and not isinstance(text, Mapping):
+        raise outer.fail(f"text_config is {text!r}, but must be an object")
+    if text is not None:
         said = {key: value for key, value in cast("Mapping[str, Any]", text).items() if value is not None}
         outer = _Config({"model_type": outer.model_type, "dtype": outer.dtype} | said)
     outer = _Config({**_DEFAULTS.get(outer.model_type, {}), **outer.values})
@@ -129,11 +132,13 @@ def dtype_name(text: str) -> str:
 def _load(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise GeometryError(f"{file} cannot be read: {error.strerror}; give a config.json, or its folder") from error
     except ValueError as error:
         raise GeometryError(f"{file} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise GeometryError(f"{file} is not the config of a model: it is nested too deeply to be read") from error
     if not isinstance(found, dict):
         raise GeometryError(f"{file} is not the config of a model: it holds a {type(found).__name__}, not an object")
     return cast("dict[str, Any]", found)
@@ -144,16 +149,18 @@ class _Config:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values: Final = values
-        self.model_type: Final = str(values.get("model_type") or "")
-        if not self.model_type:
-            raise GeometryError("this is not the config of a model: it has no model_type")
+        named = values.get("model_type")
+        if not isinstance(named, str) or not named:
+            found = f"its model_type is {named!r}" if named else "it has no model_type"
+            raise GeometryError(f"this is not the config of a model: {found}")
+        self.model_type: Final = named
         named = values.get("dtype") or values.get("torch_dtype") or _DEFAULT_DTYPE
         self.dtype: Final = dtype_name(str(named))
 
     def fail(self, problem: str) -> GeometryError:
         return GeometryError(f"config of model type {self.model_type!r}: {problem}")
 
-    def maybe(self, *keys: str) -> int | None:
+    def maybe(self, *keys: str, most: int = MAX_WIDTH) -> int | None:
         """The first of these keys that is set."""
         for key in keys:
             value = self.values.get(key)
@@ -161,30 +168,35 @@ class _Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise self.fail(f"{key} is {value!r}, but must be a whole number from 1 on")
+            if value > most:
+                raise self.fail(f"{key} is {value}, but {most} is the most that can be planned")
             return value
         return None
 
-    def number(self, *keys: str) -> int:
-        found = self.maybe(*keys)
+    def number(self, *keys: str, most: int = MAX_WIDTH) -> int:
+        found = self.maybe(*keys, most=most)
         if found is None:
             raise self.fail(f"{' or '.join(keys)} is missing")
         return found
 
     def words(self, *keys: str) -> list[str] | None:
-        """The first of these keys that holds a list of words."""
+        """The first of these keys that is set, which must be to a list of words."""
         for key in keys:
             value = self.values.get(key)
-            if isinstance(value, Sequence) and not isinstance(value, str):
-                return [str(word) for word in cast("Sequence[object]", value)]
+            if value is None:
+                continue
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise self.fail(f"{key} is {value!r}, but must be a list")
+            return [str(word) for word in cast("Sequence[object]", value)]
         return None
 
     def layer_count(self) -> int:
-        return self.number("num_hidden_layers")
+        return self.number("num_hidden_layers", most=MAX_LAYERS)
 
     def kinds(self) -> list[str] | None:
         """What the layers are, where the config lists it."""
         found = self.words("layer_types", "layers_block_type")
-        if found is not None and len(found) != (self.maybe("num_hidden_layers") or len(found)):
+        if found is not None and len(found) != (self.maybe("num_hidden_layers", most=MAX_LAYERS) or len(found)):
             raise self.fail(f"layer_types lists {len(found)} layers, but num_hidden_layers is {self.layer_count()}")
         return found
 
@@ -223,7 +235,7 @@ def _plain(config: _Config) -> _Layers:
     """Attention in every layer, some of it perhaps over a sliding window."""
     count, window = (
         config.layer_count(),
-        config.maybe("sliding_window") if config.values.get("sliding_window") else None,
+        config.maybe("sliding_window", most=MAX_TOKENS) if config.values.get("sliding_window") else None,
     )
     if config.values.get("use_sliding_window") is False:
         window = None
@@ -371,7 +383,9 @@ def _hybrid_kinds(config: _Config) -> list[str]:
     kinds, values = config.kinds(), config.values
     if kinds is not None:
         return kinds
-    if isinstance(pattern := values.get("hybrid_override_pattern"), str):
+    if (pattern := values.get("hybrid_override_pattern")) is not None:
+        if not isinstance(pattern, str):
+            raise config.fail(f"hybrid_override_pattern is {pattern!r}, but must be text")
         if len(pattern) != (config.maybe("num_hidden_layers") or len(pattern)):
             raise config.fail(
                 f"hybrid_override_pattern has {len(pattern)} letters, but num_hidden_layers is {config.layer_count()}"
@@ -394,10 +408,19 @@ def _attending(config: _Config, count: int) -> Collection[int]:
         offset = config.number("attn_layer_offset") if config.values.get("attn_layer_offset") else 0
         return range(offset, count, config.number("attn_layer_period"))
     if config.model_type == "bamba":
-        return cast("Sequence[int]", config.values.get("attn_layer_indices") or ())
+        return _numbered(config, "attn_layer_indices", count)
     if interval := config.maybe("full_attention_interval"):
         return range(interval - 1, count, interval)
     raise config.fail("layer_types is missing, so it is not known which layers keep what")
+
+
+def _numbered(config: _Config, key: str, count: int) -> Collection[int]:
+    """Layers that are listed by their numbers; none without such a list."""
+    found: object = config.values.get(key)
+    numbers = cast("Sequence[object]", found if isinstance(found, list | tuple) else [] if found is None else [None])
+    if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < count for n in numbers):
+        raise config.fail(f"{key} is {found!r}, but must be a list of numbers of the {count} layers, from 0 on")
+    return cast("Collection[int]", numbers)
 
 
 _PLAIN_TYPES: Final = (

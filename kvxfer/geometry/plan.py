@@ -8,7 +8,8 @@ The planner is pure: numbers in, numbers out.
 """
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from kvxfer.geometry.endings import explain
 from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, period, row_grid
+from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
 
 __all__ = ["PairPlan", "TransferPlan", "check_state"]
 
@@ -117,18 +118,17 @@ class PairPlan:
             layers_per_chunk: Upper bound, for streaming by layer.
             tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
         """
-        align = self._window_tokens
+        align = self.row_tokens
         touched = -(-tokens.stop // align) - tokens.start // align
         window = tokens.stop
         if tokens_per_chunk is not None and tokens_per_chunk < len(tokens):
             touched = -(-tokens_per_chunk // align)
-            window = touched * align
-        sizes = list(self._layer_bytes.values())
-        most = max((per_window * touched + fixed for per_window, fixed in sizes), default=1)
+            window = min(window, touched * align)
+        most = max((kind.staged_bytes(touched * align) for kind in self._layer_kinds), default=1)
         fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
         if most > target_bytes:
-            steps = [(target_bytes - fixed) // per_window for per_window, fixed in sizes if per_window]
+            steps = [kind.fitting(target_bytes, align, touched) for kind in self._layer_kinds if kind.rows]
             window = min(window, align * max(1, min(steps, default=touched)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
@@ -188,22 +188,45 @@ class PairPlan:
         return bytes(found)
 
     @cached_property
-    def _window_tokens(self) -> int:
+    def row_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
-        return lcm(*(period(c.key.src_rows, c.key.dst_rows) for c in self.classes))
+        return lcm(*(row_grid(c.key.src_rows, c.key.dst_rows) * c.key.src_rows.tokens_per_row for c in self.classes))
 
     @cached_property
-    def _layer_bytes(self) -> Mapping[int, tuple[int, int]]:
-        """By layer, bytes of staging for the smallest window, and in every chunk: state, and alignment."""
-        per_layer: dict[int, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
+    def _layer_kinds(self) -> frozenset["_LayerKind"]:
+        """What each of the layers takes of staging; most are alike."""
+        rows: dict[int, Counter[tuple[RowSide, RowSide]]] = {layer: Counter() for layer in self.layers}
+        fixed: Counter[int] = Counter()
         for c in self.classes:
             src, dst, size = c.key.src_rows, c.key.dst_rows, c.key.token_bytes
             filling = STAGING_ALIGNMENT if row_grid(src, dst) * size % STAGING_ALIGNMENT else 0
-            rows = 0 if src.is_state else self._window_tokens // src.tokens_per_row // max(src.of, dst.of)
-            for layer in c.layers.tolist():
-                per_window, fixed = per_layer[layer]
-                per_layer[layer] = (per_window + rows * size, fixed + size * src.is_state + filling)
-        return per_layer
+            regions_of: Counter[int] = Counter(c.layers.tolist())
+            for layer, regions in regions_of.items():
+                fixed[layer] += filling + (regions * size if src.is_state else 0)
+                if not src.is_state:
+                    rows[layer][src, dst] += regions * size
+        return frozenset(_LayerKind(frozenset(rows[layer].items()), fixed[layer]) for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """What a layer takes of staging.
+
+    Attributes:
+        rows: For each addressing of source and destination, bytes of a token row.
+        fixed: Bytes in every chunk: state, and alignment.
+    """
+
+    rows: frozenset[tuple[tuple[RowSide, RowSide], int]]
+    fixed: int
+
+    def staged_bytes(self, tokens: int) -> int:
+        """In a window of so many tokens that cuts no row, at most: only the tokens that both sides hold have rows."""
+        return self.fixed + sum(min(src.most(tokens), dst.most(tokens)) * size for (src, dst), size in self.rows)
+
+    def fitting(self, target_bytes: int, tokens: int, most: int) -> int:
+        """In how many times so many tokens, up to a number, it takes no more than a target."""
+        return bisect_right(range(1, most + 1), target_bytes, key=lambda times: self.staged_bytes(times * tokens))
 
 
 def _meeting(key: SegmentKey) -> Meeting:
@@ -269,6 +292,17 @@ class TransferPlan:
             if len(part.bases) and len(part.rows):
                 parts.append(part)
         return ChunkPlan(parts)
+
+    def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
+        """Staging that the largest chunk of a grid takes, if no source block is padding."""
+        staged = np.zeros((grid.windows, grid.layer_runs), np.int64)
+        for c in self.pair.classes:
+            rows = self.rows[_meeting(c.key)]
+            runs = np.searchsorted(grid.layers, c.layers) // grid.layers_per_chunk
+            regions = np.bincount(runs, minlength=grid.layer_runs)
+            segments = np.outer(rows.counts(grid.edges), regions) * (rows.grid * c.key.token_bytes)
+            staged += -(-segments // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+        return int(staged.max())
 
     @property
     def _extent(self) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Who sends what: divides what one decode rank needs among the prefill ranks that hold it.
 
-Heads by overlap, layers by stage, replicated data from one owner each. Where several ranks hold the same coordinates
-the owner is rotated by the decode rank, so that the load spreads. The result is a pure function of the geometries:
-every decode rank computes its own part, and nobody has to agree.
+Heads by overlap, layers by stage, tokens by the turns that meet, replicated data from one owner each. Where several
+ranks hold the same coordinates the owner is rotated by the decode rank, so that the load spreads. The result is a pure
+function of the geometries: every decode rank computes its own part, and nobody has to agree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,15 +65,15 @@ def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0
             what is held here and there.
     """
     held, missing = _index(have), dict[str, tuple[str, str]]()
-    share: dict[tuple[tuple[_Holding, ...], int, int], list[tuple[int, int, int]]] = {}
+    share: dict[tuple[tuple[_Holding, ...], int, int, Interleave], list[tuple[int, int, int]]] = {}
     found: dict[tuple[int, str, str, str, int, int], list[int]] = {}
     for spec in need.tensors:
         for layer in spec.layers:
             for kv in spec.kv:
                 holdings = held.get((spec.group, spec.part, kv, layer), ())
-                key = (holdings, spec.heads.start, spec.heads.stop)
+                key = (holdings, spec.heads.start, spec.heads.stop, spec.tokens)
                 if key not in share:
-                    share[key] = _share(holdings, spec.heads, rank)
+                    share[key] = _share(holdings, spec, rank)
                 for owner, start, stop in share[key]:
                     if owner < 0:
                         missing |= _missing(need, spec, kv, layer, held)
@@ -96,7 +96,7 @@ def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[Selection, ...]:
             for kv in spec.kv:
                 for holding in held.get((spec.group, spec.part, kv, layer), ()):
                     start, stop = max(holding.start, spec.heads.start), min(holding.stop, spec.heads.stop)
-                    if start < stop:
+                    if start < stop and holding.tokens.meets(spec.tokens):
                         found.setdefault((spec.group, spec.part, kv, start, stop), []).append(layer)
     return tuple(
         sorted(
@@ -148,28 +148,35 @@ def _index(have: Sequence[CacheGeometry]) -> _Held:
     return {key: tuple(holdings) for key, holdings in held.items()}
 
 
-def _share(holdings: tuple[_Holding, ...], heads: range, turn: int) -> list[tuple[int, int, int]]:
-    """(owner, first head, one past the last) covering `heads`; owner -1 where nobody holds them."""
+def _share(holdings: tuple[_Holding, ...], need: TensorSpec, turn: int) -> list[tuple[int, int, int]]:
+    """(owner, first head, one past the last) covering the heads of `need`; owner -1 where nobody holds them."""
+    heads = need.heads
     cuts = {heads.start, heads.stop}
     cuts |= {edge for h in holdings for edge in (h.start, h.stop) if heads.start < edge < heads.stop}
     edges = sorted(cuts)
     shares: dict[int, list[tuple[int, int, int]]] = {}
     for start, stop in pairwise(edges):
         holders = [h for h in holdings if h.start <= start and stop <= h.stop]
-        for owner in _owners(holders, turn):
+        for owner in _owners(holders, need.tokens, turn):
             mine = shares.setdefault(owner, [])
             first = mine.pop()[1] if mine and mine[-1][2] == start else start
             mine.append((owner, first, stop))
     return list(chain.from_iterable(shares.values()))
 
 
-def _owners(holders: list[_Holding], turn: int) -> list[int]:
-    """One owner for every residue of the token interleaving; [-1] if a residue has none."""
-    by_residue: dict[tuple[int, int, int], list[int]] = {}
+def _owners(holders: list[_Holding], tokens: Interleave, turn: int) -> list[int]:
+    """One owner for every residue of the token interleaving that meets these tokens; [-1] if such a one has none."""
+    by_residue: dict[Interleave, list[int]] = {}
     for holder in holders:
-        by_residue.setdefault((holder.tokens.of, holder.tokens.chunk, holder.tokens.rank), []).append(holder.rank)
-    families = sorted({(of, chunk) for of, chunk, _ in by_residue})
-    for of, chunk in families:
-        if all((of, chunk, residue) in by_residue for residue in range(of)):
-            return [ranks[turn % len(ranks)] for ranks in (by_residue[of, chunk, residue] for residue in range(of))]
+        by_residue.setdefault(holder.tokens, []).append(holder.rank)
+    for of, chunk in sorted({(residue.of, residue.chunk) for residue in by_residue}):
+        owners: list[int] = []
+        for residue in (Interleave(rank, of, chunk) for rank in range(of)):
+            if not residue.meets(tokens):
+                continue
+            if residue not in by_residue:
+                break
+            owners.append(by_residue[residue][turn % len(by_residue[residue])])
+        else:
+            return owners
     return [-1]

@@ -10,7 +10,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.spec import TensorSpec
+from kvxfer.limits import MAX_ROWS, MAX_TOKENS
 
 __all__ = [
     "BlockLists",
@@ -31,12 +32,10 @@ __all__ = [
     "check_tokens",
     "meet",
     "normalise_blocks",
-    "period",
     "row_grid",
 ]
 
 _MAX_ID: Final = (1 << 63) - 1
-_MAX_TOKEN: Final = 0xFFFF_FFFF  # token numbers travel in 32 bits
 _MAX_IDS: Final = 1 << 28
 _PADDING: Final = -1  # a source block that is none: nothing comes of its rows
 _UNKNOWN: Final = -2  # a source block that is not known yet: its rows cannot be copied
@@ -125,6 +124,11 @@ class RowSide:
         turn = self.chunk * self.of
         return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
 
+    def most(self, tokens: int) -> int:
+        """How many token rows this rank holds of so many neighbouring tokens, at most."""
+        turns, rest = divmod(tokens, self.chunk * self.of)
+        return (turns * self.chunk + min(rest, self.chunk)) // self.tokens_per_row
+
     def kernel_blocks(self, ids: I64) -> I64:
         """Kernel block numbers of a list of block ids."""
         if self.block_ratio == 1:
@@ -179,6 +183,31 @@ class Rows:
             begin[0] += lead
             table[-1, 4] -= cut
         return Rows(table, begin, self.grid, self.unit)
+
+    def counts(self, edges: I64) -> I64:
+        """How many rows, whole or in part, lie in the tokens from each of these edges to the next one."""
+        first, last = edges[:-1] // self.unit, edges[1:] // self.unit
+        low = np.searchsorted(self.begin + self.table[:, 4], first, side="right")
+        high = np.searchsorted(self.begin, last)
+        return np.where(last > first, np.maximum(high - low, 0), 0)
+
+    def joined(self) -> I64:
+        """The table with one row for those that follow each other in one block of either side.
+
+        Rows end where the tokens take turns, and on the grid of both block sizes, because staging and chunks need it;
+        in the blocks themselves a copy may go on.
+        """
+        table = self.table
+        source, first, target, into, count = table.T
+        ends = np.ones(len(table), np.bool_)  # which rows the one after them does not continue
+        ends[:-1] = (np.diff(source) != 0) | (np.diff(target) != 0)
+        ends[:-1] |= (np.diff(first) != count[:-1]) | (np.diff(into) != count[:-1])
+        if ends.all():
+            return table
+        begins = np.flatnonzero(np.concatenate([[True], ends[:-1]]))
+        found = table[begins]
+        found[:, 4] = np.add.reduceat(count, begins)
+        return found
 
     def present(self) -> "Rows":
         """Those that can be copied: all but the ones of padding.
@@ -241,8 +270,8 @@ def _normal_span(group: str, value: "Ids | Span") -> Span:
     first = span.first_token
     if isinstance(first, bool) or not hasattr(first, "__index__"):
         raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
-    if not 0 <= first <= _MAX_TOKEN:
-        rule = "must not be negative" if first < 0 else f"must be at most {_MAX_TOKEN}"
+    if not 0 <= first <= MAX_TOKENS:
+        rule = "must not be negative" if first < 0 else f"must be at most {MAX_TOKENS}"
         raise BlocksError(f"group {group!r}: first_token {rule}, not {first}")
     return Span(ids.astype(np.int64), int(first))
 
@@ -302,12 +331,6 @@ def row_grid(src: RowSide, dst: RowSide) -> int:
     return gcd(src.grid, dst.grid) or 1
 
 
-def period(src: RowSide, dst: RowSide) -> int:
-    """Tokens after which both sides are at the start of a common sub-block, and of a turn of the interleaving."""
-    turns = [side.chunk * side.of for side in (src, dst) if side.of > 1]
-    return lcm(row_grid(src, dst) * src.tokens_per_row, *turns)
-
-
 def meet(
     group: str,
     src: RowSide,
@@ -332,6 +355,7 @@ def meet(
 
     Raises:
         BlocksError: If a list does not cover the range, or the lists of a state group differ in length.
+        TokensError: If the range is cut into too many rows.
     """
     unit, grid = src.tokens_per_row, row_grid(src, dst)
     due = tokens.stop if covered is None else min(covered, tokens.stop)
@@ -347,6 +371,11 @@ def meet(
         table[: len(s_ids), 0] = s_ids
     else:
         first, last = max(tokens.start, dst_span.first_token) // unit, tokens.stop // unit
+        if last - first > MAX_ROWS * grid:
+            raise TokensError(
+                f"group {group!r}: tokens {tokens.start}..{tokens.stop - 1} in rows of {grid * unit} are more than the "
+                f"{MAX_ROWS} rows that a plan may have: fetch them in parts, or use larger blocks"
+            )
         begin = np.arange(first // grid * grid, last if last > first else 0, grid, dtype=np.int64)
         if src.of > 1 or dst.of > 1:
             begin = begin[src.holds(begin) & dst.holds(begin)]
@@ -367,15 +396,16 @@ def meet(
 def _places(group: str, side: str, at: RowSide, span: Span, begin: I64, count: I64, covered: int) -> tuple[I64, I64]:
     """Kernel block of each row and its first token there, for rows that ascend.
 
-    The list must hold those that begin before `covered`: if the first and the last of them are inside, all are. The
-    blocks of later ones may be unknown.
+    The list must hold those of which a token row ends before `covered` (it belongs to its last token): if the first
+    and the last of them are inside, all are. The blocks of later ones may be unknown.
     """
     ids, unit, id_rows = at.kernel_blocks(np.asarray(span.ids)), at.tokens_per_row, at.block_ratio * at.block_tokens
     first = int(at.local(np.asarray([span.first_token // unit], np.int64))[0])
     position = at.local(begin)
     if origin := first // id_rows * id_rows:
         position = position - origin
-    due = len(begin) if covered > begin[-1] * unit else bisect_left(begin, covered // unit)
+    complete = covered // unit
+    due = len(begin) if complete > begin[-1] else bisect_left(begin, complete)
     last = max(due, 1) - 1
     short = due and int(position[last] + count[last]) > len(ids) * at.block_tokens
     if position[0] < first % id_rows or short:
@@ -402,16 +432,15 @@ def token_count(tokens: int) -> range:
         ) from error
 
 
-def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool = False) -> None:
+def check_tokens(tokens: range, *, may_be_empty: bool = False) -> None:
     """Check a token range as a caller gave it.
 
     Args:
         tokens: The range.
-        limit: Tokens that there are.
         may_be_empty: Whether `range(n, n)` will do: the first n tokens, of which none is missing.
 
     Raises:
-        TokensError: If it is empty, reversed, has a step, or ends beyond `limit`.
+        TokensError: If it is empty, reversed, has a step, or ends beyond the last number that a token may have.
     """
     if not isinstance(tokens, range):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TokensError(f"tokens must be a range, such as range(0, 4096), not {tokens!r}")
@@ -419,5 +448,5 @@ def check_tokens(tokens: range, *, limit: int | None = None, may_be_empty: bool 
     if tokens.step != 1 or tokens.start < 0 or tokens.stop < least:
         rule = "that ends after token 0" if may_be_empty else "with at least one token"
         raise TokensError(f"tokens must be a range of step 1 {rule}, not {tokens}")
-    if limit is not None and tokens.stop > limit:
-        raise TokensError(f"tokens {tokens.start}..{tokens.stop - 1} reach beyond the {limit} tokens on offer")
+    if tokens.stop > MAX_TOKENS:
+        raise TokensError(f"tokens end at {tokens.stop}, but {MAX_TOKENS} tokens are the most that a request may have")

@@ -5,13 +5,14 @@ Nothing here assumes K and V, heads, or a single group.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 from typing import Final
 
 from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.scales import check_scale
+from kvxfer.limits import MAX_STRIDE, MAX_WIDTH, MAX_WORLD
 
 __all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole"]
 
@@ -42,8 +43,20 @@ class Interleave:
     def __post_init__(self) -> None:
         for what, number in (("rank", self.rank), ("of", self.of), ("chunk", self.chunk)):
             check_whole(f"{what} of an Interleave", number)
-        if not (self.of >= 1 and 0 <= self.rank < self.of and self.chunk >= 1):
-            raise GeometryError(f"{self}: needs 0 <= rank < of and chunk >= 1")
+        if not (1 <= self.of <= MAX_WORLD and 0 <= self.rank < self.of and 1 <= self.chunk <= _MAX_DIMENSION):
+            raise GeometryError(
+                f"{self}: needs 0 <= rank < of and chunk >= 1; of is at most {MAX_WORLD} and chunk {_MAX_DIMENSION}"
+            )
+
+    def meets(self, other: "Interleave") -> bool:
+        """Whether some token, however far on, is held by both.
+
+        The turns of both begin at distances that are equal modulo the greatest common divisor of the two periods, and
+        every such distance occurs: it is enough to look at the two that are closest to 0.
+        """
+        common = gcd(self.chunk * self.of, other.chunk * other.of)
+        behind = (other.rank * other.chunk - self.rank * self.chunk) % common
+        return behind < self.chunk or common - behind < other.chunk
 
 
 EVERY_TOKEN: Final = Interleave()
@@ -146,6 +159,7 @@ class TensorSpec:
         return self.item_bytes + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def _check(self) -> None:
+        self._check_bounds()
         if not self.layers or not self.kv or not self.heads or min(self.shape) < 1:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} is empty: shape {self.shape}, layers {self.layers}"
@@ -170,17 +184,28 @@ class TensorSpec:
         if self.item_bytes != CONVERTIBLE.get(self.dtype, self.item_bytes):
             size = CONVERTIBLE[self.dtype]
             raise GeometryError(f"{self.name}: elements of {self.dtype} have {size} bytes, not {self.item_bytes}")
-        for what, number in (
-            ("the longest axis", max(self.shape)),
-            ("the last layer", max(self.layers)),
-            ("the end of heads", self.heads.stop),
-            ("tokens_per_row", self.tokens_per_row),
-            ("of in tokens", self.tokens.of),
-            ("chunk in tokens", self.tokens.chunk),
-        ):
-            if number > _MAX_DIMENSION:
-                raise GeometryError(f"{self.name}: {what} is {number}, but no coordinate may be over {_MAX_DIMENSION}")
         self._check_strides()
+
+    def _check_bounds(self) -> None:
+        """What no frame could hold, or no plan: first of all, since not even its length can be asked for."""
+        for name in (self.group, self.part):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise GeometryError(f"a cache tensor of group {self.group!r}: {name!r} is no text: {error}") from error
+        bounds = [
+            ("the longest axis", max(self.shape, default=0), _MAX_DIMENSION),
+            ("the last layer", max(self.layers, default=0), _MAX_DIMENSION),
+            ("the end of heads", self.heads.stop, _MAX_DIMENSION),
+            ("tokens_per_row", self.tokens_per_row, _MAX_DIMENSION),
+            ("the largest byte stride", max(self.strides, default=0), MAX_STRIDE - 1),
+            *((f"the length of axis {axis!r}", self.count(axis), MAX_WIDTH) for axis in ("head", "dim")),
+        ]
+        for what, number, most in bounds:
+            if number > most:
+                raise GeometryError(
+                    f"a cache tensor of group {self.group!r}: {what} is {number}, but may not be over {most}"
+                )
 
     def _check_units(self) -> None:
         if self.block_ratio < 1:

@@ -70,6 +70,7 @@ class CacheTensor:
             ("tokens must be an Interleave", self.tokens, "chunk"),
             ("group must be text", self.group, "encode"),
             ("part must be text", self.part, "encode"),
+            ("kv must be text", self.kv or "", "encode"),
         )
         for rule, value, mark in wanted:
             if not hasattr(value, mark):
@@ -86,7 +87,8 @@ class CacheTensor:
         """The description without the memory.
 
         Raises:
-            GeometryError: If names, coordinates, shape, strides or device do not fit together.
+            GeometryError: If names, coordinates, shape, strides or device do not fit together, or if the tensor reaches
+                beyond its storage.
         """
         self._check_types()
         tensor = self.tensor
@@ -100,7 +102,7 @@ class CacheTensor:
             )
         item_bytes = tensor.element_size()
         heads = self.heads if self.heads is not None else range(1)
-        return TensorSpec(
+        found = TensorSpec(
             group=self.group,
             part=self.part,
             kv=tuple(self.kv or ("kv" if "kv" in names else "")) or ("",),
@@ -118,8 +120,16 @@ class CacheTensor:
             tokens_per_row=int(self.tokens_per_row),
             tokens=self.tokens,
             null_block=null_block,
-            scale=read_scale(self.scale, len(heads)),
+            scale=read_scale(self.scale, heads.stop - heads.start),
         )
+        held = tensor.untyped_storage().nbytes()
+        reach = tensor.storage_offset() * item_bytes + found.extent_bytes
+        if reach > held:
+            raise GeometryError(
+                f"{found.name}: its last element ends at byte {reach} of its storage, which has {held}: the storage "
+                "was resized or freed; register what is allocated"
+            )
+        return found
 
 
 def _not_plain(tensor: "torch.Tensor") -> str:

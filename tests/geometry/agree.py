@@ -177,9 +177,9 @@ def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid
 def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> None:
     """A grid of the planner's choice cuts no row, and keeps to its target unless it is as small as can be."""
     chunks = [transfer.chunk(grid, number) for number in range(len(grid))]
-    rows = [sum(len(s.rows) * len(s.regions) for s in plan.copy().segments) for plan in (transfer.whole, *chunks)]
+    rows = [sum(len(s.rows) * len(s.regions) for s in plan.gather(0).segments) for plan in (transfer.whole, *chunks)]
     assert rows[0] == sum(rows[1:])
-    smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair._window_tokens
+    smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair.row_tokens
     if not smallest and not transfer.pair.has_state:
         assert max(chunk.staged_bytes for chunk in chunks) <= target
 
@@ -190,6 +190,8 @@ def check_chunks(
     """Gather at one end, scatter at the other, chunk by chunk in any order."""
     sender, receiver = ends
     assert sender.digest(grid) == receiver.digest(grid)
+    outlines = [sender.chunk(grid, number, outline=True) for number in range(len(grid))]
+    assert sender.largest_chunk_bytes(grid) == max(outline.staged_bytes for outline in outlines)
     everything: list[I64] = []
     total = 0
     for number in range(len(grid)):

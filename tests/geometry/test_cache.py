@@ -38,6 +38,10 @@ def test_a_tensor_is_described_in_bytes() -> None:
     assert spec.extent_bytes == 6 * 256 - 32
 
 
+def test_a_view_may_end_where_its_storage_does() -> None:
+    assert resized(1024).spec().extent_bytes == 512
+
+
 def test_counts_and_strides_by_axis() -> None:
     spec = cache((6, 2, 4, 2, 8), "block dim/8 token head dim%8").spec()
     assert spec.count("dim") == 16
@@ -74,6 +78,26 @@ def test_state_has_no_tokens() -> None:
     assert spec.id_tokens == 0
 
 
+def far(stride: int) -> CacheTensor:
+    """An axis of length 1, whose stride no access needs."""
+    tensor = torch.zeros(6, 1, 2, 8).as_strided((6, 1, 2, 8), (16, stride, 8, 1))
+    return CacheTensor(tensor, NHD, layers=[0], heads=range(2))
+
+
+def wide(heads: int, dim: int) -> CacheTensor:
+    """More than a plan can look at."""
+    memory = torch.zeros(1, dtype=torch.uint8).expand(1, 1, heads, dim)
+    return CacheTensor(memory, NHD, layers=[0], heads=range(heads))
+
+
+def resized(nbytes: int) -> CacheTensor:
+    """A view of memory that was given back in part."""
+    tensor = torch.zeros(8, 4, 2, 8)
+    view = tensor[2:4]  # bytes 512 to 1023
+    tensor.untyped_storage().resize_(nbytes)
+    return CacheTensor(view, NHD, layers=[0], heads=range(2))
+
+
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
@@ -105,7 +129,19 @@ def test_state_has_no_tokens() -> None:
         (cache((6, 2, 8), "block head dim", tokens_per_row=2), "describe a token axis, which it does not have"),
         (cache((6, 2, 8), "block head dim", tokens=Interleave(0, 2)), "describe a token axis, which it does not have"),
         (cache(tokens_per_row=2, tokens=Interleave(0, 2)), "compressed rows cannot be interleaved"),
-        (cache(layers=[1 << 32]), "no coordinate may be over 4294967295"),
+        (cache(layers=[1 << 32]), "the last layer is 4294967296, but may not be over 4294967295"),
+        (cache(heads=range(1 << 64)), "the end of heads is 18446744073709551616, but may not be over 4294967295"),
+        (cache(heads=range(-(1 << 64), 2)), "heads must be a range of step 1"),
+        (cache(kv=5), "kv must be text, not int"),
+        (cache(group="\ud800"), r"'\ud800' is no text"),
+        (cache(part="\udcff"), r"'\udcff' is no text"),
+        (far(1 << 45), "the largest byte stride is 140737488355328, but may not be over 140737488355327"),
+        (far(1 << 62), "the largest byte stride is 18446744073709551616, but may not be over"),
+        (wide((1 << 24) + 1, 1), "the length of axis 'head' is 16777217, but may not be over 16777216"),
+        (wide(1, (1 << 24) + 1), "the length of axis 'dim' is 16777217, but may not be over 16777216"),
+        (resized(100), "its last element ends at byte 1024 of its storage, which has 100"),
+        (resized(1023), "its last element ends at byte 1024 of its storage, which has 1023"),
+        (resized(0), "its last element ends at byte 1024 of its storage, which has 0"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused(tensor: CacheTensor, words: str) -> None:
@@ -319,10 +355,20 @@ def test_an_interleaving_is_of_whole_numbers(number: Any) -> None:
         Interleave(number, 2)
 
 
-@pytest.mark.parametrize(("rank", "of", "chunk"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
+@pytest.mark.parametrize(
+    ("rank", "of", "chunk"),
+    [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0), (0, 16_385, 1), (0, 2, 1 << 32), (0, 4294967291, 4294967279)],
+)
 def test_an_impossible_interleaving_is_refused(rank: int, of: int, chunk: int) -> None:
     with pytest.raises(GeometryError, match="needs 0 <= rank < of and chunk >= 1"):
         Interleave(rank, of, chunk)
+
+
+def test_interleavings_meet_where_some_token_is_in_both() -> None:
+    every = [Interleave(rank, of, chunk) for of in range(1, 5) for chunk in range(1, 6) for rank in range(of)]
+    held = [{token for token in range(400) if token // one.chunk % one.of == one.rank} for one in every]
+    for one, mine in zip(every, held, strict=True):
+        assert [one.meets(other) for other in every] == [not mine.isdisjoint(theirs) for theirs in held]
 
 
 def test_messages_name_group_part_half_and_layers() -> None:

@@ -6,7 +6,7 @@ from execute import by_destination, byte_pairs
 from worlds import Rank, contiguous
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry import STAGING_ALIGNMENT, ChunkGrid, PairPlan, TransferPlan, resolve
+from kvxfer.geometry import STAGING_ALIGNMENT, ChunkGrid, PairPlan, TransferPlan, common, resolve
 
 
 def rank(*tensors: dict[str, object], blocks: dict[str, tuple[list[int], int]]) -> Rank:
@@ -114,6 +114,31 @@ def test_windows_are_aligned_to_every_group() -> None:
     source, target = (rank(*given, blocks={}) for given in tensors)
     pair = PairPlan(source.geometry, target.geometry, resolve(target.geometry, [source.geometry])[0])
     assert pair.grid(range(1000), target_bytes=1).tokens_per_chunk == 48
+    assert pair.grid(range(1000), target_bytes=1 << 30, tokens_per_chunk=1).tokens_per_chunk == 48
+    assert (
+        pair.grid(range(40), target_bytes=1 << 30, tokens_per_chunk=1).tokens_per_chunk == 40
+    )  # no larger than need be
+
+
+@pytest.mark.parametrize(
+    ("target", "window"),
+    [
+        (64 * 512, 2048),  # all that this rank holds: 512 of the tokens
+        (64 * 512 - 1, 496),
+        (64 * 300, 288),  # less than a turn: some windows are full of them, and some have none
+        (1, 16),
+    ],
+)
+def test_turns_that_are_larger_than_a_chunk_are_cut(target: int, window: int) -> None:
+    """Four ranks take turns of 512 tokens: a window need not hold one of each, but only rows that are whole."""
+    tensors = [
+        contiguous("block token dim", {"block": 3, "token": 16, "dim": 32}, interleave=interleave)
+        for interleave in ((1, 4, 512), (0, 1, 1))
+    ]
+    source, target_rank = (rank(tensor, blocks={}) for tensor in tensors)
+    pair = PairPlan(source.geometry, target_rank.geometry, common(source.geometry, target_rank.geometry))
+    assert pair.grid(range(2048), target_bytes=target).tokens_per_chunk == window
+    assert pair.grid(range(2048), target_bytes=1 << 30, tokens_per_chunk=100).tokens_per_chunk == 112
 
 
 def test_state_alone_does_not_shred_the_tokens() -> None:

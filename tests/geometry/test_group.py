@@ -62,9 +62,27 @@ def test_scales_are_given_for_all_or_for_each():
         ([(torch.zeros(1),)], {}, "layer 0: a layer is one tensor, or its K and its V as a pair; it has 1 tensors"),
         ([torch.zeros(1)] * 3, {"scale": [torch.ones(())]}, "3 tensors were given, but scale= has 1"),
         ([(torch.zeros(1), torch.zeros(1))], {"kv": "k"}, "kv='k' cannot be said of a pair"),
+        (None, {}, "tensors= must be a list, with one entry for each layer, not NoneType"),
+        (torch.zeros(3, 1), {}, "tensors= must be a list, with one entry for each layer, not Tensor"),
+        ([torch.zeros(1)], {"layers": 5}, "layers= must be a list, with one entry for each layer, not int"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(tensors, options, words):
     with pytest.raises(GeometryError) as caught:
         group(tensors, "block", **options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_scales_of_a_pair_are_a_pair(count):
+    """With one too few, the V of a layer would not be part of the cache at all."""
+    pair, scale = (torch.zeros(1), torch.zeros(1)), [torch.ones(())] * count
+    with pytest.raises(GeometryError, match=f"layer 7: it is a pair of 2 tensors, but scale= has a list of {count}"):
+        group([pair], "block", layers=[7], scale=[tuple(scale)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_tensor_has_one_scale(count):
+    """Of two for the halves of a kv axis, the first would be taken for both."""
+    with pytest.raises(GeometryError, match=f"layer 0: it is one tensor, but scale= has a list of {count} for it"):
+        group([torch.zeros(2, 1)], "kv block", scale=[[torch.ones(())] * count])

@@ -165,6 +165,14 @@ def test_what_is_switched_off_is_no_sign():
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "nemotron_h"}, "layer_types is missing, so it is not known which layers keep what"),
         ({"torch_dtype": "int4"}, "dtype 'int4' is unknown; use one of float32, bfloat16"),
+        ({"model_type": ["llama"]}, "not the config of a model: its model_type is ['llama']"),
+        ({"text_config": "llama"}, "text_config is 'llama', but must be an object"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', but must be a list"),
+        ({"layer_types": 5}, "layer_types is 5, but must be a list"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but 16384 is the most that can be planned"),
+        ({"num_hidden_layers": 10**30}, "but 16384 is the most that can be planned"),
+        ({"num_key_value_heads": 10**9}, "num_key_value_heads is 1000000000, but 16777216 is the most"),
+        ({"head_dim": 1 << 31}, "head_dim is 2147483648, but 16777216 is the most"),
     ],
 )
 def test_what_is_wrong_is_named(changes, words):
@@ -173,11 +181,30 @@ def test_what_is_wrong_is_named(changes, words):
     assert words in str(caught.value)
 
 
+BAMBA = {"model_type": "bamba", "hybrid_override_pattern": None}
+
+
+@pytest.mark.parametrize(("listed", "attends"), [([1, 3], {1, 3}), ([], set()), (None, set())])
+def test_layers_may_be_listed_by_their_numbers(listed, attends):
+    changes = BAMBA | {"num_hidden_layers": 4, "attn_layer_indices": listed}
+    found = layers("Nemotron-H-8B", **changes)
+    assert {number for number, parts in enumerate(found) if not parts[0].state} == attends
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
         ("Nemotron-H-8B", {"num_hidden_layers": 50}, "has 52 letters, but num_hidden_layers is 50"),
         ("Nemotron-H-8B", {"num_hidden_layers": 2, "hybrid_override_pattern": "MX"}, "layers of type 'X'"),
+        ("Nemotron-H-8B", {"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern is ['M'], but must be text"),
+        *(
+            (
+                "Nemotron-H-8B",
+                BAMBA | {"attn_layer_indices": wrong},
+                f"attn_layer_indices is {wrong!r}, but must be a list",
+            )
+            for wrong in (5, "1", [99], [-1], [1.0, {}], [True])
+        ),
         ("DeepSeek-V3.2", {"index_head_dim": 96}, "index_head_dim is 96"),
         ("DeepSeek-V3.2", {"index_topk_freq": 4}, "layers share indexers"),
         ("DeepSeek-V3.2", {"indexer_types": ["full"]}, "indexer_types must say"),
@@ -194,10 +221,17 @@ def test_a_file_or_its_folder(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(PLAIN))
     assert read_model(file) == read_model(str(tmp_path)) == read_model(PLAIN)
+    file.write_text(json.dumps(PLAIN), encoding="utf-8-sig")  # some editors begin a file with a mark
+    assert read_model(file) == read_model(PLAIN)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{", "is not JSON"), ("[]", "is not the config of a model: it holds a list")]
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not the config of a model: it holds a list"),
+        ("[" * 100_000 + "]" * 100_000, "is not the config of a model: it is nested too deeply to be read"),
+    ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path, content, words):
     file = tmp_path / "config.json"

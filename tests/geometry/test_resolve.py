@@ -92,6 +92,26 @@ def test_every_residue_of_an_interleaving_has_an_owner() -> None:
 
 
 @pytest.mark.parametrize(
+    ("need", "have", "owners"),
+    [
+        ((1, 2, 4), [(0, 2, 4), (1, 2, 4)], [1]),
+        ((1, 2, 4), [(1, 2, 4)], [0]),  # the other one is not missed
+        ((1, 4, 4), [(0, 2, 4), (1, 2, 4)], [1]),
+        ((0, 2, 4), [(0, 4, 4), (1, 4, 4), (2, 4, 4), (3, 4, 4)], [0, 2]),
+        ((0, 2, 8), [(0, 2, 4), (1, 2, 4)], [0, 1]),
+        ((1, 2, 2), [(0, 3, 2), (1, 3, 2), (2, 3, 2)], [0, 1, 2]),
+        ((0, 3, 4), [(0, 1, 1)], [0]),
+    ],
+)
+def test_tokens_come_from_the_ranks_whose_turns_meet(
+    need: tuple[int, int, int], have: list[tuple[int, int, int]], owners: list[int]
+) -> None:
+    target, sources = rank(interleave=need), [rank(interleave=turns) for turns in have]
+    assert [number for number, found in enumerate(resolve(target, sources)) if found] == owners
+    assert [number for number, source in enumerate(sources) if common(source, target)] == owners
+
+
+@pytest.mark.parametrize(
     ("have", "fields"),
     [
         ([rank((0, 5))], {"default/k.heads": ("0..7", "0..4")}),
@@ -113,6 +133,13 @@ def test_what_nobody_holds_is_named(have: list[CacheGeometry], fields: dict[str,
     assert caught.value.fields == fields
     for name, (here, there) in fields.items():
         assert f"{name}: {here} here, {there} there" in str(caught.value)
+
+
+def test_tokens_that_a_rank_needs_and_nobody_holds_are_named() -> None:
+    with pytest.raises(MismatchError) as caught:
+        resolve(rank(interleave=(0, 2, 4)), [rank(interleave=(1, 2, 4))])
+    turns = "part 0 of 2 in turns of 4", "part 1 of 2 in turns of 4"
+    assert caught.value.fields == {"default/k.tokens": turns}
 
 
 def test_all_that_nobody_holds_is_named_at_once() -> None:

@@ -18,7 +18,7 @@ from kvxfer.geometry import (
     check_tokens,
     normalise_blocks,
 )
-from kvxfer.geometry.rows import Rows, RowSide, meet, period, row_grid
+from kvxfer.geometry.rows import Rows, RowSide, meet, row_grid
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)
@@ -164,9 +164,16 @@ def test_token_ranges_that_cannot_be_asked_for(tokens: range) -> None:
 
 
 def test_token_ranges_have_a_limit() -> None:
-    check_tokens(range(3, 8), limit=8)
-    with pytest.raises(TokensError, match=r"tokens 3\.\.8 reach beyond the 8 tokens on offer"):
-        check_tokens(range(3, 9), limit=8)
+    check_tokens(range(3, (1 << 32) - 1))
+    with pytest.raises(TokensError, match="tokens end at 4294967296, but 4294967295 tokens are the most"):
+        check_tokens(range(3, 1 << 32))
+
+
+def test_rows_that_no_memory_holds_are_refused() -> None:
+    """A peer may ask for many tokens with one block of its own that is large enough; rows are as small as ours."""
+    large = replace(PLAIN, block_tokens=(1 << 32) - 1)
+    with pytest.raises(TokensError, match=r"tokens 0\.\.4294967294 in rows of 1 are more than the 16777216 rows"):
+        meet("a", PLAIN, large, span(5), span(1), range((1 << 32) - 1), covered=4)
 
 
 # rows
@@ -315,10 +322,42 @@ def test_interleaved_tokens() -> None:
     rows = meet("a", second, PLAIN, span(5, 8), span(1, 9, 0), range(3, 11))
     assert table(rows) == [(5, 1, 1, 3, 1), (5, 2, 9, 2, 2), (8, 0, 0, 2, 1)]
     assert rows.begin.tolist() == [3, 6, 10]
-    assert period(second, PLAIN) == 4
-    assert period(replace(second, chunk=3), PLAIN) == 6
     first = replace(second, rank=0)
     assert len(meet("a", second, first, span(5), span(1), range(8))) == 0
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "lists", "joined"),
+    [
+        # alike turns of one token: a block is one run of its own tokens
+        (
+            replace(PLAIN, rank=1, of=2),
+            replace(PLAIN, rank=1, of=2),
+            ((5, 2), (1, 9)),
+            [(5, 1, 1, 1, 3), (2, 0, 9, 0, 2)],
+        ),
+        # blocks of 4 and of 6: the grid of 2 is finer than both
+        (
+            PLAIN,
+            replace(PLAIN, block_tokens=6),
+            ((5, 2, 3), (1, 9)),
+            [(5, 2, 1, 2, 2), (2, 0, 1, 4, 2), (2, 2, 9, 0, 2), (3, 0, 9, 2, 3)],
+        ),
+        # turns at the source alone: what follows in its blocks lies elsewhere at the destination
+        (
+            replace(PLAIN, rank=1, of=2),
+            PLAIN,
+            ((5, 2), (1, 9, 0)),
+            [(5, 1, 1, 3, 1), (5, 2, 9, 1, 1), (5, 3, 9, 3, 1), (2, 0, 0, 1, 1)],
+        ),
+    ],
+)
+def test_rows_that_follow_each_other_in_both_blocks_are_joined(
+    src: RowSide, dst: RowSide, lists: tuple[tuple[int, ...], tuple[int, ...]], joined: list[tuple[int, ...]]
+) -> None:
+    both = src.of == dst.of == 2
+    rows = meet("a", src, dst, span(*lists[0]), span(*lists[1]), range(2, 13 if both else 11))
+    assert list(map(tuple, rows.joined().tolist())) == joined
 
 
 def test_compressed_rows_belong_to_their_last_token() -> None:
@@ -333,6 +372,17 @@ def test_compressed_rows_belong_to_their_last_token() -> None:
         [(2, 0, 9, 0, 1)],
     ]
     assert len(rows.within(4, 7)) == 0  # inside a row, but no token row ends there
+
+
+@pytest.mark.parametrize("covered", [0, 4, 7])
+def test_the_block_of_a_compressed_row_is_due_with_its_last_token(covered: int) -> None:
+    """A window may begin inside of a token row, and prefill may stop inside of it."""
+    pooled = replace(PLAIN, block_tokens=2, tokens_per_row=4)
+    lists = (span(first=7), span(1, first=7))
+    rows = meet("a", pooled, pooled, *lists, range(8), covered=covered)
+    assert table(rows) == [(-2, 1, 1, 1, 1)]
+    with pytest.raises(BlocksError, match=r"source \(0 blocks of 2 from token 7\) does not cover tokens 4\.\.7"):
+        meet("a", pooled, pooled, *lists, range(8), covered=8)
 
 
 def test_state_belongs_to_the_last_token() -> None:

@@ -10,6 +10,7 @@ from kvxfer import shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
+from kvxfer.geometry.spec import EVERY_TOKEN
 from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 
@@ -47,9 +48,10 @@ class Cache:
         layout="NHD",
         dtype=torch.int32,
         group="default",
+        turns=EVERY_TOKEN,
         shared=False,
     ):
-        self.block_tokens = block_tokens
+        self.block_tokens, self.turns = block_tokens, turns
         self.heads, self.layers, self.group, self.layout = heads, list(layers), group, layout
         shape, self.axes, self._order = {
             "NHD": ((2, blocks, block_tokens, len(heads), dim), "kv block token head dim", (0, 1, 2, 3, 4)),
@@ -72,7 +74,12 @@ class Cache:
         drop = {"MLA": lambda t: t[0, :, :, 0], "state": lambda t: t[0, :, 0]}.get(self.layout, lambda t: t)
         return [
             CacheTensor(
-                drop(memory), self.axes, layers=[layer], heads=None if headless else self.heads, group=self.group
+                drop(memory),
+                self.axes,
+                layers=[layer],
+                heads=None if headless else self.heads,
+                group=self.group,
+                tokens=self.turns,
             )
             for layer, memory in self.memory.items()
         ]

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 from stage import Cache, Copied, eventually, quiet
 
-from kvxfer import Code, Group, Released, Span, TransferFailedError
+from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
+from kvxfer.encoding import joined_spans
+from kvxfer.geometry import normalise_blocks
 
 ROUTES = ["staged", "direct", "pull"]
 STEPS = ((range(3), [3]), (range(3, 4), []), (range(4, 9), [2, 1]), (range(9, 16), [0]))
@@ -159,6 +161,86 @@ async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
     await quiet(prefill, decode)
 
 
+@pytest.mark.parametrize("small_plan", [2048, 0], ids=["planned here", "planned in threads"])
+async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypatch, small_plan):
+    """It names two slots of state where the request has one, which shows when the slot comes with the last step."""
+    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", small_plan)
+    monkeypatch.setattr("kvxfer.receiver.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
+
+    def caches():
+        return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
+
+    sources, targets = caches(), caches()
+    prefill = await stage.worker("prefill", sources)
+    ranks, _ = await stage.engine("decode", [caches(), targets])
+    ticket = prefill.engine.ticket("r")
+    wrong = ranks[0].start_fetch(ticket, {"full": [1, 2], "state": [3, 1]}, tokens=range(8), timeout=5)
+    await eventually(lambda: prefill.describe()["sending"] == 1)  # so that it is the first to be told
+    right = ranks[1].start_fetch(ticket, {"full": [1, 2], "state": [3]}, tokens=range(8), timeout=5)
+    await eventually(lambda: prefill.describe()["sending"] == 2)
+    offer = prefill.offer("r", streaming=True)
+    offer.extend({"full": [5], "state": []}, tokens=range(4))
+    offer.ready()
+    copied = [Copied(target) for target in targets]
+    copied[0].bring(sources[0], [5], [1], range(4))
+    await eventually(lambda: landed(copied[0]))
+    offer.extend({"full": [6], "state": [2]}, tokens=range(4, 8))
+    offer.ready()
+    offer.finish(b"end")
+    with pytest.raises(TransferFailedError, match="1 slots at the source, 2 at the destination"):
+        await wrong
+    assert (await right).payload == b"end"
+    copied[0].bring(sources[0], [6], [2], range(4, 8), 4, 4)
+    copied[1].bring(sources[1], [2], [3], range(1))
+    for one in copied:
+        one.check()
+    await ranks[0].decline(ticket)
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, *ranks)
+
+
+async def test_whatever_fails_in_a_transfer_is_not_told_to_the_owner_of_its_offer(stage, monkeypatch):
+    """Who adds to an offer is heard of by every transfer that reads it, there and then."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    offer.extend([3], tokens=range(4))
+    await eventually(lambda: transfer.state is TransferState.WAITING and prefill.describe()["sending"])
+    monkeypatch.setattr("kvxfer.outgoing.Outgoing._is_ready", lambda *_: 1 / 0)
+    offer.ready()
+    with pytest.raises(TransferFailedError, match="a step of the transfer failed: ZeroDivisionError"):
+        await transfer
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_alone(stage, monkeypatch):
+    """The news comes over a stream that other transfers share."""
+
+    def misheard(known, spans):
+        found = joined_spans(known, spans)
+        return {group: Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)]) for group in found}
+
+    monkeypatch.setattr("kvxfer.incoming.joined_spans", misheard)
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
+    other = decode.start_fetch(prefill.engine.ticket("other"), [2], tokens=range(4), timeout=5)
+    offer.extend([3], tokens=range(4))
+    offer.ready()
+    copied = Copied(target).bring(source, IDS, INTO, range(4))
+    await eventually(lambda: landed(copied))
+    offer.extend([2], tokens=range(4, 8))
+    offer.ready()
+    with pytest.raises(TransferFailedError, match=r"block id 16 at position 1 is outside 0\.\.15"):
+        await transfer
+    prefill.offer("other", [1], tokens=4)
+    await other
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
 async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
     source, target = (
         Cache(blocks=512, block_tokens=1, layers=range(4)),
@@ -179,6 +261,48 @@ async def test_steps_that_are_too_small_are_not_worth_a_chunk_each(stage):
     assert 100 < result.stats.chunks <= 300
     Copied(target).bring(source, list(range(511, -1, -1)), list(range(512)), range(512)).check()
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_offer_without_its_slot_of_state_is_refused_to_its_owner(stage, streaming):
+    prefill = await stage.worker("prefill", [Cache(group="full"), Cache(group="state", layers=[7], layout="state")])
+    with pytest.raises(BlocksError, match="group 'state' is state, which has one slot for a request: 2 were given"):
+        prefill.offer("r", {"full": [5, 6], "state": [2, 2]}, tokens=8, streaming=streaming)
+    without = {"full": [5, 6], "state": []}
+    if streaming:
+        offer = prefill.offer("r", without, tokens=8, streaming=True)
+        offer.ready()
+        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+            offer.finish()
+        offer.extend({"full": [7], "state": [2]}, tokens=range(8, 9))
+        offer.ready()
+        with pytest.raises(BlocksError, match="one slot for a request: 2 were given"):
+            offer.extend({"full": [], "state": [2]}, tokens=range(9, 10))
+        offer.finish()
+        await offer.withdraw()
+    else:
+        with pytest.raises(BlocksError, match="one slot for a request: 0 were given"):
+            prefill.offer("r", without, tokens=8)
+
+
+async def test_turns_that_are_not_covered_are_refused_to_whoever_says_so(stage):
+    """Of eight tokens each rank holds four; two blocks of four are for sixteen."""
+
+    def caches():
+        return [Cache(turns=Interleave(rank, 2, 1)) for rank in range(2)]
+
+    prefill, _ = await stage.engine("prefill", caches())
+    decode, _ = await stage.engine("decode", caches())
+    offer = prefill[0].offer("r", [1], tokens=8, streaming=True)
+    for ids, tokens in (([], range(8, 10)), ([2], range(8, 18))):
+        with pytest.raises(BlocksError, match="of this rank's turns, but"):
+            offer.extend(ids, tokens=tokens)
+    offer.extend([2], tokens=range(8, 16))
+    with pytest.raises(
+        BlocksError, match="1 blocks of 4 tokens reach up to token 4 of this rank's turns, but 8 are needed"
+    ):
+        decode[0].start_fetch(prefill[0].engine.ticket("r"), [1], tokens=range(16))
+    await offer.withdraw()
 
 
 # --- a destination that lacks no token

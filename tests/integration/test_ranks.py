@@ -8,7 +8,7 @@ import itertools
 import pytest
 from stage import KEY, Cache, Copied, eventually, quiet
 
-from kvxfer import MismatchError, Released, TicketError, TransferFailedError, UnreachableError
+from kvxfer import Interleave, MismatchError, Released, TicketError, TransferFailedError, UnreachableError
 from kvxfer.tickets import Issuer
 
 HEADS = 8
@@ -85,6 +85,28 @@ async def test_a_rank_from_which_nothing_is_needed_may_be_away(stage):
     copied.check()
     assert isinstance(await offer.released(), Released)
     await quiet(prefill[1], decode)
+
+
+async def test_a_rank_whose_tokens_are_those_of_another_decode_rank_may_be_away(stage):
+    """Equal turns on both sides: each decode rank needs one prefill rank, and hears of no other."""
+
+    def caches():
+        return [Cache(turns=Interleave(rank, 2, 4)) for rank in range(2)]
+
+    sources, targets = caches(), caches()
+    prefill, _ = await stage.engine("prefill", sources)
+    decode, _ = await stage.engine("decode", targets)
+    offer = prefill[1].offer("r", [1, 3], tokens=16)
+    ticket = prefill[1].engine.ticket("r")
+    await prefill[0].aclose()
+    copied = Copied(targets[1]).bring(sources[1], [1, 3], [2, 0], range(1, 6))  # of its tokens the second to the sixth
+    result = await decode[1].fetch(ticket, [2, 0], tokens=range(5, 14), timeout=5)
+    copied.check()
+    assert [peer.split("@")[0] for peer in result.stats.peers] == ["prefill[1/2]"]
+    with pytest.raises(UnreachableError):
+        await decode[0].fetch(ticket, [2, 0], tokens=range(5, 14), timeout=5)
+    await offer.withdraw()
+    await quiet(prefill[1], *decode)
 
 
 async def test_a_rank_that_is_needed_and_away_fails_the_fetch_by_its_name(stage):

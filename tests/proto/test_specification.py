@@ -125,6 +125,10 @@ def test_bounds_of_the_body():
         "metadata": "bin",
         "tensors": "list of tensor, at most 16,384",
         "staging": "list of memory span, at most 1,024",
+        "max_chunk_bytes": "u64",
+        "host": "name",
+        "mapped": "list of mapped memory, at most 16,384",
+        "gates": "u64",
     }
 
 

@@ -121,6 +121,9 @@ def plan(
     route: Annotated[str | None, typer.Option(help="As the setting: auto, mapped, staged, direct, pull.")] = None,
     chunk: Annotated[str | None, typer.Option(help="As the setting chunk_bytes: 32MiB.")] = None,
     profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="Both engines are on one host: memory can be mapped.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say why pieces are no longer than they are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -147,6 +150,7 @@ def plan(
         config=Config.load(**settings),
         profile=PROFILES[profile or next(iter(PROFILES))],
         dtype=None if dtype is None else dtype_name(dtype),
+        one_host=one_host,
     )
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))

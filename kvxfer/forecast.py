@@ -206,6 +206,7 @@ def forecast(
     config: Config,
     profile: Profile,
     dtype: str | None = None,
+    one_host: bool = False,
 ) -> Forecast:
     """Plan the transfer of one request.
 
@@ -218,6 +219,7 @@ def forecast(
             `trust="none"`.
         profile: What the predicted times rest on.
         dtype: Of K, V and latent rows; by default the model's.
+        one_host: Whether the prefill ranks can map the memory of the decode ranks.
 
     Raises:
         GeometryError: If the model cannot be divided so, or the two layouts hold what cannot be copied.
@@ -242,7 +244,8 @@ def forecast(
             if selections:
                 plan = PairPlan(src.ranks[prefill_rank], need, selections).bind(src_spans, dst_spans, tokens)
                 if plan.whole.bytes:  # interleaved tokens: a rank may hold none of a short request
-                    found.append(_pair(prefill_rank, decode_rank, plan, config, profile))
+                    means = _means(config, one_host=one_host)
+                    found.append(_pair(prefill_rank, decode_rank, plan, config, profile, means))
     return Forecast(src, dst, tokens, profile, tuple(found))
 
 
@@ -253,10 +256,17 @@ def _engine(side: str, model: ModelCache, layout: EngineLayout, dtype: str | Non
         raise GeometryError(f"{side}: {error}") from error
 
 
-def _pair(prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile) -> PairForecast:
-    """One pair, decided as `Outgoing` decides it."""
+def _means(config: Config, *, one_host: bool) -> Means:
+    """What two workers with these settings can do together."""
     in_place = config.trust != "none" and config.route != "staged"
-    means = Means(staged=config.arena_bytes > 0, direct=in_place, pull=in_place)
+    written = in_place and config.max_in_place_bytes > 0
+    return Means(staged=config.arena_bytes > 0, direct=written, pull=in_place, mapped=written and one_host)
+
+
+def _pair(
+    prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Config, profile: Profile, means: Means
+) -> PairForecast:
+    """One pair, decided as `Outgoing` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
     choice = choose(
         config.route,
@@ -265,7 +275,7 @@ def _pair(prefill_rank: int, decode_rank: int, plan: TransferPlan, config: Confi
         nbytes=nbytes,
         pieces=lambda: merged_pieces(plan),
     )
-    limit = config.chunk_bytes
+    limit = config.mapped_chunk_bytes if choice.route is Route.MAPPED else config.chunk_bytes
     if choice.route is Route.STAGED:
         limit = min(limit, config.send_bytes, config.receive_bytes)
     grid = fit_grid(plan, target_bytes=limit, limit_bytes=limit)

@@ -130,7 +130,7 @@ class Landing:
     def begin(self) -> None:
         """The chunk is ready at the peer, and the window has room."""
         bound, chunk = self._bound, self._chunk
-        self._host.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.rows)
+        self._host.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.chunk_rows)
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
@@ -266,7 +266,7 @@ class Reading:
         def pieces() -> Pieces:
             return bound.chunk(chunk).copy().enumerate().merged()
 
-        self._host.plan(pieces, self._planned, rows=bound.pieces)
+        self._host.plan(pieces, self._planned, rows=bound.chunk_pieces)
 
     def arrived(self, message: KvAgentResult) -> None:
         """The peer confirms that what was read was not changed meanwhile."""

@@ -188,7 +188,7 @@ class Bound:
     Attributes:
         plan: What goes where.
         grid: How it is cut.
-        rows: Table rows that a chunk's plan walks over, at most.
+        rows: Table rows of the class that has the most.
         pieces: Contiguous runs in all, if no source block is padding.
     """
 
@@ -201,6 +201,16 @@ class Bound:
     def limited_by(self) -> str:
         """What keeps pieces from being longer, in a few words."""
         return self.plan.pair.limited_by
+
+    @property
+    def chunk_rows(self) -> int:
+        """About how many of the rows a chunk's plan walks over."""
+        return -(-self.rows // self.grid.windows)
+
+    @property
+    def chunk_pieces(self) -> int:
+        """About how many of the pieces are in a chunk."""
+        return -(-self.pieces // len(self.grid))
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":

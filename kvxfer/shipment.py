@@ -128,7 +128,7 @@ class Shipment(Steps):
     def _begin(self) -> None:
         bound, chunk = self.bound, self.grant.chunk
         self.hold()
-        self.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.rows)
+        self.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.chunk_rows)
 
     def _planned(self, part: ChunkPlan) -> None:
         self.part = part
@@ -279,7 +279,7 @@ class DirectShipment(_OverFabric):
 
     def connected(self, part: ChunkPlan) -> None:
         """List the pieces."""
-        self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self.bound.pieces)
+        self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self.bound.chunk_pieces)
 
     def _listed(self, pieces: Pieces) -> None:
         if not self.over:

@@ -17,7 +17,9 @@ KIB, MIB = 1 << 10, 1 << 20
 H200 = PROFILES["h200-nvlink"]
 
 
-def plan(name, prefill=None, decode=None, tokens: range | int = 1024, *, dtype=None, profile=H200, **settings):
+def plan(
+    name, prefill=None, decode=None, tokens: range | int = 1024, *, dtype=None, profile=H200, one_host=False, **settings
+):
     prefill = prefill or EngineLayout()
     span = tokens if isinstance(tokens, range) else range(tokens)
     return forecast(
@@ -28,6 +30,7 @@ def plan(name, prefill=None, decode=None, tokens: range | int = 1024, *, dtype=N
         config=Config(**settings),
         profile=profile,
         dtype=dtype,
+        one_host=one_host,
     )
 
 
@@ -97,6 +100,18 @@ def test_few_large_pieces_go_by_themselves_and_settings_count():
     assert pair.choice.route is Route.PULL
     (pair,) = plan("Llama-3.1-8B", arena_bytes=0).pairs
     assert pair.choice.route is Route.DIRECT
+
+
+def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
+    def taken(**settings):
+        (pair,) = plan("Llama-3.1-8B", one_host=True, tokens=4096, **settings).pairs
+        return pair.choice.route, pair.chunks
+
+    assert taken() == (Route.MAPPED, 4)
+    assert taken(mapped_chunk_bytes="1GiB") == (Route.MAPPED, 1)
+    assert taken(route="staged") == (Route.STAGED, 16)
+    for never in ({"trust": "none"}, {"max_in_place_bytes": 0}):
+        assert taken(**never)[0] is Route.STAGED
 
 
 def test_it_says_what_keeps_pieces_from_being_longer():

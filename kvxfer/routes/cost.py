@@ -65,6 +65,9 @@ _H200: Final = Profile(
     "two NVLinked H200 of one host, caches and arena in GPU memory (torch 2.11, NIXL 1.5.1, UCX 1.23)",
     MappingProxyType(
         {
+            # whole fetches with 24 CTAs, pieces of 32 KiB: 2 MiB in 2.7 ms, 512 MiB in 4.5 ms, 2 GiB in 11.1 ms; the
+            # bandwidth is that of the kernel. The formula gives 2.3, 4.4 and 11.1 ms.
+            Route.MAPPED: Costs(fixed_s=2.2e-3, chunk_s=0.12e-3, piece_s=0.0, bytes_per_s=305e9),
             # whole fetches in chunks of 32 MiB, 4 under way: 2 MiB in 3.3 ms, 512 MiB at 18.0 GB/s, 2 GiB at 22.7 GB/s;
             # the bandwidth is that of one contiguous NIXL write. The formula gives 3.4 ms, 20.8 and 22.1 GB/s.
             Route.STAGED: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=0.0, bytes_per_s=390e9),
@@ -80,6 +83,9 @@ _CPU: Final = Profile(
     "two processes on two shared cores (x86-64), caches and arena in CPU memory (torch 2.13, NIXL over shared memory)",
     MappingProxyType(
         {
+            # whole fetches of 2 and 16 MiB: in pieces of 32 KiB 3.5 and 5.5 ms, in pieces of 8 KiB 16 MiB in 7.5 ms, of
+            # 256 B (NHD to HND) in 6.3 to 8.3 ms. The formula gives 3.3, 5.4, 5.5 and 8.0 ms.
+            Route.MAPPED: Costs(fixed_s=3.0e-3, chunk_s=0.0, piece_s=40e-9, bytes_per_s=7.0e9),
             # whole fetches of 1 to 256 MiB in chunks of 16 MiB. In pieces of 32 KiB 256 MiB ran at 2.0 GB/s, in pieces
             # of 4 KiB at 1.0; 1 MiB took 5.8 and 6.8 ms. The formula is up to 25 % off.
             Route.STAGED: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=2.3e-6, bytes_per_s=2.6e9),

@@ -207,7 +207,7 @@ class Config(BaseSettings):
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
     """Bytes of one chunk at most."""
-    mapped_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 128 * MIB
+    mapped_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
     """The same on the route `mapped`, whose chunks need no memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most."""

@@ -107,7 +107,7 @@ def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
         (pair,) = plan("Llama-3.1-8B", one_host=True, tokens=4096, **settings).pairs
         return pair.choice.route, pair.chunks
 
-    assert taken() == (Route.MAPPED, 4)
+    assert taken() == (Route.MAPPED, 2)
     assert taken(mapped_chunk_bytes="1GiB") == (Route.MAPPED, 1)
     assert taken(route="staged") == (Route.STAGED, 16)
     for never in ({"trust": "none"}, {"max_in_place_bytes": 0}):

@@ -69,7 +69,7 @@ def _hardware(kind: Kind) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "gpus": device_names(kind),
-        "driver": _first(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version")),
+        "driver": _first(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version")),
         "peer_access": kind == "cuda" and torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1),
     }
 

@@ -65,7 +65,7 @@ def perform(**changes):
 # --- whole runs
 
 
-@pytest.mark.parametrize("route", ["staged", "direct", "pull", "auto"])
+@pytest.mark.parametrize("route", ["mapped", "staged", "direct", "pull", "auto"])
 def test_every_route_ends_well(route):
     passed, lines = perform(route=route)
     script = Script(**SMALL)
@@ -78,7 +78,7 @@ def test_every_route_ends_well(route):
     assert seen["mib"] == f"{script.total_bytes / (1 << 20):.1f}"
     assert script.total_bytes == 2 * 4 * 4 * 32 * 4 * (1 + 17 + 40)
     assert int(seen["pieces"]) > 0
-    assert seen["route"] in ("staged", "direct", "pull") if route == "auto" else seen["route"] == route
+    assert seen["route"] == ("mapped" if route == "auto" else route)
     assert float(seen["gbps"]) >= 0
     for prompt, tokens in enumerate(script.prompts):
         about = [line for line in lines if line.startswith(f"prompt {prompt} ({tokens} tokens): ")]

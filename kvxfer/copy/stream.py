@@ -21,13 +21,17 @@ class Stream:
     Args:
         device: The GPU.
         urgent: Whether it comes before other work on the GPU, as far as its priorities go.
+
+    Attributes:
+        of_torch: The stream as torch knows it, which owns it.
+        handle: The stream as the driver knows it.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
         self._driver: Final = load("driver", _PURPOSE)
         last, first = _cuda.Stream.priority_range()  # the greatest priority is the least number
-        self._made: Final = _cuda.Stream(device, priority=first if urgent else last)  # torch's, and kept alive
-        self.handle: Final = int(self._made.cuda_stream)
+        self.of_torch: Final[Any] = _cuda.Stream(device, priority=first if urgent else last)
+        self.handle: Final = int(self.of_torch.cuda_stream)
         self._not_ready: Final = self._driver.CUresult.CUDA_ERROR_NOT_READY
         self._spare: Final[list[Any]] = []
 

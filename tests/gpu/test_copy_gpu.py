@@ -353,8 +353,8 @@ def test_gathers_run_at_the_highest_priority_that_there_is(runner):
     lanes = runner.executor._lanes
     lowest, highest = torch.cuda.Stream.priority_range()
     assert highest < lowest, "numbers below zero are the higher priorities"
-    assert lanes[Direction.GATHER].stream.priority == highest
-    assert lanes[Direction.SCATTER].stream.priority == lowest
+    assert lanes[Direction.GATHER].stream.of_torch.priority == highest
+    assert lanes[Direction.SCATTER].stream.of_torch.priority == lowest
 
 
 def test_gathers_and_scatters_at_once(runner):
@@ -403,7 +403,7 @@ def test_a_table_slot_is_not_reused_before_its_reader_has_run(small_ring, direct
                         pool=16 * MIB // row_bytes, rng=rng, flat="dst")
         for n in range(jobs)
     ]  # fmt: skip
-    with torch.cuda.stream(small_ring.executor._lanes[direction].stream):
+    with torch.cuda.stream(small_ring.executor._lanes[direction].stream.of_torch):
         torch.cuda._sleep(200_000_000)  # 0.1 s: the queue fills the ring many times over while nothing can run
     for n, plan in enumerate(plans):
         small_ring.submit(n, plan, direction)

@@ -210,7 +210,7 @@ async def assemble(parts: Assembly) -> Site:
         staging=staging.receiving,
         sending=staging.sending,
         in_place=in_place,
-        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime)),
+        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), incarnation),
         gates=Gates(parts.exports.gates),
         tasks=tasks,
     )

@@ -208,7 +208,7 @@ class Config(BaseSettings):
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
     """Bytes of one chunk at most."""
     mapped_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
-    """The same on the route `mapped`, whose chunks need no memory."""
+    """About as many on the route `mapped`, whose chunks need no memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24

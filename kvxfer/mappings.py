@@ -1,13 +1,14 @@
 """Memory of peers that this rank's copies can address, opened once per incarnation, and the gates before our own."""
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from kvxfer.copy.port import Gate
-from kvxfer.errors import FabricError, KvxferError
+from kvxfer.errors import FabricError, KvxferError, MismatchError
 from kvxfer.geometry import CacheGeometry
 from kvxfer.mapped import Export, Window, Windows, open_window, unlike
 from kvxfer.protocol.messages import Capability
@@ -21,6 +22,10 @@ _log: Final = logger("kvxfer.send")
 
 GATE_BYTES: Final = 128
 """From one gate to the next: a cache line of a GPU."""
+_ADDRESSES: Final = 1 << 62
+"""No address of a process is beyond; sums of two numbers up to it fit into 64 bits."""
+_here: Final[set[bytes]] = set()
+"""Incarnations of the workers of this process: nobody else may name its memory."""
 GATES: Final = 1 << 14
 """Gates of a worker: peers that may write its GPU memory at a time."""
 
@@ -70,6 +75,7 @@ class _Mapping:
     gates: int = 0
     users: int = 0
     wanted: bool = True
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Mappings:
@@ -79,10 +85,15 @@ class Mappings:
         geometry: What this rank holds: what its copies run on.
         runtime: Opening takes milliseconds, in a thread.
         retire: Unmaps windows that nobody uses any more, off the loop.
+        incarnation: Of this worker.
     """
 
-    def __init__(self, geometry: CacheGeometry, runtime: Runtime, retire: Callable[[Windows], None]) -> None:
+    def __init__(
+        self, geometry: CacheGeometry, runtime: Runtime, retire: Callable[[Windows], None], incarnation: bytes
+    ) -> None:
         self._geometry: Final = geometry
+        self._incarnation: Final = incarnation
+        _here.add(incarnation)
         self._runtime: Final = runtime
         self._retire: Final = retire
         self._mappings: dict[bytes, _Mapping] = {}
@@ -105,6 +116,7 @@ class Mappings:
         key = peer.identity.incarnation
         if key in self._mappings:
             self._mappings[key].wanted = True
+            await self._mappings[key].tried.wait()
             return
         mapping = self._mappings[key] = _Mapping(gates=peer.body.gates)
         try:
@@ -114,25 +126,53 @@ class Mappings:
         except KvxferError as error:
             mapping.why = str(error)
             _log.warning("peer_not_mapped", peer=peer.name, reason=mapping.why)
+        finally:
+            mapping.why = "" if mapping.windows is not None else mapping.why or "it could not be opened"
+            mapping.tried.set()
         self._prune(key, mapping)
+
+    def met(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
+        """A session of a peer begins. What is mapped of it already must hold what it now says to hold.
+
+        Raises:
+            MismatchError: If it does not.
+        """
+        mapping = self._mappings.get(peer.identity.incarnation)
+        if mapping is None or mapping.windows is None:
+            return
+        try:
+            if mapping.gates != peer.body.gates:
+                raise FabricError("its gates are elsewhere")
+            self._check(mapping.windows, theirs)
+        except FabricError as error:
+            text = f"{peer.name} describes another cache than before, and {error}"
+            raise MismatchError(text, peer=peer.name) from error
 
     def _open(self, peer: PeerInfo, theirs: CacheGeometry) -> Windows:
         """Open every allocation, and see that they hold what the geometry says."""
         kind, device = self._geometry.kind, self._geometry.device
+        own = peer.identity.incarnation in _here
         opened: list[Window] = []
         try:
             for given in peer.body.mapped:
+                if given.address + given.length > _ADDRESSES or given.address > _ADDRESSES:
+                    raise FabricError(f"{given.length} bytes at {given.address:#x} are no memory of a process")
                 export = Export(given.kind, given.device, given.address, given.length, given.handle)
-                opened.append(open_window(export, kind, device))
+                opened.append(open_window(export, kind, device, own=own))
             windows = Windows(opened)
-            for spec in theirs.tensors:
-                windows.locate(spec.base, spec.extent_bytes)
+            self._check(windows, theirs)
             if peer.body.gates:
-                windows.locate(peer.body.gates, GATES * GATE_BYTES)
+                windows.locate(min(peer.body.gates, _ADDRESSES), GATES * GATE_BYTES)
         except BaseException:
-            Windows(opened).close()
+            for window in opened:
+                window.close()
             raise
         return windows
+
+    @staticmethod
+    def _check(windows: Windows, theirs: CacheGeometry) -> None:
+        for spec in theirs.tensors:
+            windows.locate(min(spec.base, _ADDRESSES), spec.extent_bytes)
 
     def why_not(self, peer: PeerInfo) -> str:
         """Why nothing is mapped of a peer; empty if that is not known, or something is."""
@@ -187,6 +227,7 @@ class Mappings:
 
     def close(self) -> None:
         """Unmap everything. No copy may be under way."""
+        _here.discard(self._incarnation)
         for mapping in self._mappings.values():
             if mapping.windows is not None:
                 mapping.windows.close()

@@ -268,8 +268,9 @@ class Outgoing(Steps):
         plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
         nbytes = plan.outline.bytes
         choice = choose(config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
-        limit = self._largest_chunk(choice.route)
-        target = limit if offer.finished else min(limit, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
+        target, limit = self._chunk_sizes(choice.route)
+        if not offer.finished:
+            target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
         grid = fit_grid(
             plan,
             target_bytes=target,
@@ -290,13 +291,16 @@ class Outgoing(Steps):
         )
         return Bound.of(plan, grid), choice, message
 
-    def _largest_chunk(self, route: Route) -> int:
-        """Bytes of a chunk at most."""
+    def _chunk_sizes(self, route: Route) -> tuple[int, int]:
+        """Bytes of a chunk: about, and at most."""
         fetch, config = self.machine.fetch, self.site.config
-        if route is Route.MAPPED:  # it takes no memory, and nobody posts it piece by piece
-            return min(config.mapped_chunk_bytes, fetch.in_place_bytes or config.chunk_bytes)
+        if route is Route.MAPPED:  # it takes no memory, so one that is larger than was wished for does no harm
+            limit = fetch.in_place_bytes or config.chunk_bytes
+            return min(config.mapped_chunk_bytes, limit), limit
         limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
-        return min(limit, self.site.send_desk.share.capacity) if route is Route.STAGED else limit
+        if route is Route.STAGED:
+            limit = min(limit, self.site.send_desk.share.capacity)
+        return limit, limit
 
     def _announce(self) -> None:
         """Tell the decode rank which chunks may go now."""

@@ -70,7 +70,7 @@ class PairPlans:
         """
         key = (peer.identity.incarnation, sending)
         try:
-            self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
+            self._renew(peer.identity.incarnation, geometry_from_wire(peer.body.tensors))
             src, dst = self._ends(peer, sending=sending)
             self._agree(peer, src, dst, sending=sending, convert=convert)
             self._converting.discard(key)
@@ -82,6 +82,12 @@ class PairPlans:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
             ) from error
+
+    def _renew(self, incarnation: bytes, geometry: CacheGeometry) -> None:
+        """Take note of a geometry; plans with another one of the same incarnation are no good any more."""
+        if self._geometries.get(incarnation, geometry).tensors != geometry.tensors:
+            self._drop(incarnation)
+        self._geometries[incarnation] = geometry
 
     def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
         """Whether copies in this direction convert: agreed upon, and needed."""
@@ -114,9 +120,13 @@ class PairPlans:
         key = peer.identity.incarnation
         self._converting -= {(key, True), (key, False)}
         self._geometries.pop(key, None)
-        for pair in [pair for pair in list(self._pairs) if pair[0] == key]:  # a copy: threads plan meanwhile
+        self._drop(key)
+
+    def _drop(self, incarnation: bytes) -> None:
+        """Forget plans with a peer."""
+        for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
-        for ranks in [ranks for ranks in self._shares if key in ranks]:
+        for ranks in [ranks for ranks in self._shares if incarnation in ranks]:
             del self._shares[ranks]
 
     def geometry(self, peer: PeerInfo) -> CacheGeometry:

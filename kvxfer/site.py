@@ -176,6 +176,7 @@ class Site:
         theirs = Capability(peer.identity.capabilities)
         asked = theirs if sending else self.capabilities  # the decode rank's
         self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
+        self.mappings.met(peer, self.plans.geometry(peer))
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)

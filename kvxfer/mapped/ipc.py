@@ -72,8 +72,13 @@ def _identity(runtime: Any, device: int) -> str:
     return bytes(call(runtime, "cudaGetDeviceProperties", device).uuid.bytes).hex()
 
 
-def open_cuda(given: Export, device: int) -> Window:
+def open_cuda(given: Export, device: int, *, own: bool) -> Window:
     """Map an allocation of another process for kernels of this GPU, or find one of this process.
+
+    Args:
+        given: As its owner said.
+        device: The GPU that will address it.
+        own: Whether its owner is this process.
 
     Raises:
         FabricError: If the two GPUs cannot reach each other, or CUDA does not open the handle.
@@ -83,13 +88,15 @@ def open_cuda(given: Export, device: int) -> Window:
         process, handle = _HANDLE.unpack(given.handle)
     except struct.error as error:
         raise FabricError(f"a handle of {len(given.handle)} bytes names no GPU memory") from error
+    if (process == os.getpid()) is not own:
+        raise FabricError("it names memory of this process, which is not its own" if not own else "it is not of here")
 
     def make() -> Window:
         call(runtime, "cudaSetDevice", device)
         other = _find(runtime, given.device)
         if other is not None and other != device:
             _check_peer(runtime, device, other)
-        if process == os.getpid():
+        if own:
             if other is not None and other != device:
                 _enable_peer(runtime, other)
             return Window(given.address, given.length, given.address, lambda: None)

@@ -6,6 +6,7 @@ by then.
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import struct
@@ -17,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvxfer.errors import ArenaError, FabricError
+from kvxfer.errors import ArenaError, FabricError, GeometryError
 from kvxfer.mapped.window import CPU, Export, Window
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _HANDLE: Final = struct.Struct("<IIQQ")
 """Process, descriptor in it, device and inode of the file."""
 _NAME: Final = "kvxfer"
 _LINK: Final = f"/memfd:{_NAME} "
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""It stays as long as it is: who touches mapped pages beyond the end of a file is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +59,30 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
         The tensor, which owns its memory: it is given back when the last tensor or view of it is gone, in every
         process that has mapped it.
 
+    Each costs this process two file descriptors, and every process that maps it one: cut the layers of a cache from one
+    tensor where that counts.
+
     Raises:
         ArenaError: If the system gives no such memory.
+        GeometryError: If shape or dtype are none.
     """
     import torch
 
     kind = dtype or torch.get_default_dtype()
+    if not hasattr(kind, "itemsize"):
+        raise GeometryError(f"dtype must be a torch.dtype, not {dtype!r}")
+    sizes: Any = shape  # callers may be untyped
+    if isinstance(sizes, int) or not all(type(n) is int and n >= 0 for n in sizes):
+        raise GeometryError(f"shape must be a list of whole numbers that are not negative, not {shape!r}")
     count = prod(shape)
     length = max(1, count) * kind.itemsize
     try:
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError) as error:
         raise ArenaError(f"this system has no anonymous files to share memory with: {error}") from error
     try:
         os.ftruncate(descriptor, length)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         pages = mmap.mmap(descriptor, length)
     except (OSError, ValueError, OverflowError) as error:
         os.close(descriptor)
@@ -119,8 +132,21 @@ def _export(file: _File) -> Export:
     return Export(CPU, "", file.address, file.length, handle)
 
 
-def open_shared(given: Export) -> Window:
+def _find(given: Export) -> Window:
+    """A shared file of this process."""
+    with _lock:
+        file = _files.get(given.address)
+    if file is None or _export(file) != given:
+        raise FabricError(f"this process shares no memory at {given.address:#x} any more")
+    return Window(given.address, given.length, given.address, lambda: None)
+
+
+def open_shared(given: Export, *, own: bool) -> Window:
     """Map a shared file of another process, or find one of this process.
+
+    Args:
+        given: As its owner said.
+        own: Whether that is this process.
 
     Raises:
         FabricError: If it is not there, or is not what was named.
@@ -129,10 +155,10 @@ def open_shared(given: Export) -> Window:
         process, number, device, inode = _HANDLE.unpack(given.handle)
     except struct.error as error:
         raise FabricError(f"a handle of {len(given.handle)} bytes names no shared memory") from error
-    with _lock:
-        own = _files.get(given.address)
-    if process == os.getpid() and own is not None and own.descriptor == number:
-        return Window(given.address, given.length, given.address, lambda: None)
+    if own:
+        return _find(given)
+    if process == os.getpid():
+        raise FabricError("it names memory of this process, which is not its own")
     path = Path(f"/proc/{process}/fd/{number}")
     try:
         if not str(path.readlink()).startswith(_LINK):  # whatever else a process has open is nothing to write to
@@ -142,7 +168,8 @@ def open_shared(given: Export) -> Window:
         raise FabricError(f"its shared memory cannot be opened: {error}") from error
     try:
         status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < given.length:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < given.length or not sealed:
             raise FabricError(f"descriptor {number} of process {process} is not the shared memory that it named")
         pages = mmap.mmap(descriptor, given.length)
     except (OSError, ValueError) as error:

@@ -116,23 +116,24 @@ def export(kind: str, device: int, addresses: Sequence[int]) -> list[Export]:
     return export_shared(addresses)
 
 
-def open_window(given: Export, kind: str, device: int) -> Window:
+def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> Window:
     """Map an allocation of another process.
 
     Args:
         given: As its owner said.
         kind: "cpu" or "cuda": what this process copies with.
         device: Index of the GPU that will address it.
+        own: Whether its owner is this process, so that there is nothing to map.
 
     Raises:
         FabricError: If that cannot be done, with the reason.
     """
-    if (given.kind == CUDA) != (kind == "cuda"):
+    if given.kind != {"cuda": CUDA, "cpu": CPU}[kind]:
         raise FabricError(f"its cache is {given.kind} memory, and this one copies with the {kind}")
     if given.kind == CUDA:
         from kvxfer.mapped.ipc import open_cuda
 
-        return open_cuda(given, device)
+        return open_cuda(given, device, own=own)
     from kvxfer.mapped.shared import open_shared
 
-    return open_shared(given)
+    return open_shared(given, own=own)

@@ -103,7 +103,9 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
     first = own or wanted[0]
-    reason = "cannot convert dtypes or scales" if means.converts and first in _PIECEWISE else _IMPOSSIBLE
+    reason = "is not accepted by the decode rank" if means.can(first) else _IMPOSSIBLE
+    if means.converts and first in _PIECEWISE:
+        reason = "cannot convert dtypes or scales"
     if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is not Route.DIRECT:
         choice = _by_pieces(nbytes, pieces())
         hoped = first not in possible

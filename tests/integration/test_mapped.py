@@ -2,16 +2,19 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from stage import Cache, Copied, Gate, eventually, quiet
 from stored import Converted, Stored
 
-from kvxfer import READY, FabricError, MemoryInDoubtError, Released, TransferFailedError, mappings
+from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError, mappings
 from kvxfer.copy.port import Direction
 from kvxfer.mapped import Window
-from kvxfer.protocol.framing import decode_body
+from kvxfer.protocol.framing import decode_body, encode_body
+from kvxfer.protocol.messages import MappedMemory
 
 IDS, INTO = [3, 1, 7], [2, 5, 9]
 TOKENS = range(2, 11)
@@ -32,7 +35,8 @@ def opened(monkeypatch):
     """Windows that were opened and closed, by address, as if they were in another process."""
     log = []
 
-    def open_window(given, kind, device):
+    def open_window(given, kind, device, *, own):
+        assert own
         log.append(("open", given.address))
         return Window(given.address, given.length, given.address, lambda: log.append(("close", given.address)))
 
@@ -71,7 +75,7 @@ async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, capl
 async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_said(
     stage, source, target, monkeypatch, caplog, preference
 ):
-    def refuse(given, kind, device):
+    def refuse(given, kind, device, *, own):
         raise FabricError("no peer access between these two")
 
     monkeypatch.setattr(mappings, "open_window", refuse)
@@ -130,6 +134,59 @@ async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, sour
     assert not [what for what, _ in opened if what == "close"]
     go.set()
     await eventually(lambda: len([what for what, _ in opened if what == "close"]) == 2)
+
+
+async def test_a_peer_that_moves_its_cache_within_an_incarnation_is_refused(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    await bring(prefill, decode, source, target)
+    (link,) = prefill._links
+    moved = [msgspec.structs.replace(tensor, base=tensor.base + (1 << 30)) for tensor in link.peer.body.tensors]
+    body = msgspec.structs.replace(link.peer.body, tensors=moved)
+    with pytest.raises(MismatchError, match="describes another cache than before"):
+        prefill._site.meet(replace(link.peer, body=body), trusted=True, sending=True)
+
+
+async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(stage, source, target, monkeypatch):
+    prefill, decode = await stage.pair(source, target)
+    opening, go = threading.Event(), threading.Event()
+
+    def open_window(given, kind, device, *, own):
+        opening.set()
+        go.wait(5)
+        return Window(given.address, given.length, given.address, lambda: None)
+
+    monkeypatch.setattr(mappings, "open_window", open_window)
+    first = decode.start_fetch(prefill.engine.ticket("early"), INTO, tokens=TOKENS)
+    await eventually(opening.is_set)
+    first.cancel()
+    for link in list(decode._links):
+        link.close("cut")
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    again = asyncio.create_task(bring(prefill, decode, source, target))
+    await eventually(lambda: decode._links)
+    go.set()
+    ours, _ = await again
+    assert ours.stats.route == "mapped"
+
+
+@pytest.mark.parametrize("address", [(1 << 63) - 100, 1 << 62])
+async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(stage, source, target, address, caplog):
+    prefill, decode = await stage.pair(source, target)
+    for trusted, body in list(decode._site.body.items()):
+        told = decode_body(body)
+        odd = [*told.mapped, MappedMemory("shm", "", address, 4096, bytes(24))]
+        decode._site.body[trusted] = encode_body(msgspec.structs.replace(told, mapped=odd))
+    ours, _ = await bring(prefill, decode, source, target)
+    assert ours.stats.route == "staged"
+    assert "are no memory of a process" in caplog.text
+
+
+async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target):
+    source = Cache(layout="NHD", heads=range(4))
+    prefill, decode = await stage.pair(source, target, prefill={"mapped_chunk_bytes": 512})
+    ours, _ = await bring(prefill, decode, source, target)
+    assert (ours.stats.route, ours.stats.chunks) == ("mapped", 6)
 
 
 async def test_a_cancelled_chunk_is_never_copied(stage, source, target):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer import ArenaError, FabricError, shared_empty
+from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import Window, Windows, export, open_window, unlike
 from kvxfer.mapped import home as home_module
 from kvxfer.mapped.shared import _files
@@ -50,13 +50,24 @@ def test_another_process_writes_into_it():
     assert torch.equal(tensor, torch.arange(1, 16, dtype=torch.int32).reshape(3, 5))
 
 
-def test_within_one_process_it_is_itself():
+def test_within_one_process_it_is_itself_and_nobody_else_can_name_it():
     tensor = shared_empty((4,), dtype=torch.int32)
     (given,) = export("cpu", 0, [tensor.data_ptr()])
-    window = open_window(given, "cpu", 0)
+    window = open_window(given, "cpu", 0, own=True)
     assert window.local == tensor.data_ptr()
     window.close()
     tensor.fill_(1)  # still there
+    with pytest.raises(FabricError, match="memory of this process, which is not its own"):
+        open_window(given, "cpu", 0)
+    for wrong in (replace(given, length=1 << 40), replace(given, handle=bytes(24)), replace(given, address=1 << 40)):
+        with pytest.raises(FabricError, match="shares no memory at"):
+            open_window(wrong, "cpu", 0, own=True)
+
+
+def test_a_file_never_becomes_shorter():
+    tensor = shared_empty((4,), dtype=torch.int32)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(_files[tensor.data_ptr()].descriptor, 0)
 
 
 def test_views_keep_it_and_the_last_one_gives_it_back():
@@ -92,29 +103,58 @@ def test_private_memory_is_not_exported():
         export("cpu", 0, [torch.zeros(4).data_ptr()])
 
 
+def open_elsewhere(given, answer):
+    """In another process: map it, and say what became of that."""
+    try:
+        open_window(given, "cpu", 0).close()
+    except FabricError as error:
+        answer.send(str(error))
+    else:
+        answer.send("mapped")
+
+
+def said_elsewhere(given):
+    here, there = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=open_elsewhere, args=(given, there))
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    finally:
+        child.join()
+
+
 def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     tensor = shared_empty((4,))
     (given,) = export("cpu", 0, [tensor.data_ptr()])
     process, number, device, inode = struct.unpack("<IIQQ", given.handle)
-    elsewhere = replace(given, address=given.address + 4096)  # or it would be found to be this process's own
 
     def opened(*handle, **changes):
-        open_window(replace(elsewhere, handle=struct.pack("<IIQQ", *handle), **changes), "cpu", 0)
+        return said_elsewhere(replace(given, handle=struct.pack("<IIQQ", *handle), **changes))
 
-    with pytest.raises(FabricError, match="is not the shared memory that it named"):
-        opened(process, number, device, inode + 1)
-    with pytest.raises(FabricError, match="is not the shared memory that it named"):
-        opened(process, number, device, inode, length=1 << 30)
+    assert said_elsewhere(given) == "mapped"
+    assert "is not the shared memory that it named" in opened(process, number, device, inode + 1)
+    assert "is not the shared memory that it named" in opened(process, number, device, inode, length=1 << 30)
     with (tmp_path / "file").open("w") as file:
         status = os.fstat(file.fileno())
-        with pytest.raises(FabricError, match="is not memory that kvxfer shares"):
-            opened(process, file.fileno(), status.st_dev, status.st_ino)
-    with pytest.raises(FabricError, match="cannot be opened"):
-        opened(process, 99_999, device, inode)
+        assert "is not memory that kvxfer shares" in opened(process, file.fileno(), status.st_dev, status.st_ino)
+    unsealed = os.memfd_create("kvxfer")
+    os.ftruncate(unsealed, 16)
+    status = os.fstat(unsealed)
+    assert "is not the shared memory that it named" in opened(process, unsealed, status.st_dev, status.st_ino)
+    os.close(unsealed)
+    assert "cannot be opened" in opened(process, 99_999, device, inode)
     with pytest.raises(FabricError, match="3 bytes names no shared memory"):
-        open_window(replace(elsewhere, handle=b"abc"), "cpu", 0)
-    with pytest.raises(FabricError, match="cuda_ipc memory, and this one copies with the cpu"):
-        open_window(replace(elsewhere, kind="cuda_ipc"), "cpu", 0)
+        open_window(replace(given, handle=b"abc"), "cpu", 0)
+    for kind in ("cuda_ipc", "foo"):
+        with pytest.raises(FabricError, match=f"{kind} memory, and this one copies with the cpu"):
+            open_window(replace(given, kind=kind), "cpu", 0)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(4, None), ((-1,), None), ((True,), None), ((2,), "int"), ((1.5,), None)])
+def test_odd_arguments_are_refused_by_name(shape, dtype):
+    with pytest.raises(GeometryError, match=r"shape must be a list|dtype must be a torch\.dtype"):
+        shared_empty(shape, dtype=dtype)
 
 
 def windows(*triples):

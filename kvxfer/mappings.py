@@ -114,9 +114,14 @@ class Mappings:
             theirs: What it holds.
         """
         key = peer.identity.incarnation
-        if key in self._mappings:
-            self._mappings[key].wanted = True
-            await self._mappings[key].tried.wait()
+        known = self._mappings.get(key)
+        if known is not None:
+            known.wanted = True
+            await known.tried.wait()
+            try:
+                self.met(peer, theirs)
+            except MismatchError as error:
+                known.why = str(error)
             return
         mapping = self._mappings[key] = _Mapping(gates=peer.body.gates)
         try:
@@ -235,7 +240,7 @@ class Mappings:
 
     def _mapped(self, peer: PeerInfo) -> tuple[_Mapping, Windows]:
         mapping = self._mappings.get(peer.identity.incarnation)
-        if mapping is None or mapping.windows is None:
+        if mapping is None or mapping.windows is None or mapping.why:
             raise FabricError(f"the memory of {peer.name} is not mapped")
         return mapping, mapping.windows
 

@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import struct
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ class _File:
 
 
 _files: Final[dict[int, _File]] = {}
-"""By address of the first byte."""
-_lock: Final = threading.Lock()
+"""By address of the first byte. There is no lock: a collection of garbage may give memory back in the midst of any step
+of any thread, and would wait for itself. Each use of it is one step that nothing interrupts."""
 
 
 def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
@@ -88,8 +87,7 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
         os.close(descriptor)
         raise ArenaError(f"the system gives no {length} bytes of shared memory: {error}") from error
     file = _File(_address(pages), length, descriptor)
-    with _lock:
-        _files[file.address] = file
+    _files[file.address] = file
     weakref.finalize(pages, _forget, file)
     flat = cast("Any", torch).frombuffer(pages, dtype=kind)
     return cast("torch.Tensor", flat[:count].view(tuple(shape)))
@@ -100,9 +98,7 @@ def _address(pages: mmap.mmap) -> int:
 
 
 def _forget(file: _File) -> None:
-    with _lock:
-        if _files.get(file.address) is file:
-            del _files[file.address]
+    _files.pop(file.address, None)  # the pages are still there, so nobody else's can be
     os.close(file.descriptor)
 
 
@@ -117,8 +113,7 @@ def export_shared(addresses: Sequence[int]) -> list[Export]:
 
 
 def _holding(addresses: Sequence[int]) -> Iterator[_File]:
-    with _lock:
-        files = list(_files.values())
+    files = list(_files.copy().values())
     for address in addresses:
         file = next((file for file in files if file.address <= address < file.address + file.length), None)
         if file is None:
@@ -134,8 +129,7 @@ def _export(file: _File) -> Export:
 
 def _find(given: Export) -> Window:
     """A shared file of this process."""
-    with _lock:
-        file = _files.get(given.address)
+    file = _files.get(given.address)
     if file is None or _export(file) != given:
         raise FabricError(f"this process shares no memory at {given.address:#x} any more")
     return Window(given.address, given.length, given.address, lambda: None)

@@ -64,6 +64,27 @@ def test_within_one_process_it_is_itself_and_nobody_else_can_name_it():
             open_window(wrong, "cpu", 0, own=True)
 
 
+def test_memory_that_is_collected_in_the_midst_of_an_export_is_given_back():
+    gc.collect()
+    kept = shared_empty((4,))
+    before = set(_files)
+    thresholds = gc.get_threshold()
+    gc.disable()
+    for _ in range(50):
+        cycle: list[object] = [shared_empty((4,))]
+        cycle.append(cycle)
+    del cycle
+    assert len(_files) == len(before) + 50
+    try:
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        for _ in range(50):
+            export("cpu", 0, [kept.data_ptr()])
+    finally:
+        gc.set_threshold(*thresholds)
+    assert set(_files) == before
+
+
 def test_a_file_never_becomes_shorter():
     tensor = shared_empty((4,), dtype=torch.int32)
     with pytest.raises(OSError, match="not permitted"):

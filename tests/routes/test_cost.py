@@ -45,4 +45,4 @@ def test_a_profile_is_near_what_was_measured(profile, route, mib, chunks, pieces
 def test_a_profile_knows_every_route_that_moves_bytes():
     for name, profile in PROFILES.items():
         assert profile.name == name
-        assert set(profile.routes) == {Route.STAGED, Route.DIRECT, Route.PULL}
+        assert set(profile.routes) == {Route.MAPPED, Route.STAGED, Route.DIRECT, Route.PULL}

@@ -335,9 +335,12 @@ class Fetching(Steps):
             self._settled.exception()
 
     def _stats(self) -> TransferStats:
-        tally = self.incoming[0].tally if len(self.incoming) == 1 else Tally()
-        for incoming in self.incoming if len(self.incoming) > 1 else ():
-            tally.merge(incoming.tally)
+        if len(self.incoming) == 1:
+            tally = self.incoming[0].tally
+        else:
+            tally = Tally()
+            for incoming in self.incoming:
+                tally.merge(incoming.tally)
         return tally.stats(
             route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),

@@ -8,7 +8,18 @@ from typing import Final
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "once"]
+
+
+def once(action: Callable[[], None]) -> Callable[[], None]:
+    """Does it the first time it is called, and nothing after that."""
+    pending = [action]
+
+    def act() -> None:
+        if pending:
+            pending.pop()()
+
+    return act
 
 
 @dataclass(slots=True, eq=False)
@@ -42,16 +53,12 @@ class Lanes:
         key = peer.identity.incarnation
         lane = self._lanes.setdefault(key, _Lane())
         lane.users += 1
-        held = True
 
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                lane.users -= 1
-                self._prune(key, lane)
+        def leave() -> None:
+            lane.users -= 1
+            self._prune(key, lane)
 
-        return release
+        return once(leave)
 
     def connect(self, peer: PeerInfo) -> "asyncio.Future[str]":
         """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.

@@ -10,6 +10,7 @@ import numpy as np
 from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError
 from kvxfer.geometry import CacheGeometry
+from kvxfer.lanes import once
 from kvxfer.mapped import Export, Window, Windows, open_window, unlike
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import PeerInfo
@@ -211,16 +212,12 @@ class Mappings:
         key = peer.identity.incarnation
         mapping, _ = self._mapped(peer)
         mapping.users += 1
-        held = True
 
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                mapping.users -= 1
-                self._prune(key, mapping)
+        def leave() -> None:
+            mapping.users -= 1
+            self._prune(key, mapping)
 
-        return release
+        return once(leave)
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: unmap its memory when no copy uses it."""

@@ -51,6 +51,7 @@ class PairPlans:
         self._geometries: dict[bytes, CacheGeometry] = {}
         self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
+        self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
 
     def meet(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
@@ -76,8 +77,7 @@ class PairPlans:
             self._converting.discard(key)
             if convert and converts(src, dst):
                 self._converting.add(key)
-            if selections := common(src, dst):
-                self._pair(peer, selections, sending=sending)
+            self._whole(peer, sending=sending)
         except GeometryError as error:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
@@ -124,6 +124,8 @@ class PairPlans:
 
     def _drop(self, incarnation: bytes) -> None:
         """Forget plans with a peer."""
+        for sending in (True, False):
+            self._common.pop((incarnation, sending), None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
         for ranks in [ranks for ranks in self._shares if incarnation in ranks]:
@@ -165,16 +167,30 @@ class PairPlans:
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""
-        selections = common(*self._ends(peer, sending=sending))
-        return self._pair(peer, selections, sending=sending).least_chunk_bytes if selections else 0
+        pair = self._whole(peer, sending=sending)
+        return pair.least_chunk_bytes if pair is not None else 0
 
-    def samples(self, peer: PeerInfo, *, sending: bool) -> list[CopyPlan]:
-        """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for."""
-        selections = common(*self._ends(peer, sending=sending))
-        if not selections:
+    def samples(self, peer: PeerInfo, *, sending: bool, mapped: bool) -> list[CopyPlan]:
+        """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for.
+
+        Args:
+            peer: The other side.
+            sending: Whether this rank is the prefill rank.
+            mapped: Whether it may also copy straight into the peer's blocks.
+        """
+        pair = self._whole(peer, sending=sending)
+        if pair is None:
             return []
-        chunk = self._pair(peer, selections, sending=sending).sample
-        return [chunk.gather(0)] if sending else [chunk.scatter(0)]
+        if not sending:
+            return [pair.sample.scatter(0)]
+        return [pair.sample.gather(0), *([pair.sample.copy()] if mapped else [])]
+
+    def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
+        """The plan of all that both sides hold; None if that is nothing."""
+        key = (peer.identity.incarnation, sending)
+        if key not in self._common:
+            self._common[key] = common(*self._ends(peer, sending=sending))
+        return self._pair(peer, self._common[key], sending=sending) if self._common[key] else None
 
     def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
         key = (peer.identity.incarnation, sending, selections)

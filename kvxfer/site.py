@@ -243,7 +243,8 @@ class Site:
         if maps:
             await self.mappings.open(peer, self.plans.geometry(peer))
         try:
-            await self.runtime.in_thread(lambda: self.executor.warm(self.plans.samples(peer, sending=sending)))
+            shapes = self.plans.samples(peer, sending=sending, mapped=maps)
+            await self.runtime.in_thread(lambda: self.executor.warm(shapes))
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 

@@ -175,7 +175,7 @@ class CudaExecutor:
 
         def launch() -> None:
             running.nbytes = tables.nbytes
-            running.first = lane.mark(ends=False)
+            running.first = lane.stream.mark()
             lane.upload(slot, tables.words)
             for one in tables.launches:
                 self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
@@ -186,7 +186,7 @@ class CudaExecutor:
         except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
             running.error = as_kvxfer_error("a copy could not be launched", caught)
         try:
-            running.last = lane.mark(ends=True)
+            running.last = lane.mark()
         except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
             running.error = running.error or as_kvxfer_error("a copy failed on the device", caught)
         lane.running.append(running)
@@ -323,8 +323,8 @@ class _Lane:
         """Whether a thread block found its gate closed."""
         return bool(self._words(slot)[-1])
 
-    def mark(self, *, ends: bool) -> Any:
-        """Where the stream is now: before a job, or where it ends."""
+    def mark(self) -> Any:
+        """Where a job ends."""
         return self.stream.mark()
 
     def passed(self, mark: Any) -> bool:
@@ -332,11 +332,10 @@ class _Lane:
         return self.stream.passed(mark)
 
     def seconds(self, ended: _Running) -> float:
-        """How long the device took for a job."""
-        if ended.first is None or ended.last is None:
-            return 0.0
-        took = self.stream.seconds(ended.first, ended.last)
-        self.stream.recycle(ended.first, ended.last)
+        """How long the device took for a job, whose marks are not needed any more; 0 where nothing was launched."""
+        marks = [mark for mark in (ended.first, ended.last) if mark is not None]
+        took = self.stream.seconds(*marks) if len(marks) == 2 else 0.0
+        self.stream.recycle(*marks)
         return took
 
     def learn(self, ended: _Running, took: float, now: float) -> None:

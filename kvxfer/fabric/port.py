@@ -107,7 +107,7 @@ class Cell:
     def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
         """Run `make` (post one part) unless the cell is dead, stopped, or past its lease. False if it was not run.
 
-        Only the fabric's thread calls this. A first refusal kills the cell.
+        Only the thread that posts (the fabric's, or a copy's on `mapped`) calls this. A first refusal kills the cell.
         """
         with self._lock:
             if self._stop or self._state in (CellState.DEAD, CellState.ENDED) or now() >= self._deadline:
@@ -131,7 +131,7 @@ class Cell:
             self._lock.release()
 
     def end(self) -> None:
-        """Everything that was posted has ended. Only the fabric's thread calls this."""
+        """Everything that was posted has ended. Only the thread that posts calls this."""
         with self._lock:
             if self._state is CellState.POSTED:
                 self._state = CellState.ENDED

@@ -171,7 +171,7 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_behind(tmp_path):
         raise
     assert process.returncode == -signal.SIGINT
     assert "OK" not in out
-    assert err.count("Traceback") == 1  # this program's own, of the KeyboardInterrupt
+    assert err.count("Traceback") == 1, err  # this program's own, of the KeyboardInterrupt
     assert "KeyboardInterrupt" in err
 
 

@@ -206,9 +206,9 @@ class Config(BaseSettings):
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
-    """Bytes of one chunk at most."""
-    mapped_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
-    """About as many on the route `mapped`, whose chunks need no memory."""
+    """Bytes of one chunk on the route `staged` at most."""
+    in_place_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
+    """About as many on the other routes, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24

@@ -24,7 +24,7 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.limits import MAX_ROWS
-from kvxfer.planning import fit_grid, merged_pieces
+from kvxfer.planning import fit_grid, in_place_bytes, merged_pieces
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
@@ -275,10 +275,12 @@ def _pair(
         nbytes=nbytes,
         pieces=lambda: merged_pieces(plan),
     )
-    limit = config.mapped_chunk_bytes if choice.route is Route.MAPPED else config.chunk_bytes
     if choice.route is Route.STAGED:
-        limit = min(limit, config.send_bytes, config.receive_bytes)
-    grid = fit_grid(plan, target_bytes=limit, limit_bytes=limit)
+        target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
+    else:
+        limit = config.in_place_chunk_bytes
+        target = in_place_bytes(choice.route, plan, limit)
+    grid = fit_grid(plan, target_bytes=target, limit_bytes=limit)
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
     return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, plan.explain())

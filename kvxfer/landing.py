@@ -264,7 +264,7 @@ class Reading:
         bound, chunk = self._bound, self._chunk
 
         def pieces() -> Pieces:
-            return bound.chunk(chunk).copy().enumerate().merged()
+            return bound.chunk(chunk).listed()
 
         self._host.plan(pieces, self._planned, rows=bound.chunk_pieces)
 

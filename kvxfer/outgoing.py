@@ -15,7 +15,7 @@ from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import Bound, fit_grid, merged_pieces
+from kvxfer.planning import Bound, fit_grid, in_place_bytes, merged_pieces
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Span, Status, Timings
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, Means, choose
@@ -268,7 +268,7 @@ class Outgoing(Steps):
         plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
         nbytes = plan.outline.bytes
         choice = choose(config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
-        target, limit = self._chunk_sizes(choice.route)
+        target, limit = self._chunk_sizes(choice.route, plan)
         if not offer.finished:
             target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
         grid = fit_grid(
@@ -291,15 +291,14 @@ class Outgoing(Steps):
         )
         return Bound.of(plan, grid), choice, message
 
-    def _chunk_sizes(self, route: Route) -> tuple[int, int]:
+    def _chunk_sizes(self, route: Route, plan: TransferPlan) -> tuple[int, int]:
         """Bytes of a chunk: about, and at most."""
         fetch, config = self.machine.fetch, self.site.config
-        if route is Route.MAPPED:  # it takes no memory, so one that is larger than was wished for does no harm
-            limit = fetch.in_place_bytes or config.chunk_bytes
-            return min(config.mapped_chunk_bytes, limit), limit
-        limit = min(config.chunk_bytes, fetch.max_extent_bytes or config.chunk_bytes)
-        if route is Route.STAGED:
-            limit = min(limit, self.site.send_desk.share.capacity)
+        if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
+            limit = fetch.in_place_bytes or config.in_place_chunk_bytes
+            return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
+        own = min(config.chunk_bytes, self.site.send_desk.share.capacity)
+        limit = min(own, fetch.max_extent_bytes or own)
         return limit, limit
 
     def _announce(self) -> None:

@@ -26,16 +26,19 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import MAX_CHUNKS
+from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import hears_debug, logger
 
-__all__ = ["Bound", "PairPlans", "block_pieces", "fit_grid", "merged_pieces", "staging_pieces"]
+__all__ = ["Bound", "PairPlans", "block_pieces", "fit_grid", "in_place_bytes", "merged_pieces", "staging_pieces"]
 
 _NAME: Final = "kvxfer.plan"
 _log: Final = logger(_NAME)
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
+_LISTED: Final = 1 << 16
+"""Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
+costs more than they do."""
 _KEPT_PAIRS: Final = 512
 
 
@@ -293,6 +296,14 @@ def fit_grid(
             reason=Code.CHUNK_TOO_LARGE,
         )
     return grid
+
+
+def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
+    """Bytes at which chunks of a route that needs no staging memory aim; `most` where nothing lists their pieces."""
+    if route is Route.MAPPED:
+        return most
+    whole = plan.outline.copy()
+    return min(most, max(1, whole.bytes * _LISTED // max(1, whole.pieces)))
 
 
 def merged_pieces(plan: TransferPlan) -> int:

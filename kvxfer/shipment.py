@@ -279,7 +279,7 @@ class DirectShipment(_OverFabric):
 
     def connected(self, part: ChunkPlan) -> None:
         """List the pieces."""
-        self.plan(lambda: part.copy().enumerate().merged(), self._listed, rows=self.bound.chunk_pieces)
+        self.plan(part.listed, self._listed, rows=self.bound.chunk_pieces)
 
     def _listed(self, pieces: Pieces) -> None:
         if not self.over:

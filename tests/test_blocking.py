@@ -79,7 +79,7 @@ class Pair:
 
     def __init__(self, **settings):
         self.network = LoopbackNetwork()
-        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "revoke_timeout": "5s"}
+        plain = {"arena_bytes": "1MiB", "chunk_bytes": "16KiB", "in_place_chunk_bytes": "16KiB", "revoke_timeout": "5s"}
         self.config = Config(**(plain | settings))
         self.prefill = BlockingWorker(self.config, transport=lambda: LoopbackTransport("prefill", self.network))
         self.decode = BlockingWorker(self.config, transport=lambda: LoopbackTransport("decode", self.network))
@@ -697,7 +697,7 @@ def test_memory_that_a_silent_peer_may_write_is_kept(caplog):
 
 def test_an_engine_of_several_ranks_must_join():
     key, network = bytes(32), LoopbackNetwork()
-    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "world": 2}
+    config = {"arena_bytes": "1MiB", "chunk_bytes": "64KiB", "in_place_chunk_bytes": "64KiB", "world": 2}
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(

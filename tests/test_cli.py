@@ -200,7 +200,7 @@ def test_plan_decides_by_the_settings(model):
     assert route("--chunk", "33MiB") == ("staged", 2)
     assert route("--chunk", "17MiB") == ("staged", 4)
     assert route("--chunk", "33MiB", "--route", "direct") == ("direct", 2)
-    assert route(KVXFER_CHUNK_BYTES="17MiB", KVXFER_ROUTE="pull") == ("pull", 4)
+    assert route(KVXFER_IN_PLACE_CHUNK_BYTES="17MiB", KVXFER_ROUTE="pull") == ("pull", 4)
 
 
 @pytest.mark.parametrize(

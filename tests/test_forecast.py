@@ -108,7 +108,7 @@ def test_on_one_host_memory_is_mapped_unless_the_settings_forbid_it():
         return pair.choice.route, pair.chunks
 
     assert taken() == (Route.MAPPED, 2)
-    assert taken(mapped_chunk_bytes="1GiB") == (Route.MAPPED, 1)
+    assert taken(in_place_chunk_bytes="1GiB") == (Route.MAPPED, 1)
     assert taken(route="staged") == (Route.STAGED, 16)
     for never in ({"trust": "none"}, {"max_in_place_bytes": 0}):
         assert taken(**never)[0] is Route.STAGED

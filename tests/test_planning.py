@@ -15,7 +15,8 @@ from kvxfer.geometry import (
     from_hf_config,
     resolve,
 )
-from kvxfer.planning import fit_grid, merged_pieces
+from kvxfer.planning import fit_grid, in_place_bytes, merged_pieces
+from kvxfer.protocol.messages import Route
 
 LLAMA = {
     "model_type": "llama",
@@ -77,6 +78,23 @@ def test_blocks_that_follow_each_other_are_counted_as_one_piece(prefill, decode)
     spans = {"default": Span(range(7, 1007))}
     plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(spans, spans, range(3, 16_000))
     assert merged_pieces(plan) == len(plan.whole.copy().enumerate().merged())
+
+
+@pytest.mark.parametrize(
+    ("decode", "expected"), [(NHD, 256 << 20), ({"layout": "NHD", "tp": 8}, 16 << 20), ({"layout": "HND"}, 16 << 20)]
+)
+def test_chunks_whose_pieces_are_listed_have_so_many_of_them(decode, expected):
+    src, dst = from_hf_config(LLAMA, layout="NHD"), from_hf_config(LLAMA, **decode)
+    (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
+    spans = src.spans(100_000), dst.spans(100_000, draw=1)
+    plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, range(100_000))
+    assert in_place_bytes(Route.MAPPED, plan, 256 << 20) == 256 << 20
+    for route in (Route.DIRECT, Route.PULL):
+        found = in_place_bytes(route, plan, 256 << 20)
+        assert found == pytest.approx(expected, rel=0.01)
+        grid = fit_grid(plan, target_bytes=found, limit_bytes=256 << 20)
+        listed = [plan.chunk(grid, chunk).listed() for chunk in (0, 1)]
+        assert 65_536 // 2 < max(map(len, listed)) <= 65_536 or found == 256 << 20
 
 
 def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():

@@ -11,19 +11,18 @@ blocks of 16 tokens, shuffled block ids) without any memory behind them, and tim
 | tables | all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces |
 | gather | the tables of one gather of everything |
 | scatter | the tables of one scatter of everything |
-| list | the list of every piece, chunk by chunk as the route `direct` makes it |
-| merge | neighbours in those lists joined |
+| list | the list of every piece, cut, made and merged chunk by chunk as the routes `direct` and `pull` do it |
 
 Times are milliseconds of CPU time, so that what else the machine does counts less. `ns/row` is what bind + tables +
 gather take above 0.4 ms, over the rows of all tables (block rows and regions); the target is at most 100. `ns/piece` is
-list + merge over the pieces; the target is at most 20 where there are many (some tens of microseconds a chunk do not
+list over the pieces; the target is at most 20 where there are many (some tens of microseconds a chunk do not
 depend on them). `plan B` are the bytes of all arrays that the plan keeps or hands to a kernel, `list B` those of the
 longest list that exists at a time: only it grows with the pieces, up to those of a chunk.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log10, prod
 from random import Random
 from typing import Any, Final
@@ -32,8 +31,9 @@ import numpy as np
 
 from kvxfer.bench.device import Kind
 from kvxfer.bench.report import Chart, Report, Table
-from kvxfer.geometry import CacheGeometry, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
-from kvxfer.planning import Bound, fit_grid
+from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
+from kvxfer.planning import Bound, fit_grid, in_place_bytes
+from kvxfer.protocol.messages import Route
 
 __all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "geometry", "measure"]
 
@@ -44,7 +44,7 @@ ITEM: Final = 2
 BLOCK: Final = 16
 PIECES: Final = (10**3, 10**4, 10**5, 10**6, 10**7)
 FIXED_MS: Final = 0.4
-CHUNK: Final = 32 << 20
+CHUNK: Final = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,6 @@ class Result:
     gather: float
     scatter: float
     list: float
-    merge: float
     plan_bytes: int
     list_bytes: int
 
@@ -140,8 +139,8 @@ class Result:
 
     @property
     def list_ns_a_piece(self) -> float:
-        """Listing and merging."""
-        return (self.list + self.merge) * 1e6 / self.pieces
+        """Cutting, listing and merging."""
+        return self.list * 1e6 / self.pieces
 
 
 def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
@@ -159,22 +158,21 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
         return pair.bind(spans[0], spans[1], tokens)
 
     def tables(plan: TransferPlan) -> Bound:
-        grid = fit_grid(plan, target_bytes=CHUNK, limit_bytes=CHUNK, layers_per_chunk=None)
+        grid = fit_grid(plan, target_bytes=in_place_bytes(Route.DIRECT, plan, CHUNK), limit_bytes=CHUNK)
         plan.digest(grid)
         return Bound.of(plan, grid)
 
     plan = bind()
     whole = plan.whole
     bound = tables(plan)
-    chunks = [bound.chunk(number).copy() for number in range(len(bound.grid))]
 
-    def listing(*, merged: bool) -> int:
-        return sum(len(chunk.enumerate().merged() if merged else chunk.enumerate()) for chunk in chunks)
+    def chunks() -> list[ChunkPlan]:
+        again = replace(bound.plan)  # of which no window has been looked at
+        return [again.chunk(bound.grid, number) for number in range(len(bound.grid))]
 
-    listed = best(lambda: listing(merged=False), seconds)
     return Result(
         layout.name,
-        listing(merged=False),
+        sum(chunk.copy().pieces for chunk in chunks()),
         sum(map(len, plan.rows.values())),
         sum(len(c.bases) for c in pair.classes),
         best(lambda: PairPlan(src, dst, selections), seconds),
@@ -183,10 +181,9 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
         best(lambda: tables(bind()), seconds) - best(bind, seconds),
         best(lambda: whole.gather(0), seconds),
         best(lambda: whole.scatter(0), seconds),
-        listed,
-        best(lambda: listing(merged=True), seconds) - listed,
+        best(lambda: sum(len(chunk.listed()) for chunk in chunks()), seconds),
         array_bytes(plan, whole.gather(0)),
-        max(array_bytes(chunk.enumerate()) for chunk in chunks),
+        max(array_bytes(chunk.listed()) for chunk in chunks()),
     )
 
 
@@ -216,7 +213,7 @@ class Planning:
 
 
 def _report(head: dict[str, Any], results: Sequence[Result]) -> Report:
-    steps = ("pair", "explain", "bind", "tables", "gather", "scatter", "list", "merge")
+    steps = ("pair", "explain", "bind", "tables", "gather", "scatter", "list")
     rates = [{"plan_ns_a_row": r.plan_ns_a_row, "list_ns_a_piece": r.list_ns_a_piece} for r in results]
     cells = [asdict(r) | rate for r, rate in zip(results, rates, strict=True)]
     rows = [

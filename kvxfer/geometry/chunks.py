@@ -3,7 +3,7 @@
 The staging buffer is just one more strided array, so all three are the same tables with other base addresses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import CopyPlan, Segment, fold
+from kvxfer.geometry.copyplan import CopyPlan, Pieces, Segment, fold
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
@@ -104,13 +104,6 @@ class ChunkPart:
     factors: F32
     rows: Rows
 
-    @property
-    def in_place(self) -> I64:
-        """The table of rows as they lie in the blocks of both sides: joined where the grid is finer than both."""
-        sides = (self.key.src_rows, self.key.dst_rows)
-        fine = all(side.block_tokens > self.rows.grid for side in sides)
-        return self.rows.joined() if fine else self.rows.table
-
 
 class ChunkPlan:
     """One chunk: the same rows and regions as a gather into staging, a scatter out of it, or a copy in place.
@@ -141,10 +134,13 @@ class ChunkPlan:
 
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
-        tables: dict[int, I64] = {}  # parts with the same rows have the same table
-        for part in self._parts:
-            if id(part.rows) not in tables:
-                tables[id(part.rows)] = part.in_place
+        return self._in_place(lambda rows: rows.joined)
+
+    def listed(self) -> Pieces:
+        """The same as a list of contiguous pieces, neighbours merged, in order of destination."""
+        return self._in_place(lambda rows: rows.ascending).enumerate().merged()
+
+    def _in_place(self, table: Callable[[Rows], I64]) -> CopyPlan:
         return CopyPlan(
             tuple(
                 _segment(
@@ -153,7 +149,7 @@ class ChunkPlan:
                     part.bases,
                     (part.key.src_block, part.key.src_token),
                     (part.key.dst_block, part.key.dst_token),
-                    tables[id(part.rows)],
+                    table(part.rows),
                     part.key.elements,
                 )
                 for part in self._parts

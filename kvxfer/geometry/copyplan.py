@@ -129,6 +129,8 @@ class Segment:
 
 
 def _ascending(src: I64, dst: I64) -> tuple[I64, I64]:
+    if (dst[1:] >= dst[:-1]).all():
+        return src, dst
     order = np.argsort(dst)
     return src[order], dst[order]
 

@@ -3,10 +3,11 @@
 A run is over when nothing is left that continues it on both sides. Then either one side goes on with something and the
 other does not (it is the other that limits), or neither goes on with anything, or nothing but the next block is left.
 
-The statements are exact for full rows (sub-blocks that the token range does not cut), with one exception: where only
-some of the runs of two families touch, these are counted as two pieces and not as one. Such are the last index of one
-axis and the first of another, as in a convolution of which the very last value alone borders on the state behind it.
-Without block lists, groups count as apart.
+The statements hold for full rows (sub-blocks that the token range does not cut), and never count too few pieces. They
+count too many where only some of the runs of two families touch, or where runs of one family touch by the choice of its
+addresses rather than by a stride: such are the last index of one axis and the first of another, as in a convolution of
+which the very last value alone borders on the state behind it, or heads of which a rank holds the middle ones. Without
+block lists, groups count as apart.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,8 +119,7 @@ class _Ending:
             end = Limit("block", Side.DESTINATION if turns else Side.SOURCE, Cause.TURNS, run, None, None)
             open_axes = [axis for axis in axes if axis.count > 1]
         elif block.src == block.dst == run:
-            cause = Cause.ROWS if key.src_rows.of > 1 and side is Side.BOTH else Cause.BLOCK_IDS
-            return (Limit("block", side, cause, run, run, run, breaks=self._breaks()),)
+            return (Limit("block", side, Cause.BLOCK_IDS, run, run, run, breaks=self._breaks()),)
         else:
             end = None
             open_axes = [*(axis for axis in axes if axis.count > 1), block]

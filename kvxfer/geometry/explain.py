@@ -27,8 +27,7 @@ class Cause(StrEnum):
 
     STRIDE = "stride"  # it lies elsewhere in the same layout
     APART = "apart"  # it lies in other memory: there is no one stride
-    BLOCK_IDS = "block ids"  # it continues the run wherever block ids follow each other, and nowhere else
-    ROWS = "rows"  # the tokens take turns over ranks alike on both sides: rows are short, and what follows joins them
+    BLOCK_IDS = "block ids"  # it continues the run in the same block and where block ids follow each other
     KIND = "kind"  # what continues it on the other side is of another kind, and lies elsewhere on this one
     TURNS = "turns"  # the tokens take turns over ranks, so the next ones are not between these two
 
@@ -148,10 +147,8 @@ class Limit:
     def __str__(self) -> str:
         if self.cause is Cause.TURNS:
             return "the row ends: the tokens that follow take their turn on another rank"
-        if self.cause is Cause.ROWS:
-            return "the row ends with its turn of tokens; the next one of the block follows it, and both are one piece"
         if self.cause is Cause.BLOCK_IDS:
-            rule = f"the block ends ({self.side}); where block ids follow each other, the run goes on"
+            rule = f"the block ends ({self.side}); within it and where block ids follow each other, the run goes on"
             if self.breaks is None:
                 return rule
             told = self.breaks

@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
 from typing import Final, TypeAlias
@@ -31,6 +31,9 @@ from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans
 __all__ = ["PairPlan", "TransferPlan", "check_state"]
 
 I64: TypeAlias = NDArray[np.int64]
+
+_KEPT_WINDOWS: Final = 8
+"""Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
 
 
 class PairPlan:
@@ -161,7 +164,10 @@ class PairPlan:
         )
 
     def explain(self) -> Explanation:
-        """Why pieces are as long as they are, and which side limits them: exact for full rows, whatever the request."""
+        """Why pieces are as long as they are, and which side limits them, in full rows of whatever request.
+
+        There are never more pieces than it says; fewer, where some of many happen to touch (see `endings`).
+        """
         return self._explained
 
     @cached_property
@@ -250,6 +256,7 @@ class TransferPlan:
     tokens: range
     covered: int
     rows: Mapping[Meeting, Rows]
+    _windows: dict[tuple[int, int, bool], Mapping[Meeting, Rows]] = field(default_factory=dict, init=False)
 
     @cached_property
     def whole(self) -> ChunkPlan:
@@ -282,8 +289,7 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet, and not only its outline is asked for.
         """
-        cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
-        rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
+        rows = self._cut(start, stop, outline=outline)
         parts: list[ChunkPart] = []
         for c in self.pair.classes:
             low = bisect_left(c.layers, layers[0]) if layers else 0
@@ -292,6 +298,18 @@ class TransferPlan:
             if len(part.bases) and len(part.rows):
                 parts.append(part)
         return ChunkPlan(parts)
+
+    def _cut(self, start: int, stop: int, *, outline: bool) -> Mapping[Meeting, Rows]:
+        """The rows in the tokens [start, stop): the same for all layers, whose chunks follow each other."""
+        key = (start, stop, outline)
+        rows = self._windows.get(key)
+        if rows is None:
+            cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
+            rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
+            if len(self._windows) >= _KEPT_WINDOWS:
+                self._windows.clear()
+            self._windows[key] = rows
+        return rows
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""

@@ -10,6 +10,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import Any, Final, TypeAlias
 
@@ -140,7 +141,7 @@ Meeting: TypeAlias = tuple[str, RowSide, RowSide]
 """A group and its addressing at the source and destination: what a pair of block lists has one table of rows for."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Where two block lists meet, one row a run of tokens.
 
@@ -191,6 +192,7 @@ class Rows:
         high = np.searchsorted(self.begin, last)
         return np.where(last > first, np.maximum(high - low, 0), 0)
 
+    @cached_property
     def joined(self) -> I64:
         """The table with one row for those that follow each other in one block of either side.
 
@@ -200,14 +202,21 @@ class Rows:
         table = self.table
         source, first, target, into, count = table.T
         ends = np.ones(len(table), np.bool_)  # which rows the one after them does not continue
-        ends[:-1] = (np.diff(source) != 0) | (np.diff(target) != 0)
-        ends[:-1] |= (np.diff(first) != count[:-1]) | (np.diff(into) != count[:-1])
-        if ends.all():
+        ends[:-1] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+        if ends.all():  # blocks are no larger than rows
             return table
+        ends[:-1] |= (np.diff(first) != count[:-1]) | (np.diff(into) != count[:-1])
         begins = np.flatnonzero(np.concatenate([[True], ends[:-1]]))
         found = table[begins]
         found[:, 4] = np.add.reduceat(count, begins)
         return found
+
+    @cached_property
+    def ascending(self) -> I64:
+        """The joined table in the order of its places at the destination."""
+        table = self.joined
+        place = table[:, 2] * (int(table[:, 3].max(initial=0)) + 1) + table[:, 3]
+        return table if (place[1:] >= place[:-1]).all() else table[np.argsort(place)]
 
     def present(self) -> "Rows":
         """Those that can be copied: all but the ones of padding.

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import groupby, product
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from agree import scattered
@@ -145,7 +146,7 @@ def test_the_named_side_alone_ends_the_run(drawn):
         for run in runs:
             for limit in run.limits:
                 seen[limit.axis, limit.side, limit.cause] += 1
-                if limit.cause in (Cause.BLOCK_IDS, Cause.ROWS, Cause.TURNS) or limit.axis == "block":
+                if limit.cause in (Cause.BLOCK_IDS, Cause.TURNS) or limit.axis == "block":
                     continue
                 assert limit.expected == run.piece_bytes, seed
                 axes, bases = mended(c, limit.axis, limit)
@@ -345,17 +346,26 @@ def test_regions_that_are_neighbours_only_in_part_are_told_apart():
     assert sorted((run.first.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]
 
 
-def told(prefill, decode, tokens: int = 4096) -> str:
-    """What is said of Llama-like engines that are laid out so."""
+def of_llama(prefill, decode) -> PairPlan:
+    """The first pair of ranks of Llama-like engines that are laid out so."""
     src, dst = from_hf_config(LLAMA, **prefill), from_hf_config(LLAMA, **decode)
-    shares = resolve(dst.ranks[0], src.ranks, rank=0)
-    return str(PairPlan(src.ranks[0], dst.ranks[0], shares[0]).explain())
+    return PairPlan(src.ranks[0], dst.ranks[0], resolve(dst.ranks[0], src.ranks, rank=0)[0])
 
 
-def test_tokens_that_take_turns_alike_join_row_by_row() -> None:
-    text = told({"cp": 2}, {"cp": 2})
-    assert "the row ends with its turn of tokens; the next one of the block follows it, and both are one piece" in text
-    assert "the block ends" not in text
+def told(prefill, decode) -> str:
+    """What is said of it."""
+    return str(of_llama(prefill, decode).explain())
+
+
+def test_tokens_that_take_turns_alike_go_on_to_the_end_of_the_block() -> None:
+    pair = of_llama({"cp": 2}, {"cp": 2})
+    text = "the block ends (both sides); within it and where block ids follow each other, the run goes on"
+    assert text in str(pair.explain())
+    assert pair.limited_by == "block ids of both sides"
+    blocks = [7, 3, 11]
+    spans = {"default": Span(np.asarray(blocks))}
+    plan = pair.bind(spans, spans, range(3 * 2 * 16)).whole
+    assert len(plan.listed()) == len(blocks) * 2 * len(pair.layers)
 
 
 def test_tokens_that_take_turns_on_one_side_end_every_row() -> None:

@@ -357,7 +357,7 @@ def test_rows_that_follow_each_other_in_both_blocks_are_joined(
 ) -> None:
     both = src.of == dst.of == 2
     rows = meet("a", src, dst, span(*lists[0]), span(*lists[1]), range(2, 13 if both else 11))
-    assert list(map(tuple, rows.joined().tolist())) == joined
+    assert list(map(tuple, rows.joined.tolist())) == joined
 
 
 def test_compressed_rows_belong_to_their_last_token() -> None:

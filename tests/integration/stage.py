@@ -18,6 +18,7 @@ KEY = bytes(range(32))
 DEFAULTS = {
     "arena_bytes": "64KiB",
     "chunk_bytes": "2KiB",
+    "in_place_chunk_bytes": "2KiB",
     "trust": "full",
     "revoke_timeout": 0.3,
     "close_timeout": 2.0,

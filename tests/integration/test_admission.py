@@ -16,7 +16,7 @@ def announcing():
 
 async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     source, target = Cache(blocks=64), Cache(blocks=64)
-    prefill, decode = await stage.pair(source, target, chunk_bytes="1KiB", route="pull")
+    prefill, decode = await stage.pair(source, target, in_place_chunk_bytes="1KiB", route="pull")
     outstanding, most = 0, 0
     original = Link.send
 
@@ -47,7 +47,13 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
 
 async def test_in_place_grants_are_bounded(stage, network):
     source, target = Cache(blocks=64), Cache(blocks=64)
-    bound = {"chunk_bytes": "1KiB", "max_in_place_bytes": "2KiB", "window": 8, "route": "direct"}
+    bound = {
+        "chunk_bytes": "1KiB",
+        "in_place_chunk_bytes": "1KiB",
+        "max_in_place_bytes": "2KiB",
+        "window": 8,
+        "route": "direct",
+    }
     prefill, decode = await stage.pair(source, target, **bound)
     network.hold("decode")
     wanted = Copied(target).bring(source, IDS, IDS, range(256))

@@ -304,12 +304,12 @@ async def chunks_are_no_larger_than_either_side_says(side, play):
     assert max(entry.length for entry in play.network.log) <= 1024
 
 
-@field("mapped_chunk_bytes")
-async def chunks_that_are_mapped_are_no_larger(play):
+@field("in_place_chunk_bytes", "mapped", "direct", "pull")
+async def chunks_in_place_are_no_larger(route, play):
     source, target = Cache(shared=True), Cache(shared=True)
-    await play.pair(source=source, target=target, route="mapped", mapped_chunk_bytes=1024)
+    await play.pair(source=source, target=target, route=route, in_place_chunk_bytes=1024)
     result, _ = await play.bring("r")
-    assert (result.stats.route, result.stats.chunks) == ("mapped", NBYTES // 1024)
+    assert (result.stats.route, result.stats.chunks) == (route, NBYTES // 1024)
 
 
 @field("window", 1, 3)
@@ -326,7 +326,7 @@ async def so_many_chunks_are_in_flight(window, play):
 
 async def in_place(play, nbytes):
     """How many chunks of 1 KiB are in flight under this bound, of 8 that may be."""
-    await play.pair(route="direct", max_in_place_bytes=nbytes, chunk_bytes=1024, window=8)
+    await play.pair(route="direct", max_in_place_bytes=nbytes, chunk_bytes=1024, in_place_chunk_bytes=1024, window=8)
     play.network.hold("decode")
     play.prefill.offer("r", [1, 2], tokens=8)
     transfer = play.start("r")
@@ -589,7 +589,7 @@ class Counting(LoopbackTransport):
 
 async def posts_of(play, **fabric):
     """What a whole request in one chunk is cut into."""
-    config = {"route": "direct", "chunk_bytes": "32KiB"}
+    config = {"route": "direct", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
     transport = Counting("prefill", play.network)
     play.prefill = await play.worker("prefill", play.source, transport=transport, fabric=fabric, **config)
     play.decode = await play.worker("decode", play.target, **config)

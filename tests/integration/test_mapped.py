@@ -184,7 +184,7 @@ async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(
 
 async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target):
     source = Cache(layout="NHD", heads=range(4))
-    prefill, decode = await stage.pair(source, target, prefill={"mapped_chunk_bytes": 512})
+    prefill, decode = await stage.pair(source, target, prefill={"in_place_chunk_bytes": 512})
     ours, _ = await bring(prefill, decode, source, target)
     assert (ours.stats.route, ours.stats.chunks) == ("mapped", 6)
 

@@ -89,7 +89,8 @@ async def test_a_request_larger_than_the_arena_goes_through_it(stage):
 
 async def test_chunks_of_different_ends_agree(stage, route):
     source, target = Cache(blocks=32), Cache(blocks=32)
-    prefill, decode = await stage.pair(source, target, route=route, prefill={"chunk_bytes": "8KiB"})
+    sizes = {"chunk_bytes": "8KiB", "in_place_chunk_bytes": "8KiB"}
+    prefill, decode = await stage.pair(source, target, route=route, prefill=sizes)
     await move(prefill, decode, source, target, list(range(32)), list(range(32)), range(9, 126), offered=128)
 
 

@@ -80,7 +80,7 @@ async def test_no_byte_too_many(ranks: Recorded, name: str, monkeypatch: pytest.
     route, chunk_bytes = rng.choice(["staged", "staged", "direct", "pull"]), rng.choice(CHUNKS[large])
     request = Request.of(case)
     world = World.of(case, Request(request.tokens, request.offered + 17))  # pools for the longest that is drawn
-    sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes}
+    sizes = {"network": network, "route": route, "chunk_bytes": chunk_bytes, "in_place_chunk_bytes": chunk_bytes}
     tickets = issuer(await ranks.prefill_of(world, **sizes), KEY)
     await ranks.decode(world, **sizes)
     watch_all(ledger, world, ranks.workers)

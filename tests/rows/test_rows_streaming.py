@@ -21,7 +21,7 @@ STREAMED = {str(case): case for case in CASES.values() if case.row not in {"layo
         "layout: K in vectors of 16, into all",
     )
 }
-SIZES = {"arena_bytes": "128KiB", "chunk_bytes": "24KiB"}
+SIZES = {"arena_bytes": "128KiB", "chunk_bytes": "24KiB", "in_place_chunk_bytes": "24KiB"}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ArenaError, KvxferError
 from kvxfer.memory import Extent, Request, Share
 from kvxfer.telemetry import Metrics
 
@@ -61,6 +61,17 @@ class Desk:
             return None
         self._since[request] = now
         return request
+
+    def take(self, peer: str, nbytes: int) -> Extent | None:
+        """An extent of at least `nbytes` bytes if there is one right now, and nobody's turn comes before."""
+        answers: list[Extent | KvxferError] = []
+        try:
+            request = self.ask(peer, nbytes, 1.0, answers.append)
+        except ArenaError:  # there never will be
+            return None
+        if request is not None:
+            self.withdraw(request)
+        return next((answer for answer in answers if isinstance(answer, Extent)), None)
 
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""

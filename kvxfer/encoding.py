@@ -10,7 +10,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.geometry import BlockLists, CacheGeometry, Interleave, Selection, Span, TensorSpec
 from kvxfer.limits import MAX_STRIDE
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import pack_f32, pack_u32, unpack_f32, unpack_u32
+from kvxfer.protocol.packing import pack_f32, pack_u32, unpack_f32, unpack_u32
 
 __all__ = [
     "decode_spans",

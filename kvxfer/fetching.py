@@ -249,16 +249,20 @@ class Fetching(Steps):
                 timer.cancel()
         if self._connecting is not None:
             self._connecting.cancel()
-        if self._error is None:
-            for link in self._links:
-                link.send(Release(self._demand.ticket.ref()))
         self._in_doubt = any(incoming.in_doubt for incoming in self.incoming)
         if self._in_doubt:
             self.site.custody.doubt(self.transfer.id)
         else:
             self.site.custody.release(self.transfer.id)
         self._finish()
+        if self._error is None:  # who awaits the fetch goes on before it is released
+            self.site.loop.call_soon(self._release)
         self._ended(self)
+
+    def _release(self) -> None:
+        """Tell every prefill rank that nothing more of the request is needed."""
+        for link in self._links:
+            link.send(Release(self._demand.ticket.ref()))
 
     def _collect_failures(self) -> None:
         """The first failure of any rank becomes the fetch's error."""

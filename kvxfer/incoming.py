@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from kvxfer.ahead import Ahead
 from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.desk import Desk
 from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
@@ -37,8 +38,6 @@ from kvxfer.tally import Tally
 __all__ = ["Incoming"]
 
 _NOTHING: Final = CopyPlan(())
-_IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
-"""Routes on which the peer writes the caller's blocks."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
@@ -56,7 +55,6 @@ class Incoming(Steps):
 
     def __init__(self, site: Site, link: Link, transfer: int, need: Need, owner: Owner) -> None:
         super().__init__(site, f"kvxfer receive {transfer}")
-        self.machine: Final = Receiving(transfer)
         self.link = link
         self.peer: Final = link.peer
         self.tally: Final = Tally()
@@ -64,12 +62,15 @@ class Incoming(Steps):
         self.why = ""
         self._need: Final = need
         self._owner: Final = owner
+        self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
+        self._ahead: Final = Ahead.of(site, self.peer, need, self._asked)
+        self.machine: Final = Receiving(transfer, ahead=self._ahead is not None)
         self._bound: Bound | None = None
+        self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
-        self._asked: list[Route] = []
         self._queue: deque[tuple[int, float]] = deque()  # chunks that are ready, and until when (`pull`) to read them
-        self._chunks: dict[int, Landing | Reading] = {}  # under way
+        self._chunks: dict[int, Landing | Reading | Ahead] = {}  # under way
         self._writing = 0  # copies and reads of ours that may write the caller's blocks
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
@@ -86,12 +87,13 @@ class Incoming(Steps):
     @property
     def limited_by(self) -> str:
         """What keeps pieces from being longer; empty before there is a plan."""
-        return self._bound.limited_by if self._bound is not None else ""
+        known = self._bound or self._ahead
+        return known.limited_by if known is not None and self._grid is not None else ""
 
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        theirs = self.route in _IN_PLACE and not self.machine.ended and bool(self.machine.granted)
+        theirs = self.machine.exposed and not self.machine.ended and self.route not in (Route.STAGED, Route.PULL)
         return self._own_doubt or self._writing > 0 or theirs
 
     @property
@@ -102,7 +104,7 @@ class Incoming(Steps):
     @property
     def finished(self) -> bool:
         """Whether nothing of it is under way or in doubt, staging memory included."""
-        return self.quiet and not any(chunk.holds for chunk in self._chunks.values())
+        return self.quiet and not any(chunk.holds for chunk in self._holders())
 
     @property
     def owes_an_answer(self) -> bool:
@@ -129,7 +131,7 @@ class Incoming(Steps):
         """Ask."""
         site, need = self.site, self._need
         left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
-        self._asked = site.routes(self.peer, trusted=self.link.trusted, sending=False)
+        ahead = self._ahead
         sent = self.link.send(
             Fetch(
                 transfer=self.machine.transfer,
@@ -142,9 +144,13 @@ class Incoming(Steps):
                 max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
                 timeout_ms=min(left, FOREVER_MS),
                 in_place_bytes=site.config.max_in_place_bytes,
+                lease_ms=ahead.lease_ms if ahead is not None else 0,
+                generation=ahead.generation if ahead is not None else 0,
+                agreement=ahead.agreement if ahead is not None else b"",
             )
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
+            self.machine.ahead = False
             self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
 
     # --- messages
@@ -153,15 +159,20 @@ class Incoming(Steps):
         """The peer made a plan: make the same one."""
         if not self.machine.accept(message):
             return
+        if self._ahead is not None and not message.ahead:
+            self._ahead.void()
         if message.route not in self._asked:
             name = message.route.name.lower()
             reason = f"the peer chose the route {name}, which was not among those it was asked for"
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
         self.route, self.why = message.route, message.why
-        self.run(self._learn, message.spans)
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
+        if self._ahead is not None and message.ahead:
+            self.run(self._follow, self._ahead, message)
+            return
+        self.run(self._learn, message.spans)
         self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
     def refused(self, message: Refuse) -> None:
@@ -174,6 +185,8 @@ class Incoming(Steps):
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
         until = self.site.now() + message.lease_ms / 1000
         self._queue.extend((chunk, until) for chunk in self.machine.wanted(message))
+        if self._ahead is not None and not self.machine.exposed:
+            self._ahead.void()
         if message.spans and self.moving:
             self._stale = True
             self.run(self._learn, message.spans)
@@ -212,6 +225,22 @@ class Incoming(Steps):
 
     # --- accepting
 
+    def _follow(self, ahead: Ahead, message: Accept) -> None:
+        """The peer moves everything under the grant of `Fetch`: there is nothing to plan or to grant."""
+        grid = ahead.grid(message)
+        if grid is None:
+            raise RefusedError(str(_plan_differs(message)), reason=Code.PLAN_DIFFERS)
+        ahead.used(self, message.chunks)
+        self._chunks = dict.fromkeys(range(message.chunks), ahead)
+        self.tally.pieces = message.pieces
+        self._cut(grid)
+
+    def _cut(self, grid: ChunkGrid) -> None:
+        """It is known how the transfer is cut."""
+        self._grid = grid
+        self.tally.chunks = len(grid)
+        self._owner.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
+
     def _plan(self, message: Accept) -> None:
         site, need = self.site, self._need
         spans = self._source
@@ -240,8 +269,8 @@ class Incoming(Steps):
         if not self.moving:
             return
         self._bound = bound
-        self.tally.chunks, self.tally.pieces = len(bound.grid), bound.pieces
-        self._owner.planned(self.layers, dict.fromkeys(bound.grid.layers, bound.grid.windows))
+        self.tally.pieces = bound.pieces
+        self._cut(bound.grid)
         self._pump()
 
     # --- moving
@@ -255,11 +284,12 @@ class Incoming(Steps):
         while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
             chunk, until = self._queue.popleft()
             if self.route is Route.PULL:
-                self._chunks[chunk] = Reading(self, bound, chunk, until)
+                begun: Landing | Reading = Reading(self, bound, chunk, until)
             else:
                 desk, staged = self._desk()
-                self._chunks[chunk] = Landing(self, bound, chunk, desk, staged=staged)
-            self.run(self._chunks[chunk].begin)
+                begun = Landing(self, bound, chunk, desk, staged=staged)
+            self._chunks[chunk] = begun
+            self.run(begun.begin)
 
     def _learn(self, spans: Sequence[Span]) -> None:
         """Block ids of the peer that it did not name before."""
@@ -286,12 +316,12 @@ class Incoming(Steps):
 
     def landed(self, chunk: int, nbytes: int) -> None:
         """A chunk is where it belongs, and visible."""
-        bound = self._bound
+        grid = self._grid
         self._chunks.pop(chunk, None)
         self.tally.bytes += nbytes
         self.machine.chunk_done(chunk)
-        if bound is not None:
-            self._owner.landed(bound.grid.of(chunk)[0])
+        if grid is not None:
+            self._owner.landed(grid.of(chunk)[0])
         self._pump()
         self._settle()
 
@@ -354,7 +384,7 @@ class Incoming(Steps):
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
         self._queue.clear()
-        for chunk in list(self._chunks.values()):
+        for chunk in self._holders():
             chunk.give_up()
 
     def _settle(self) -> None:
@@ -369,12 +399,17 @@ class Incoming(Steps):
             self.link.send(*unsaid)
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
-            for chunk in list(self._chunks.values()):
+            for chunk in self._holders():
                 chunk.settle(lost=lost)
             self._awake()
             self._awake = no_hold
         if machine.ended or lost or machine.failure is not None:
             self._owner.changed()
+
+    def _holders(self) -> list[Landing | Reading | Ahead]:
+        """Whatever has memory, or admission, for something of it."""
+        ahead = [] if self._ahead is None else [self._ahead]
+        return list(dict.fromkeys([*self._chunks.values(), *ahead]))
 
 
 def _plan_differs(message: Accept) -> KvxferError:

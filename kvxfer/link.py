@@ -81,6 +81,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._rest: Iterator[SessionEvent] | None = None  # what came in and waits for its turn
+        self._handling = False
         self._end: KvxferError | None = None
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
@@ -108,20 +109,26 @@ class Link(asyncio.Protocol):
         return self._session is not None and self._session.draining
 
     def send(self, *messages: Message) -> bool:
-        """Send messages. False if the link is gone; who must know hears it from `LinkHandler.lost`."""
+        """Send messages; what answers a frame that came in, when all that came with it has been handled.
+
+        Returns:
+            False if the link is gone; who must know hears it from `LinkHandler.lost`.
+        """
         session = self._session
         if session is None or session.state is not State.OPEN:
             return False
         for message in messages:
             session.send(message, self._runtime.now())
             self._handler.sent(self, message)
-        self._flush()
+        if not self._handling:
+            self._flush()
         return True
 
     def close(self, reason: str = "") -> None:
         """Say goodbye and close the stream. Idempotent."""
         if self.is_open:
             self.send(Goodbye(Code.DRAINING, reason))
+            self._flush()
         self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
 
     async def wait_gone(self, timeout: float) -> None:
@@ -157,13 +164,13 @@ class Link(asyncio.Protocol):
     def _handle(self, events: Iterator[SessionEvent]) -> None:
         """Handle what came in, one turn long; nothing more is read before the rest is done."""
         until = self._runtime.now() + TURN_SECONDS
+        self._handling = True
         try:
             for event in events:
                 self._take(event)
                 if self._runtime.now() >= until:
                     self._rest = events
                     break
-            self._flush()
         except KvxferError as error:
             if isinstance(error, ProtocolError):
                 _log.warning("protocol_violated", peer=self.endpoint, error=str(error))
@@ -174,6 +181,9 @@ class Link(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - a defect ends the session that it is in, and no other
             _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
             self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
+        finally:
+            self._handling = False
+        self._flush()
         if self._rest is not None and self._transport is not None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from kvxfer.ahead import IN_PLACE
 from kvxfer.copy.port import CopyOutcome, Direction, Event
 from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, KvxferError, RefusedError
@@ -16,7 +17,20 @@ from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound, fit_grid, in_place_bytes, merged_pieces
-from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Landed, Message, Reserve, Route, Span, Status, Timings
+from kvxfer.protocol.messages import (
+    FOREVER_MS,
+    Accept,
+    Fetch,
+    Grant,
+    Landed,
+    Message,
+    Reserve,
+    Route,
+    Span,
+    Status,
+    Timings,
+    Want,
+)
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice, Means, choose
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
@@ -96,6 +110,7 @@ class Outgoing(Steps):
         self._said: BlockLists = {}  # source blocks that the decode rank was told of
         self._remaining: list[int] = []  # chunks that were not announced yet
         self._planning = False
+        self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
         self._doubt = False  # a post of ours may still read the blocks
@@ -144,6 +159,12 @@ class Outgoing(Steps):
         else:
             self._announce()
 
+    def void_ahead(self) -> None:
+        """Say that what `Fetch` grants is not used, if it must wait: the decode rank shall not have to fear for it."""
+        if self._ahead and self.machine.state is SendState.PARKED and not self._planning:
+            self._ahead = False
+            self.link.send(Want(self.machine.transfer, b""))
+
     def refuse(self, code: Code, reason: str) -> None:
         """End before anything moved."""
         if self.machine.state is SendState.PARKED:
@@ -184,14 +205,15 @@ class Outgoing(Steps):
 
     def reserve(self, message: Reserve) -> None:
         """The decode rank granted memory."""
-        bound = self._bound
         grants = self.machine.reserve(message)
-        if bound is None:
-            return
-        until = self.site.now() + message.lease_ms / 1000
+        if self._bound is not None:
+            self._ship(self._bound, grants, self.site.now() + message.lease_ms / 1000, message.generation)
+
+    def _ship(self, bound: Bound, grants: Sequence[Grant], until: float, generation: int) -> None:
+        """Move chunks that were granted."""
         make = SHIPMENTS[self.machine.route]
         for grant in grants:
-            terms = Terms(until, self._events(bound, grant.chunk), message.generation)
+            terms = Terms(until, self._events(bound, grant.chunk), generation)
             shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
             self._shipments[grant.chunk] = shipment
             shipment.begin()
@@ -235,7 +257,7 @@ class Outgoing(Steps):
         self._bound, choice, message = planned
         self._said = draft.spans
         self._choice = choice
-        self._remaining = list(range(message.chunks))
+        self._remaining = [] if message.ahead else list(range(message.chunks))
         self._tally.chunks, self._tally.pieces = message.chunks, self._bound.pieces
         if choice.fallback:
             self.site.metrics.fell_back(choice.fallback)
@@ -243,6 +265,9 @@ class Outgoing(Steps):
         if choice.route is Route.PULL:
             self._awake = self.site.fabric.hold_awake()  # a target that others read from must make progress
         self._say(self.machine.accept(message))
+        if message.ahead:
+            fetch, grants = self.machine.fetch, [Grant(chunk, 0, 0) for chunk in range(message.chunks)]
+            self._ship(self._bound, grants, self._began + fetch.lease_ms / 1000, fetch.generation)
         self.offer_grew()
 
     def _grow(self, bound: Bound, offer: Offer) -> None:
@@ -266,6 +291,9 @@ class Outgoing(Steps):
         pair = plans.outgoing(self.peer, fetch.selections)
         check_state(pair, tokens, offer.tokens)
         plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
+        if fetch.agreement and fetch.agreement != plan.agreement:
+            reason = "the two sides do not mean the same by this transfer: their plans differ"
+            raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
         nbytes = plan.outline.bytes
         choice = choose(config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
         target, limit = self._chunk_sizes(choice.route, plan)
@@ -278,18 +306,22 @@ class Outgoing(Steps):
             layers_per_chunk=1 if offer.by_layer else None,
             tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
         )
+        ahead = self._ahead and choice.route in IN_PLACE and offer.finished
+        bound = Bound.of(plan, grid)
         message = Accept(
             transfer=fetch.transfer,
             route=choice.route,
             bytes=nbytes,
-            spans=encode_spans(offer.spans, pair.groups),
+            spans=[] if ahead else encode_spans(offer.spans, pair.groups),
             layers_per_chunk=grid.layers_per_chunk,
             tokens_per_chunk=grid.tokens_per_chunk,
             chunks=len(grid),
             digest=plan.digest(grid),
             why=choice.why,
+            ahead=ahead,
+            pieces=bound.pieces,
         )
-        return Bound.of(plan, grid), choice, message
+        return bound, choice, message
 
     def _chunk_sizes(self, route: Route, plan: TransferPlan) -> tuple[int, int]:
         """Bytes of a chunk: about, and at most."""

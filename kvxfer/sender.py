@@ -90,6 +90,7 @@ class Sender:
             self._attach(outgoing, found)
         elif not self.book.park(offer_key, outgoing):
             outgoing.refuse(Code.TOO_MANY, f"max_parked={self._site.config.max_parked} fetches wait for their offers")
+        outgoing.void_ahead()
 
     def reserve(self, link: Link, message: Reserve) -> None:
         """Memory for chunks."""

@@ -41,8 +41,8 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
     Welcome,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_u32
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 from proto.frames import plain
 
@@ -162,6 +162,24 @@ _DIRECT: list[Line] = [
     ("prefill", _ok(0, last=True)),
     ("decode", Release(TICKET)),
 ]
+_AGREEMENT = bytes(range(0xC0, 0xE0))
+_AHEAD: list[Line] = [
+    ("decode", msgspec.structs.replace(_fetch([Route.MAPPED]), lease_ms=30_000, agreement=_AGREEMENT)),
+    ("prefill", msgspec.structs.replace(_accept(Route.MAPPED), spans=[], ahead=True, pieces=64)),
+    ("prefill", _ok(0)),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+_VOID: list[Line] = [
+    _AHEAD[0],
+    ("prefill", Want(TRANSFER, b"")),  # the offer is not there yet: what was granted ahead is void
+    ("prefill", _accept(Route.MAPPED)),
+    ("prefill", _want(0, 1)),
+    ("decode", _reserve(Grant(0, 0, 0), Grant(1, 0, 0))),
+    ("prefill", _ok(0)),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
 _PULL: list[Line] = [
     ("decode", _fetch([Route.PULL])),
     ("prefill", _accept(Route.PULL)),
@@ -236,6 +254,8 @@ _GROWING: list[Line] = [
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
     ("direct_in_place", "grants without addresses; chunks land in any order", "done", [*HANDSHAKE, *_DIRECT]),
+    ("granted_ahead", "the grant rides with the fetch, and is used", "done", [*HANDSHAKE, *_AHEAD]),
+    ("granted_ahead_in_vain", "the fetch waits for its offer, and its grant is void", "done", [*HANDSHAKE, *_VOID]),
     ("pull_with_landed", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
     ("forged_ticket", "the MAC is wrong: a refusal, and the session goes on", "refused", [*HANDSHAKE, *_REFUSED]),
     ("cancel_between_chunks", "a time-out after the first chunk", "stopped", [*HANDSHAKE, *_CANCELLED]),
@@ -261,7 +281,7 @@ def conversations() -> dict[str, Any]:
             "prefill": PREFILL.to_dict(),
             "decode": DECODE.to_dict(),
             "facts": FACTS,
-            "opaque": ["ACCEPT.digest: a fixed number, not the digest of a plan"],
+            "opaque": ["ACCEPT.digest and FETCH.agreement: fixed numbers, not those of a plan"],
         },
         "conversations": [
             {"name": name, "note": note, "outcome": outcome, "frames": [_line(*line) for line in lines]}

@@ -43,9 +43,8 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
     Welcome,
-    pack_f32,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_f32, pack_u32
 from proto.schema import to_json
 
 __all__ = ["BODY", "invalid", "plain", "valid"]
@@ -103,11 +102,16 @@ def _messages() -> Iterator[tuple[str, Message]]:
     state = [Selection("state", "ssm", "", pack_u32([2]), 0, 64)]
     spans = [Span("state", 0, pack_u32([0xFFFF_FFFF]))]
     yield "fetch_at_its_bounds", Fetch(MAX_U64, longest, state, spans, 0, 0xFFFF_FFFF, [], MAX_U64, 0xFFFF_FFFF)
+    bounds = (33_554_432, 10_000, 1 << 32)
+    ahead = Fetch(1, TICKET, keys, GROUPS, 0, 48, [Route.MAPPED], *bounds, 30_000, 5 << 32 | 1, DIGEST)
+    yield "fetch_that_grants_ahead", ahead
+    yield "accept_of_what_was_granted_ahead", Accept(1, Route.MAPPED, 8192, [], 2, 32, 1, DIGEST, "", True, 64)
     yield "accept", Accept(1, Route.STAGED, 1_572_864, GROUPS, 2, 32, 2, DIGEST)
     yield "accept_with_a_reason", Accept(1, Route.DIRECT, 8192, GROUPS, 2, 32, 1, DIGEST, "only 2 pieces")
     yield "refuse", Refuse(1, Code.TICKET_FORGED, "this engine did not issue the ticket")
     yield "refuse_for_a_while", Refuse(1, Code.TOO_MANY, "", 250)
     yield "want", Want(1, pack_u32([0, 1]))
+    yield "want_of_nothing_yet", Want(1, b"")
     yield "want_with_a_lease", Want(1, pack_u32([5]), 30_000)
     yield "want_with_blocks", Want(1, pack_u32([2]), 0, [Span("attention", 0, pack_u32([41, 7]))])
     yield "reserve_extents", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000)

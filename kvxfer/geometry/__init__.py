@@ -26,7 +26,7 @@ from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.group import group
 from kvxfer.geometry.layouts import LAYOUTS, expand_layout
 from kvxfer.geometry.models import ModelCache, Part, read_model
-from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state
+from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 from kvxfer.geometry.sampling import Sample, sample
@@ -75,6 +75,7 @@ __all__ = [
     "check_tokens",
     "common",
     "converts",
+    "cut_digest",
     "differences",
     "expand_layout",
     "from_hf_config",

@@ -28,7 +28,7 @@ from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
 
-__all__ = ["PairPlan", "TransferPlan", "check_state"]
+__all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -193,6 +193,32 @@ class PairPlan:
                 found += c.factors.astype("<f4").tobytes()
         return bytes(found)
 
+    def agreement(self, dst_spans: BlockLists, tokens: range) -> bytes:
+        """SHA-256 over what decides which bytes go where: selections, shapes, the destination's blocks, token range.
+
+        Addresses and strides are not part of it; they differ between the sides by design. Nor are the source's blocks,
+        which may not be there yet. The bytes that are hashed are part of the protocol (section 6.5).
+        """
+        digest = hashlib.sha256(self.digested)
+        for group in self.groups:
+            ids = np.asarray(dst_spans[group].ids, "<u4")
+            digest.update(_packed(group, dst_spans[group].first_token, len(ids)))
+            digest.update(ids.tobytes())
+        digest.update(_packed(tokens.start, tokens.stop))
+        return digest.digest()
+
+    def most_bytes(self, dst_spans: BlockLists, tokens: range) -> int:
+        """Bytes that a transfer of these tokens carries at the most: as many as if both sides held all of them."""
+        total = 0
+        for c in self.classes:
+            key = c.key
+            if key.src_rows.is_state:
+                rows = len(dst_spans[key.group].ids) * key.dst_rows.block_ratio
+            else:
+                rows = len(tokens) // key.src_rows.tokens_per_row + 1
+            total += rows * len(c.bases) * key.token_bytes
+        return total
+
     @cached_property
     def row_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
@@ -331,19 +357,14 @@ class TransferPlan:
         """As of the pair, and where only block ids end a run, how often they do in this transfer."""
         return explain(self.pair.src, self.pair.dst, self.pair.classes, self.rows)
 
-    def digest(self, grid: ChunkGrid) -> bytes:
-        """SHA-256 over what both sides must agree on: selections, the destination's blocks, token range, grid, shapes.
+    @cached_property
+    def agreement(self) -> bytes:
+        """As `PairPlan.agreement`."""
+        return self.pair.agreement(self.dst_spans, self.tokens)
 
-        Addresses and strides are not part of it; they differ between the sides by design. Nor are the source's blocks,
-        which may not be there yet. The bytes that are hashed are part of the protocol (section 6.5).
-        """
-        digest = hashlib.sha256(self.pair.digested)
-        for group in self.pair.groups:
-            ids = np.asarray(self.dst_spans[group].ids, "<u4")
-            digest.update(_packed(group, self.dst_spans[group].first_token, len(ids)))
-            digest.update(ids.tobytes())
-        digest.update(_packed(self.tokens.start, self.tokens.stop, grid.layers_per_chunk, grid.tokens_per_chunk))
-        return digest.digest()
+    def digest(self, grid: ChunkGrid) -> bytes:
+        """SHA-256 over all that both sides must agree on: the agreement, and how it is cut."""
+        return cut_digest(self.agreement, grid.layers_per_chunk, grid.tokens_per_chunk)
 
 
 def _packed(*values: int | str) -> bytes:
@@ -356,6 +377,11 @@ def _packed(*values: int | str) -> bytes:
         else:
             found += value.to_bytes(8, "little", signed=True)
     return bytes(found)
+
+
+def cut_digest(agreement: bytes, layers_per_chunk: int, tokens_per_chunk: int) -> bytes:
+    """SHA-256 over an agreement and the grid by which it is cut."""
+    return hashlib.sha256(agreement + _packed(layers_per_chunk, tokens_per_chunk)).digest()
 
 
 def check_state(pair: PairPlan, tokens: range, offered: int) -> None:

@@ -19,7 +19,8 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import MAX_DEPTH, SESSION_FRAME_LIMIT, decode, decode_body, peek_tag
-from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message, unpack_f32, unpack_u32
+from kvxfer.protocol.messages import IGNORABLE_TAG, WHOLE, Agent, Capability, Message
+from kvxfer.protocol.packing import unpack_f32, unpack_u32
 from kvxfer.protocol.scan import Item, ScanError, find, head, scan
 
 __all__ = ["describe", "from_hex", "registry_name"]

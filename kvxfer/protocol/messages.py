@@ -2,13 +2,10 @@
 
 Each message is one MessagePack array: an integer tag, then the fields in the order written here. A receiver ignores
 tail fields that it does not know and fills in missing ones with their defaults, so fields are appended, with a default,
-and never moved or removed. Bulk ids travel as packed little-endian u32 (`pack_u32`), addresses and byte counts as u64,
+and never moved or removed. Bulk ids travel as packed little-endian u32 (`packing`), addresses and byte counts as u64,
 durations in milliseconds; instants never travel. This module knows neither sockets nor clocks.
 """
 
-import array
-import sys
-from collections.abc import Iterable, Sequence
 from enum import IntEnum, IntFlag, unique
 from typing import Annotated, Final, TypeAlias
 
@@ -57,10 +54,6 @@ __all__ = [
     "Timings",
     "Want",
     "Welcome",
-    "pack_f32",
-    "pack_u32",
-    "unpack_f32",
-    "unpack_u32",
 ]
 
 WIRE_VERSION: Final = 1
@@ -316,7 +309,10 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Asks for a part of a request's cache. `routes` are those this side accepts, best first."""
+    """Asks for a part of a request's cache. `routes` are those this side accepts, best first.
+
+    With `lease_ms` it also grants all chunks ahead, on routes in place; the first answer uses that grant or voids it.
+    """
 
     transfer: U64
     ticket: TicketRef
@@ -328,6 +324,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     max_extent_bytes: U64
     timeout_ms: U32
     in_place_bytes: U64 = 0
+    lease_ms: U32 = 0
+    generation: U64 = 0
+    agreement: Hash = b""
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -342,6 +341,8 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
     chunks: Chunks
     digest: Hash
     why: Name = ""
+    ahead: bool = False
+    pieces: U64 = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -356,7 +357,8 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """These chunks are ready to go. On `pull` they may be read until `lease_ms` after the frame arrived.
 
-    The ids in `spans` follow those of `Accept` and of earlier frames: the offer's block lists have grown.
+    The ids in `spans` follow those of `Accept` and of earlier frames: the offer's block lists have grown. One without
+    chunks before `Accept` says that the fetch waits for its offer, and what it granted ahead is void.
     """
 
     transfer: U64
@@ -451,49 +453,3 @@ def _check_ids(packed: bytes) -> None:
     """Refuse a torn list; msgspec turns the error into its own while decoding, so the frame is refused."""
     if len(packed) % 4:
         raise ValueError(f"{len(packed)} bytes are no whole number of words of 4")
-
-
-def pack_f32(values: Iterable[float]) -> bytes:
-    """Pack numbers as little-endian float32."""
-    packed = array.array("f", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_f32(data: bytes) -> Sequence[float]:
-    """Inverse of `pack_f32`.
-
-    Raises:
-        ValueError: If the length is not a multiple of four.
-    """
-    unpacked = array.array("f")
-    unpacked.frombytes(data)
-    if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked
-
-
-def pack_u32(values: Iterable[int]) -> bytes:
-    """Pack ids as little-endian u32.
-
-    Raises:
-        OverflowError: If a value is negative or does not fit into 32 bits.
-    """
-    packed = array.array("I", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_u32(data: bytes) -> Sequence[int]:
-    """Inverse of `pack_u32`.
-
-    Raises:
-        ValueError: If the length is not a multiple of four.
-    """
-    unpacked = array.array("I")
-    unpacked.frombytes(data)
-    if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked

@@ -21,9 +21,8 @@ from kvxfer.protocol.messages import (
     Reserve,
     Status,
     Want,
-    pack_u32,
-    unpack_u32,
 )
+from kvxfer.protocol.packing import pack_u32, unpack_u32
 from kvxfer.protocol.sending import Failure
 
 __all__ = ["RECEIVE_TRANSITIONS", "ReceiveState", "Receiving"]
@@ -74,17 +73,23 @@ _THERE: Final = frozenset({_Chunk.LANDED, _Chunk.DONE})
 class Receiving:
     """One transfer at the decode rank.
 
-    Attributes:
+    Args:
         transfer: Its id, unique within this rank's incarnation.
+        ahead: Whether `Fetch` grants every chunk in place, before the peer has said how many there are.
+
+    Attributes:
+        transfer: Its id.
         state: See `ReceiveState`.
+        ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
         failure: Why it does not succeed, once that is known.
         payload: The offer's payload, once the last result is in.
         stale: Results that were dropped because nothing waited for them.
     """
 
-    def __init__(self, transfer: int) -> None:
+    def __init__(self, transfer: int, *, ahead: bool = False) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED
+        self.ahead = ahead
         self.failure: Failure | None = None
         self.payload = b""
         self.stale = 0
@@ -103,16 +108,28 @@ class Receiving:
         return [chunk for chunk, state in enumerate(self._chunks) if state is _Chunk.GRANTED]
 
     @property
+    def exposed(self) -> bool:
+        """Whether the peer may be writing what was granted: chunks, or all of it ahead."""
+        return self.ahead or _Chunk.GRANTED in self._chunks
+
+    @property
     def outstanding(self) -> int:
         """Chunks granted, being read or landed, and not yet done: what the credit window counts."""
         return sum(state in (_Chunk.READING, _Chunk.GRANTED, _Chunk.LANDED) for state in self._chunks)
 
     def accept(self, message: Accept) -> bool:
-        """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile."""
+        """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
+
+        Raises:
+            ProtocolError: If it uses a grant that there was not.
+        """
+        if message.ahead and not self.ahead:
+            raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         if self.state is not ReceiveState.ASKED:
             return False
         self._event("accept")
-        self._chunks = [_Chunk.OPEN] * message.chunks
+        self._chunks = [_Chunk.GRANTED if message.ahead else _Chunk.OPEN] * message.chunks
+        self.ahead = False
         return True
 
     def refused(self, message: Refuse) -> None:
@@ -129,6 +146,7 @@ class Receiving:
         """
         if self.state not in (ReceiveState.ASKED, ReceiveState.MOVING):
             return []  # it crossed our Cancel
+        self.ahead = False
         chunks = list(unpack_u32(message.chunks))
         self._advance(chunks, _Chunk.OPEN, _Chunk.WANTED)
         return chunks

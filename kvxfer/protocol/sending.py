@@ -25,9 +25,8 @@ from kvxfer.protocol.messages import (
     Status,
     Timings,
     Want,
-    pack_u32,
-    unpack_u32,
 )
+from kvxfer.protocol.packing import pack_u32, unpack_u32
 
 __all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "build_result"]
 
@@ -141,10 +140,14 @@ class Sending:
         return self._announced > 0
 
     def accept(self, message: Accept) -> list[Message]:
-        """The offer is there and the plan is made."""
+        """The offer is there and the plan is made.
+
+        With `message.ahead` every chunk is to be moved now, under the grant of `Fetch`.
+        """
         self._event("accept")
         self.route = message.route
-        self._chunks = [_Chunk.WAITING] * message.chunks
+        self._chunks = [_Chunk.MOVING if message.ahead else _Chunk.WAITING] * message.chunks
+        self._moving = message.chunks if message.ahead else 0
         return [message, *self._complete()]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:

@@ -5,7 +5,8 @@ import asyncio
 from stage import Cache, Copied, eventually
 
 from kvxfer.link import Link
-from kvxfer.protocol.messages import Landed, Want, unpack_u32
+from kvxfer.protocol.messages import Landed, Want
+from kvxfer.protocol.packing import unpack_u32
 
 IDS = list(range(64))
 

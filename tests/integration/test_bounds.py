@@ -242,7 +242,7 @@ async def a_post_that_stands_still_when_the_peer_falls_silent(play):
     play.network.wedge("decode")
     offer = play.prefill.offer("r", [1, 2], tokens=8)
     play.start("r")
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Fetch"))
     began = play.now
     play.wire.silence()
     await raised(offer.released(), MemoryInDoubt)
@@ -347,7 +347,7 @@ async def a_withdrawal_while_a_write_stands_still(play):
     play.network.wedge("decode")
     offer = play.prefill.offer("r", [1, 2], tokens=8)
     play.start("r")
-    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    await play.until(lambda: play.prefill.describe()["metrics"]["frames_received"].get("Fetch"))
     outcome, waited = await play.timed(offer.withdraw())
     assert isinstance(outcome, MemoryInDoubt)
     in_time("stuck_link", waited, least=CONFIG.no_progress_timeout)

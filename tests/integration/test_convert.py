@@ -12,7 +12,7 @@ from stored import Converted, Stored, bits
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
 from kvxfer.encoding import geometry_from_wire, geometry_to_wire
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.protocol.messages import pack_f32
+from kvxfer.protocol.packing import pack_f32
 from kvxfer.worker import Worker
 
 BF16, F16, F32, E4M3, E5M2 = (

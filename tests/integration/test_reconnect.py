@@ -58,7 +58,7 @@ async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
         await first
     await eventually(lambda: before not in prefill._links)
     second = decode.start_fetch(prefill.engine.ticket("r1"), [5, 6], tokens=range(8), timeout=5)
-    mover, frame = (decode, "Want") if route == "pull" else (prefill, "Reserve")
+    mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Want")}[route]
     await eventually(lambda: mover.describe()["metrics"]["frames_received"].get(frame, 0) > 1)
     await asyncio.sleep(0)  # now it asks for the connection
     copied = Copied(caches["decode"]).bring(caches["prefill"], [1, 2], [5, 6], range(8))
@@ -109,7 +109,7 @@ async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("*")
     fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
-    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0))
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Accept", 0))
     await asyncio.sleep(0)
     opened, cuts = decode._receiver.opened, []
 

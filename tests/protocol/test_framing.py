@@ -21,7 +21,8 @@ from kvxfer.protocol.framing import (
     encode,
     peek_tag,
 )
-from kvxfer.protocol.messages import Cancel, Goodbye, Ping, Release, TicketRef, Want, pack_u32
+from kvxfer.protocol.messages import Cancel, Goodbye, Ping, Release, TicketRef, Want
+from kvxfer.protocol.packing import pack_u32
 from proto.frames import valid
 
 FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]

@@ -29,8 +29,8 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Want,
     Welcome,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_u32
 from proto.frames import BODY, invalid, valid
 
 SECRET = bytes(range(0xA0, 0xC0))
@@ -110,6 +110,9 @@ def test_a_fetch():
         "  max_extent_bytes  33554432 bytes",
         "  timeout_ms        10000 ms",
         "  in_place_bytes    0 bytes",
+        "  lease_ms          0 ms",
+        "  generation        0",
+        "  agreement         empty",
     ]
 
 

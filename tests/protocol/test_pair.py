@@ -52,14 +52,17 @@ class Pair(RuleBasedStateMachine):
     @initialize(
         route=st.sampled_from([Route.STAGED, Route.DIRECT, Route.PULL]),
         chunks=st.integers(1, 3),
+        ahead=st.booleans(),
         troubles=st.integers(0, 3),
         calm=st.integers(0, 30).flatmap(lambda n: st.lists(st.integers(0, 1000), min_size=n, max_size=n)),
     )
-    def begin(self, route, chunks, troubles, calm):
+    def begin(self, route, chunks, ahead, troubles, calm):
         self.route, self.chunks = route, chunks
+        self.ahead = ahead and route is Route.DIRECT  # the prefill side has a grant for everything
         self.troubles = troubles  # how often somebody gives up; it begins calmly, or no schedule would get far
-        fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1)
-        self.receiver = Receiving(1)
+        lease = 1000 if self.ahead else 0
+        fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
+        self.receiver = Receiving(1, ahead=self.ahead)
         self.sender = None
         self.connected = True
         self.to_sender, self.to_receiver = deque([fetch]), deque()
@@ -96,7 +99,8 @@ class Pair(RuleBasedStateMachine):
         sending = self.sender.state if self.live() else None
         pull = self.route is Route.PULL
         steps = [
-            (sending is SendState.PARKED, self.accept, 0),
+            (sending is SendState.PARKED, self.accept, 1),
+            (sending is SendState.PARKED and self.ahead, self.void, 0),
             (sending is SendState.MOVING, self.ready, 1),
             (sending is SendState.MOVING and not self.offered, self.finish_offer, 0),
             (self.hands, self.moved, 1),
@@ -149,8 +153,17 @@ class Pair(RuleBasedStateMachine):
     def live(self):
         return self.sender is not None and self.sender.state is not SendState.ENDED
 
-    def accept(self):
-        self.say(self.sender.accept(Accept(1, self.route, 1, [], 1, 1, self.chunks, b"")))
+    def accept(self, number):
+        used = self.ahead and number % 4 > 0
+        self.say(self.sender.accept(Accept(1, self.route, 1, [], 1, 1, self.chunks, b"", ahead=used)))
+        self.ahead = False
+        if used:
+            self.hands |= set(range(self.chunks))
+
+    def void(self):
+        """The offer is not there: the grant is not used."""
+        self.ahead = False
+        self.say([Want(1, b"")])
 
     @precondition(lambda self: self.troubles and self.live() and self.sender.state is SendState.PARKED)
     @rule()
@@ -337,6 +350,8 @@ class Pair(RuleBasedStateMachine):
             assert not self.hands
             assert not self.zombies
         assert not (self.landed | set(self.placed)) & (self.hands | self.zombies)
+        if self.route is not Route.PULL and not self.receiver.ended:
+            assert self.receiver.exposed or not (self.hands | self.zombies)
         assert self.sender is None or self.sender.moving == len(self.hands)
 
     def success_is_whole(self):
@@ -398,6 +413,20 @@ TestPair = Pair.TestCase
 def test_undisturbed_it_succeeds(route):
     """The model can reach success: its rules are no tautologies."""
     pair = Pair()
-    pair.begin(route, 3, 0, [])
+    pair.begin(route, 3, False, 0, [])
+    pair.teardown()
+    assert pair.receiver.state is ReceiveState.DONE
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_is_granted_ahead_is_used_or_void(used):
+    pair = Pair()
+    pair.begin(Route.DIRECT, 3, True, 0, [])
+    assert pair.receiver.exposed
+    pair.deliver_to_sender()
+    pair.accept(1) if used else pair.void()
+    assert (pair.hands == {0, 1, 2}) == used
+    pair.deliver_to_receiver()
+    assert pair.receiver.exposed == used
     pair.teardown()
     assert pair.receiver.state is ReceiveState.DONE

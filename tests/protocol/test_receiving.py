@@ -17,8 +17,8 @@ from kvxfer.protocol.messages import (
     Route,
     Status,
     Want,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.receiving import RECEIVE_TRANSITIONS, ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure, build_result
 

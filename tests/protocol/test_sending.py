@@ -20,8 +20,8 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Timings,
     Want,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.sending import SEND_TRANSITIONS, Failure, Sending, SendState, build_result
 
 STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")

@@ -37,8 +37,8 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Want,
     Welcome,
-    pack_u32,
 )
+from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.session import (
     RECEIVED_WHEN_OPEN,
     TRANSITIONS,

@@ -1,0 +1,131 @@
+"""What a fetch grants ahead of any answer: all of its chunks at once, in place."""
+
+from typing import Final
+
+from kvxfer.copy.port import READY
+from kvxfer.desk import Desk
+from kvxfer.geometry import ChunkGrid, PairPlan, cut_digest
+from kvxfer.landing import Host
+from kvxfer.memory import Extent, ExtentState
+from kvxfer.need import Need
+from kvxfer.protocol.messages import Accept, KvAgentResult, Route
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.site import Site
+
+__all__ = ["IN_PLACE", "Ahead"]
+
+IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
+"""Routes on which the peer writes the caller's blocks."""
+
+
+class Ahead:
+    """The grant of `Fetch`: a transfer needs no second exchange where its prefill rank has it ready.
+
+    The prefill rank compares the agreement before it writes, as the decode rank would before it grants; so this side
+    makes no plan of its own, only knows how the transfer is cut.
+
+    Args:
+        pair: The plan of the pair.
+        peer: Name of the prefill rank.
+        need: What is asked for.
+        desk: Where its part of what may be under way was taken from.
+        extent: That part.
+        lease_ms: Milliseconds for which the grant holds, from its arrival on.
+        generation: Of the gate that it leads through.
+
+    Attributes:
+        agreement: What both sides must mean alike.
+        lease_ms: As given.
+        generation: As given.
+    """
+
+    def __init__(
+        self, pair: PairPlan, need: Need, desk: Desk, extent: Extent, *, peer: str, lease_ms: int, generation: int
+    ) -> None:
+        self.agreement: Final = pair.agreement(need.spans, need.tokens)
+        self.lease_ms: Final = lease_ms
+        self.generation: Final = generation
+        self._pair: Final = pair
+        self._peer: Final = peer
+        self._need: Final = need
+        self._desk: Final = desk
+        self._extent: Extent | None = extent
+        self._host: Host | None = None
+        self._left = 0
+        self._began = 0.0
+
+    @classmethod
+    def of(cls, site: Site, peer: PeerInfo, need: Need, routes: list[Route]) -> "Ahead | None":
+        """Admission for a whole transfer; None where its chunks are to be granted one by one.
+
+        That is so unless a route in place comes first, the caller's blocks may be written now, and all of it may be
+        under way at once.
+        """
+        if not routes or routes[0] not in IN_PLACE or not (need.after is READY or need.after.query()):
+            return None
+        pair = site.plans.incoming(peer, need.selections)
+        desk = site.in_place_desk(peer)
+        extent = desk.take(peer.name, max(1, pair.most_bytes(need.spans, need.tokens)))
+        if extent is None:
+            return None
+        desk.share.write(extent)
+        generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
+        lease = int(site.config.grant_lease * 1000)
+        return cls(pair, need, desk, extent, peer=peer.name, lease_ms=lease, generation=generation)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the peer may be writing under it."""
+        return self._extent is not None
+
+    @property
+    def limited_by(self) -> str:
+        """What keeps pieces from being longer."""
+        return self._pair.limited_by
+
+    def grid(self, message: Accept) -> ChunkGrid | None:
+        """How the peer cut the transfer; None if it means something else by it."""
+        if message.digest != cut_digest(self.agreement, message.layers_per_chunk, message.tokens_per_chunk):
+            return None
+        tokens = self._need.tokens
+        grid = ChunkGrid(
+            self._pair.layers, message.layers_per_chunk, message.tokens_per_chunk, tokens.start, tokens.stop
+        )
+        return grid if len(grid) == message.chunks else None
+
+    def used(self, host: Host, chunks: int) -> None:
+        """The peer moves this many chunks of a transfer under it."""
+        self._host, self._left, self._began = host, chunks, host.site.now()
+
+    def arrived(self, message: KvAgentResult) -> None:
+        """The bytes of a chunk are where they belong."""
+        host = self._host
+        if host is None:
+            return
+        now = host.site.now()
+        host.tally.began(now)
+        host.tally.spent("wire", self._began, now)
+        if host.moving:
+            self._left -= 1
+            if not self._left:
+                self.void()
+            host.landed(message.chunk, message.bytes)
+
+    def give_up(self) -> None:
+        """It waits for nothing."""
+
+    def void(self) -> None:
+        """The peer writes nothing under it, or nothing any more."""
+        extent, self._extent = self._extent, None
+        self._host = None
+        if extent is not None:
+            give_back = self._desk.settle if extent.state is ExtentState.QUARANTINED else self._desk.release
+            give_back(extent)
+
+    def settle(self, *, lost: bool) -> None:
+        """The transfer has ended at the peer; or the peer is lost, and may still write."""
+        extent = self._extent
+        if not lost:
+            self.void()
+        elif extent is not None and extent.state is not ExtentState.QUARANTINED:
+            self._desk.quarantine(extent, f"{self._peer} is silent")

@@ -1,0 +1,224 @@
+"""The grant that rides with a fetch: used where the offer is ready, void where it is not, and in doubt until known."""
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from stage import Cache, Copied, Gate, eventually, quiet, taken
+from wire import play
+
+from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
+from kvxfer.errors import Code, TransferFailedError
+from kvxfer.link import Link
+from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
+
+HELD = list(range(8))
+
+
+class Tap:
+    """Every message that the workers of a test send, which it may change before."""
+
+    def __init__(self, monkeypatch):
+        self.sent, self.change = [], {}
+        send = Link.send
+
+        def tapped(link, *messages):
+            changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
+            self.sent += changed
+            return send(link, *changed)
+
+        monkeypatch.setattr(Link, "send", tapped)
+
+    def of(self, kind):
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)
+
+
+def caches():
+    return Cache(shared=True), Cache(shared=True, layout="HND")
+
+
+def in_place(decode):
+    """The admission of what its only peer writes in place."""
+    (desk,) = decode._site.in_place_desks.values()
+    return desk
+
+
+def begin(prefill, decode, request="r", **options):
+    return decode.start_fetch(prefill.engine.ticket(request), HELD, tokens=range(3, 30), **{"timeout": 5, **options})
+
+
+@pytest.mark.parametrize("route", ["mapped", "direct"])
+async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route=route)
+    copied = Copied(target).bring(source, HELD[::-1], HELD, range(3, 30))
+    offer = prefill.offer("r", HELD[::-1], tokens=30, payload=b"first")
+    result = await begin(prefill, decode)
+    copied.check()
+    (ending,) = (await offer.released()).stats
+    assert result.payload == b"first"
+    assert not tap.of(Want)
+    assert not tap.of(Reserve)
+    assert tap.of(Accept)[0].spans == []
+    said = ("route", "chunks", "pieces", "bytes", "limited_by")
+    assert [getattr(result.stats, name) for name in said] == [getattr(ending, name) for name in said]
+    assert result.stats.chunks > 1
+    assert result.stats.pieces > 1
+    await quiet(prefill, decode)
+
+
+async def test_layers_land_as_they_do_without(stage):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    prefill.offer("r", HELD, tokens=30)
+    transfer = begin(prefill, decode)
+    await transfer.layers(0, 1)
+    await transfer.layers(0, 2)
+    await transfer
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, tap, streaming):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer = prefill.offer("r", streaming=True) if streaming else None
+    transfer = begin(prefill, decode)
+    await eventually(lambda: tap.of(Want))
+    assert tap.of(Want) == [Want(tap.of(Fetch)[0].transfer, b"")]
+    await eventually(lambda: not in_place(decode).share.extents())
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    if offer is None:
+        prefill.offer("r", HELD, tokens=30)
+    else:
+        offer.extend(HELD, tokens=range(30))
+        offer.ready()
+        offer.finish()
+    await transfer
+    copied.check()
+    assert tap.of(Reserve)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("why", ["blocks in use", "nothing may be admitted", "too much at once", "staged", "pull"])
+async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why):
+    source, target = caches()
+    route = why if why in {"staged", "pull"} else "direct"
+    config = {"max_in_place_bytes": "4KiB"} if why == "too much at once" else {}
+    prefill, decode = await stage.pair(source, target, route=route, **config)
+    prefill.offer("r0", HELD, tokens=30)
+    await begin(prefill, decode, "r0")
+    tap.sent.clear()
+    after = Gate()
+    after.fired = why != "blocks in use"
+    extent = taken(in_place(decode)) if why == "nothing may be admitted" else None
+    prefill.offer("r", HELD, tokens=30)
+    transfer = begin(prefill, decode, after=after)
+    await eventually(lambda: tap.of(Want))
+    if extent is not None:
+        in_place(decode).release(extent)
+    after.fired = True
+    await transfer
+    assert [(fetch.lease_ms, fetch.agreement) for fetch in tap.of(Fetch)] == [(0, b"")]
+    await quiet(prefill, decode)
+
+
+async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    prefill.offer("r", HELD, tokens=30)
+    before = Copied(target)
+    tap.change[Fetch] = lambda fetch: replace(fetch, agreement=bytes(32))
+    with pytest.raises(RefusedError, match="their plans differ") as caught:
+        await begin(prefill, decode)
+    assert caught.value.reason is Code.PLAN_DIFFERS
+    before.check()
+    await quiet(prefill, decode)
+
+
+async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    prefill.offer("r", HELD, tokens=30)
+    tap.change[Accept] = lambda accept: replace(accept, tokens_per_chunk=accept.tokens_per_chunk + 4)
+    with pytest.raises(TransferFailedError, match="the two sides plan") as caught:
+        await begin(prefill, decode)
+    assert caught.value.reason is Code.PLAN_DIFFERS
+    await quiet(prefill, decode)
+
+
+async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="staged")
+    prefill.offer("r", HELD, tokens=30)
+    tap.change[Accept] = lambda accept: replace(accept, ahead=True)
+    with pytest.raises(PeerLostError, match="under a grant that there is not"):
+        await begin(prefill, decode)
+    await quiet(decode)
+
+
+async def test_the_lease_counts_from_the_fetch(stage, tap):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    after = Gate()
+    prefill.offer("r", HELD, tokens=30, after=after)
+    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=1)
+    transfer = begin(prefill, decode)
+    await eventually(lambda: tap.of(Accept))
+    assert tap.of(Accept)[0].ahead
+    await asyncio.sleep(0.01)
+    after.fired = True
+    with pytest.raises(TransferFailedError, match="lease ran out"):
+        await transfer
+    await quiet(prefill, decode)
+
+
+async def test_a_fetch_that_is_cancelled_at_once_leaves_nothing(stage):
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    for number in range(20):
+        prefill.offer(f"r{number}", HELD, tokens=30)
+        transfer = begin(prefill, decode, f"r{number}")
+        for _ in range(number):
+            await asyncio.sleep(0)
+        transfer.cancel()
+        await asyncio.gather(transfer, return_exceptions=True)  # it may have been quicker
+        await eventually(lambda: not decode.describe()["receiving"])
+        assert not decode.describe()["in_doubt"]
+    await quiet(decode)
+
+
+def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(tmp_path):
+    async def scenario(play):
+        await play.pair(route="direct", heartbeat=1, peer_timeout=3)
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        play.wire.silence()
+        transfer = play.start("r")
+        with pytest.raises(MemoryInDoubtError) as caught:
+            await transfer
+        assert not transfer.memory_safe
+        play.wire.speak()
+        await caught.value.settled()  # the same incarnation never heard of it
+        assert transfer.memory_safe
+        await play.bring("r2")
+
+    play(scenario, tmp_path)
+
+
+def test_a_fetch_that_waits_for_its_offer_leaves_no_doubt(tmp_path):
+    async def scenario(play):
+        await play.pair(route="direct", heartbeat=1, peer_timeout=3)
+        await play.bring("r0")
+        transfer = play.start("r")
+        await play.until(lambda: play.decode.describe()["metrics"]["frames_received"].get("Want"))
+        play.wire.silence()
+        with pytest.raises(PeerLostError):
+            await transfer
+        assert transfer.memory_safe
+
+    play(scenario, tmp_path)

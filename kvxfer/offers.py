@@ -132,13 +132,13 @@ class Readiness:
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
-        self._marks: dict[int, list[tuple[int, Event]]] = {layer: [] for layer in layers}
+        # layers with the same marks share one tuple of them, as most do: then there is little to look at
+        self._marks: dict[int, tuple[tuple[int, Event], ...]] = dict.fromkeys(layers, ())
         self.by_layer = True
 
     def reached(self, layer: int) -> int:
         """One past the last token of a layer that is (or will be, after its events) ready."""
-        marks = self._marks[layer]
-        return marks[-1][0] if marks else 0
+        return _reached(self._marks[layer])
 
     def mark(self, layers: Sequence[int], stop: int, event: Event) -> None:
         """Tokens up to `stop` of these layers are ready once `event` has fired.
@@ -150,26 +150,36 @@ class Readiness:
             if layer not in self._marks:
                 raise TokensError(f"layer {layer} is not held here; this cache has {sorted(self._marks)}")
         self.by_layer = len(layers) < len(self._marks)
+        mark = (stop, event)
+        longer = {id(marks): (*marks, mark) if stop > _reached(marks) else marks for marks in self._distinct(layers)}
         for layer in layers:
-            if stop > self.reached(layer):
-                self._marks[layer].append((stop, event))
+            self._marks[layer] = longer[id(self._marks[layer])]
 
     def missing(self, stop: int) -> list[int]:
         """Layers of which some tokens before `stop` were never marked."""
-        return sorted(layer for layer in self._marks if self.reached(layer) < stop)
+        short = {id(marks) for marks in self._distinct(self._marks) if _reached(marks) < stop}
+        return sorted(layer for layer, marks in self._marks.items() if id(marks) in short) if short else []
 
     def events(self, layers: Sequence[int], start: int, stop: int) -> list[Event] | None:
         """Events after which the tokens [start, stop) of these layers may be read; None if some are not marked yet."""
         found: list[Event] = []
-        for layer in layers:
-            if self.reached(layer) < stop:
+        for marks in self._distinct(layers):
+            if _reached(marks) < stop:
                 return None
             begin = 0
-            for end, event in self._marks[layer]:
+            for end, event in marks:
                 if begin < stop and start < end and event is not READY and event not in found:
                     found.append(event)
                 begin = end
         return found
+
+    def _distinct(self, layers: Iterable[int]) -> Iterable[tuple[tuple[int, Event], ...]]:
+        """The marks of layers, those that several share once."""
+        return {id(marks): marks for marks in map(self._marks.__getitem__, layers)}.values()
+
+
+def _reached(marks: Sequence[tuple[int, Event]]) -> int:
+    return marks[-1][0] if marks else 0
 
 
 class Offer:

@@ -288,7 +288,7 @@ def fit_grid(
             f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    need = plan.largest_chunk_bytes(grid)
+    need = plan.outline.staged_bytes if len(grid) == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "

@@ -305,7 +305,7 @@ class MappedShipment(Shipment):
         def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
             site.hand_over(partial(self.run, self._copied, outcome))
 
-        self.submit(CopyJob(part.copy().elsewhere(windows.local), copied, self.after, self.cell, gate))
+        self.submit(CopyJob(part.copy().elsewhere(windows.reached), copied, self.after, self.cell, gate))
 
     def _copied(self, outcome: CopyOutcome) -> None:
         took = outcome.finished - outcome.started

@@ -31,6 +31,7 @@ _EPOCH_LABEL: Final = b"kvxfer epoch v1"
 _T = TypeVar("_T")
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
 _ENDPOINT_CHARACTERS: Final = 512
+_KNOWN_MACS: Final = 4096
 _KNOWN_ENDPOINTS: Final = 4096
 """Endpoints of which it is remembered whether they can be connected to."""
 _SHOWN_CHARACTERS: Final = 64
@@ -263,6 +264,7 @@ class Issuer:
         if len(key) != KEY_BYTES:
             raise TicketError(f"an engine's key has {KEY_BYTES} bytes, not {len(key)}")
         self.card: Final = card
+        self._mac = lru_cache(maxsize=_KNOWN_MACS)(self._made)  # a ticket is shown at least twice: to fetch, to release
         self._key: Final = key
 
     def ticket(self, request: str, *, attempt: int = 0) -> dict[str, Any]:
@@ -293,7 +295,7 @@ class Issuer:
         """The wire form of a ticket of this engine."""
         return TicketRef(request, attempt, self._mac(request, attempt))
 
-    def _mac(self, request: str, attempt: int) -> bytes:
+    def _made(self, request: str, attempt: int) -> bytes:
         name = request.encode()
         fields = (_MAC_LABEL, bytes.fromhex(self.card.epoch), len(name).to_bytes(4, "little"), name)
         message = b"".join(fields) + attempt.to_bytes(8, "little", signed=True)

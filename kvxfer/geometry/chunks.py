@@ -5,6 +5,7 @@ The staging buffer is just one more strided array, so all three are the same tab
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Final, TypeAlias
 
@@ -12,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import CopyPlan, Pieces, Segment, fold
+from kvxfer.geometry.copyplan import Box, CopyPlan, Pieces, Segment, fold
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
 from kvxfer.geometry.rows import Rows
 
-__all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan"]
+__all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
@@ -89,20 +90,66 @@ class ChunkGrid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkPart:
-    """What a chunk takes of one class.
+class _Folded:
+    """Regions with the box that a row copies in each."""
+
+    box: Box
+    regions: I64
+    factors: F32 | None
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """What a run of layers has of one class: all that chunks of it share, whatever the request.
 
     Attributes:
         key: Strides, extents and elements of the class.
         bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
         factors: float32 (R, 2): by what its elements are multiplied, and then divided.
-        rows: Where the block lists meet.
     """
 
     key: SegmentKey
     bases: I64
     factors: F32
+
+    @cached_property
+    def in_place(self) -> _Folded:
+        """From the blocks of one side into those of the other."""
+        key = self.key
+        return self.folded((*key.heads, *key.dims), self.bases, (key.src_token, key.dst_token), key.elements)
+
+    def folded(self, axes: Iterable[BoxAxis], bases: I64, tokens: tuple[int, int], elements: Elements) -> _Folded:
+        """These axes as a box, those beyond it unrolled into regions; `tokens` are the token strides of both sides."""
+        box, unrolled = fold(axes, *tokens, elements)
+        factors = self.factors if elements.converts else None
+        for axis in unrolled:
+            steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
+            bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
+            factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
+        return _Folded(box, bases, factors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPart:
+    """What a chunk takes of one class.
+
+    Attributes:
+        slice: The regions of its layers.
+        rows: Where the block lists meet.
+    """
+
+    slice: Slice
     rows: Rows
+
+    @property
+    def key(self) -> SegmentKey:
+        """Of the class."""
+        return self.slice.key
+
+    @property
+    def bases(self) -> I64:
+        """Of its regions."""
+        return self.slice.bases
 
 
 class ChunkPlan:
@@ -120,6 +167,7 @@ class ChunkPlan:
 
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
         self._parts: Final = parts
+        self._copy: CopyPlan | None = None
         self._offsets: Final[list[int]] = []
         offset = 0
         for part in parts:
@@ -134,27 +182,21 @@ class ChunkPlan:
 
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
-        return self._in_place(lambda rows: rows.joined)
+        if self._copy is None:
+            self._copy = self._in_place(lambda rows: rows.joined)
+        return self._copy
 
     def listed(self) -> Pieces:
         """The same as a list of contiguous pieces, neighbours merged, in order of destination."""
         return self._in_place(lambda rows: rows.ascending).enumerate().merged()
 
     def _in_place(self, table: Callable[[Rows], I64]) -> CopyPlan:
-        return CopyPlan(
-            tuple(
-                _segment(
-                    (*part.key.heads, *part.key.dims),
-                    part,
-                    part.bases,
-                    (part.key.src_block, part.key.src_token),
-                    (part.key.dst_block, part.key.dst_token),
-                    table(part.rows),
-                    part.key.elements,
-                )
-                for part in self._parts
-            )
-        )
+        segments: list[Segment] = []
+        for part in self._parts:
+            key, folded = part.key, part.slice.in_place
+            rows = table(part.rows)
+            segments.append(Segment(folded.regions, rows, key.src_block, key.dst_block, folded.box, folded.factors))
+        return CopyPlan(tuple(segments))
 
     def gather(self, staging: int) -> CopyPlan:
         """Source blocks into staging at address `staging`."""
@@ -176,32 +218,15 @@ class ChunkPlan:
             table = rows.table.copy()  # in staging, row n is block n and begins with its first token
             if scatter:
                 table[:, 0], table[:, 1] = np.arange(count), 0
-                bases, src, dst = np.stack([flat, side], axis=1), (row, token), (key.dst_block, key.dst_token)
+                bases, tokens, blocks = np.stack([flat, side], axis=1), (token, key.dst_token), (row, key.dst_block)
+                elements = key.elements.scattered
             else:
                 table[:, 2], table[:, 3] = np.arange(count), 0
-                bases, src, dst = np.stack([side, flat], axis=1), (key.src_block, key.src_token), (row, token)
-            elements = key.elements.scattered if scatter else key.elements.gathered
-            segments.append(_segment(axes, part, bases, src, dst, table, elements))
+                bases, tokens, blocks = np.stack([side, flat], axis=1), (key.src_token, token), (key.src_block, row)
+                elements = key.elements.gathered
+            folded = part.slice.folded(axes, bases, tokens, elements)
+            segments.append(Segment(folded.regions, table, *blocks, folded.box, folded.factors))
         return CopyPlan(tuple(segments))
-
-
-def _segment(
-    axes: Iterable[BoxAxis],
-    part: ChunkPart,
-    bases: I64,
-    src: tuple[int, int],
-    dst: tuple[int, int],
-    rows: I64,
-    elements: Elements,
-) -> Segment:
-    """A segment from (block stride, token stride) of both sides, its axes beyond the box unrolled into regions."""
-    box, unrolled = fold(axes, src[1], dst[1], elements)
-    factors = part.factors if elements.converts else None
-    for axis in unrolled:
-        steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
-        bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
-        factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
-    return Segment(bases, rows, src[0], dst[0], box, factors)
 
 
 def _staging_strides(key: SegmentKey, grid: int) -> tuple[int, int]:

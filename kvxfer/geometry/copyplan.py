@@ -217,17 +217,13 @@ class CopyPlan:
         """Contiguous runs, before neighbours are merged."""
         return sum(segment.pieces for segment in self.segments)
 
-    def elsewhere(self, local: Callable[[I64], I64]) -> "CopyPlan":
+    def elsewhere(self, reached: Callable[[I64], I64]) -> "CopyPlan":
         """The same copy, where this process addresses the destination differently.
 
         Args:
-            local: Makes its addresses, int64 (R,), of those in the plan.
+            reached: Makes its regions, int64 (R, 2), of those in the plan.
         """
-        return CopyPlan(
-            tuple(
-                replace(s, regions=np.stack([s.regions[:, 0], local(s.regions[:, 1])], axis=1)) for s in self.segments
-            )
-        )
+        return CopyPlan(tuple(replace(segment, regions=reached(segment.regions)) for segment in self.segments))
 
     def enumerate(self) -> Pieces:
         """List every piece. O(pieces): for routes that need descriptors, and for tests."""

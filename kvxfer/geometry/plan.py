@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan
+from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.endings import explain
 from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
@@ -32,6 +32,7 @@ __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
 I64: TypeAlias = NDArray[np.int64]
 
+_KEPT_SLICES: Final = 1024
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
 
@@ -58,6 +59,7 @@ class PairPlan:
         self.selections: Final = tuple(sorted(selections))
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
+        self._slices: dict[tuple[int, int], list[Slice]] = {}
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -135,6 +137,21 @@ class PairPlan:
             window = min(window, align * max(1, min(steps, default=touched)))
         return ChunkGrid(self.layers, layers, window, tokens.start, tokens.stop)
 
+    def slices(self, layers: Sequence[int]) -> Sequence[Slice]:
+        """What a run of the pair's layers has of each class that it has anything of; the same each time."""
+        key = (layers[0], layers[-1]) if layers else (0, -1)
+        found = self._slices.get(key)
+        if found is None:
+            found = list[Slice]()
+            for c in self.classes:
+                low, high = bisect_left(c.layers, key[0]), bisect_left(c.layers, key[1] + 1)
+                if low < high:
+                    found.append(Slice(c.key, c.bases[low:high], c.factors[low:high]))
+            if len(self._slices) >= _KEPT_SLICES:
+                self._slices.clear()
+            self._slices[key] = found
+        return found
+
     @cached_property
     def sample(self) -> ChunkPlan:
         """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
@@ -143,7 +160,7 @@ class PairPlan:
             grid = row_grid(c.key.src_rows, c.key.dst_rows)
             table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
             rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
-            parts.append(ChunkPart(c.key, c.bases, c.factors, rows))
+            parts.append(ChunkPart(Slice(c.key, c.bases, c.factors), rows))
         return ChunkPlan(parts)
 
     @cached_property
@@ -316,14 +333,8 @@ class TransferPlan:
             BlocksError: If a source block is not known yet, and not only its outline is asked for.
         """
         rows = self._cut(start, stop, outline=outline)
-        parts: list[ChunkPart] = []
-        for c in self.pair.classes:
-            low = bisect_left(c.layers, layers[0]) if layers else 0
-            high = bisect_left(c.layers, layers[-1] + 1) if layers else 0
-            part = ChunkPart(c.key, c.bases[low:high], c.factors[low:high], rows[_meeting(c.key)])
-            if len(part.bases) and len(part.rows):
-                parts.append(part)
-        return ChunkPlan(parts)
+        parts = [ChunkPart(of, rows[_meeting(of.key)]) for of in self.pair.slices(layers)]
+        return ChunkPlan([part for part in parts if len(part.rows)])
 
     def _cut(self, start: int, stop: int, *, outline: bool) -> Mapping[Meeting, Rows]:
         """The rows in the tokens [start, stop): the same for all layers, whose chunks follow each other."""

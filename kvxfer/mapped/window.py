@@ -1,5 +1,6 @@
 """What the owner of memory says of it, and what a process that has mapped it makes of that."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,6 +14,8 @@ __all__ = ["CPU", "CUDA", "Export", "Window", "Windows", "export", "open_window"
 
 I64: TypeAlias = NDArray[np.int64]
 
+_KEPT: Final = 1024
+"""Arrays of regions whose translation is kept."""
 CPU: Final = "shm"
 CUDA: Final = "cuda_ipc"
 
@@ -61,6 +64,7 @@ class Windows:
         self._starts: Final = np.asarray([window.address for window in self._windows], np.int64)
         self._stops: Final = np.asarray([window.address + window.length for window in self._windows], np.int64)
         self._shifts: Final = np.asarray([window.local - window.address for window in self._windows], np.int64)
+        self._reached: OrderedDict[int, tuple[I64, I64]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -77,6 +81,22 @@ class Windows:
             first = int(addresses[int(np.argmin(inside))])
             raise FabricError(f"address {first:#x} of the peer lies in none of its mapped memory")
         return addresses + self._shifts[at]
+
+    def reached(self, regions: I64) -> I64:
+        """Regions of a copy, int64 (R, 2), whose destinations are the peer's, as this process addresses both.
+
+        Plans of a pair keep their arrays of regions, so those that were asked for before are kept here.
+
+        Raises:
+            FabricError: If a destination lies in no window.
+        """
+        before, found = self._reached.get(id(regions), (None, None))
+        if before is not regions or found is None:
+            found = np.stack([regions[:, 0], self.local(regions[:, 1])], axis=1)
+            self._reached[id(regions)] = (regions, found)  # which keeps the array, so that its id is no other's
+            if len(self._reached) > _KEPT:
+                self._reached.popitem(last=False)
+        return found
 
     def locate(self, address: int, length: int) -> int:
         """Where this process sees `length` bytes at an address of the peer.

@@ -22,7 +22,7 @@ from kvxfer.geometry import (
     TransferPlan,
     resolve,
 )
-from kvxfer.geometry.chunks import ChunkPart, ChunkPlan
+from kvxfer.geometry.chunks import ChunkPart, ChunkPlan, Slice
 from kvxfer.geometry.rows import Meeting, Rows, row_grid
 
 CANARY = -(1 << 62)
@@ -231,5 +231,8 @@ def scattered(pair: PairPlan, count: int) -> ChunkPlan:
         table[:, 4] = grid
         rows.setdefault((key.group, key.src_rows, key.dst_rows), Rows(table, begin, grid))
     return ChunkPlan(
-        [ChunkPart(c.key, c.bases, c.factors, rows[c.key.group, c.key.src_rows, c.key.dst_rows]) for c in pair.classes]
+        [
+            ChunkPart(Slice(c.key, c.bases, c.factors), rows[c.key.group, c.key.src_rows, c.key.dst_rows])
+            for c in pair.classes
+        ]
     )

@@ -70,7 +70,7 @@ class Ahead:
             return None
         desk.share.write(extent)
         generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
-        lease = int(site.config.grant_lease * 1000)
+        lease = site.lease_ms(desk.share.held_bytes(peer.name))
         return cls(pair, need, desk, extent, peer=peer.name, lease_ms=lease, generation=generation)
 
     @property

@@ -143,7 +143,9 @@ def plan(
 
     if profile and profile not in PROFILES:
         raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")
-    options = {"route": route, "chunk_bytes": chunk, "in_place_chunk_bytes": chunk}
+    options = {"route": route, "in_place_chunk_bytes": chunk}
+    if route in {None, "auto", "staged"}:
+        options["chunk_bytes"] = chunk
     settings = {name: value for name, value in options.items() if value is not None}
     found = forecast(
         read_model(model),

@@ -223,7 +223,8 @@ class Config(BaseSettings):
     revoke_timeout: Duration = 15.0
     """How long evidence that memory is safe is waited for before `MemoryInDoubt`."""
     grant_lease: Duration = 30.0
-    """How long a peer may begin to write under one grant."""
+    """How long a grant may wait for its post. Where more is under way than `window` chunks of `chunk_bytes`, in
+    proportion longer, so that a slow wire gets to all of it."""
     offer_lease: Duration = 60.0
     """How long an offer lives after the last claim."""
     unclaimed_timeout: Duration = 120.0
@@ -414,11 +415,6 @@ class Config(BaseSettings):
             )
         if self.max_in_place_bytes == 0 and self.route in {"mapped", "direct"}:
             yield f"route is {self.route!r} and max_in_place_bytes is 0, which refuses it; raise it, or take auto"
-        if 0 < self.max_in_place_bytes < self.chunk_bytes:
-            yield (
-                f"max_in_place_bytes is {self.max_in_place_bytes} and chunk_bytes {self.chunk_bytes}: no chunk could "
-                "ever be granted in place; raise max_in_place_bytes, or set it to 0"
-            )
 
 
 def _read(model: type[BaseSettings], arguments: Mapping[str, Any]) -> tuple[Reading, ...]:

@@ -24,7 +24,7 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.limits import MAX_ROWS
-from kvxfer.planning import fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import LISTED, fit_grid, in_place_bytes, merged_pieces
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
@@ -278,9 +278,9 @@ def _pair(
     if choice.route is Route.STAGED:
         target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
     else:
-        limit = config.in_place_chunk_bytes
-        target = in_place_bytes(choice.route, plan, limit)
-    grid = fit_grid(plan, target_bytes=target, limit_bytes=limit)
+        limit = config.max_in_place_bytes or plan.outline.bytes + 1
+        target = in_place_bytes(choice.route, plan, min(config.in_place_chunk_bytes, limit))
+    grid = fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=choice.route in LISTED)
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
     return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, plan.explain())

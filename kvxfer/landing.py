@@ -206,7 +206,7 @@ class Landing:
         now = host.site.now()
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
-        lease = int(host.site.config.grant_lease * 1000)
+        lease = host.site.lease_ms(self._desk.share.held_bytes(host.peer.name))
         generation = host.generation
         host.say(*host.machine.grant([Grant(self._chunk, address, length)], lease, generation))
 

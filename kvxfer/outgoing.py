@@ -16,7 +16,7 @@ from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import Bound, fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces
 from kvxfer.protocol.messages import (
     FOREVER_MS,
     Accept,
@@ -44,7 +44,11 @@ __all__ = ["Outgoing"]
 _log: Final = logger("kvxfer.send")
 _NOTHING: Final = CopyPlan(())
 _PULL_AHEAD: Final = 16
-"""Chunks that a puller may have before it: enough for a window of any sensible size, few enough for one lease."""
+"""Chunks that a puller may have before it: enough for a window of any sensible size."""
+_PULL_AHEAD_BYTES: Final = 512 << 20
+"""About as many bytes, but two chunks at least."""
+_UNBOUNDED: Final = 1 << 62
+"""More bytes than any cache has."""
 _SMALLEST_STREAMED_CHUNK: Final = 1 << 20
 """Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
 _MOST_STREAMED_CHUNKS: Final = 256
@@ -121,6 +125,11 @@ class Outgoing(Steps):
             given_up = self._began + fetch.timeout_ms / 1000 + site.config.revoke_timeout
             self._patience = site.at(given_up, self._outlived)
         self._awake: Callable[[], None] = no_hold
+
+    @property
+    def _chunk_bytes(self) -> int:
+        """About so many, once there is a plan."""
+        return max(1, self._bound.plan.outline.bytes // len(self._bound.grid)) if self._bound is not None else 1
 
     @property
     def peer_name(self) -> str:
@@ -305,6 +314,7 @@ class Outgoing(Steps):
             limit_bytes=limit,
             layers_per_chunk=1 if offer.by_layer else None,
             tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
+            listed=choice.route in LISTED,
         )
         ahead = self._ahead and choice.route in IN_PLACE and offer.finished
         bound = Bound.of(plan, grid)
@@ -327,7 +337,7 @@ class Outgoing(Steps):
         """Bytes of a chunk: about, and at most."""
         fetch, config = self.machine.fetch, self.site.config
         if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
-            limit = fetch.in_place_bytes or config.in_place_chunk_bytes
+            limit = fetch.in_place_bytes or _UNBOUNDED
             return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
         own = min(config.chunk_bytes, self.site.send_desk.share.capacity)
         limit = min(own, fetch.max_extent_bytes or own)
@@ -341,7 +351,8 @@ class Outgoing(Steps):
         most = len(self._remaining)
         if self.machine.route is Route.PULL:
             # a lease runs from the announcement on, so no more is announced than the other side may soon begin to read
-            most = max(0, _PULL_AHEAD - self._readable)
+            ahead = max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes))
+            most = max(0, ahead - self._readable)
         ready = list(islice(filter(partial(self._is_ready, bound, offer), self._remaining), most))
         if ready:
             gone = set(ready)
@@ -377,8 +388,7 @@ class Outgoing(Steps):
         def readable(outcome: CopyOutcome) -> None:
             if outcome.error is not None:
                 raise outcome.error
-            lease = int(self.site.config.grant_lease * 1000)
-            self._want(bound, [chunk], lease)
+            self._want(bound, [chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
 
         after = Until(self._events(bound, chunk), lambda: self.machine.state is not SendState.MOVING)
         self.run(self.copy, _NOTHING, Direction.GATHER, readable, after)

@@ -30,13 +30,24 @@ from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import hears_debug, logger
 
-__all__ = ["Bound", "PairPlans", "block_pieces", "fit_grid", "in_place_bytes", "merged_pieces", "staging_pieces"]
+__all__ = [
+    "LISTED",
+    "Bound",
+    "PairPlans",
+    "block_pieces",
+    "fit_grid",
+    "in_place_bytes",
+    "merged_pieces",
+    "staging_pieces",
+]
 
 _NAME: Final = "kvxfer.plan"
 _log: Final = logger(_NAME)
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
-_LISTED: Final = 1 << 16
+LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
+"""Routes whose pieces are listed for the transport."""
+_LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""
 _KEPT_PAIRS: Final = 512
@@ -268,10 +279,12 @@ def fit_grid(
     limit_bytes: int,
     layers_per_chunk: int | None = None,
     tokens_per_chunk: int | None = None,
+    listed: bool = False,
 ) -> ChunkGrid:
     """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging.
 
-    Staging holds full sub-blocks, so a chunk may need more room than it carries bytes.
+    Staging holds full sub-blocks, so a chunk may need more room than it carries bytes. Where pieces are `listed` for
+    the transport, those that reach over layers are not cut.
 
     Raises:
         RefusedError: If not even one layer of one aligned token window fits.
@@ -281,8 +294,9 @@ def fit_grid(
         target_bytes=min(target_bytes, limit_bytes),
         layers_per_chunk=layers_per_chunk,
         tokens_per_chunk=tokens_per_chunk,
+        by_tokens=listed and plan.pair.joins_layers,
     )
-    remedy = "raise chunk_bytes (and, for the route staged, arena_bytes)"
+    remedy = "raise chunk_bytes and arena_bytes for the route staged, max_in_place_bytes for the others"
     if len(grid) > MAX_CHUNKS:
         raise RefusedError(
             f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
@@ -300,10 +314,10 @@ def fit_grid(
 
 def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
     """Bytes at which chunks of a route that needs no staging memory aim; `most` where nothing lists their pieces."""
-    if route is Route.MAPPED:
+    if route not in LISTED:
         return most
     whole = plan.outline.copy()
-    return min(most, max(1, whole.bytes * _LISTED // max(1, whole.pieces)))
+    return min(most, max(1, whole.bytes * _LISTED_PIECES // max(1, whole.pieces)))
 
 
 def merged_pieces(plan: TransferPlan) -> int:

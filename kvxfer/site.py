@@ -181,7 +181,8 @@ class Site:
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)
         there = peer.body.max_chunk_bytes or here
-        if least > min(here, there):
+        staged = self.means(peer, trusted=trusted, sending=sending).staged
+        if staged and least > min(here, there):
             raise MismatchError(
                 f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
                 f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)",
@@ -247,6 +248,11 @@ class Site:
             await self.runtime.in_thread(lambda: self.executor.warm(shapes))
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
+
+    def lease_ms(self, nbytes: int) -> int:
+        """Milliseconds within which so many bytes that are under way must be begun: as many as a slow wire needs."""
+        config = self.config
+        return int(config.grant_lease * 1000 * max(1.0, nbytes / (config.window * config.chunk_bytes)))
 
     def in_place_desk(self, peer: PeerInfo) -> Desk:
         """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""

@@ -307,7 +307,6 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
         ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),
         ({"trust": "none", "arena_bytes": 0}, "trust is 'none' and arena_bytes is 0: without addresses only the"),
-        ({"max_in_place_bytes": "1MiB"}, "no chunk could ever be granted in place"),
         ({"listen": "tcp:0.0.0.0:0"}, "set advertise"),
         ({"listen": "tcp:[::]:7000"}, "set advertise"),
     ],

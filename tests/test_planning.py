@@ -97,6 +97,32 @@ def test_chunks_whose_pieces_are_listed_have_so_many_of_them(decode, expected):
         assert 65_536 // 2 < max(map(len, listed)) <= 65_536 or found == 256 << 20
 
 
+@pytest.mark.parametrize(("engine", "joined"), [({"cross_layer": True}, True), ({}, False)])
+def test_pieces_that_reach_over_layers_are_not_cut_where_they_are_listed(engine, joined):
+    model = from_hf_config(LLAMA, **engine)
+    (selections, *_) = resolve(model.ranks[0], model.ranks, rank=0)
+    pair = PairPlan(model.ranks[0], model.ranks[0], selections)
+    plan = pair.bind(model.spans(8192), model.spans(8192, draw=1), range(8192))
+    whole = len(plan.whole.listed())
+    assert pair.joins_layers == joined
+    for target in (1 << 28, 1 << 24):
+        grid = fit_grid(plan, target_bytes=target, limit_bytes=1 << 40, listed=True)
+        chunks = [plan.chunk(grid, number) for number in range(len(grid))]
+        assert max(chunk.staged_bytes for chunk in chunks) <= target
+        assert sum(len(chunk.listed()) for chunk in chunks) == whole
+        assert sum(chunk.bytes for chunk in chunks) == plan.whole.bytes
+        cut = fit_grid(plan, target_bytes=target, limit_bytes=1 << 40)
+        assert (len(cut.of(0)[0]) < len(pair.layers)) == (not joined or cut != grid)
+
+
+def test_where_not_even_a_window_of_all_layers_fits_layers_are_cut_all_the_same():
+    model = from_hf_config(LLAMA, cross_layer=True)
+    (selections, *_) = resolve(model.ranks[0], model.ranks, rank=0)
+    plan = PairPlan(model.ranks[0], model.ranks[0], selections).bind(model.spans(64), model.spans(64), range(64))
+    grid = fit_grid(plan, target_bytes=1 << 20, limit_bytes=1 << 20, listed=True)
+    assert max(plan.chunk(grid, number).staged_bytes for number in range(len(grid))) <= 1 << 20
+
+
 def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
     engine = from_hf_config(LLAMA)
     spans = engine.spans(8000), engine.spans(8000, draw=1)

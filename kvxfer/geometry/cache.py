@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.overlap import Bytes, shared
 from kvxfer.geometry.spec import TensorSpec, check_whole
 from kvxfer.geometry.tensor import CacheTensor
+from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
 
 __all__ = ["CacheGeometry", "Group"]
@@ -84,7 +84,7 @@ class CacheGeometry:
         """Index of the device that holds every tensor."""
         return self.tensors[0].device
 
-    @cached_property
+    @lazy
     def groups(self) -> Mapping[str, tuple[TensorSpec, ...]]:
         """Tensors by group, in order of first mention."""
         found: dict[str, list[TensorSpec]] = {}
@@ -92,12 +92,12 @@ class CacheGeometry:
             found.setdefault(spec.group, []).append(spec)
         return {name: tuple(specs) for name, specs in found.items()}
 
-    @cached_property
+    @lazy
     def pool_ids(self) -> Mapping[str, int]:
         """By group, how many block ids address every tensor of it."""
         return {name: min(spec.ids for spec in specs) for name, specs in self.groups.items()}
 
-    @cached_property
+    @lazy
     def addressed(self) -> bool:
         """Whether every base address is known; a peer that does not trust this side hides its own."""
         return all(spec.base for spec in self.tensors)

@@ -5,7 +5,6 @@ The staging buffer is just one more strided array, so all three are the same tab
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Final, TypeAlias
 
@@ -18,6 +17,7 @@ from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
 from kvxfer.geometry.rows import Rows
+from kvxfer.lazy import lazy
 
 __all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
 
@@ -112,7 +112,7 @@ class Slice:
     bases: I64
     factors: F32
 
-    @cached_property
+    @lazy
     def in_place(self) -> _Folded:
         """From the blocks of one side into those of the other."""
         key = self.key

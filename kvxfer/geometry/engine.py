@@ -7,7 +7,6 @@ to plan transfers without torch, a GPU or the model.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, chain, groupby, islice, product
 from math import gcd, lcm, prod
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvxfer.geometry.layouts import across_layers, expand_layout
 from kvxfer.geometry.models import ITEM_BYTES, ModelCache, Part, dtype_name, read_model
 from kvxfer.geometry.rows import Span
 from kvxfer.geometry.spec import Interleave, TensorSpec
+from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
 
 __all__ = ["Engine", "EngineLayout", "from_hf_config", "scattered"]
@@ -146,7 +146,7 @@ class Engine:
         places = product(stages, range(self.layout.cp), range(self.layout.tp))
         object.__setattr__(self, "ranks", tuple(self._rank(*place) for place in places))
 
-    @cached_property
+    @lazy
     def parts(self) -> tuple[Part, ...]:
         """Every kind of part that some layer has, in order of first mention."""
         return tuple(dict.fromkeys(part for parts in self.model.layers for part in parts))

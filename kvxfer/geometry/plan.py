@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import lcm
 from typing import Final, TypeAlias
 
@@ -27,6 +26,7 @@ from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
+from kvxfer.lazy import lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
@@ -111,6 +111,7 @@ class PairPlan:
         target_bytes: int,
         layers_per_chunk: int | None = None,
         tokens_per_chunk: int | None = None,
+        by_tokens: bool = False,
     ) -> ChunkGrid:
         """Choose a grid whose chunks take at most `target_bytes` of staging, if one can be cut so.
 
@@ -122,6 +123,7 @@ class PairPlan:
             target_bytes: Size to aim for.
             layers_per_chunk: Upper bound, for streaming by layer.
             tokens_per_chunk: Upper bound, for streaming by tokens; rounded up to a window that cuts no row.
+            by_tokens: Rather cut token windows of all layers, so that no piece that reaches over layers is cut.
         """
         align = self.row_tokens
         touched = -(-tokens.stop // align) - tokens.start // align
@@ -129,6 +131,10 @@ class PairPlan:
         if tokens_per_chunk is not None and tokens_per_chunk < len(tokens):
             touched = -(-tokens_per_chunk // align)
             window = min(window, touched * align)
+        if by_tokens and layers_per_chunk is None:
+            fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._all_layers_bytes(n * align))
+            if fitting:
+                return ChunkGrid(self.layers, len(self.layers), min(window, fitting * align), tokens.start, tokens.stop)
         most = max((kind.staged_bytes(touched * align) for kind in self._layer_kinds), default=1)
         fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
@@ -152,7 +158,7 @@ class PairPlan:
             self._slices[key] = found
         return found
 
-    @cached_property
+    @lazy
     def sample(self) -> ChunkPlan:
         """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
         parts: list[ChunkPart] = []
@@ -163,22 +169,28 @@ class PairPlan:
             parts.append(ChunkPart(Slice(c.key, c.bases, c.factors), rows))
         return ChunkPlan(parts)
 
-    @cached_property
+    @lazy
     def limited_by(self) -> str:
         """What ends the runs that make the most pieces, and on which side, in a few words."""
         return self._explained.limited_by
 
-    @cached_property
+    @lazy
     def least_chunk_bytes(self) -> int:
-        """Staging that no chunk can do without, if all is fetched: a full row of one layer of the largest class."""
-        return max(
-            (
-                int(np.unique(c.layers, return_counts=True)[1].max())
-                * (row_grid(c.key.src_rows, c.key.dst_rows) * c.key.token_bytes)
-                for c in self.classes
-            ),
-            default=0,
-        )
+        """Staging that no chunk can do without, if all is fetched: the smallest window of the largest layer."""
+        found: Counter[int] = Counter()
+        for c in self.classes:
+            src, dst = c.key.src_rows, c.key.dst_rows
+            rows = 1 if src.is_state else min(src.most(self.row_tokens), dst.most(self.row_tokens))
+            regions_of: Counter[int] = Counter(c.layers.tolist())
+            for layer, regions in regions_of.items():
+                found[layer] += -(-regions * rows * c.key.token_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+        return max(found.values(), default=0)
+
+    @lazy
+    def joins_layers(self) -> bool:
+        """Whether pieces reach from one layer into the next."""
+        stretches = [stretch for run in self._explained.runs for stretch in run.first]
+        return any(step.axis == "layer" for stretch in stretches for step in stretch.steps)
 
     def explain(self) -> Explanation:
         """Why pieces are as long as they are, and which side limits them, in full rows of whatever request.
@@ -187,11 +199,11 @@ class PairPlan:
         """
         return self._explained
 
-    @cached_property
+    @lazy
     def _explained(self) -> Explanation:
         return explain(self.src, self.dst, self.classes)
 
-    @cached_property
+    @lazy
     def digested(self) -> bytes:
         """What the digest of every transfer of this pair begins with."""
         found = bytearray(_packed(len(self.selections)))
@@ -236,14 +248,14 @@ class PairPlan:
             total += rows * len(c.bases) * key.token_bytes
         return total
 
-    @cached_property
+    @lazy
     def row_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""
         return lcm(*(row_grid(c.key.src_rows, c.key.dst_rows) * c.key.src_rows.tokens_per_row for c in self.classes))
 
-    @cached_property
-    def _layer_kinds(self) -> frozenset["_LayerKind"]:
-        """What each of the layers takes of staging; most are alike."""
+    @lazy
+    def _layer_kinds(self) -> Mapping["_LayerKind", int]:
+        """What each of the layers takes of staging; most are alike, so each kind and how many there are of it."""
         rows: dict[int, Counter[tuple[RowSide, RowSide]]] = {layer: Counter() for layer in self.layers}
         fixed: Counter[int] = Counter()
         for c in self.classes:
@@ -254,7 +266,11 @@ class PairPlan:
                 fixed[layer] += filling + (regions * size if src.is_state else 0)
                 if not src.is_state:
                     rows[layer][src, dst] += regions * size
-        return frozenset(_LayerKind(frozenset(rows[layer].items()), fixed[layer]) for layer in self.layers)
+        return Counter(_LayerKind(frozenset(rows[layer].items()), fixed[layer]) for layer in self.layers)
+
+    def _all_layers_bytes(self, tokens: int) -> int:
+        """Staging of all layers in a window of so many tokens that cuts no row."""
+        return sum(kind.staged_bytes(tokens) * count for kind, count in self._layer_kinds.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +317,7 @@ class TransferPlan:
     rows: Mapping[Meeting, Rows]
     _windows: dict[tuple[int, int, bool], Mapping[Meeting, Rows]] = field(default_factory=dict, init=False)
 
-    @cached_property
+    @lazy
     def whole(self) -> ChunkPlan:
         """All of it as one chunk.
 
@@ -311,7 +327,7 @@ class TransferPlan:
         padded = any(rows.present() is not rows for rows in self.rows.values())
         return self.window(self.pair.layers, *self._extent) if padded else self.outline
 
-    @cached_property
+    @lazy
     def outline(self) -> ChunkPlan:
         """What all of it amounts to if no source block is padding. To be counted, never to be copied."""
         return self.window(self.pair.layers, *self._extent, outline=True)
@@ -368,7 +384,7 @@ class TransferPlan:
         """As of the pair, and where only block ids end a run, how often they do in this transfer."""
         return explain(self.pair.src, self.pair.dst, self.pair.classes, self.rows)
 
-    @cached_property
+    @lazy
     def agreement(self) -> bytes:
         """As `PairPlan.agreement`."""
         return self.pair.agreement(self.dst_spans, self.tokens)

@@ -10,7 +10,6 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import gcd
 from typing import Any, Final, TypeAlias
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.spec import TensorSpec
+from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_ROWS, MAX_TOKENS
 
 __all__ = [
@@ -192,7 +192,7 @@ class Rows:
         high = np.searchsorted(self.begin, last)
         return np.where(last > first, np.maximum(high - low, 0), 0)
 
-    @cached_property
+    @lazy
     def joined(self) -> I64:
         """The table with one row for those that follow each other in one block of either side.
 
@@ -211,7 +211,7 @@ class Rows:
         found[:, 4] = np.add.reduceat(count, begins)
         return found
 
-    @cached_property
+    @lazy
     def ascending(self) -> I64:
         """The joined table in the order of its places at the destination."""
         table = self.joined

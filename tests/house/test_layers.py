@@ -25,7 +25,7 @@ PACKAGE = ROOT / "kvxfer"
 CORE = {"names", "geometry", "wire", "memory"}
 PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
-    "names": ({"errors", "limits", "endpoint", "dtypes"}, set(), set()),
+    "names": ({"errors", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
     "runtime": ({"runtime"}, {"names"}, {"anyio"}),
     "settings": ({"config", "settings"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
     "telemetry": ({"telemetry"}, {"names"}, {"structlog"}),

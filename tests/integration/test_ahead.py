@@ -161,6 +161,26 @@ async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap):
     await quiet(decode)
 
 
+@pytest.mark.parametrize("route", ["direct", "pull", "staged"])
+async def test_more_bytes_have_a_longer_lease(stage, tap, route):
+    """As long as a slow wire needs to begin with the last of what is under way."""
+    source, target = Cache(blocks=128), Cache(blocks=128, layout="HND")
+    sizes = {"chunk_bytes": "2KiB", "window": 2, "grant_lease": 2, "in_place_chunk_bytes": "8KiB"}
+    prefill, decode = await stage.pair(source, target, route=route, **sizes)
+    many = list(range(128))
+    prefill.offer("r", many, tokens=512)
+    result = await decode.fetch(prefill.engine.ticket("r"), many, tokens=range(512), timeout=10)
+    frames = {"direct": tap.of(Fetch), "pull": tap.of(Want), "staged": tap.of(Reserve)}[route]
+    per_byte = 2000 / (2 * 2048)
+    if route == "direct":
+        assert frames[0].lease_ms == pytest.approx(result.stats.bytes * per_byte, rel=0.1)
+    elif route == "pull":
+        assert len(frames) > 16
+        assert max(frame.lease_ms for frame in frames) == pytest.approx(16 * 8192 * per_byte, rel=0.1)
+    else:
+        assert max(frame.lease_ms for frame in frames) <= 2000 * 1.01
+
+
 async def test_the_lease_counts_from_the_fetch(stage, tap):
     source, target = caches()
     prefill, decode = await stage.pair(source, target, route="direct")

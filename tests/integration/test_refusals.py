@@ -170,6 +170,32 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("tokens", [(4, 4), (4, 12)])
+async def test_a_chunk_that_no_side_has_room_for_is_refused_with_all_of_its_groups(stage, tokens):
+    """The smallest chunk is a window of one layer, which holds a row of every group and of every block size."""
+
+    def cache():
+        return [*kv(tokens=tokens[0], dim=32), *latent(rows=tokens[1], dim=256, group="latent")]
+
+    least = tokens[1] * (2 * 4 * 32 + 256) * 4
+    sizes = {"route": "staged", "arena_bytes": "64KiB"}
+    prefill = await stage.worker("prefill", None, tensors=cache(), **sizes, chunk_bytes=least)
+    short = await stage.worker("short", None, tensors=cache(), **sizes, chunk_bytes=least - 16)
+    enough = await stage.worker("enough", None, tensors=cache(), **sizes, chunk_bytes=least)
+    error = await refused(prefill, short)
+    assert error.fields == {"chunk_bytes": (str(least - 16), str(least))}
+    blocks = {"default": [1, 2, 3], "latent": [1, 2, 3]}
+    prefill.offer("r2", blocks, tokens=12)
+    await enough.fetch(prefill.engine.ticket("r2"), blocks, tokens=range(12), timeout=5)
+
+
+async def test_the_size_of_staged_chunks_is_nothing_to_a_pair_that_does_not_stage(stage):
+    settings = {"arena_bytes": 0, "route": "direct", "chunk_bytes": 512}
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **settings)
+    prefill.offer("r", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
+
+
 @pytest.mark.parametrize("case", SETTINGS)
 async def test_refused_for_settings_when_two_workers_meet(stage, case):
     theirs, ours, fields = SETTINGS[case]

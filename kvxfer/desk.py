@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 from typing import Final, TypeAlias
 
 from kvxfer.errors import ArenaError, KvxferError
@@ -63,15 +64,18 @@ class Desk:
         return request
 
     def take(self, peer: str, nbytes: int) -> Extent | None:
-        """An extent of at least `nbytes` bytes if there is one right now, and nobody's turn comes before."""
-        answers: list[Extent | KvxferError] = []
+        """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
+        if self._waiting:
+            return None
+        now = self._now()
         try:
-            request = self.ask(peer, nbytes, 1.0, answers.append)
+            request = self.share.request(peer, nbytes, now=now, deadline=inf)
         except ArenaError:  # there never will be
             return None
-        if request is not None:
-            self.withdraw(request)
-        return next((answer for answer in answers if isinstance(answer, Extent)), None)
+        granted = self.share.advance(now).granted
+        if not granted:
+            self.share.withdraw(request)
+        return granted[0][1] if granted else None
 
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""

@@ -16,11 +16,12 @@ from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, Outgoing
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
-from kvxfer.telemetry import logger
+from kvxfer.telemetry import hears_info, logger
 
 __all__ = ["OfferBook"]
 
-_log: Final = logger("kvxfer.offer")
+_NAME: Final = "kvxfer.offer"
+_log: Final = logger(_NAME)
 
 
 @dataclass(slots=True)
@@ -185,7 +186,9 @@ class OfferBook:
         self._offers.pop(offer.key, None)
         self._past[offer.key] = (self._site.now(), code[type(ending)])
         self._forget()
-        _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=type(ending).__name__.lower())
+        if hears_info(_NAME):
+            outcome = type(ending).__name__.lower()
+            _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=outcome)
 
     def close(self) -> None:
         """Stop the timers; for shutdown, after every offer was withdrawn and had time to end."""

@@ -37,11 +37,12 @@ from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
-from kvxfer.telemetry import TransferStats, logger
+from kvxfer.telemetry import TransferStats, hears_info, logger
 
 __all__ = ["Outgoing"]
 
-_log: Final = logger("kvxfer.send")
+_NAME: Final = "kvxfer.send"
+_log: Final = logger(_NAME)
 _NOTHING: Final = CopyPlan(())
 _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
@@ -442,20 +443,21 @@ class Outgoing(Steps):
             started=self._began,
             finished=self.site.now(),
         )
-        _log.info(
-            "transfer_sent" if failure is None else "transfer_failed",
-            peer=self.peer_name,
-            request=machine.fetch.ticket.request,
-            transfer=machine.transfer,
-            route=self.stats.route,
-            bytes=self._tally.bytes,
-            chunks=self.stats.chunks,
-            pieces=self.stats.pieces,
-            limited_by=self.stats.limited_by,
-            duration=self.stats.duration,
-            outcome=failure.code.name.lower() if failure else "ok",
-            reason=failure.reason if failure else "",
-        )
+        if hears_info(_NAME):
+            _log.info(
+                "transfer_sent" if failure is None else "transfer_failed",
+                peer=self.peer_name,
+                request=machine.fetch.ticket.request,
+                transfer=machine.transfer,
+                route=self.stats.route,
+                bytes=self._tally.bytes,
+                chunks=self.stats.chunks,
+                pieces=self.stats.pieces,
+                limited_by=self.stats.limited_by,
+                duration=self.stats.duration,
+                outcome=failure.code.name.lower() if failure else "ok",
+                reason=failure.reason if failure else "",
+            )
         self._awake()
         for timer in (self._unread_timer, self._patience):
             if timer is not None:

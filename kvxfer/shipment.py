@@ -209,7 +209,8 @@ class _OverFabric(Shipment):
         def posted(result: PostResult) -> None:  # on the fabric's
             site.hand_over(partial(self.run, self._posted, result))
 
-        self.submit(CopyJob(gather, copied, self.after))
+        nbytes = self.part.bytes if self.part else 0
+        self.submit(CopyJob(gather, copied, self.after, nbytes=nbytes, owner=self.tally))
 
     def _posted(self, result: PostResult) -> None:
         tally, gathered = self.tally, self._gathered
@@ -305,7 +306,8 @@ class MappedShipment(Shipment):
         def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
             site.hand_over(partial(self.run, self._copied, outcome))
 
-        self.submit(CopyJob(part.copy().elsewhere(windows.reached), copied, self.after, self.cell, gate))
+        plan = part.copy().elsewhere(windows.reached)
+        self.submit(CopyJob(plan, copied, self.after, self.cell, gate, part.bytes, self.tally))
 
     def _copied(self, outcome: CopyOutcome) -> None:
         took = outcome.finished - outcome.started

@@ -78,7 +78,10 @@ class Steps(ABC):
             KvxferError: If the executor takes no more copies; nothing is copied then.
         """
         hand_over, step = self.site.hand_over, partial(self.run, then)
-        self.site.executor.submit(CopyJob(plan, lambda outcome: hand_over(partial(step, outcome)), after), direction)
+        job = CopyJob(
+            plan, lambda outcome: hand_over(partial(step, outcome)), after, nbytes=plan.bytes, owner=self._name
+        )
+        self.site.executor.submit(job, direction)
 
     async def _plan_off_loop(self, make: Callable[[], _T], then: Callable[[_T], None]) -> None:
         try:

@@ -47,6 +47,8 @@ _LAUNCH_S: Final = 20e-6
 _FIRST_GUESS_S_PER_BYTE: Final = 1 / 400e9
 _FIRST_FIXED_S: Final = 8e-6
 _LARGE_BYTES: Final = 1 << 20
+_AHEAD_BYTES: Final = 512 << 20
+"""Bytes that are launched ahead, by two jobs at least: more than a millisecond of the fastest copies."""
 
 
 def recorded(event: Event) -> bool:
@@ -144,6 +146,8 @@ class CudaExecutor:
         One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
         """
         if lane.held is None:
+            if lane.full:  # what is launched cannot be overtaken any more
+                return 0
             job = self._backlog.pop_ready(direction)
             if job is None:
                 return 0
@@ -322,6 +326,11 @@ class _Lane:
     def kept_out(self, slot: _Slot) -> bool:
         """Whether a thread block found its gate closed."""
         return bool(self._words(slot)[-1])
+
+    @property
+    def full(self) -> bool:
+        """Whether enough runs to keep the device busy until there is time to launch more."""
+        return len(self.running) > 1 and sum(one.nbytes for one in self.running) >= _AHEAD_BYTES
 
     def mark(self) -> Any:
         """Where a job ends."""

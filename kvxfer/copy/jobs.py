@@ -8,6 +8,7 @@ import threading
 from collections import deque
 
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
+from kvxfer.copy.turns import Turns
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
 from kvxfer.runtime import Runtime
 
@@ -34,7 +35,7 @@ class Backlog:
         self._runtime = runtime
         self._changed = threading.Condition()
         self._inbox: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
-        self._waiting: dict[Direction, list[CopyJob]] = {direction: [] for direction in Direction}
+        self._waiting: dict[Direction, Turns] = {direction: Turns() for direction in Direction}
         self._unreported = 0
         self._refusing = False
         self._cancelling = False
@@ -68,30 +69,28 @@ class Backlog:
 
     def is_waiting(self, direction: Direction) -> bool:
         """Whether a job of this direction waits for its event."""
-        return bool(self._waiting[direction] or self._inbox[direction])
+        return bool(len(self._waiting[direction]) or self._inbox[direction])
 
     def pop_ready(self, direction: Direction) -> CopyJob | None:
-        """The first job whose event has fired, or None. A job whose event cannot be queried is reported as failed."""
+        """The next job whose event has fired, or None. A job whose event cannot be queried is reported as failed."""
         inbox, waiting = self._inbox[direction], self._waiting[direction]
         while inbox:
-            waiting.append(inbox.popleft())
-        at = 0
-        while at < len(waiting):
-            job = waiting[at]
+            waiting.add(inbox.popleft())
+        failed: list[Exception] = []
+
+        def ready(job: CopyJob) -> bool:
             try:
                 if self._cancelling:
                     raise ClosedError("the executor was closed before the copy was launched")
-                fired = job.after.query()
+                return job.after.query()
             except Exception as error:  # noqa: BLE001 - an event of the caller's: one bad one must not stop the service
-                del waiting[at]
-                now = self._runtime.now()
-                self.report(job, now, as_kvxfer_error("the event that a copy waits for cannot be queried", error))
-                continue
-            if fired:
-                del waiting[at]
-                return job
-            at += 1
-        return None
+                failed.append(error)
+                return True
+
+        while (job := waiting.pop(ready)) is not None and failed:
+            error = as_kvxfer_error("the event that a copy waits for cannot be queried", failed.pop())
+            self.report(job, self._runtime.now(), error)
+        return job
 
     def report(self, job: CopyJob, started: float, error: KvxferError | None = None, *, stopped: bool = False) -> None:
         """Call the job's `done`. Every job is passed here once."""

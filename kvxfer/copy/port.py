@@ -4,7 +4,7 @@ An executor runs copy plans off the event loop, one direction independent of the
 once, from its own thread, after every byte is visible to work that is launched afterwards on any stream of the device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -115,6 +115,8 @@ class CopyJob:
         after: The copy is launched when this has fired.
         permit: Asked in the moment of the launch.
         gate: Where the memory that is written is another process's, and that is on a GPU.
+        nbytes: About how many bytes it copies.
+        owner: On whose behalf: owners take turns, by bytes.
     """
 
     plan: CopyPlan
@@ -122,13 +124,15 @@ class CopyJob:
     after: Event = READY
     permit: Permit = FREELY
     gate: Gate | None = None
+    nbytes: int = 0
+    owner: Hashable = None
 
 
 class Executor(Protocol):
     """Runs copy jobs on one device."""
 
     def submit(self, job: CopyJob, direction: Direction) -> None:
-        """Queue a job. Safe from any thread; jobs of one direction are launched in order of their events."""
+        """Queue a job. Safe from any thread; jobs of one owner and direction are launched in order of their events."""
         ...
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:

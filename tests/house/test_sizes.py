@@ -20,7 +20,7 @@ BROAD = {
     ("kvxfer/copy/cuda.py", "CudaExecutor._launch_ready"): 1,  # likewise
     ("kvxfer/copy/cuda.py", "CudaExecutor._reap"): 1,  # a broken device reports itself there
     ("kvxfer/copy/host.py", "_Step.__call__"): 1,  # the job fails with it; the service goes on
-    ("kvxfer/copy/jobs.py", "Backlog.pop_ready"): 1,  # an event of the caller's
+    ("kvxfer/copy/jobs.py", "Backlog.pop_ready.ready"): 1,  # an event of the caller's
     ("kvxfer/copy/jobs.py", "Backlog.report"): 1,  # a callback that must not raise, and did
     ("kvxfer/fabric/pump.py", "Fabric._deliver"): 1,  # one broken callback must not strand the rest of its batch
     ("kvxfer/fabric/pump.py", "Fabric._release"): 1,  # the pass goes on to keep its books, then reports the defect

@@ -22,6 +22,8 @@ from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability
+from kvxfer.routes.cost import profile_of
+from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.site import Site, Tasks
 from kvxfer.staging import Staging
@@ -199,6 +201,7 @@ async def assemble(parts: Assembly) -> Site:
         send_desk=Desk(arena.sending, runtime.now, loop, metrics),
         receive_desk=Desk(arena.receiving, runtime.now, loop, metrics),
         plans=PairPlans(geometry),
+        estimates=Estimates(profile_of(geometry.kind)),
         fabric=fabric,
         lanes=Lanes(fabric),
         executor=executor,

@@ -274,6 +274,12 @@ def _pair(
         acceptable(config.route, means),
         nbytes=nbytes,
         pieces=lambda: merged_pieces(plan),
+        seconds=lambda route, pieces: profile.seconds(
+            route,
+            nbytes=nbytes,
+            chunks=-(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)),
+            pieces=pieces,
+        ),
     )
     if choice.route is Route.STAGED:
         target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)

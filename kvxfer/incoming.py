@@ -167,6 +167,7 @@ class Incoming(Steps):
             self.stop(Failure(Status.FAILED, Code.NO_COMMON_ROUTE, reason))
             return
         self.route, self.why = message.route, message.why
+        self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         if self._ahead is not None and message.ahead:

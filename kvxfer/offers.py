@@ -173,6 +173,11 @@ class Readiness:
                 begin = end
         return found
 
+    @property
+    def fired(self) -> bool:
+        """Whether all that was marked may be read now, as far as that is known without asking a device."""
+        return all(event is READY for marks in self._distinct(self._marks) for _, event in marks)
+
     def _distinct(self, layers: Iterable[int]) -> Iterable[tuple[tuple[int, Event], ...]]:
         """The marks of layers, those that several share once."""
         return {id(marks): marks for marks in map(self._marks.__getitem__, layers)}.values()

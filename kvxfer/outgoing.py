@@ -2,24 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final
 
-from kvxfer.ahead import IN_PLACE
+from kvxfer.answer import Answer, Asked, Draft, answer
 from kvxfer.copy.port import CopyOutcome, Direction, Event
-from kvxfer.encoding import decode_spans, encode_spans
+from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
 from kvxfer.fabric.port import Outcome
-from kvxfer.geometry import BlockLists, CopyPlan, TransferPlan, check_state
+from kvxfer.geometry import BlockLists, CopyPlan
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
     FOREVER_MS,
-    Accept,
     Fetch,
     Grant,
     Landed,
@@ -32,7 +30,7 @@ from kvxfer.protocol.messages import (
     Want,
 )
 from kvxfer.protocol.sending import Failure, Sending, SendState
-from kvxfer.routes.chooser import Choice, Means, choose
+from kvxfer.routes.chooser import Choice
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
@@ -48,46 +46,6 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
-_UNBOUNDED: Final = 1 << 62
-"""More bytes than any cache has."""
-_SMALLEST_STREAMED_CHUNK: Final = 1 << 20
-"""Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
-_MOST_STREAMED_CHUNKS: Final = 256
-"""About as many chunks a small streamed transfer is cut into at most, however small its steps are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """An offer as it is when a transfer of it is planned.
-
-    Attributes:
-        spans: Source blocks by group.
-        tokens: Tokens that they hold.
-        step: Tokens that came last: more will come in steps like it.
-        finished: Whether nothing will be added.
-        by_layer: Whether layers become ready one after the other.
-    """
-
-    spans: BlockLists
-    tokens: int
-    step: int
-    finished: bool
-    by_layer: bool
-
-    @classmethod
-    def of(cls, offer: Offer) -> "Draft":
-        """Take it down."""
-        by_layer = not offer.finished and offer.readiness.by_layer
-        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer)
-
-
-def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
-    """Tokens of a chunk while blocks are still added: a step's, or more where those are too few to be worth a chunk."""
-    if offer.tokens >= plan.tokens.stop or not nbytes:
-        return None
-    least = min(_SMALLEST_STREAMED_CHUNK, nbytes // _MOST_STREAMED_CHUNKS)
-    runs = len(plan.pair.layers) if offer.by_layer else 1
-    return max(offer.step, -(-least * len(plan.tokens) * runs // nbytes))
 
 
 class Outgoing(Steps):
@@ -116,6 +74,7 @@ class Outgoing(Steps):
         self._remaining: list[int] = []  # chunks that were not announced yet
         self._planning = False
         self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
+        self._prompt = False  # nothing of the offer was waited for, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
         self._doubt = False  # a post of ours may still read the blocks
@@ -254,21 +213,24 @@ class Outgoing(Steps):
             self.stop(Failure(Status.FAILED, code, reason))
 
     def _plan(self, offer: Offer) -> None:
-        asked = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
-        rows = max(asked, sum(len(span.ids) for span in offer.spans.values()))
+        wanted = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
+        rows = max(wanted, sum(len(span.ids) for span in offer.spans.values()))
         draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
         means = self.site.means(self.peer, trusted=self.link.trusted, sending=True)
-        self.plan(lambda: self._bind(draft, means), partial(self._accept, offer, draft), rows=rows)
+        asked = Asked(self.peer, self.machine.fetch, ahead=self._ahead)
+        self.plan(lambda: answer(self.site, asked, draft, means), partial(self._accept, offer, draft), rows=rows)
 
-    def _accept(self, offer: Offer, draft: Draft, planned: tuple[Bound, Choice, Accept]) -> None:
+    def _accept(self, offer: Offer, draft: Draft, made: Answer) -> None:
         self._planning = False
         if self.machine.state is not SendState.PARKED:
             return
-        self._bound, choice, message = planned
+        self._bound, choice, message = made.bound, made.choice, made.message
         self._said = draft.spans
         self._choice = choice
         self._remaining = [] if message.ahead else list(range(message.chunks))
         self._tally.chunks, self._tally.pieces = message.chunks, self._bound.pieces
+        self._tally.predicted = message.predicted_us / 1e6
+        self._prompt = draft.finished and offer.readiness.fired
         if choice.fallback:
             self.site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
@@ -293,56 +255,6 @@ class Outgoing(Steps):
             self.offer_grew()
 
         self.plan(lambda: bound.grown(spans, covered), grown, rows=bound.rows)
-
-    def _bind(self, offer: Draft, means: Means) -> tuple[Bound, Choice, Accept]:
-        """Plan the transfer. Pure: may run in a worker thread."""
-        fetch, config, plans = self.machine.fetch, self.site.config, self.site.plans
-        tokens = range(fetch.token_start, fetch.token_stop)
-        pair = plans.outgoing(self.peer, fetch.selections)
-        check_state(pair, tokens, offer.tokens)
-        plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
-        if fetch.agreement and fetch.agreement != plan.agreement:
-            reason = "the two sides do not mean the same by this transfer: their plans differ"
-            raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
-        nbytes = plan.outline.bytes
-        choice = choose(config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: merged_pieces(plan))
-        target, limit = self._chunk_sizes(choice.route, plan)
-        if not offer.finished:
-            target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
-        grid = fit_grid(
-            plan,
-            target_bytes=target,
-            limit_bytes=limit,
-            layers_per_chunk=1 if offer.by_layer else None,
-            tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
-            listed=choice.route in LISTED,
-        )
-        ahead = self._ahead and choice.route in IN_PLACE and offer.finished
-        bound = Bound.of(plan, grid)
-        message = Accept(
-            transfer=fetch.transfer,
-            route=choice.route,
-            bytes=nbytes,
-            spans=[] if ahead else encode_spans(offer.spans, pair.groups),
-            layers_per_chunk=grid.layers_per_chunk,
-            tokens_per_chunk=grid.tokens_per_chunk,
-            chunks=len(grid),
-            digest=plan.digest(grid),
-            why=choice.why,
-            ahead=ahead,
-            pieces=bound.pieces,
-        )
-        return bound, choice, message
-
-    def _chunk_sizes(self, route: Route, plan: TransferPlan) -> tuple[int, int]:
-        """Bytes of a chunk: about, and at most."""
-        fetch, config = self.machine.fetch, self.site.config
-        if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
-            limit = fetch.in_place_bytes or _UNBOUNDED
-            return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
-        own = min(config.chunk_bytes, self.site.send_desk.share.capacity)
-        limit = min(own, fetch.max_extent_bytes or own)
-        return limit, limit
 
     def _announce(self) -> None:
         """Tell the decode rank which chunks may go now."""
@@ -443,6 +355,11 @@ class Outgoing(Steps):
             started=self._began,
             finished=self.site.now(),
         )
+        if failure is None and self._prompt and self.stats.predicted:
+            took = self.stats.duration
+            self.site.estimates.took(
+                self.peer.identity.incarnation, machine.route, predicted=self.stats.predicted, seconds=took
+            )
         if hears_info(_NAME):
             _log.info(
                 "transfer_sent" if failure is None else "transfer_failed",
@@ -455,6 +372,7 @@ class Outgoing(Steps):
                 pieces=self.stats.pieces,
                 limited_by=self.stats.limited_by,
                 duration=self.stats.duration,
+                predicted=self.stats.predicted,
                 outcome=failure.code.name.lower() if failure else "ok",
                 reason=failure.reason if failure else "",
             )

@@ -19,6 +19,7 @@ from kvxfer.planning import PairPlans
 from kvxfer.protocol.messages import Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Means, acceptable
+from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import HandOver, Runtime
 from kvxfer.telemetry import Metrics, logger
 from kvxfer.tickets import Issuer
@@ -105,6 +106,7 @@ class Site:
         send_desk: Staging memory to gather into.
         receive_desk: Staging memory that peers may write.
         plans: Plans with peers.
+        estimates: What transfers with peers are expected to take.
         fabric: The transport.
         lanes: Peers that the fabric knows.
         executor: Copies.
@@ -134,6 +136,7 @@ class Site:
     send_desk: Desk
     receive_desk: Desk
     plans: PairPlans
+    estimates: Estimates
     fabric: Fabric
     lanes: Lanes
     executor: Executor
@@ -269,6 +272,7 @@ class Site:
         self.mappings.forget(peer)
         self.gates.forget(peer)
         self.plans.forget(peer)
+        self.estimates.forget(key)
         for sending in (True, False):
             self.warming.pop((key, sending), None)
         desk = self.in_place_desks.get(key)

@@ -19,6 +19,7 @@ class Tally:
         chunks: Chunks of the plan.
         descriptors: Pieces that this side handed to its transport.
         first_byte: When the first chunk had landed, or was posted; None before.
+        predicted: Seconds that it was expected to take; None without a prediction.
         stages: Intervals of each stage that was seen.
     """
 
@@ -28,6 +29,7 @@ class Tally:
         self.chunks = 0
         self.descriptors = 0
         self.first_byte: float | None = None
+        self.predicted: float | None = None
         self.stages: Final[defaultdict[Stage, Intervals]] = defaultdict(Intervals)
 
     def spent(self, stage: Stage, start: float, end: float) -> None:
@@ -47,6 +49,8 @@ class Tally:
         self.descriptors += other.descriptors
         if other.first_byte is not None:
             self.first_byte = min(other.first_byte, other.first_byte if self.first_byte is None else self.first_byte)
+        if other.predicted is not None:  # ranks move their parts at the same time
+            self.predicted = max(other.predicted, self.predicted or 0.0)
         for stage, intervals in other.stages.items():
             self.stages[stage].merge(intervals)
 
@@ -72,4 +76,5 @@ class Tally:
             started=started,
             first_byte=self.first_byte,
             finished=finished,
+            predicted=self.predicted,
         )

@@ -64,7 +64,10 @@ def test_pairs_bytes_and_pieces_of_an_uneven_change_of_layout():
     assert {(pair.bytes, pair.pieces.count, pair.pieces.largest) for pair in found.pairs} == {(rows * 128, rows, 128)}
     assert found.bytes == 4 * rows * 128
     assert {(pair.choice.route, pair.choice.why) for pair in found.pairs} == {
-        (Route.STAGED, "6400 pieces of 128 bytes on average")
+        (
+            Route.STAGED,
+            "6400 pieces of 128 bytes on average: 14.9 ms predicted for direct, 3.4 ms for staged",
+        )
     }
 
 
@@ -93,7 +96,8 @@ def test_a_window_is_fetched_and_not_what_lies_before_it():
 def test_few_large_pieces_go_by_themselves_and_settings_count():
     large = EngineLayout(cross_layer=True)
     (pair,) = plan("Llama-3.1-8B", large).pairs
-    assert (pair.choice.route, pair.choice.why) == (Route.DIRECT, "pieces of 2097152 bytes on average")
+    assert pair.choice.route is Route.DIRECT
+    assert pair.choice.why.startswith("64 pieces of 2097152 bytes on average: ")
     (pair,) = plan("Llama-3.1-8B", large, trust="none").pairs
     assert (pair.choice.route, pair.choice.why) == (Route.STAGED, "the only common route")
     (pair,) = plan("Llama-3.1-8B", large, route="pull").pairs
@@ -124,15 +128,17 @@ def test_it_says_what_keeps_pieces_from_being_longer():
 
 
 def test_chunks_follow_the_setting():
-    counts = [plan("Llama-3.1-8B", chunk_bytes=size).pairs[0].chunks for size in ("33MiB", "9MiB", "3MiB")]
+    counts = [
+        plan("Llama-3.1-8B", chunk_bytes=size, route="staged").pairs[0].chunks for size in ("33MiB", "9MiB", "3MiB")
+    ]
     assert counts == [4, 16, 64]  # of 128 MiB: eight layers of 4 MiB a chunk, two, half of one
     with pytest.raises(RefusedError, match="the smallest possible chunk needs"):
-        plan("Llama-3.1-8B", chunk_bytes=512)
+        plan("Llama-3.1-8B", chunk_bytes=512, route="staged")
 
 
 def test_the_time_is_that_of_the_profile():
     for profile in PROFILES.values():
-        (pair,) = plan("Llama-3.1-8B", profile=profile).pairs
+        (pair,) = plan("Llama-3.1-8B", profile=profile, route="staged").pairs
         expected = profile.seconds(Route.STAGED, nbytes=pair.bytes, chunks=pair.chunks, pieces=4096)
         assert pair.predicted_s == expected
 

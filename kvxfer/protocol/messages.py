@@ -343,6 +343,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
     why: Name = ""
     ahead: bool = False
     pieces: U64 = 0
+    predicted_us: U32 = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):

@@ -1,4 +1,4 @@
-"""Which route a transfer takes, and why: by trust, by what both ends can do, by piece size and count."""
+"""Which route a transfer takes, and why: by trust, by what both ends can do, by what each is predicted to take."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,10 @@ from kvxfer.protocol.messages import Route
 
 __all__ = ["Choice", "Means", "acceptable", "choose"]
 
-_LARGE_PIECE_BYTES: Final = 256 * 1024
-"""From this mean piece size on, a post per piece runs as fast as one contiguous write, and saves two copies."""
+_NEARLY: Final = 1.05
+"""A post per piece is preferred if it takes no longer than this times a gather and a scatter: it needs no memory."""
 _PIECEWISE: Final = frozenset({Route.DIRECT, Route.PULL})
 _IMPOSSIBLE: Final = "is not possible for this pair"
-_FEW_PIECES: Final = 16
-"""Up to this many pieces, posting them costs less than a gather and a scatter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,15 @@ def acceptable(preference: str, means: Means) -> list[Route]:
     return [route for route in order if means.can(route)]
 
 
-def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: int, pieces: Callable[[], int]) -> Choice:
+def choose(
+    preference: str,
+    means: Means,
+    wanted: Sequence[Route],
+    *,
+    nbytes: int,
+    pieces: Callable[[], int],
+    seconds: Callable[[Route, int], float],
+) -> Choice:
     """The sender's choice among the routes that the decode rank accepts.
 
     Args:
@@ -89,6 +95,7 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
         wanted: Routes that the decode rank accepts, best first.
         nbytes: Size of the transfer.
         pieces: Counts contiguous pieces after merging neighbours; called only where the choice depends on it.
+        seconds: What a route is predicted to take, with so many pieces.
 
     Raises:
         RefusedError: If no route is left.
@@ -107,7 +114,7 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
     if means.converts and first in _PIECEWISE:
         reason = "cannot convert dtypes or scales"
     if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is not Route.DIRECT:
-        choice = _by_pieces(nbytes, pieces())
+        choice = _by_time(nbytes, pieces(), seconds)
         hoped = first not in possible
     else:
         alone = "the only route that converts" if means.converts else "the only common route"
@@ -116,10 +123,8 @@ def choose(preference: str, means: Means, wanted: Sequence[Route], *, nbytes: in
     return replace(choice, fallback=f"{first.name.lower()} {reason}" if hoped else "")
 
 
-def _by_pieces(nbytes: int, pieces: int) -> Choice:
-    mean = nbytes // max(pieces, 1)
-    if pieces <= _FEW_PIECES:
-        return Choice(Route.DIRECT, f"only {pieces} pieces")
-    if mean >= _LARGE_PIECE_BYTES:
-        return Choice(Route.DIRECT, f"pieces of {mean} bytes on average")
-    return Choice(Route.STAGED, f"{pieces} pieces of {mean} bytes on average")
+def _by_time(nbytes: int, pieces: int, seconds: Callable[[Route, int], float]) -> Choice:
+    direct, staged = seconds(Route.DIRECT, pieces), seconds(Route.STAGED, pieces)
+    route = Route.DIRECT if direct <= staged * _NEARLY else Route.STAGED
+    what = f"{pieces} pieces of {nbytes // max(pieces, 1)} bytes on average"
+    return Choice(route, f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged")

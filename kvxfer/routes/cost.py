@@ -13,7 +13,7 @@ from typing import Final
 
 from kvxfer.protocol.messages import Route
 
-__all__ = ["PROFILES", "Costs", "Profile"]
+__all__ = ["PROFILES", "Costs", "Profile", "profile_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,12 @@ _CPU: Final = Profile(
 )
 PROFILES: Final[Mapping[str, Profile]] = MappingProxyType({profile.name: profile for profile in (_H200, _CPU)})
 """Profiles by name; the first is the default of `kvxfer plan`."""
+
+
+def profile_of(kind: str) -> Profile:
+    """The profile that predictions of a worker begin with.
+
+    Args:
+        kind: "cpu" or "cuda": where its cache is.
+    """
+    return _H200 if kind == "cuda" else _CPU

@@ -10,6 +10,7 @@ from stage import Cache, Copied, quiet
 
 from kvxfer import READY, Released, Span
 from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.protocol.messages import Route
 
 ROUTES = ["staged", "direct", "pull"]
 
@@ -293,3 +294,34 @@ async def test_links_and_lanes_are_opened_once(stage):
     assert len(prefill._links) == len(decode._links) == 1
     assert len(prefill._site.lanes) == 1
     assert isinstance(prefill._assembly.transport, LoopbackTransport)
+
+
+async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):
+    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
+    prefill, decode = await stage.pair(source, target)
+    many, estimates = list(range(64)), prefill._site.estimates
+    for number in range(6):
+        offer = prefill.offer(f"r{number}", many, tokens=256)
+        known = [link.peer.identity.incarnation for link in prefill._links]
+        before = {route: estimates.factor(*known, route) for route in Route} if known else dict.fromkeys(Route, 1.0)
+        result = await decode.fetch(prefill.engine.ticket(f"r{number}"), many, tokens=range(256), timeout=10)
+        (sent,) = (await offer.released()).stats
+        assert sent.predicted == result.stats.predicted > 0
+        assert "ms predicted for direct" in result.stats.why
+        (peer,) = {link.peer.identity.incarnation for link in prefill._links}
+        route = Route[result.stats.route.upper()]
+        assert (estimates.factor(peer, route) > before[route]) == (sent.duration > sent.predicted)
+
+
+async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=10)
+    offer.extend([1, 2], tokens=range(8))
+    await asyncio.sleep(0.05)
+    offer.ready()
+    offer.finish()
+    await transfer
+    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
+    assert {prefill._site.estimates.factor(peer, route) for route in Route} == {1.0}

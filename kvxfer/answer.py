@@ -1,0 +1,156 @@
+"""What the prefill rank answers a fetch: plan, route and grid, and the `Accept` that says so."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from kvxfer.ahead import IN_PLACE
+from kvxfer.encoding import decode_spans, encode_spans
+from kvxfer.errors import Code, RefusedError
+from kvxfer.geometry import BlockLists, TransferPlan, check_state
+from kvxfer.offers import Offer
+from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces
+from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.routes.chooser import Choice, Means, choose
+from kvxfer.site import Site
+
+__all__ = ["Answer", "Asked", "Draft", "answer"]
+
+_UNBOUNDED: Final = 1 << 62
+"""More bytes than any cache has."""
+_SMALLEST_STREAMED_CHUNK: Final = 1 << 20
+"""Bytes below which streaming cuts no smaller chunks: their control frames would cost more than the overlap gains."""
+_MOST_STREAMED_CHUNKS: Final = 256
+"""About as many chunks a small streamed transfer is cut into at most, however small its steps are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An offer as it is when a transfer of it is planned.
+
+    Attributes:
+        spans: Source blocks by group.
+        tokens: Tokens that they hold.
+        step: Tokens that came last: more will come in steps like it.
+        finished: Whether nothing will be added.
+        by_layer: Whether layers become ready one after the other.
+    """
+
+    spans: BlockLists
+    tokens: int
+    step: int
+    finished: bool
+    by_layer: bool
+
+    @classmethod
+    def of(cls, offer: Offer) -> "Draft":
+        """Take it down."""
+        by_layer = not offer.finished and offer.readiness.by_layer
+        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A fetch, as it came.
+
+    Attributes:
+        peer: Whose it is.
+        fetch: The message.
+        ahead: Whether what it grants ahead still holds.
+    """
+
+    peer: PeerInfo
+    fetch: Fetch
+    ahead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What becomes of it.
+
+    Attributes:
+        bound: Its plan, and how it is cut.
+        choice: Its route.
+        message: What the decode rank is told.
+    """
+
+    bound: Bound
+    choice: Choice
+    message: Accept
+
+
+def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
+    """Plan a transfer.
+
+    Raises:
+        RefusedError: If the two sides do not mean the same by it, no route is left, or no chunk is small enough.
+        GeometryError: If it cannot be planned: blocks or tokens that the offer does not hold.
+    """
+    fetch = asked.fetch
+    tokens = range(fetch.token_start, fetch.token_stop)
+    pair = site.plans.outgoing(asked.peer, fetch.selections)
+    check_state(pair, tokens, offer.tokens)
+    plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
+    if fetch.agreement and fetch.agreement != plan.agreement:
+        reason = "the two sides do not mean the same by this transfer: their plans differ"
+        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
+    nbytes, merged = plan.outline.bytes, cache(lambda: merged_pieces(plan))
+
+    def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
+        usual = site.config.chunk_bytes if route is Route.STAGED else site.config.in_place_chunk_bytes
+        chunks = chunks or max(1, -(-nbytes // usual))
+        peer = asked.peer.identity.incarnation
+        return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+
+    choice = choose(site.config.route, means, fetch.routes, nbytes=nbytes, pieces=merged, seconds=seconds)
+    target, limit = _chunk_sizes(site, fetch, choice.route, plan)
+    if not offer.finished:
+        target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
+    listed = choice.route in LISTED
+    grid = fit_grid(
+        plan,
+        target_bytes=target,
+        limit_bytes=limit,
+        layers_per_chunk=1 if offer.by_layer else None,
+        tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
+        listed=listed,
+    )
+    bound = Bound.of(plan, grid)
+    ahead = asked.ahead and choice.route in IN_PLACE and offer.finished
+    predicted = seconds(choice.route, merged() if listed else bound.pieces, len(grid))
+    message = Accept(
+        transfer=fetch.transfer,
+        route=choice.route,
+        bytes=nbytes,
+        spans=[] if ahead else encode_spans(offer.spans, pair.groups),
+        layers_per_chunk=grid.layers_per_chunk,
+        tokens_per_chunk=grid.tokens_per_chunk,
+        chunks=len(grid),
+        digest=plan.digest(grid),
+        why=choice.why,
+        ahead=ahead,
+        pieces=bound.pieces,
+        predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
+    )
+    return Answer(bound, choice, message)
+
+
+def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:
+    """Bytes of a chunk: about, and at most."""
+    config = site.config
+    if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
+        limit = fetch.in_place_bytes or _UNBOUNDED
+        return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
+    own = min(config.chunk_bytes, site.send_desk.share.capacity)
+    limit = min(own, fetch.max_extent_bytes or own)
+    return limit, limit
+
+
+def _streamed_tokens(offer: Draft, plan: TransferPlan, nbytes: int) -> int | None:
+    """Tokens of a chunk while blocks are still added: a step's, or more where those are too few to be worth a chunk."""
+    if offer.tokens >= plan.tokens.stop or not nbytes:
+        return None
+    least = min(_SMALLEST_STREAMED_CHUNK, nbytes // _MOST_STREAMED_CHUNKS)
+    runs = len(plan.pair.layers) if offer.by_layer else 1
+    return max(offer.step, -(-least * len(plan.tokens) * runs // nbytes))

@@ -5,16 +5,19 @@ another into the same blocks, the routes in turn; counted from what the fabric a
 the prefill rank's copies are what crosses.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 from catalogue import CASES, Case
-from ledger import NOTHING, Ledger, RecordingNetwork, RecordingTransport, recording_executor, watch_all
+from far import Ranks
+from ledger import NOTHING, Ledger, RecordingNetwork, RecordingTransport, recording_executor, watch_all, watch_staging
 from ranks import I64, Request, World
-from sides import Sides, all_idle, issuer, route_in_turn
+from sides import SIZES, Sides, all_idle, issuer, route_in_turn
 from stage import KEY
+from stored import ConvertedThere, Stored
 
 from kvxfer import READY
 
@@ -24,7 +27,7 @@ CHUNKS = {False: ["2KiB", "6KiB", "64KiB"], True: ["24KiB", "64KiB"]}
 """Likewise: the smallest chunk holds a window of each group."""
 
 
-class Recorded(Sides):
+class Recorded(Ranks):
     """Ranks whose transport is recorded."""
 
     def transport(self, name: str, network: RecordingNetwork) -> RecordingTransport:
@@ -32,9 +35,21 @@ class Recorded(Sides):
         return RecordingTransport(name, network)
 
 
+class RecordedSides(Recorded, Sides):
+    """The same of a case."""
+
+
 @pytest.fixture
-async def ranks() -> AsyncIterator[Recorded]:
-    """Ranks in this process."""
+async def ranks() -> AsyncIterator[RecordedSides]:
+    """Ranks of cases in this process."""
+    found = RecordedSides()
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def storing() -> AsyncIterator[Recorded]:
+    """Ranks of caches of floats in this process."""
     found = Recorded()
     yield found
     await found.close()
@@ -80,7 +95,7 @@ def most_rounding(block: int, classes: int, needed: int, tokens: int, posts: int
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_no_byte_too_many(ranks: Recorded, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, rng, network = CASES[name], Random(name), RecordingNetwork()
     ledger = network.ledger
     monkeypatch.setattr("kvxfer.copy.host.HostExecutor", recording_executor(ledger))
@@ -114,3 +129,67 @@ async def test_no_byte_too_many(ranks: Recorded, name: str, monkeypatch: pytest.
         assert {result.stats.route for result in results} == {route}
         assert [result.stats.bytes for result in results] == [len(world.needs(rank)) for rank in world.decode]
     await all_idle(ranks)
+
+
+def elements(cache: Stored, ids: Sequence[int], tokens: range) -> I64:
+    """Addresses of a request's elements, in one order of global coordinates whatever the layout and the dtype."""
+    block, slot = cache.at(ids, tokens)
+    found = []
+    for memory in cache.memory.values():
+        at = memory.data_ptr() + torch.arange(memory.numel()).reshape(memory.shape) * memory.itemsize
+        found.append(at.permute(cache._order)[:, block, slot].movedim(1, 0))
+    return torch.stack(found, 1).reshape(len(tokens), -1).numpy()
+
+
+def each_byte(first: I64, item: int) -> I64:
+    """Addresses of the bytes of elements."""
+    return (first.ravel()[:, None] + np.arange(item)).ravel()
+
+
+@pytest.mark.parametrize("chunk_bytes", ["2KiB", "64KiB"])
+@pytest.mark.parametrize("route", ["staged", "mapped"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.bfloat16)], ids=["narrower", "wider"]
+)
+async def test_what_is_converted_crosses_once_as_the_narrower_of_two_dtypes(
+    storing: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    route: str,
+    chunk_bytes: str,
+) -> None:
+    """Several requests into the same blocks. On `mapped` a copy converts from cache to cache, and nothing is sent."""
+    rng, network, (src, dst) = Random(f"{dtypes} {route} {chunk_bytes}"), RecordingNetwork(), dtypes
+    ledger = network.ledger
+    monkeypatch.setattr("kvxfer.copy.host.HostExecutor", recording_executor(ledger))
+    given = Stored(src, "head", blocks=14, block_tokens=16)
+    ours = Stored(dst, "tensor", seed=2, blocks=6, block_tokens=64, layout="HND")
+    sizes = {**SIZES, "chunk_bytes": chunk_bytes, "in_place_chunk_bytes": chunk_bytes, "route": route}
+    tickets = issuer(await storing.open("prefill", [given], network=network, **sizes), KEY)
+    await storing.open("decode", [ours], network=network, convert=True, **sizes)
+    (prefill, decode), (theirs, mine) = storing.workers, storing.caches
+    for cache, agent in ((theirs, ""), (mine, "decode0")):
+        for memory in cache.memory.values():
+            ledger.watch(memory.data_ptr(), memory.nbytes, agent=agent)
+    watch_staging(ledger, storing.workers)
+    copied = ConvertedThere(ours, mine)
+    for tokens in (range(208), range(5, 200), range(63, 129), range(17, 18)):
+        ids, into, request = rng.sample(range(14), 13), rng.sample(range(6), 4), str(tokens)
+        copied.bring(given, ids, into, tokens)
+        held = elements(theirs, ids, range(208))
+        codes = np.arange(held.size).reshape(held.shape)
+        ledger.begin(np.stack([each_byte(held, src.itemsize), codes.ravel().repeat(src.itemsize)], axis=1))
+        offer = prefill.offer(request, ids, tokens=208)
+        result = await decode.fetch(tickets.ticket(request), into, tokens=tokens, timeout=10)
+        assert result.stats.route == route
+        copied.check()
+        assert type(await offer.released()).__name__ == "Released"
+        wanted = codes[tokens.start : tokens.stop].ravel()
+        at = each_byte(elements(mine, into, tokens), dst.itemsize)
+        wire = wanted.repeat(min(src.itemsize, dst.itemsize) if route == "staged" else dst.itemsize)
+        rounding = check_rank(ledger, "decode0", at, wanted.repeat(dst.itemsize), wire)
+        classes = 2 * len(ours.memory)
+        most = most_rounding(ours.block_tokens, classes, len(wire), len(tokens), ledger.posts)
+        assert rounding <= (most if route == "staged" else 0)
+        assert (ledger.posts > 0) == (route == "staged")
+    await all_idle(storing)

@@ -4,6 +4,7 @@ The routes take turns over the catalogue, and a case has one of them by layers a
 something else until they are computed, so what is read too early is found out, if only in the end.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from random import Random
@@ -26,6 +27,9 @@ Mask = NDArray[np.bool_]
 SIZES = {"arena_bytes": "128KiB", "chunk_bytes": "24KiB", "in_place_chunk_bytes": "24KiB"}
 SMALLEST_STEP = 2
 """Tokens of the smallest chunk by tokens: of a shorter step such a small request would have too many."""
+
+TURNS = 50
+"""Turns of the loop in which a chunk comes to be read that was granted too early."""
 
 
 @pytest.fixture
@@ -139,6 +143,12 @@ async def test_layers_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
     await all_idle(ranks)
 
 
+async def turns() -> None:
+    """Let everything go on that does: what does not wait until it is ready is read now."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
 def accepted(offers: Sequence[Offer]) -> bool:
     """Whether every transfer of these offers has been planned."""
     transfers: list[Any] = [transfer for offer in offers for transfer in offer.transfers]
@@ -180,16 +190,18 @@ async def test_tokens_arrive_as_they_become_ready(ranks: Sides, name: str) -> No
         for worker, rank in zip(play.receivers, world.decode, strict=True)
     ]
     streamed = await play.streamed(offers)
+    every = sorted({layer for rank in world.prefill for layer in rank.layers})
     planned = 0  # tokens of the step that brought the first one that is asked for
     for step in steps(stop, rng):
-        at_once = rng.random() < 0.5
         for offer, rank in streamed:
             offer.extend(rank.added(step, last=step.stop == stop), tokens=step)
-            for layers in (
-                [rank.layers] if at_once else [[layer] for layer in rng.sample(rank.layers, len(rank.layers))]
-            ):
-                play.compute(rank, step, layers)
-                offer.ready(layers=layers)
+        at_once = rng.random() < 0.5
+        for layers in [every] if at_once else [[layer] for layer in rng.sample(every, len(every))]:
+            await turns()
+            for offer, rank in streamed:
+                if held := [layer for layer in rank.layers if layer in layers]:
+                    play.compute(rank, step, held)
+                    offer.ready(layers=held)
         if step.stop >= first:
             planned = planned or len(step)
             await eventually(lambda: accepted(offers))

@@ -79,7 +79,10 @@ class Play:
         return True
 
     async def streamed(self, offers: Sequence[Offer]) -> list[tuple[Offer, Rank]]:
-        """Offers that are asked for, once they are. The others have ended, and nothing tells their engine to stop."""
+        """All offers, once fetches of those that are needed are here.
+
+        The others have ended by themselves, and nothing tells their engine to stop.
+        """
         asked = [sum(number in each for each in self.world.case.senders) for number in range(len(offers))]
         for offer, askers in zip(offers, asked, strict=True):
             if not askers:

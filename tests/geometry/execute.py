@@ -36,21 +36,32 @@ def table_pairs(plan: CopyPlan) -> I64:
     """The same from the segment tables, by the formula in the docstring of `kvxfer.geometry.copyplan`."""
     found: list[I64] = [np.zeros((0, 2), np.int64)]
     for segment in plan.segments:
-        found += [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.rows)]
+        elements = segment.box.elements
+        assert not elements.converts, "bytes do not become bytes where elements are converted"
+        first = element_pairs(segment)
+        found += [first + byte for byte in range(elements.dst_bytes)]
     return np.concatenate(found)
 
 
+def element_pairs(segment: Segment) -> I64:
+    """int64 (n, 2): the first byte of every element that a segment copies, source and destination address."""
+    rows = [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.rows)]
+    return np.concatenate([np.zeros((0, 2), np.int64), *rows])
+
+
 def _row_pairs(segment: Segment, region: I64, row: I64) -> I64:
-    box = segment.box
+    box, elements = segment.box, segment.box.elements
     sides: list[I64] = []
     for side in (0, 1):
         block_stride, token_stride = [(segment.src_block, box.src_token), (segment.dst_block, box.dst_token)][side]
         first = region[side] + row[2 * side] * block_stride + row[2 * side + 1] * token_stride
-        index = np.indices((int(row[4]), *(axis.count for axis in box.outer), box.run_bytes), dtype=np.int64)
-        strides = [token_stride, *((axis.src, axis.dst)[side] for axis in box.outer), 1]
+        index = np.indices((int(row[4]), *(axis.count for axis in box.outer), box.run), dtype=np.int64)
+        item = (elements.src_bytes, elements.dst_bytes)[side]
+        strides = [token_stride, *((axis.src, axis.dst)[side] for axis in box.outer), item]
         sides.append((first + sum(i * s for i, s in zip(index, strides, strict=True))).ravel())
     if box.token_in_run:
-        assert box.src_token == box.dst_token == box.run_bytes
+        assert box.src_token == box.run * elements.src_bytes
+        assert box.dst_token == box.run * elements.dst_bytes
     return np.stack(sides, axis=1)
 
 

@@ -6,12 +6,14 @@ the cache travelled where and how often. No plan is asked.
 """
 
 import threading
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from execute import byte_pairs, table_pairs
-from ranks import I64, Rank, World
+from execute import byte_pairs, element_pairs
+from numpy.typing import NDArray
+from ranks import I64, World
 
 from kvxfer.copy.host import HostExecutor
 from kvxfer.copy.port import CopyJob, Direction
@@ -25,9 +27,13 @@ NOTHING = -1
 class Ledger:
     """The shadow, and what was done to it.
 
+    A copy from a rank's cache straight into another's crosses between them, as a post does. Where elements are
+    converted, every byte of an element has the element's code, on either side.
+
     Attributes:
-        wire: By decode agent, the codes of all bytes that were sent to it or read by it.
-        written: By decode agent, the offsets of all bytes of its cache that were written, in order.
+        wire: By decode agent, the codes of all bytes that were sent to it, read by it, or copied into its cache from
+            another's.
+        written: By decode agent, the addresses of all bytes of its cache that were written, in order.
         posts: How many posts there were.
     """
 
@@ -35,36 +41,51 @@ class Ledger:
         self.wire: dict[str, list[I64]] = {}
         self.written: dict[str, list[I64]] = {}
         self.posts = 0
-        self._regions: list[tuple[int, I64, str]] = []
-        self._staging: list[range] = []
+        self._bases: list[int] = []  # of memory that is watched, ascending
+        self._watched: dict[int, tuple[I64, str, bool]] = {}  # its shadow, whose cache it is, whether it is staging
         self._lock = threading.Lock()
 
-    def watch(self, base: int, nbytes: int, *, agent: str = "") -> None:
-        """Shadow some memory; writes to it count as the agent's if it has a name."""
-        self._regions.append((base, np.full(nbytes, NOTHING), agent))
+    def watch(self, base: int, nbytes: int, *, agent: str = "", staging: bool = False) -> None:
+        """Shadow some memory.
 
-    def watch_staging(self, base: int, nbytes: int) -> None:
-        """Shadow memory that chunks are gathered into, or scattered from."""
-        self.watch(base, nbytes)
-        self._staging.append(range(base, base + nbytes))
+        Args:
+            base: Its address.
+            nbytes: Its length.
+            agent: The decode rank of whose cache writes to it are.
+            staging: Whether chunks are gathered into it, or scattered from it.
+        """
+        insort(self._bases, base)
+        self._watched[base] = (np.full(nbytes, NOTHING), agent, staging)
 
-    def begin(self, world: World) -> None:
-        """A request begins: name its bytes, and forget what was before."""
+    def begin(self, *named: I64) -> None:
+        """A request begins: forget what was before, and name its bytes, int64 (n, 2): address and code."""
         self.wire, self.written, self.posts = {}, {}, 0
-        for _, cells, _ in self._regions:
+        for cells, _, _ in self._watched.values():
             cells[:] = NOTHING
-        for rank in world.prefill:
-            at, codes = rank.cells(world.coder).T
-            self._region(rank.base)[1][at] = codes
+        for each in named:
+            self._put(each[:, 0], each[:, 1])
 
-    def holds(self, rank: Rank) -> I64:
-        """What the bytes of a rank's cache are now."""
-        return self._region(rank.base)[1]
+    def holds(self, addresses: I64) -> I64:
+        """What these bytes are now."""
+        found = np.empty(len(addresses), np.int64)
+        for base, chosen in self._regions(addresses):
+            found[chosen] = self._watched[base][0][addresses[chosen] - base]
+        return found
 
     def copied(self, job: CopyJob) -> None:
         """A copy was given to an executor."""
         with self._lock:
-            self._move(table_pairs(job.plan))
+            for segment in job.plan.segments:
+                pairs, elements = element_pairs(segment), segment.box.elements
+                src = pairs[:, :1] + np.arange(elements.src_bytes)
+                dst = pairs[:, 1:] + np.arange(elements.dst_bytes)
+                codes = self.holds(src.ravel()).reshape(src.shape)
+                if elements.converts:
+                    assert (codes == codes[:, :1]).all(), "half of an element is another's"
+                    codes = np.broadcast_to(codes[:, :1], dst.shape)
+                agent = self._put(dst.ravel(), codes.ravel())
+                if agent and not self._is_staging(src):
+                    self.wire.setdefault(agent, []).append(codes.ravel())
 
     def posted(self, agent: str, peer: str, operation: Operation, local: I64, remote: I64) -> None:
         """Pieces were posted: n addresses and lengths on either side."""
@@ -73,25 +94,36 @@ class Ledger:
         with self._lock:
             self.posts += 1
             pairs = byte_pairs(Pieces(src[:, 0], dst[:, 0], src[:, 1]))
-            moved = self._move(pairs)
-            if any(int(local[0, 0]) in staging for staging in self._staging):
-                base, cells, _ = self._region(int(local[0, 0]))
-                cells[pairs[:, 0] - base] = NOTHING  # the next chunk may leave some of it in gaps: no cache any more
+            moved = self.holds(pairs[:, 0])
+            self._put(pairs[:, 1], moved)
+            if self._is_staging(local[:, 0]):
+                # the next chunk may leave some of it in gaps: no cache any more
+                self._put(pairs[:, 0], np.full(len(pairs), NOTHING))
             self.wire.setdefault(peer if writing else agent, []).append(moved)
 
-    def _move(self, pairs: I64) -> I64:
-        if not len(pairs):
-            return np.zeros(0, np.int64)
-        (src_base, src, _), (dst_base, dst, agent) = (self._region(int(side.min())) for side in pairs.T)
-        to = pairs[:, 1] - dst_base
-        moved = src[pairs[:, 0] - src_base]
-        dst[to] = moved
-        if agent:
-            self.written.setdefault(agent, []).append(to)
-        return moved
+    def _put(self, addresses: I64, codes: I64) -> str:
+        """Bytes are written; returns whose cache that is."""
+        agents = {""}
+        for base, chosen in self._regions(addresses):
+            cells, agent, _ = self._watched[base]
+            cells[addresses[chosen] - base] = codes[chosen]
+            if agent:
+                self.written.setdefault(agent, []).append(addresses[chosen])
+            agents.add(agent)
+        assert len(agents) <= 2, "one copy writes one rank's cache"
+        return max(agents)
 
-    def _region(self, address: int) -> tuple[int, I64, str]:
-        return next(region for region in self._regions if region[0] <= address < region[0] + len(region[1]))
+    def _is_staging(self, addresses: I64) -> bool:
+        return any(self._watched[base][2] for base, _ in self._regions(addresses.ravel()))
+
+    def _regions(self, addresses: I64) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """Watched memory in which some of these bytes are, and which of them. None may be elsewhere."""
+        at = np.searchsorted(self._bases, addresses, side="right") - 1
+        for number in np.unique(at).tolist():
+            base, chosen = self._bases[number], at == number
+            assert number >= 0, "memory before all that is watched"
+            assert addresses[chosen].max() < base + len(self._watched[base][0]), "memory beside what is watched"
+            yield base, chosen
 
 
 class RecordingNetwork(LoopbackNetwork):
@@ -132,6 +164,11 @@ def watch_all(ledger: Ledger, world: World, workers: Sequence[Any]) -> None:
     for side, ranks in (("", world.prefill), ("decode", world.decode)):
         for rank in ranks:
             ledger.watch(rank.base, len(rank.memory), agent=f"{side}{rank.number}" if side else "")
+    watch_staging(ledger, workers)
+
+
+def watch_staging(ledger: Ledger, workers: Sequence[Any]) -> None:
+    """Shadow the staging memory of workers."""
     for worker in workers:
         for span in (worker._site.sending, worker._site.staging):
-            ledger.watch_staging(span.address, span.length)
+            ledger.watch(span.address, span.length, staging=True)

@@ -21,6 +21,15 @@ SIZES: Mapping[str, Any] = {
 }
 
 
+ROUTES = ("staged", "mapped", "direct", "pull")
+_NUMBERS = {name: number for number, name in enumerate(CASES)}
+
+
+def route_in_turn(name: str, *, ahead: int = 0) -> str:
+    """The routes take turns over the cases, so that every row of the catalogue meets each of them."""
+    return ROUTES[(_NUMBERS[name] + ahead) % len(ROUTES)]
+
+
 class Held:
     """A rank as `Ranks` opens it, with its memory as it was then."""
 

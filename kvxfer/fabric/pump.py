@@ -429,12 +429,11 @@ class Fabric:
         clean = not self._may_linger and self._undo()
         if not clean:
             _LEAKED.append(self._transport)
+            _log.warning("fabric_left_open", name=self._transport.name, reason="a transfer may still be in flight")
         self._over = True
         if self._service is not None:
             self._service.stop(0.0)
         closed.set_result(clean)
-        if not clean:
-            _log.warning("fabric_left_open", name=self._transport.name, reason="a transfer may still be in flight")
 
     def _undo(self) -> bool:
         """Disconnect, deregister, close: each once, even if one of them fails. False after a defect."""

@@ -102,9 +102,7 @@ class Ahead:
         host = self._host
         if host is None:
             return
-        now = host.site.now()
-        host.tally.began(now)
-        host.tally.spent("wire", self._began, now)
+        host.tally.arrived(self._began, host.site.now(), message.timings)
         if host.moving:
             self._left -= 1
             if not self._left:

@@ -210,7 +210,7 @@ class Config(BaseSettings):
     in_place_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
     """About as many on the other routes, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Chunks of one transfer in flight at most."""
+    """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
     copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
     """Thread blocks that a copy on a GPU may occupy."""
     affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"

@@ -134,12 +134,8 @@ class Landing:
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
-        host, extent, part, now = self._host, self._extent, self._part, self._host.site.now()
-        host.tally.began(now)
-        host.tally.spent("wire", self._granted_at, now)
-        sent = now - message.timings.wire_us / 1e6  # about: the sender's durations, on this side's clock
-        host.tally.spent("posting", sent, sent + message.timings.post_us / 1e6)
-        host.tally.spent("gathering", sent - message.timings.gather_us / 1e6, sent)
+        host, extent, part = self._host, self._extent, self._part
+        host.tally.arrived(self._granted_at, host.site.now(), message.timings)
         if extent is None or part is None or not host.moving:
             return  # it is being stopped, and `settle` gives the memory back
         if message.bytes != part.bytes:

@@ -16,7 +16,7 @@ from kvxfer.mapped import unlike
 from kvxfer.mappings import Gates, Mappings
 from kvxfer.memory import Custody, Share
 from kvxfer.planning import PairPlans
-from kvxfer.protocol.messages import Capability, MemorySpan, Route
+from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Means, acceptable
 from kvxfer.routes.estimates import Estimates
@@ -255,7 +255,8 @@ class Site:
     def lease_ms(self, nbytes: int) -> int:
         """Milliseconds within which so many bytes that are under way must be begun: as many as a slow wire needs."""
         config = self.config
-        return int(config.grant_lease * 1000 * max(1.0, nbytes / (config.window * config.chunk_bytes)))
+        times = max(1.0, nbytes / (config.window * config.chunk_bytes))
+        return min(FOREVER_MS, int(config.grant_lease * 1000 * times))
 
     def in_place_desk(self, peer: PeerInfo) -> Desk:
         """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Final, Literal, TypeAlias
 
+from kvxfer.protocol.messages import Timings
 from kvxfer.telemetry import Intervals, TransferStats
 
 __all__ = ["Stage", "Tally"]
@@ -40,6 +41,14 @@ class Tally:
         """Note the first byte, once."""
         if self.first_byte is None:
             self.first_byte = now
+
+    def arrived(self, granted: float, now: float, sender: Timings) -> None:
+        """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
+        self.began(now)
+        self.spent("wire", granted, now)
+        sent = now - sender.wire_us / 1e6  # about: the sender's durations, on this side's clock
+        self.spent("posting", sent, sent + sender.post_us / 1e6)
+        self.spent("gathering", sent - sender.gather_us / 1e6, sent)
 
     def merge(self, other: "Tally") -> None:
         """Count what another rank's part counted."""

@@ -19,6 +19,7 @@ from kvxfer.protocol.messages import (
     Message,
     Refuse,
     Reserve,
+    Route,
     Status,
     Want,
 )
@@ -121,9 +122,9 @@ class Receiving:
         """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
 
         Raises:
-            ProtocolError: If it uses a grant that there was not.
+            ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        if message.ahead and not self.ahead:
+        if message.ahead and not (self.ahead and message.route in (Route.DIRECT, Route.MAPPED)):
             raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         if self.state is not ReceiveState.ASKED:
             return False

@@ -10,7 +10,7 @@ from wire import play
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
 from kvxfer.errors import Code, TransferFailedError
 from kvxfer.link import Link
-from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
+from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Reserve, Want
 
 HELD = list(range(8))
 
@@ -151,9 +151,11 @@ async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
     await quiet(prefill, decode)
 
 
-async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap):
+@pytest.mark.parametrize("routes", [{"route": "staged"}, {"prefill": {"route": "staged"}}])
+async def test_who_uses_a_grant_that_there_is_not_loses_the_session(stage, tap, routes):
+    """Or one that does not cover the route: it holds for routes in place."""
     source, target = caches()
-    prefill, decode = await stage.pair(source, target, route="staged")
+    prefill, decode = await stage.pair(source, target, **routes)
     prefill.offer("r", HELD, tokens=30)
     tap.change[Accept] = lambda accept: replace(accept, ahead=True)
     with pytest.raises(PeerLostError, match="under a grant that there is not"):
@@ -179,6 +181,15 @@ async def test_more_bytes_have_a_longer_lease(stage, tap, route):
         assert max(frame.lease_ms for frame in frames) == pytest.approx(16 * 8192 * per_byte, rel=0.1)
     else:
         assert max(frame.lease_ms for frame in frames) <= 2000 * 1.01
+
+
+async def test_no_lease_is_longer_than_a_frame_can_say(stage, tap):
+    source, target = caches()
+    sizes = {"chunk_bytes": "1KiB", "window": 1, "grant_lease": 1_000_000}
+    prefill, decode = await stage.pair(source, target, route="direct", **sizes)
+    prefill.offer("r", HELD, tokens=30)
+    await begin(prefill, decode)
+    assert tap.of(Fetch)[0].lease_ms == FOREVER_MS
 
 
 async def test_the_lease_counts_from_the_fetch(stage, tap):

@@ -92,7 +92,7 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     pair = site.plans.outgoing(asked.peer, fetch.selections)
     check_state(pair, tokens, offer.tokens)
     plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
-    if fetch.agreement and fetch.agreement != plan.agreement:
+    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
     nbytes, merged = plan.outline.bytes, cache(lambda: merged_pieces(plan))

@@ -125,7 +125,10 @@ class Incoming(Steps):
     def patience(self) -> float:
         """Seconds that a chunk waits for memory at most."""
         need, site = self._need, self.site
-        return site.config.grant_lease if need.deadline is None else max(0.001, need.deadline - site.now())
+        if need.deadline is not None:
+            return max(0.001, need.deadline - site.now())
+        before = 0 if self.route is Route.STAGED else site.in_place_desk(self.peer).share.held_bytes(self.peer.name)
+        return site.lease_ms(before) / 1000
 
     def start(self) -> None:
         """Ask."""
@@ -151,6 +154,8 @@ class Incoming(Steps):
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
             self.machine.ahead = False
+            if ahead is not None:
+                ahead.void()
             self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
 
     # --- messages

@@ -186,6 +186,8 @@ class Outgoing(Steps):
             shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
             self._shipments[grant.chunk] = shipment
             shipment.begin()
+            if self.machine.state is not SendState.MOVING:  # one before it has failed at once
+                shipment.stop()
 
     def landed(self, message: Landed) -> None:
         """The decode rank has read chunks: confirm them if the offer was held without a gap."""

@@ -46,6 +46,7 @@ class Turns:
                     del waiting[at]
                     self._served(owner, job.nbytes)
                     return job
+            self._tags[owner] = max(self._tags[owner], self._now)  # who could not go is owed nothing for that
         return None
 
     def _order(self, owner: Hashable) -> tuple[int, int]:

@@ -51,6 +51,21 @@ def test_who_waits_for_an_event_holds_up_nobody():
     assert popped(turns) == [late]
 
 
+def test_who_waited_for_an_event_has_gained_nothing_by_it():
+    turns, fired = Turns(), False
+    late = [job("late", 100) for _ in range(20)]
+    for one in late:
+        turns.add(one)
+    for number in range(20):
+        turns.add(job(number, 100))
+        assert turns.pop(lambda one: fired or one.owner != "late") not in late
+    fired = True
+    assert served(turns) is late[0]
+    small = job("small", 1)
+    turns.add(small)
+    assert small in [served(turns), served(turns)]
+
+
 def test_who_comes_back_has_gained_nothing_by_being_away():
     turns = Turns()
     for _ in range(6):

@@ -127,12 +127,13 @@ async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why):
     await quiet(prefill, decode)
 
 
-async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap):
+@pytest.mark.parametrize("agreement", [bytes(32), b""])
+async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap, agreement):
     source, target = caches()
     prefill, decode = await stage.pair(source, target, route="direct")
     prefill.offer("r", HELD, tokens=30)
     before = Copied(target)
-    tap.change[Fetch] = lambda fetch: replace(fetch, agreement=bytes(32))
+    tap.change[Fetch] = lambda fetch: replace(fetch, agreement=agreement)
     with pytest.raises(RefusedError, match="their plans differ") as caught:
         await begin(prefill, decode)
     assert caught.value.reason is Code.PLAN_DIFFERS
@@ -149,6 +150,20 @@ async def test_a_grid_that_differs_ends_the_transfer(stage, tap):
         await begin(prefill, decode)
     assert caught.value.reason is Code.PLAN_DIFFERS
     await quiet(prefill, decode)
+
+
+async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypatch):
+    """The session may be lost between a fetch's look for it and its first frame."""
+    source, target = caches()
+    prefill, decode = await stage.pair(source, target, route="direct")
+    prefill.offer("r0", HELD, tokens=30)
+    await begin(prefill, decode, "r0")
+    prefill.offer("r", HELD, tokens=30)
+    monkeypatch.setattr(Link, "send", lambda link, *messages: False)
+    with pytest.raises(PeerLostError):
+        await begin(prefill, decode)
+    assert not in_place(decode).share.extents()
+    assert decode.describe()["receiving"] == decode.describe()["in_doubt"] == 0
 
 
 @pytest.mark.parametrize("routes", [{"route": "staged"}, {"prefill": {"route": "staged"}}])

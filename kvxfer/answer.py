@@ -9,7 +9,7 @@ from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, RefusedError
 from kvxfer.geometry import BlockLists, TransferPlan, check_state
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose
@@ -98,8 +98,7 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     nbytes, merged = plan.outline.bytes, cache(lambda: merged_pieces(plan))
 
     def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
-        usual = site.config.chunk_bytes if route is Route.STAGED else site.config.in_place_chunk_bytes
-        chunks = chunks or max(1, -(-nbytes // usual))
+        chunks = chunks or usual_chunks(site.config, route, nbytes)
         peer = asked.peer.identity.incarnation
         return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 

@@ -24,7 +24,7 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.limits import MAX_ROWS
-from kvxfer.planning import LISTED, fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import LISTED, fit_grid, in_place_bytes, merged_pieces, usual_chunks
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
@@ -277,7 +277,7 @@ def _pair(
         seconds=lambda route, pieces: profile.seconds(
             route,
             nbytes=nbytes,
-            chunks=-(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)),
+            chunks=usual_chunks(config, route, nbytes),
             pieces=pieces,
         ),
     )

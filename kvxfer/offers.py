@@ -175,8 +175,8 @@ class Readiness:
 
     @property
     def fired(self) -> bool:
-        """Whether all that was marked may be read now, as far as that is known without asking a device."""
-        return all(event is READY for marks in self._distinct(self._marks) for _, event in marks)
+        """Whether all that was marked may be read now."""
+        return all(event.query() for marks in self._distinct(self._marks) for _, event in marks)
 
     def _distinct(self, layers: Iterable[int]) -> Iterable[tuple[tuple[int, Event], ...]]:
         """The marks of layers, those that several share once."""

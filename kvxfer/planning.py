@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from kvxfer.config import Config
 from kvxfer.encoding import geometry_from_wire, selection_from_wire
 from kvxfer.errors import Code, GeometryError, MismatchError, ProtocolError, RefusedError
 from kvxfer.fabric.port import Descriptors
@@ -39,6 +40,7 @@ __all__ = [
     "in_place_bytes",
     "merged_pieces",
     "staging_pieces",
+    "usual_chunks",
 ]
 
 _NAME: Final = "kvxfer.plan"
@@ -318,6 +320,11 @@ def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
         return most
     whole = plan.outline.copy()
     return min(most, max(1, whole.bytes * _LISTED_PIECES // max(1, whole.pieces)))
+
+
+def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
+    """Chunks that so many bytes are about cut into, before there is a grid."""
+    return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
 
 
 def merged_pieces(plan: TransferPlan) -> int:

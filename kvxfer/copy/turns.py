@@ -39,7 +39,7 @@ class Turns:
 
     def pop(self, ready: Callable[[CopyJob], bool]) -> CopyJob | None:
         """The next job that is ready, or None. `ready` is asked of as few as that takes."""
-        for owner in sorted(self._jobs, key=self._order) if len(self._jobs) > 1 else list(self._jobs):
+        for owner in sorted(self._jobs, key=self._order):
             waiting = self._jobs[owner]
             for at, job in enumerate(waiting):
                 if ready(job):

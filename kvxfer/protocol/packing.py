@@ -3,16 +3,16 @@
 import array
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 __all__ = ["pack_f32", "pack_u32", "unpack_f32", "unpack_u32"]
+
+_Number = TypeVar("_Number", int, float)
 
 
 def pack_f32(values: Iterable[float]) -> bytes:
     """Pack numbers as little-endian float32."""
-    packed = array.array("f", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _swapped(array.array("f", values)).tobytes()
 
 
 def unpack_f32(data: bytes) -> Sequence[float]:
@@ -21,11 +21,7 @@ def unpack_f32(data: bytes) -> Sequence[float]:
     Raises:
         ValueError: If the length is not a multiple of four.
     """
-    unpacked = array.array("f")
-    unpacked.frombytes(data)
-    if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked
+    return _swapped(array.array("f", data))
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
@@ -34,10 +30,7 @@ def pack_u32(values: Iterable[int]) -> bytes:
     Raises:
         OverflowError: If a value is negative or does not fit into 32 bits.
     """
-    packed = array.array("I", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _swapped(array.array("I", values)).tobytes()
 
 
 def unpack_u32(data: bytes) -> Sequence[int]:
@@ -46,8 +39,11 @@ def unpack_u32(data: bytes) -> Sequence[int]:
     Raises:
         ValueError: If the length is not a multiple of four.
     """
-    unpacked = array.array("I")
-    unpacked.frombytes(data)
+    return _swapped(array.array("I", data))
+
+
+def _swapped(words: "array.array[_Number]") -> "array.array[_Number]":
+    """From this machine's order of bytes to that of frames, or back."""
     if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked
+        words.byteswap()
+    return words

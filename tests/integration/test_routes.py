@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from stage import Cache, Copied, quiet
+from stage import Cache, Copied, Gate, quiet
 
 from kvxfer import READY, Released, Span
 from kvxfer.fabric.loopback import LoopbackTransport
@@ -325,3 +325,15 @@ async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
     await transfer
     (peer,) = {link.peer.identity.incarnation for link in prefill._links}
     assert {prefill._site.estimates.factor(peer, route) for route in Route} == {1.0}
+
+
+async def test_an_event_that_has_fired_is_not_waited_for(stage):
+    """So what the transfer takes tells of the pair; engines on GPUs pass an event with every offer."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
+    ready = Gate()
+    ready.fired = True
+    offer = prefill.offer("r", [1, 2], tokens=8, after=ready)
+    result = await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=10)
+    await offer.released()
+    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
+    assert prefill._site.estimates.factor(peer, Route[result.stats.route.upper()]) != 1.0

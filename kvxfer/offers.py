@@ -8,7 +8,7 @@ import asyncio
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -116,7 +116,7 @@ class OfferKeeper(Protocol):
         ...
 
 
-class OfferState(Enum):
+class OfferState(StrEnum):
     """Life of an offer."""
 
     LIVE = "live"

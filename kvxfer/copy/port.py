@@ -6,7 +6,7 @@ once, from its own thread, after every byte is visible to work that is launched 
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final, Protocol
 
 from kvxfer.errors import KvxferError
@@ -37,7 +37,7 @@ READY: Final[Event] = _Ready()
 """Pass it as `after=` when the work on the blocks is known to be complete."""
 
 
-class Direction(Enum):
+class Direction(StrEnum):
     """Gathers and scatters have streams (or threads) of their own, so that neither waits for the other."""
 
     GATHER = "gather"

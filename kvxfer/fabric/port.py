@@ -10,7 +10,7 @@ A post cannot be recalled. What can be decided, once and for all, is whether it 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-class Operation(Enum):
+class Operation(StrEnum):
     """Direction of a post, seen from the side that makes it."""
 
     WRITE = "write"
@@ -76,7 +76,7 @@ class Descriptors:
         return int(self.pieces[:, 1].sum())
 
 
-class CellState(Enum):
+class CellState(StrEnum):
     """`QUEUED -> POSTED -> ENDED`, or `QUEUED -> DEAD`."""
 
     QUEUED = "queued"
@@ -137,7 +137,7 @@ class Cell:
                 self._state = CellState.ENDED
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """How a post ended."""
 
     DONE = "done"  # every byte is at its destination

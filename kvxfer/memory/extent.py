@@ -10,7 +10,7 @@ Anything else is an `InvariantError`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, unique
+from enum import StrEnum, unique
 from types import MappingProxyType
 from typing import Final
 
@@ -26,7 +26,7 @@ class InvariantError(RuntimeError):
 
 
 @unique
-class ExtentState(Enum):
+class ExtentState(StrEnum):
     """What may be happening to an extent's bytes."""
 
     FREE = "free"

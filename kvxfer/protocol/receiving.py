@@ -5,7 +5,7 @@ chunks are granted: those may be written by the peer, and only a result takes a 
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -29,7 +29,7 @@ from kvxfer.protocol.sending import Failure
 __all__ = ["RECEIVE_TRANSITIONS", "ReceiveState", "Receiving"]
 
 
-class ReceiveState(Enum):
+class ReceiveState(StrEnum):
     """Where a transfer stands at its decode rank."""
 
     ASKED = "asked"
@@ -59,7 +59,7 @@ RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
 """Legal events of `ReceiveState`. DONE and STOPPED are final."""
 
 
-class _Chunk(Enum):
+class _Chunk(StrEnum):
     OPEN = "open"
     WANTED = "wanted"
     READING = "reading"  # route pull: we read it; only then may the peer confirm it

@@ -6,7 +6,7 @@ terminal result with any status but `IN_DOUBT` leaves only when no chunk is in t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -31,7 +31,7 @@ from kvxfer.protocol.packing import pack_u32, unpack_u32
 __all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "build_result"]
 
 
-class SendState(Enum):
+class SendState(StrEnum):
     """Where a transfer stands at its prefill rank."""
 
     PARKED = "parked"  # the fetch came before its offer
@@ -54,7 +54,7 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
 
 
-class _Chunk(Enum):
+class _Chunk(StrEnum):
     WAITING = "waiting"
     WANTED = "wanted"
     MOVING = "moving"

@@ -12,7 +12,7 @@ import hmac
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Final, TypeAlias
 
 import msgspec
@@ -62,14 +62,14 @@ _DTYPE: Final = ".dtype"
 """How the name of a fact ends that conversion may forgive."""
 
 
-class Role(Enum):
+class Role(StrEnum):
     """Which side of the stream this is."""
 
     CLIENT = "client"
     SERVER = "server"
 
 
-class State(Enum):
+class State(StrEnum):
     """Where the handshake stands."""
 
     NEW = "new"

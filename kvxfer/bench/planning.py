@@ -108,7 +108,7 @@ def array_bytes(*plans: TransferPlan | CopyPlan | Pieces) -> int:
                 count(rows.table, rows.begin)
         elif isinstance(plan, CopyPlan):
             for segment in plan.segments:
-                count(segment.regions, segment.rows)
+                count(segment.regions, segment.stencil.rows)
         else:
             count(plan.src, plan.dst, plan.nbytes)
     return sum(arrays.values())

@@ -121,21 +121,21 @@ class _Step:
 def run(plan: CopyPlan) -> None:
     """Copy now, in the calling thread. The plan's addresses must be valid CPU memory of this process."""
     for segment in plan.segments:
-        if segment.box.token_bytes and len(segment.regions):
-            for tokens in np.unique(segment.rows[:, 4]).tolist():
-                if tokens > 0:
-                    rows = _RowClass(segment, segment.rows[segment.rows[:, 4] == tokens], tokens)
-                    if segment.factors is None:
-                        rows.copy()
-                    else:
-                        rows.convert(segment.factors)
+        if segment.stencil.box.token_bytes and len(segment.regions):
+            offsets = segment.stencil.offsets
+            for tokens in np.unique(offsets[:, 2]).tolist():
+                rows = _RowClass(segment, offsets[offsets[:, 2] == tokens], tokens)
+                if segment.factors is None:
+                    rows.copy()
+                else:
+                    rows.convert(segment.factors)
 
 
 class _RowClass:
     """Rows of one segment that have equal token counts: two arrays of one shape."""
 
     def __init__(self, segment: Segment, rows: I64, tokens: int) -> None:
-        box = segment.box
+        box = segment.stencil.box
         self.elements: Final = box.elements
         axes = [(axis.count, axis.src, axis.dst) for axis in box.outer if axis.count > 1]
         if tokens > 1 and not box.token_in_run:
@@ -144,8 +144,7 @@ class _RowClass:
         self.run: Final = box.run * (tokens if box.token_in_run else 1)
         self.run_bytes: Final = self.run * box.elements.dst_bytes
         self.runs: Final = prod(count for count, _, _ in axes)
-        src = rows[:, 0] * segment.src_block + rows[:, 1] * box.src_token
-        dst = rows[:, 2] * segment.dst_block + rows[:, 3] * box.dst_token
+        src, dst = rows[:, 0], rows[:, 1]
         first = np.asarray([src.min(), dst.min()], np.int64)
         self.bases: Final = cast("list[tuple[int, int]]", (segment.regions + first).tolist())
         self.src: Final[I64] = src - first[0]

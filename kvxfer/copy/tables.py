@@ -16,21 +16,23 @@ other without a gap, so a tile of the kernel holds as many small rows as fit. Nu
 item have 31 bits (checked here), offsets and addresses 64.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT
-from kvxfer.geometry.copyplan import CopyPlan, Segment
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.elements import BYTES, Elements
 
 __all__ = ["AXIS_WORDS", "HEADER_WORDS", "TILE_WORDS", "WIDTHS", "Launch", "Tables", "Variant", "pack", "variants"]
 
 I64: TypeAlias = NDArray[np.int64]
+
+_T = TypeVar("_T")
 
 WIDTHS: Final = (16, 8, 4, 2, 1)
 """Widths of an access in bytes."""
@@ -44,6 +46,8 @@ HEADER_WORDS: Final = 13
 AXIS_WORDS: Final = 6
 
 _LIMIT: Final = 2**31 - 2 * TILE_WORDS
+_MINE: Final = __name__
+"""Keys of what is kept of a stencil here begin with it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,13 +101,33 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Body:
+    """Rows and axes as the kernel reads them, and what its header says of them.
+
+    Attributes:
+        words: Rows, then axes.
+        rows: Number of rows.
+        axes: Number of axes.
+        size: Words of the copy in an item.
+        sized: How to divide by that.
+        counted: How to divide by the number of rows.
+    """
+
+    words: I64
+    rows: int
+    axes: int
+    size: int
+    sized: tuple[int, int]
+    counted: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """Regions and rows of a segment that allow the same access width."""
 
-    segment: Segment
     width: int
     regions: I64  # as the kernel reads them
-    rows: I64  # (N, 3): source offset, destination offset, tokens
+    body: _Body
 
 
 def pack(plan: CopyPlan) -> Tables:
@@ -115,7 +139,7 @@ def pack(plan: CopyPlan) -> Tables:
     by_variant: dict[Variant, list[_Part]] = {}
     for segment in plan.segments:
         for part in _parts(segment):
-            by_variant.setdefault(Variant(part.width, segment.box.elements), []).append(part)
+            by_variant.setdefault(Variant(part.width, segment.stencil.box.elements), []).append(part)
     launches: list[Launch] = []
     words: list[I64] = []
     at = 0
@@ -133,7 +157,7 @@ def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
     for plan in plans:
         for segment in plan.segments:
             own = {part.width for part in _parts(segment)}
-            box, elements = segment.box, segment.box.elements
+            box, elements = segment.stencil.box, segment.stencil.box.elements
             usable = _usable(elements)
             widest = max(own, default=usable[0])
             token = box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
@@ -157,39 +181,59 @@ def _widest(bits: int, most: int) -> int:
 
 def _parts(segment: Segment) -> list[_Part]:
     """Split regions and rows by the access width that they allow; nearly always there is one part."""
-    box, elements = segment.box, segment.box.elements
-    src_item, dst_item = elements.src_bytes, elements.dst_bytes
+    stencil, elements = segment.stencil, segment.stencil.box.elements
     most = _usable(elements)[0]
-    counts = segment.rows[:, 4]
-    table = segment.rows if len(counts) and int(counts.min()) > 0 else segment.rows[counts > 0]
-    rows = np.empty((len(table), 3), np.int64)
-    rows[:, 0] = table[:, 0] * segment.src_block + table[:, 1] * box.src_token
-    rows[:, 1] = table[:, 2] * segment.dst_block + table[:, 3] * box.dst_token
-    rows[:, 2] = table[:, 4]
-    if not len(rows) or not len(segment.regions) or not box.token_bytes:
+    if not len(stencil.offsets) or not len(segment.regions) or not stencil.box.token_bytes:
         return []
-    common = 0 if box.token_in_run else box.run
-    for axis in box.outer:
-        common |= (axis.src // src_item | axis.dst // dst_item) if axis.count > 1 else 0
-    if not box.token_in_run and int(rows[:, 2].max()) > 1:
-        common |= box.src_token // src_item | box.dst_token // dst_item
-    row_bits = _bits(rows, src_item, dst_item)
-    if box.token_in_run:
-        row_bits |= rows[:, 2] * box.run
-    region_bits = _bits(segment.regions, src_item, dst_item)
     regions = _region_words(segment)
-    if _widest(common | int(np.bitwise_or.reduce(row_bits)) | int(np.bitwise_or.reduce(region_bits)), most) == most:
-        return [_Part(segment, most, regions, rows)]
+    region_bits = _bits(segment.regions, elements)
+    if _widest(_kept(stencil, "bits", _all_bits) | int(np.bitwise_or.reduce(region_bits)), most) == most:
+        return [_Part(most, regions, _kept(stencil, most, lambda one: _body(one.box, one.offsets, most)))]
+    common, row_bits = _common_bits(stencil), _row_bits(stencil)
     region_widths, row_widths = ((bits | most) & -(bits | most) for bits in (region_bits, row_bits))
-    return [
-        _Part(segment, _widest(common | wr | wn, most), regions[region_widths == wr], rows[row_widths == wn])
-        for wr in np.unique(region_widths).tolist()
-        for wn in np.unique(row_widths).tolist()
-    ]
+    parts: list[_Part] = []
+    for of_regions in np.unique(region_widths).tolist():
+        for of_rows in np.unique(row_widths).tolist():
+            width = _widest(common | of_regions | of_rows, most)
+            body = _body(stencil.box, stencil.offsets[row_widths == of_rows], width)
+            parts.append(_Part(width, regions[region_widths == of_regions], body))
+    return parts
 
 
-def _bits(places: I64, src_item: int, dst_item: int) -> I64:
+def _kept(stencil: Stencil, key: str | int, make: Callable[[Stencil], _T]) -> _T:
+    """What was made of a stencil before, or is made of it now."""
+    found: _T | None = stencil.kept.get((_MINE, key))
+    if found is None:
+        found = stencil.kept[_MINE, key] = make(stencil)
+    return found
+
+
+def _common_bits(stencil: Stencil) -> int:
+    """An OR of the strides and sizes, in elements, of all rows."""
+    box, elements = stencil.box, stencil.box.elements
+    found = 0 if box.token_in_run else box.run
+    steps = [(axis.src, axis.dst) for axis in box.outer if axis.count > 1]
+    if not box.token_in_run and int(stencil.offsets[:, 2].max()) > 1:
+        steps.append((box.src_token, box.dst_token))
+    for src, dst in steps:
+        found |= src // elements.src_bytes | dst // elements.dst_bytes
+    return found
+
+
+def _row_bits(stencil: Stencil) -> I64:
+    """For each row an OR of its offsets, and of its length where that may differ."""
+    found = _bits(stencil.offsets, stencil.box.elements)
+    return found | stencil.offsets[:, 2] * stencil.box.run if stencil.box.token_in_run else found
+
+
+def _all_bits(stencil: Stencil) -> int:
+    """An OR of everything that decides how wide an access may be, but for the regions."""
+    return _common_bits(stencil) | int(np.bitwise_or.reduce(_row_bits(stencil)))
+
+
+def _bits(places: I64, elements: Elements) -> I64:
     """Places at the source and destination, counted in elements, as one number that is as aligned as both."""
+    src_item, dst_item = elements.src_bytes, elements.dst_bytes
     if src_item == dst_item == 1:  # by far the most frequent case, and dividing takes longer than all the rest
         return np.asarray(places[:, 0] | places[:, 1])
     return np.asarray(places[:, 0] // src_item | places[:, 1] // dst_item)
@@ -202,9 +246,8 @@ def _region_words(segment: Segment) -> I64:
     return np.concatenate([segment.regions, np.ascontiguousarray(segment.factors, "<f4").view("<i8")], axis=1)
 
 
-def _axes(part: _Part, tokens: int) -> list[tuple[int, int, int, bool]]:
+def _axes(box: Box, width: int, tokens: int) -> list[tuple[int, int, int, bool]]:
     """(count, source stride, destination stride, cut short by rows), the run in words first, then by destination."""
-    box, width = part.segment.box, part.width
     cut = box.token_in_run
     words = (tokens if cut else 1) * box.run // width
     run = (words, width * box.elements.src_bytes, width * box.elements.dst_bytes, cut)
@@ -215,34 +258,41 @@ def _axes(part: _Part, tokens: int) -> list[tuple[int, int, int, bool]]:
     return axes if axes and run[0] == 1 else [run, *axes]
 
 
+def _body(box: Box, offsets: I64, width: int) -> _Body:
+    """Rows and axes."""
+    axes = _axes(box, width, int(offsets[:, 2].max()))
+    size = 1
+    numbers: list[int] = []
+    for count, src, dst, cut in axes:
+        size *= count
+        numbers += [count, *_divisor(count), src, dst, int(cut)]
+    words = np.concatenate([offsets.ravel(), np.asarray(numbers, np.int64)])
+    if box.token_in_run:
+        counts = words[2 : offsets.size : 3]
+        counts *= box.run
+        counts //= width
+    return _Body(words, len(offsets), len(axes), size, _divisor(size), _divisor(len(offsets)))
+
+
 def _pack_launch(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
-    """Headers, axes, regions and rows of one launch, and its tiles."""
+    """Headers, regions, rows and axes of one launch, and its tiles."""
     head: list[int] = []
-    body: list[I64] = []
+    words: list[I64] = []
     at = len(parts) * HEADER_WORDS
     before = 0
     for number, part in enumerate(parts):
-        origin = number * HEADER_WORDS
-        longest = int(part.rows[:, 2].max())
-        axes = _axes(part, longest)
-        size = 1
-        numbers: list[int] = []
-        for count, src, dst, cut in axes:
-            size *= count
-            numbers += [count, *_divisor(count), src, dst, int(cut)]
-        rows = part.rows
-        if part.segment.box.token_in_run:
-            rows[:, 2] *= part.segment.box.run
-            rows[:, 2] //= part.width
-        items = len(part.regions) * len(rows)
-        tiles = -(-items * size // variant.tile)
-        _check(size, items, before + tiles, variant)
-        where = (at - origin, at - origin + part.regions.size, at - origin + part.regions.size + rows.size)
-        head += [tiles, before, size, *_divisor(size), items, len(rows), *_divisor(len(rows)), *where, len(axes)]
-        body += [part.regions.ravel(), rows.ravel(), np.asarray(numbers, np.int64)]
-        at += part.regions.size + rows.size + len(numbers)
+        body, regions = part.body, part.regions
+        items = len(regions) * body.rows
+        tiles = -(-items * body.size // variant.tile)
+        _check(body.size, items, before + tiles, variant)
+        first = at - number * HEADER_WORDS
+        rows = first + regions.size
+        where = (first, rows, rows + 3 * body.rows, body.axes)
+        head += [tiles, before, body.size, *body.sized, items, body.rows, *body.counted, *where]
+        words += [regions.ravel(), body.words]
+        at += regions.size + len(body.words)
         before += tiles
-    return np.concatenate([np.asarray(head, np.int64), *body]), before
+    return np.concatenate([np.asarray(head, np.int64), *words]), before
 
 
 def _check(size: int, items: int, tiles: int, variant: Variant) -> None:

@@ -18,7 +18,7 @@ Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 from kvxfer.geometry.cache import CacheGeometry, Group
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.conversion import converts, differences
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment, Stencil
 from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.engine import Engine, EngineLayout, from_hf_config, scattered
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step, Stretch
@@ -66,6 +66,7 @@ __all__ = [
     "Selection",
     "Side",
     "Span",
+    "Stencil",
     "Step",
     "Stretch",
     "TensorSpec",

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import Box, CopyPlan, Pieces, Segment, fold
+from kvxfer.geometry.copyplan import Box, CopyPlan, Pieces, Segment, Stencil, fold
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
-from kvxfer.geometry.rows import Rows
+from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.lazy import lazy
 
 __all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
@@ -91,10 +91,19 @@ class ChunkGrid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Folded:
-    """Regions with the box that a row copies in each."""
+    """Regions with the box that a row copies in each.
+
+    Attributes:
+        box: The box.
+        regions: int64 (R, 2): addresses at the source and destination; in staging they count from the place of the
+            first row that their region has there.
+        number: int64 (R,): which region of the slice each belongs to.
+        factors: As of a segment.
+    """
 
     box: Box
     regions: I64
+    number: I64
     factors: F32 | None
 
 
@@ -103,30 +112,75 @@ class Slice:
     """What a run of layers has of one class: all that chunks of it share, whatever the request.
 
     Attributes:
+        number: Which class of the pair.
         key: Strides, extents and elements of the class.
         bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
         factors: float32 (R, 2): by what its elements are multiplied, and then divided.
     """
 
+    number: int
     key: SegmentKey
     bases: I64
     factors: F32
 
     @lazy
+    def token_bytes(self) -> int:
+        """Of a token row in a region, in staging."""
+        return self.key.token_bytes
+
+    @lazy
+    def row_bytes(self) -> int:
+        """Of a row in staging, where it is head, token, dim in C order and a full sub-block."""
+        return self.token_bytes * row_grid(self.key.src_rows, self.key.dst_rows)
+
+    @lazy
     def in_place(self) -> _Folded:
         """From the blocks of one side into those of the other."""
         key = self.key
-        return self.folded((*key.heads, *key.dims), self.bases, (key.src_token, key.dst_token), key.elements)
+        return self._folded((*key.heads, *key.dims), self.bases, (key.src_token, key.dst_token), key.elements)
 
-    def folded(self, axes: Iterable[BoxAxis], bases: I64, tokens: tuple[int, int], elements: Elements) -> _Folded:
+    @lazy
+    def gathered(self) -> _Folded:
+        """From blocks into staging."""
+        key = self.key
+        bases = np.stack([self.bases[:, 0], np.zeros(len(self.bases), np.int64)], axis=1)
+        return self._folded(self._staging_axes(1), bases, (key.src_token, self._staged_token), key.elements.gathered)
+
+    @lazy
+    def scattered(self) -> _Folded:
+        """From staging into blocks."""
+        key = self.key
+        bases = np.stack([np.zeros(len(self.bases), np.int64), self.bases[:, 1]], axis=1)
+        return self._folded(self._staging_axes(0), bases, (self._staged_token, key.dst_token), key.elements.scattered)
+
+    @property
+    def _staged_token(self) -> int:
+        """Bytes between tokens in staging."""
+        return self.key.item_bytes * prod(axis.count for axis in self.key.dims)
+
+    def _staging_axes(self, side: int) -> list[BoxAxis]:
+        """The box axes with one side replaced by staging."""
+        axes: list[BoxAxis] = []
+        stride = self.key.item_bytes
+        for own, gap in ((self.key.dims, row_grid(self.key.src_rows, self.key.dst_rows)), (self.key.heads, 1)):
+            for axis in reversed(own):
+                strides = (axis.src, stride) if side else (stride, axis.dst)
+                axes.append(BoxAxis(axis.count, *strides))
+                stride *= axis.count
+            stride *= gap
+        return axes
+
+    def _folded(self, axes: Iterable[BoxAxis], bases: I64, tokens: tuple[int, int], elements: Elements) -> _Folded:
         """These axes as a box, those beyond it unrolled into regions; `tokens` are the token strides of both sides."""
         box, unrolled = fold(axes, *tokens, elements)
         factors = self.factors if elements.converts else None
+        number = np.arange(len(bases), dtype=np.int64)
         for axis in unrolled:
             steps = np.arange(axis.count, dtype=np.int64)[:, None] * np.asarray([axis.src, axis.dst], np.int64)
             bases = (bases[:, None, :] + steps[None]).reshape(-1, 2)
+            number = np.repeat(number, axis.count)
             factors = np.repeat(factors, axis.count, axis=0) if factors is not None else None
-        return _Folded(box, bases, factors)
+        return _Folded(box, bases, number, factors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,14 +196,61 @@ class ChunkPart:
     rows: Rows
 
     @property
-    def key(self) -> SegmentKey:
-        """Of the class."""
-        return self.slice.key
+    def staged_bytes(self) -> int:
+        """Room that it takes in staging."""
+        return len(self.slice.bases) * len(self.rows) * self.slice.row_bytes
 
     @property
-    def bases(self) -> I64:
-        """Of its regions."""
-        return self.slice.bases
+    def bytes(self) -> int:
+        """Bytes that it carries."""
+        return len(self.slice.bases) * self.rows.total_tokens * self.slice.token_bytes
+
+    def in_place(self, table: I64) -> Segment:
+        """From blocks to blocks, by a table of its rows."""
+        key, folded = self.slice.key, self.slice.in_place
+        return Segment(folded.regions, Stencil(table, key.src_block, key.dst_block, folded.box), folded.factors)
+
+    def copied(self) -> Segment:
+        """From blocks to blocks."""
+        folded = self.slice.in_place
+        stencil = self._stencil("copy", lambda: self.in_place(self.rows.joined).stencil)
+        return Segment(folded.regions, stencil, folded.factors)
+
+    def gathered(self, staging: int) -> Segment:
+        """From blocks into staging from address `staging` on."""
+        folded = self.slice.gathered
+
+        def make() -> Stencil:
+            table = self.rows.table.copy()  # in staging, row n is block n and begins with its first token
+            table[:, 2], table[:, 3] = np.arange(len(table)), 0
+            return Stencil(table, self.slice.key.src_block, self.slice.row_bytes, folded.box)
+
+        return self._staged(folded, self._stencil("gather", make), 1, staging)
+
+    def scattered(self, staging: int) -> Segment:
+        """From staging from address `staging` on into blocks."""
+        folded = self.slice.scattered
+
+        def make() -> Stencil:
+            table = self.rows.table.copy()
+            table[:, 0], table[:, 1] = np.arange(len(table)), 0
+            return Stencil(table, self.slice.row_bytes, self.slice.key.dst_block, folded.box)
+
+        return self._staged(folded, self._stencil("scatter", make), 0, staging)
+
+    def _staged(self, folded: _Folded, stencil: Stencil, side: int, staging: int) -> Segment:
+        """With the regions behind each other in staging, which is the source or destination as `side` says."""
+        regions = folded.regions.copy()
+        regions[:, side] += folded.number * (len(self.rows) * self.slice.row_bytes) + staging
+        return Segment(regions, stencil, folded.factors)
+
+    def _stencil(self, route: str, make: Callable[[], Stencil]) -> Stencil:
+        """What chunks of other layers have in common with this one."""
+        key = (self.slice.number, route)
+        found = self.rows.stencils.get(key)
+        if found is None:
+            found = self.rows.stencils[key] = make()
+        return found
 
 
 class ChunkPlan:
@@ -172,10 +273,10 @@ class ChunkPlan:
         offset = 0
         for part in parts:
             self._offsets.append(offset)
-            offset += len(part.bases) * len(part.rows) * part.rows.grid * part.key.token_bytes
+            offset += part.staged_bytes
             offset = -(-offset // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.staged_bytes: Final = offset
-        self.bytes: Final = sum(len(part.bases) * part.rows.total_tokens * part.key.token_bytes for part in parts)
+        self.bytes: Final = sum(part.bytes for part in parts)
 
     def copy(self) -> CopyPlan:
         """Source blocks straight into destination blocks; needs both sides' addresses.
@@ -183,67 +284,20 @@ class ChunkPlan:
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
         if self._copy is None:
-            self._copy = self._in_place(lambda rows: rows.joined)
+            self._copy = CopyPlan(tuple(part.copied() for part in self._parts))
         return self._copy
 
     def listed(self) -> Pieces:
         """The same as a list of contiguous pieces, neighbours merged, in order of destination."""
-        return self._in_place(lambda rows: rows.ascending).enumerate().merged()
-
-    def _in_place(self, table: Callable[[Rows], I64]) -> CopyPlan:
-        segments: list[Segment] = []
-        for part in self._parts:
-            key, folded = part.key, part.slice.in_place
-            rows = table(part.rows)
-            segments.append(Segment(folded.regions, rows, key.src_block, key.dst_block, folded.box, folded.factors))
-        return CopyPlan(tuple(segments))
+        plan = CopyPlan(tuple(part.in_place(part.rows.ascending) for part in self._parts))
+        return plan.enumerate().merged()
 
     def gather(self, staging: int) -> CopyPlan:
         """Source blocks into staging at address `staging`."""
-        return self._staged(staging, scatter=False)
+        placed = zip(self._parts, self._offsets, strict=True)
+        return CopyPlan(tuple(part.gathered(staging + offset) for part, offset in placed))
 
     def scatter(self, staging: int) -> CopyPlan:
         """Staging at address `staging` into destination blocks."""
-        return self._staged(staging, scatter=True)
-
-    def _staged(self, staging: int, *, scatter: bool) -> CopyPlan:
-        segments: list[Segment] = []
-        for part, offset in zip(self._parts, self._offsets, strict=True):
-            key, own, rows = part.key, part.bases, part.rows
-            count = len(rows)
-            token, row = _staging_strides(key, rows.grid)
-            axes = _staging_axes(key, rows.grid, scatter=scatter)
-            side = own[:, 1 if scatter else 0]
-            flat = staging + offset + np.arange(len(own), dtype=np.int64) * (count * row)
-            table = rows.table.copy()  # in staging, row n is block n and begins with its first token
-            if scatter:
-                table[:, 0], table[:, 1] = np.arange(count), 0
-                bases, tokens, blocks = np.stack([flat, side], axis=1), (token, key.dst_token), (row, key.dst_block)
-                elements = key.elements.scattered
-            else:
-                table[:, 2], table[:, 3] = np.arange(count), 0
-                bases, tokens, blocks = np.stack([side, flat], axis=1), (key.src_token, token), (key.src_block, row)
-                elements = key.elements.gathered
-            folded = part.slice.folded(axes, bases, tokens, elements)
-            segments.append(Segment(folded.regions, table, *blocks, folded.box, folded.factors))
-        return CopyPlan(tuple(segments))
-
-
-def _staging_strides(key: SegmentKey, grid: int) -> tuple[int, int]:
-    """Bytes between tokens and between rows in staging, where a row is head, token, dim in C order."""
-    token = key.item_bytes * prod(axis.count for axis in key.dims)
-    return token, token * grid * prod(axis.count for axis in key.heads)
-
-
-def _staging_axes(key: SegmentKey, grid: int, *, scatter: bool) -> list[BoxAxis]:
-    """The box axes with one side replaced by staging."""
-    axes: list[BoxAxis] = []
-    stride = key.item_bytes
-    for axis in reversed(key.dims):
-        axes.append(BoxAxis(axis.count, stride, axis.dst) if scatter else BoxAxis(axis.count, axis.src, stride))
-        stride *= axis.count
-    stride *= grid
-    for axis in reversed(key.heads):
-        axes.append(BoxAxis(axis.count, stride, axis.dst) if scatter else BoxAxis(axis.count, axis.src, stride))
-        stride *= axis.count
-    return axes
+        placed = zip(self._parts, self._offsets, strict=True)
+        return CopyPlan(tuple(part.scattered(staging + offset) for part, offset in placed))

@@ -12,11 +12,11 @@ multiplied by one number of its region, divided by the other (in float32), round
 written. A copy of bytes is the case of elements of one byte.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import prod
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.factor import BoxAxis
+from kvxfer.lazy import lazy
 
-__all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "fold"]
+__all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "Stencil", "fold"]
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
@@ -69,38 +70,80 @@ class Box:
         return self.run_bytes * prod(axis.count for axis in self.outer)
 
 
+@dataclass(frozen=True, eq=False)
+class Stencil:
+    """What is copied in each of the regions of a segment: the same rows, from another base.
+
+    Chunks of a transfer that differ only in their layers share it, and what is made of it.
+
+    Attributes:
+        rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
+        src_block: Bytes between blocks at the source.
+        dst_block: Bytes between blocks at the destination.
+        box: What one row copies.
+        kept: What executors have made of it, by a key of theirs.
+    """
+
+    rows: I64
+    src_block: int
+    dst_block: int
+    box: Box
+    kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
+
+    @lazy
+    def tokens(self) -> int:
+        """Token rows in all."""
+        return int(self.rows[:, 4].sum())
+
+    @lazy
+    def bytes(self) -> int:
+        """Bytes that are written in a region."""
+        return self.tokens * self.box.token_bytes
+
+    @lazy
+    def pieces(self) -> int:
+        """Contiguous runs in a region, before neighbours are merged."""
+        rows = len(self.rows) if self.box.token_in_run else self.tokens
+        return rows * prod(axis.count for axis in self.box.outer)
+
+    @lazy
+    def offsets(self) -> I64:
+        """int64 (N, 3): source offset, destination offset and tokens of each row that has any."""
+        rows, box = self.rows, self.box
+        counts = rows[:, 4]
+        if len(counts) and int(counts.min()) <= 0:
+            rows = rows[counts > 0]
+        found = np.empty((len(rows), 3), np.int64)
+        found[:, 0] = rows[:, 0] * self.src_block + rows[:, 1] * box.src_token
+        found[:, 1] = rows[:, 2] * self.dst_block + rows[:, 3] * box.dst_token
+        found[:, 2] = rows[:, 4]
+        return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """A class of equal strides and extents.
 
     Attributes:
         regions: int64 (R, 2): base address at the source and at the destination.
-        rows: int64 (N, 5): source block, first token there, destination block, first token there, tokens.
-        src_block: Bytes between blocks at the source.
-        dst_block: Bytes between blocks at the destination.
-        box: What one row copies.
+        stencil: What is copied in each.
         factors: float32 (R, 2), where elements are converted: by what those of a region are multiplied, and then
             divided; else None.
     """
 
     regions: I64
-    rows: I64
-    src_block: int
-    dst_block: int
-    box: Box
+    stencil: Stencil
     factors: F32 | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes that this segment writes."""
-        return len(self.regions) * int(self.rows[:, 4].sum()) * self.box.token_bytes
+        return len(self.regions) * self.stencil.bytes
 
     @property
     def pieces(self) -> int:
         """Contiguous runs that it consists of, before neighbours are merged."""
-        runs = prod(axis.count for axis in self.box.outer)
-        rows = len(self.rows) if self.box.token_in_run else int(self.rows[:, 4].sum())
-        return len(self.regions) * rows * runs
+        return len(self.regions) * self.stencil.pieces
 
     def enumerate(self) -> "Pieces":
         """List every piece, as far as possible in ascending order of destination.
@@ -108,20 +151,20 @@ class Segment:
         Raises:
             GeometryError: If it converts: a descriptor can only say which bytes go where.
         """
-        if self.box.elements.converts:
-            raise GeometryError(f"{self.box.elements.src} to {self.box.elements.dst} cannot be copied piece by piece")
-        counts = self.rows[:, 4]
+        elements, rows = self.stencil.box.elements, self.stencil.offsets
+        if elements.converts:
+            raise GeometryError(f"{elements.src} to {elements.dst} cannot be copied piece by piece")
+        counts = rows[:, 2]
         if not len(counts) or (counts == counts[0]).all():
-            return self._listed(self.rows)
-        return Pieces.joined([self._listed(self.rows[counts == count]) for count in np.unique(counts)])
+            return self._listed(rows)
+        return Pieces.joined([self._listed(rows[counts == count]) for count in np.unique(counts)])
 
     def _listed(self, rows: I64) -> "Pieces":
         """Pieces of rows of one length: the sums of one offset from each level."""
-        box, tokens = self.box, int(rows[0, 4]) if len(rows) else 0
-        src = rows[:, 0] * self.src_block + rows[:, 1] * box.src_token
-        dst = rows[:, 2] * self.dst_block + rows[:, 3] * box.dst_token
+        box, tokens = self.stencil.box, int(rows[0, 2]) if len(rows) else 0
         axes = box.outer if box.token_in_run else (*box.outer, BoxAxis(tokens, box.src_token, box.dst_token))
-        levels = [_ascending(self.regions[:, 0], self.regions[:, 1]), _ascending(src, dst), *map(_steps, axes)]
+        bases = _ascending(self.regions[:, 0], self.regions[:, 1])
+        levels = [bases, _ascending(rows[:, 0], rows[:, 1]), *map(_steps, axes)]
         # levels nest where the wider one is outside, and then sums of ascending offsets ascend
         levels.sort(key=_width, reverse=True)
         src, dst = (reduce(np.add.outer, [level[side] for level in levels]).ravel() for side in (0, 1))

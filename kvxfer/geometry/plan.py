@@ -149,10 +149,10 @@ class PairPlan:
         found = self._slices.get(key)
         if found is None:
             found = list[Slice]()
-            for c in self.classes:
+            for number, c in enumerate(self.classes):
                 low, high = bisect_left(c.layers, key[0]), bisect_left(c.layers, key[1] + 1)
                 if low < high:
-                    found.append(Slice(c.key, c.bases[low:high], c.factors[low:high]))
+                    found.append(Slice(number, c.key, c.bases[low:high], c.factors[low:high]))
             if len(self._slices) >= _KEPT_SLICES:
                 self._slices.clear()
             self._slices[key] = found
@@ -162,11 +162,11 @@ class PairPlan:
     def sample(self) -> ChunkPlan:
         """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
         parts: list[ChunkPart] = []
-        for c in self.classes:
+        for number, c in enumerate(self.classes):
             grid = row_grid(c.key.src_rows, c.key.dst_rows)
             table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
             rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
-            parts.append(ChunkPart(Slice(c.key, c.bases, c.factors), rows))
+            parts.append(ChunkPart(Slice(number, c.key, c.bases, c.factors), rows))
         return ChunkPlan(parts)
 
     @lazy

@@ -59,7 +59,7 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
     """
     moved: dict[int, list[Segment]] = {}
     for segment in plan.segments:
-        moved.setdefault(id(segment.rows), []).append(segment)
+        moved.setdefault(id(segment.stencil.rows), []).append(segment)
     whole = CopyPlan(tuple(part for alike in moved.values() for part in _with(alike, _known(alike)).segments))
     if whole.pieces == plan.pieces <= pieces:
         listed = whole.enumerate().merged()
@@ -68,7 +68,7 @@ def sample(plan: CopyPlan, pieces: int) -> Sample:
     for alike in moved.values():
         known, every = _with(alike, _known(alike)), CopyPlan(tuple(alike)).pieces
         if known.pieces:
-            found = _looked_at(known, known.segments[0].rows, pieces // len(moved))
+            found = _looked_at(known, known.segments[0].stencil.rows, pieces // len(moved))
             parts += [(listed, count * every / known.pieces) for listed, count in found]
         else:
             parts.append((known.enumerate(), float(every)))
@@ -100,9 +100,9 @@ def _looked_at(plan: CopyPlan, rows: I64, pieces: int) -> list[tuple[Pieces, flo
 
 
 def _with(segments: Iterable[Segment], rows: I64) -> CopyPlan:
-    return CopyPlan(tuple(replace(segment, rows=rows) for segment in segments))
+    return CopyPlan(tuple(replace(one, stencil=replace(one.stencil, rows=rows)) for one in segments))
 
 
 def _known(segments: Sequence[Segment]) -> I64:
-    rows = segments[0].rows
+    rows = segments[0].stencil.rows
     return rows[rows[:, 0] >= 0]

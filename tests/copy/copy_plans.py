@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.factor import BoxAxis
 
 CANARY = 0xA5
@@ -93,7 +93,7 @@ def random_segment(rng, shape: Shape, src_base: int, dst_base: int) -> tuple[Seg
     outer = tuple(BoxAxis(n, src.strides[str(k)], dst.strides[str(k)]) for k, n in enumerate(shape.outer))
     outer = tuple(turned(rng, axis, regions) for axis in outer)
     box = Box(outer, src.strides["token"], dst.strides["token"], shape.run, shape.token_in_run)
-    segment = Segment(regions, rows, src.strides["block"], dst.strides["block"], box)
+    segment = Segment(regions, Stencil(rows, src.strides["block"], dst.strides["block"], box))
     return segment, src.extent, dst.extent
 
 
@@ -140,12 +140,12 @@ def expected(plan: CopyPlan, src, src_address: int, dst, dst_address: int):
 def addresses(plan: CopyPlan) -> Iterator[tuple[int, int, int]]:
     """(source, destination, bytes) of every run, by the formula of `copyplan` and none of its code."""
     for segment in plan.segments:
-        box = segment.box
-        for bases, row in product(segment.regions.tolist(), segment.rows.tolist()):
+        box = segment.stencil.box
+        for bases, row in product(segment.regions.tolist(), segment.stencil.rows.tolist()):
             src_block, src_first, dst_block, dst_first, tokens = row
             for token, index in product(range(tokens), np.ndindex(*(axis.count for axis in box.outer))):
-                src = bases[0] + src_block * segment.src_block + (src_first + token) * box.src_token
-                dst = bases[1] + dst_block * segment.dst_block + (dst_first + token) * box.dst_token
+                src = bases[0] + src_block * segment.stencil.src_block + (src_first + token) * box.src_token
+                dst = bases[1] + dst_block * segment.stencil.dst_block + (dst_first + token) * box.dst_token
                 for axis, i in zip(box.outer, index, strict=True):
                     src += i * axis.src
                     dst += i * axis.dst
@@ -201,4 +201,4 @@ def box_plan(
     number = np.arange(regions, dtype=np.int64)
     step = [rows if side == flat else pool for side in ("src", "dst")]
     bases = np.stack([src + number * step[0] * src_block, dst + number * step[1] * dst_block], axis=1)
-    return CopyPlan((Segment(bases, table, src_block, dst_block, box),))
+    return CopyPlan((Segment(bases, Stencil(table, src_block, dst_block, box)),))

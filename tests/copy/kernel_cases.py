@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import host, kernel, tables
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.factor import BoxAxis
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"
@@ -90,7 +90,7 @@ def test_every_width_is_used_where_it_fits(width):
         box = Box((BoxAxis(2, 4 * width, 8 * width),), room, room, run, token_in_run=False)
         rows = np.asarray([[0, 1, 2, 0, 3], [2, 0, 0, 2, 2], [1, 2, 1, 1, 2]], np.int64)
         bases = np.asarray([[src + shift(src), dst + shift(dst)]], np.int64)
-        return CopyPlan((Segment(bases, rows, 4 * room, 4 * room, box),))
+        return CopyPlan((Segment(bases, Stencil(rows, 4 * room, 4 * room, box)),))
 
     assert check(make) == [width]
 
@@ -100,7 +100,7 @@ def test_rows_of_132_bytes_travel_in_wide_words_where_whole_and_in_narrow_ones_w
         src, dst = src + -src % 16, dst + -dst % 16
         box = Box((), 132, 132, 132, token_in_run=True)
         rows = np.asarray([[3, 0, 0, 0, 16], [1, 0, 2, 0, 16], [0, 5, 1, 5, 11]], np.int64)
-        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 2112, 2112, box),))
+        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 2112, 2112, box)),))
 
     assert sorted(check(make)) == [4, 16]
 
@@ -126,7 +126,7 @@ def test_more_axes_than_a_box_has_today():
     def make(src, dst):
         box = Box(axes, 4 * 3**5, 4 * 4**5, 4, token_in_run=False)
         rows = np.asarray([[0, 0, 0, 0, 2]], np.int64)
-        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), rows, 0, 0, box),))
+        return CopyPlan((Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 0, 0, box)),))
 
     check(make)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvxfer.copy import READY, CopyJob, Direction, host
 from kvxfer.copy.host import HostExecutor, run
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
-from kvxfer.geometry.copyplan import CopyPlan, Segment
+from kvxfer.geometry.copyplan import CopyPlan, Segment, Stencil
 from kvxfer.runtime import ThreadRuntime
 
 NBYTES = 1 << 20
@@ -73,7 +73,7 @@ def test_common_layouts(make, flat):
 def test_an_empty_plan_and_rows_without_tokens_copy_nothing():
     dst = canvas()
     plan = contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=3, regions=1, row_bytes=64, pool=4)
-    plan.segments[0].rows[:, 4] = 0
+    plan.segments[0].stencil.rows[:, 4] = 0
     run(plan)
     run(CopyPlan(()))
     assert (dst == CANARY).all()
@@ -166,7 +166,7 @@ def test_a_failing_plan_and_a_failing_event_are_outcomes(executor):
     dst, reports = canvas(), Reports()
     good = small_plan(dst)
     no_box: Any = None
-    broken = Segment(good.segments[0].regions, good.segments[0].rows, 0, 0, no_box)
+    broken = Segment(good.segments[0].regions, Stencil(good.segments[0].stencil.rows, 0, 0, no_box))
     executor.submit(CopyJob(CopyPlan((broken,)), reports("plan")), Direction.GATHER)
     executor.submit(CopyJob(good, reports("event"), Flag(RuntimeError("device gone"))), Direction.GATHER)
     executor.submit(CopyJob(good, reports("own error"), Flag(ClosedError("gone"))), Direction.GATHER)

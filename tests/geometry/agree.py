@@ -177,7 +177,8 @@ def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid
 def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> None:
     """A grid of the planner's choice cuts no row, and keeps to its target unless it is as small as can be."""
     chunks = [transfer.chunk(grid, number) for number in range(len(grid))]
-    rows = [sum(len(s.rows) * len(s.regions) for s in plan.gather(0).segments) for plan in (transfer.whole, *chunks)]
+    gathers = [plan.gather(0) for plan in (transfer.whole, *chunks)]
+    rows = [sum(len(s.stencil.rows) * len(s.regions) for s in gather.segments) for gather in gathers]
     assert rows[0] == sum(rows[1:])
     smallest = grid.layers_per_chunk == 1 and grid.tokens_per_chunk <= transfer.pair.row_tokens
     if not smallest and not transfer.pair.has_state:
@@ -203,7 +204,7 @@ def check_chunks(
         staging = Space(STAGING - GUARD, cells)
         gather, scatter = give.gather(STAGING), take.scatter(STAGING)
         assert gather.bytes == scatter.bytes == give.bytes
-        assert all((segment.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
+        assert all((segment.stencil.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
         filled = run(gather.enumerate(), data, staging)[1]
         assert np.array_equal(by_destination(table_pairs(gather)), by_destination(byte_pairs(gather.enumerate())))
         assert (cells[:GUARD] == CANARY).all()
@@ -232,7 +233,7 @@ def scattered(pair: PairPlan, count: int) -> ChunkPlan:
         rows.setdefault((key.group, key.src_rows, key.dst_rows), Rows(table, begin, grid))
     return ChunkPlan(
         [
-            ChunkPart(Slice(c.key, c.bases, c.factors), rows[c.key.group, c.key.src_rows, c.key.dst_rows])
-            for c in pair.classes
+            ChunkPart(Slice(number, c.key, c.bases, c.factors), rows[c.key.group, c.key.src_rows, c.key.dst_rows])
+            for number, c in enumerate(pair.classes)
         ]
     )

@@ -36,7 +36,7 @@ def table_pairs(plan: CopyPlan) -> I64:
     """The same from the segment tables, by the formula in the docstring of `kvxfer.geometry.copyplan`."""
     found: list[I64] = [np.zeros((0, 2), np.int64)]
     for segment in plan.segments:
-        elements = segment.box.elements
+        elements = segment.stencil.box.elements
         assert not elements.converts, "bytes do not become bytes where elements are converted"
         first = element_pairs(segment)
         found += [first + byte for byte in range(elements.dst_bytes)]
@@ -45,15 +45,18 @@ def table_pairs(plan: CopyPlan) -> I64:
 
 def element_pairs(segment: Segment) -> I64:
     """int64 (n, 2): the first byte of every element that a segment copies, source and destination address."""
-    rows = [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.rows)]
+    rows = [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.stencil.rows)]
     return np.concatenate([np.zeros((0, 2), np.int64), *rows])
 
 
 def _row_pairs(segment: Segment, region: I64, row: I64) -> I64:
-    box, elements = segment.box, segment.box.elements
+    box, elements = segment.stencil.box, segment.stencil.box.elements
     sides: list[I64] = []
     for side in (0, 1):
-        block_stride, token_stride = [(segment.src_block, box.src_token), (segment.dst_block, box.dst_token)][side]
+        block_stride, token_stride = [
+            (segment.stencil.src_block, box.src_token),
+            (segment.stencil.dst_block, box.dst_token),
+        ][side]
         first = region[side] + row[2 * side] * block_stride + row[2 * side + 1] * token_stride
         index = np.indices((int(row[4]), *(axis.count for axis in box.outer), box.run), dtype=np.int64)
         item = (elements.src_bytes, elements.dst_bytes)[side]

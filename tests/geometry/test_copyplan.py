@@ -8,7 +8,7 @@ from execute import by_destination, byte_pairs, table_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Elements, Pieces, Segment
+from kvxfer.geometry import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Elements, Pieces, Segment, Stencil
 from kvxfer.geometry.copyplan import fold
 
 
@@ -85,7 +85,7 @@ def small_segments() -> st.SearchStrategy[Segment]:
         row = st.tuples(*[st.integers(1, 4) if column == 4 else numbers for column in range(width)])
         return st.lists(row, min_size=1, max_size=4).map(lambda rows: np.asarray(rows, np.int64))
 
-    return st.builds(Segment, table(2), table(5), numbers, numbers, free | joined)
+    return st.builds(Segment, table(2), st.builds(Stencil, table(5), numbers, numbers, free | joined))
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -111,7 +111,7 @@ def test_addresses_beyond_32_bits() -> None:
     top = 1 << 47
     box = Box((BoxAxis(2, 1 << 33, 1 << 34),), 1 << 21, 512, 512, token_in_run=False)
     rows = np.asarray([[70_000, 3, 90_000, 1, 2]])
-    segment = Segment(np.asarray([[top - 5, top + 9]]), rows, 1 << 22, 1 << 20, box)
+    segment = Segment(np.asarray([[top - 5, top + 9]]), Stencil(rows, 1 << 22, 1 << 20, box))
     src, dst = top - 5 + 70_000 * (1 << 22) + 3 * (1 << 21), top + 9 + 90_000 * (1 << 20) + 512
     assert sorted(listed(CopyPlan((segment,)).enumerate())) == [
         (src + axis * (1 << 33) + token * (1 << 21), dst + axis * (1 << 34) + token * 512, 512)
@@ -126,7 +126,7 @@ def test_rows_in_any_order_are_listed_by_destination() -> None:
     rows = np.stack([rng.permutation(50), np.zeros(50), rng.permutation(50), np.zeros(50), np.full(50, 4)], 1)
     for regions, stride in (([[0, 9000], [50_000, 0]], 64), ([[0, 32], [50_000, 0]], 64)):  # apart, and inside blocks
         box = Box((), 8, 8, 8, token_in_run=True)
-        found = Segment(np.asarray(regions), rows.astype(np.int64), 64, stride, box).enumerate()
+        found = Segment(np.asarray(regions), Stencil(rows.astype(np.int64), 64, stride, box)).enumerate()
         assert (np.diff(found.dst) > 0).all()
         assert len(found) == 100
 

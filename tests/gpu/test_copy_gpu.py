@@ -29,7 +29,7 @@ from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd
 from kvxfer.copy import READY, CopyJob, Direction, host, tables  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor, recorded  # noqa: E402
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError  # noqa: E402
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.geometry.factor import BoxAxis  # noqa: E402
 from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
@@ -126,7 +126,7 @@ def every_size(src, dst):
         zero = np.zeros(256, np.int64)
         rows = np.stack([number * slot + a, zero, number * slot + b, zero, zero + 1], axis=1).astype(np.int64)
         box = Box((), size, size, size, token_in_run=True)
-        segments.append(Segment(np.asarray([[src, dst]], np.int64), rows, 1, 1, box))
+        segments.append(Segment(np.asarray([[src, dst]], np.int64), Stencil(rows, 1, 1, box)))
     return CopyPlan(tuple(segments)), 257 * 256 * slot
 
 
@@ -213,7 +213,9 @@ def test_large_conversions_equal_those_on_a_cpu(runner):
         box = Box((BoxAxis(8, 128 * s, 16 * 128 * d),), 8 * 128 * s, 128 * d, 128, token_in_run=False, elements=e)
 
         def plan(at, to, table=table, step=step, factors=factors, box=box, blocks=(block * s, block * d)):
-            return CopyPlan((Segment(np.asarray([[at, to]]) + step, table, blocks[0], blocks[1], box, factors),))
+            return CopyPlan(
+                (Segment(np.asarray([[at, to]]) + step, Stencil(table, blocks[0], blocks[1], box), factors),)
+            )
 
         on_cpu = given.cpu()
         settle()
@@ -257,7 +259,7 @@ def test_blocks_far_from_the_base(runner):
     zero = np.zeros(len(ids), np.int64)
     bases = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
     box = Box((), block, block, block, token_in_run=True)
-    plan = CopyPlan((Segment(bases, np.stack([ids, zero, to, zero, zero + 1], axis=1), block, block, box),))
+    plan = CopyPlan((Segment(bases, Stencil(np.stack([ids, zero, to, zero, zero + 1], axis=1), block, block, box)),))
     settle()
     runner.copy(plan)
     for n, m in zip(ids.tolist(), to.tolist(), strict=True):
@@ -273,7 +275,7 @@ def test_axes_and_tokens_with_strides_beyond_32_bits(runner):
     src, dst = torch.zeros(size, dtype=torch.uint8, device="cuda:0"), canvas(size)
     box = Box((BoxAxis(3, 5 * GIB + 64, 5 * GIB + 128),), 2 * GIB + 32, 2 * GIB + 16, 4096, token_in_run=False)
     rows = np.asarray([[0, 0, 0, 0, 3], [1, 0, 3, 0, 2]], np.int64)
-    segment = Segment(np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64), rows, 8192, 8192, box)
+    segment = Segment(np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64), Stencil(rows, 8192, 8192, box))
     pieces = CopyPlan((segment,)).enumerate()
     for n, at in enumerate((pieces.src - src.data_ptr()).tolist()):
         src[at : at + 4096] = noise(4096, seed=n)
@@ -319,7 +321,7 @@ def test_nothing_is_compiled_after_warming(runner):
     assert runner.executor.compiles == 1
     rows = np.asarray([[0, 0, 1, 0, 16]], np.int64)
     box = Box((), 132, 132, 132, token_in_run=True)
-    whole = CopyPlan((Segment(np.asarray([at], np.int64), rows, 2112, 2112, box),))
+    whole = CopyPlan((Segment(np.asarray([at], np.int64), Stencil(rows, 2112, 2112, box)),))
     assert [launch.variant.width for launch in tables.pack(whole).launches] == [16]
     runner.executor.warm([whole])  # cut at other tokens it needs 8 and 4 bytes too
     assert runner.executor.compiles == 3
@@ -501,7 +503,7 @@ def test_failures_are_outcomes_and_the_service_goes_on(runner):
     settle()
     good = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=4, regions=1, row_bytes=4096, pool=4)
     no_box: Any = None
-    broken = Segment(good.segments[0].regions, good.segments[0].rows, 0, 0, no_box)
+    broken = Segment(good.segments[0].regions, Stencil(good.segments[0].stencil.rows, 0, 0, no_box))
     runner.submit("broken", CopyPlan((broken,)))
     runner.submit("empty", CopyPlan(()))
     runner.submit("good", good)
@@ -668,7 +670,7 @@ def test_figures_of_conversions():
         at = np.asarray([[src.data_ptr(), dst.data_ptr()]], np.int64)
         bases = at + np.arange(regions)[:, None] * block * np.asarray([[512 * s, rows * d]])
         factors = np.full((regions, 2), 1.5, np.float32)
-        plan = CopyPlan((Segment(bases, table, block * s, block * d, box, factors),))
+        plan = CopyPlan((Segment(bases, Stencil(table, block * s, block * d, box), factors),))
         cells = []
         for ctas in CTAS:
             runner = Runner(ctas=ctas)

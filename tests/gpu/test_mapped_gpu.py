@@ -20,7 +20,7 @@ from kvxfer.copy import READY, CopyJob, Direction  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment  # noqa: E402
+from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
 from kvxfer.mappings import GATE_BYTES, Gates  # noqa: E402
 from kvxfer.memory import allocate  # noqa: E402
@@ -46,7 +46,7 @@ def plan(src, dst, nbytes=SIZE, row=64 << 10):
     table = torch.stack([rows, rows * 0, rows.flip(0), rows * 0, rows * 0 + 1], dim=1).numpy()
     box = Box((), row, row, row, token_in_run=True)
     bases = torch.tensor([[src, dst]], dtype=torch.int64).numpy()
-    return CopyPlan((Segment(bases, table, row, row, box),))
+    return CopyPlan((Segment(bases, Stencil(table, row, row, box)),))
 
 
 class Copies:

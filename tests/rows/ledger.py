@@ -76,7 +76,7 @@ class Ledger:
         """A copy was given to an executor."""
         with self._lock:
             for segment in job.plan.segments:
-                pairs, elements = element_pairs(segment), segment.box.elements
+                pairs, elements = element_pairs(segment), segment.stencil.box.elements
                 src = pairs[:, :1] + np.arange(elements.src_bytes)
                 dst = pairs[:, 1:] + np.arange(elements.dst_bytes)
                 codes = self.holds(src.ravel()).reshape(src.shape)

@@ -290,14 +290,14 @@ def test_a_stop_just_before_the_flag_is_cleared_is_not_lost(monkeypatch):
     """The thread is stopped between its look around and `clear`, which swallows the only wake-up that there is."""
     started, services = threading.Event(), []
 
-    class Racing(threading.Event):
+    class Racing(module._Signal):
         def clear(self):
             assert started.wait(LONG)
             services[0]._stopping = True  # what `stop` does, here and now
             self.set()
             super().clear()
 
-    monkeypatch.setattr(module.threading, "Event", Racing)
+    monkeypatch.setattr(module, "_Signal", Racing)
     services.append(ThreadRuntime().start("kvxfer-probe", Probe()))
     monkeypatch.undo()
     started.set()

@@ -78,6 +78,8 @@ def cut(local: NDArray[np.int64], remote: NDArray[np.int64], limits: Limits) -> 
     """
     if local.ndim != 2 or local.shape[1:] != (2,) or local.shape != remote.shape:
         raise FabricError(f"pieces must be two (N, 2) arrays of one shape, got {local.shape} and {remote.shape}")
+    if len(local) == 1 and 0 < local[0, 1] == remote[0, 1] <= limits.max_post_bytes:
+        return [(local, remote)]
     lengths = local[:, 1]
     if not np.array_equal(lengths, remote[:, 1]):
         raise FabricError("local and remote pieces differ in length")
@@ -171,13 +173,10 @@ class LivePost:
         started = now()
 
         def make() -> None:
-            handle = transport.post(
-                self.post.peer,
-                self.post.operation,
-                replace(self.post.local, pieces=local),
-                replace(self.post.remote, pieces=remote),
-            )
-            self._in_flight.append(handle)
+            post = self.post
+            here = post.local if local is post.local.pieces else replace(post.local, pieces=local)
+            there = post.remote if remote is post.remote.pieces else replace(post.remote, pieces=remote)
+            self._in_flight.append(transport.post(post.peer, post.operation, here, there))
 
         try:
             allowed = self.post.cell.post(now, make)

@@ -285,10 +285,13 @@ class Fabric:
         self._last_pass = now
         self._raise_defect()
         self._take()
-        self._post_round()
-        self._poll_round()
-        self._settle()
-        self._deliver()
+        if self._posts:
+            self._post_round()
+            self._poll_round()
+            self._settle()
+            self._deliver()
+        if self._holds:
+            self._transport.progress()
         self._raise_defect()
         if self._closed is not None:
             idle = not self._posts and not self._inbox
@@ -335,8 +338,6 @@ class Fabric:
             for live in queue:
                 if live.poll(self._transport, self._release, self._clock):
                     self._active_at = self._last_pass
-        if self._holds:
-            self._transport.progress()
 
     def _settle(self) -> None:
         """Give up what is silent, and take out what has a result."""

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from math import inf
 from typing import Final, TypeAlias
 
-from kvxfer.errors import ArenaError, KvxferError
+from kvxfer.errors import KvxferError
 from kvxfer.memory import Extent, Request, Share
 from kvxfer.telemetry import Metrics
 
@@ -54,6 +53,9 @@ class Desk:
         Raises:
             ArenaError: It can never fit; `then` is not called.
         """
+        if (extent := self.take(peer, nbytes)) is not None:
+            then(extent)
+            return None
         now = self._now()
         request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
         self._waiting[request] = then
@@ -65,17 +67,7 @@ class Desk:
 
     def take(self, peer: str, nbytes: int) -> Extent | None:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
-        if self._waiting:
-            return None
-        now = self._now()
-        try:
-            request = self.share.request(peer, nbytes, now=now, deadline=inf)
-        except ArenaError:  # there never will be
-            return None
-        granted = self.share.advance(now).granted
-        if not granted:
-            self.share.withdraw(request)
-        return granted[0][1] if granted else None
+        return None if self._waiting else self.share.take(peer, nbytes)
 
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""

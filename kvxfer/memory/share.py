@@ -174,6 +174,19 @@ class Share:
         self._queue.add(request)
         return request
 
+    def take(self, peer: str, nbytes: int) -> Extent | None:
+        """An extent of at least `nbytes` bytes for `peer`, RESERVED, if nobody waits and there is one right now.
+
+        It is what a request would be granted by the next `advance`, without one.
+        """
+        length = -(-nbytes // self.alignment) * self.alignment
+        if nbytes < 1 or len(self._queue):
+            return None
+        contenders = len(self._accounts) + (peer not in self._accounts)
+        if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
+            return None
+        return self._reserve(peer, nbytes, length)
+
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
 
@@ -316,7 +329,8 @@ class Share:
         served = False
         passed: list[Request] = []
         for request in self._queue.heads():
-            turn = self._judge(request, contenders)
+            alone = len(self._queue) == self._queue.waiting(request.peer)
+            turn = self._judge(request.peer, request.length, contenders, alone=alone)
             if turn is _Turn.BLOCKS:
                 if self._queue.overtaken(request) >= self.max_overtakes:
                     return served
@@ -329,32 +343,33 @@ class Share:
                     return served
         return served
 
-    def _judge(self, request: Request, contenders: int) -> _Turn:
-        account = self._accounts.get(request.peer, {})
-        held = sum(account.values())
-        doubtful = account.get(ExtentState.QUARANTINED, 0)
-        cap = self._alone if self._nobody_else_waits(request) else self.capacity // contenders
-        if doubtful * 4 > self.capacity or (held > doubtful and held + request.length > cap):
-            return _Turn.HELD_BACK
-        if request.length <= self._gaps.largest:
+    def _judge(self, peer: str, length: int, contenders: int, *, alone: bool) -> _Turn:
+        """Whether `length` bytes can be given to a peer now; it is `alone` if no other waits."""
+        account = self._accounts.get(peer)
+        if account is not None:
+            held = sum(account.values())
+            doubtful = account[ExtentState.QUARANTINED]
+            cap = self._alone if alone else self.capacity // contenders
+            if doubtful * 4 > self.capacity or (held > doubtful and held + length > cap):
+                return _Turn.HELD_BACK
+        if length <= self._gaps.largest:
             return _Turn.FITS
-        return _Turn.BLOCKS if request.length <= self._reachable else _Turn.HELD_BACK
-
-    def _nobody_else_waits(self, request: Request) -> bool:
-        return len(self._queue) == self._queue.waiting(request.peer)
+        return _Turn.BLOCKS if length <= self._reachable else _Turn.HELD_BACK
 
     def _grant(self, request: Request) -> Extent:
-        offset = self._gaps.take(request.length)
-        if offset is None:
-            raise InvariantError(f"no gap holds {request}, although the largest is {self._gaps.largest} bytes")
+        extent = self._reserve(request.peer, request.nbytes, request.length)
         self._queue.serve(request)
-        self._generation += 1
-        extent = Extent(
-            self.base + offset, offset, request.length, request.nbytes, request.peer, self._generation, ExtentState.FREE
-        )
-        self._live[extent.generation] = extent
         self._grants[request] = extent
         self._granted_to[extent] = request
+        return extent
+
+    def _reserve(self, peer: str, nbytes: int, length: int) -> Extent:
+        offset = self._gaps.take(length)
+        if offset is None:
+            raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
+        self._generation += 1
+        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation, ExtentState.FREE)
+        self._live[extent.generation] = extent
         self._move(extent, ExtentState.RESERVED)
         return extent
 
@@ -365,7 +380,9 @@ class Share:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
         check_transition(source, target)
-        account = self._accounts.setdefault(extent.peer, dict.fromkeys(_HELD_STATES, 0))
+        account = self._accounts.get(extent.peer)
+        if account is None:
+            account = self._accounts[extent.peer] = dict.fromkeys(_HELD_STATES, 0)
         if source is not ExtentState.FREE:
             self._totals[source] -= extent.length
             account[source] -= extent.length
@@ -375,7 +392,9 @@ class Share:
         else:
             self._gaps.give(extent.offset, extent.length)
             del self._live[extent.generation]
-            del self._grants[self._granted_to.pop(extent)]
+            request = self._granted_to.pop(extent, None)
+            if request is not None:
+                del self._grants[request]
             if not any(account.values()):
                 del self._accounts[extent.peer]
         extent.state = target

@@ -202,7 +202,7 @@ class Fetching(Steps):
                 continue
             need = Need(demand.ticket.ref(), selections, demand.spans, demand.tokens, demand.after, deadline)
             incoming = Incoming(site, link, self._number(), need, self)
-            self.transfer.expect({layer: 1 for selection in selections for layer in selection.layers})
+            self.transfer.expect(dict.fromkeys(incoming.layers, 1))
             self.incoming.append(incoming)
             self._known(incoming)
             incoming.start()

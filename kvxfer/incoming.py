@@ -14,6 +14,7 @@ from kvxfer.events import Until
 from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan
 from kvxfer.landing import Landing, Reading
+from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
 from kvxfer.planning import Bound
@@ -79,7 +80,7 @@ class Incoming(Steps):
         self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._awake: Callable[[], None] = no_hold
 
-    @property
+    @lazy
     def layers(self) -> list[int]:
         """Every layer of which this rank sends something."""
         return sorted({layer for selection in self._need.selections for layer in selection.layers})

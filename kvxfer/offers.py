@@ -124,6 +124,10 @@ class OfferState(StrEnum):
     ENDED = "ended"
 
 
+_Marks: TypeAlias = tuple[tuple[int, Event], ...]
+"""Tokens up to which something is ready, ascending, and after which event."""
+
+
 class Readiness:
     """Up to which token each layer is ready, and after which events.
 
@@ -132,13 +136,14 @@ class Readiness:
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
-        # layers with the same marks share one tuple of them, as most do: then there is little to look at
-        self._marks: dict[int, tuple[tuple[int, Event], ...]] = dict.fromkeys(layers, ())
+        self._layers: Final = frozenset(layers)
+        self._of_all: _Marks | None = ()  # while all layers are marked alike, as they mostly are
+        self._marks: dict[int, _Marks] = {}  # of each layer from then on; those with the same share one tuple
         self.by_layer = True
 
     def reached(self, layer: int) -> int:
         """One past the last token of a layer that is (or will be, after its events) ready."""
-        return _reached(self._marks[layer])
+        return _reached(self._marks[layer] if self._of_all is None else self._of_all)
 
     def mark(self, layers: Sequence[int], stop: int, event: Event) -> None:
         """Tokens up to `stop` of these layers are ready once `event` has fired.
@@ -146,19 +151,26 @@ class Readiness:
         Raises:
             TokensError: If a layer is unknown here; nothing is marked then.
         """
-        for layer in layers:
-            if layer not in self._marks:
-                raise TokensError(f"layer {layer} is not held here; this cache has {sorted(self._marks)}")
-        self.by_layer = len(layers) < len(self._marks)
-        mark = (stop, event)
-        longer = {id(marks): (*marks, mark) if stop > _reached(marks) else marks for marks in self._distinct(layers)}
-        for layer in layers:
+        marked = frozenset(layers)
+        if not marked <= self._layers:
+            raise TokensError(
+                f"layer {min(marked - self._layers)} is not held here; this cache has {sorted(self._layers)}"
+            )
+        self.by_layer = len(marked) < len(self._layers)
+        if self._of_all is not None and not self.by_layer:
+            self._of_all = _longer(self._of_all, stop, event)
+            return
+        if self._of_all is not None:
+            self._marks, self._of_all = dict.fromkeys(self._layers, self._of_all), None
+        longer = {id(marks): _longer(marks, stop, event) for marks in self._distinct(marked)}
+        for layer in marked:
             self._marks[layer] = longer[id(self._marks[layer])]
 
     def missing(self, stop: int) -> list[int]:
         """Layers of which some tokens before `stop` were never marked."""
-        short = {id(marks) for marks in self._distinct(self._marks) if _reached(marks) < stop}
-        return sorted(layer for layer, marks in self._marks.items() if id(marks) in short) if short else []
+        if all(_reached(marks) >= stop for marks in self._distinct(self._layers)):
+            return []
+        return sorted(layer for layer in self._layers if self.reached(layer) < stop)
 
     def events(self, layers: Sequence[int], start: int, stop: int) -> list[Event] | None:
         """Events after which the tokens [start, stop) of these layers may be read; None if some are not marked yet."""
@@ -176,15 +188,21 @@ class Readiness:
     @property
     def fired(self) -> bool:
         """Whether all that was marked may be read now."""
-        return all(event.query() for marks in self._distinct(self._marks) for _, event in marks)
+        return all(event.query() for marks in self._distinct(self._layers) for _, event in marks)
 
-    def _distinct(self, layers: Iterable[int]) -> Iterable[tuple[tuple[int, Event], ...]]:
+    def _distinct(self, layers: Iterable[int]) -> Iterable[_Marks]:
         """The marks of layers, those that several share once."""
+        if self._of_all is not None:
+            return (self._of_all,)
         return {id(marks): marks for marks in map(self._marks.__getitem__, layers)}.values()
 
 
-def _reached(marks: Sequence[tuple[int, Event]]) -> int:
+def _reached(marks: _Marks) -> int:
     return marks[-1][0] if marks else 0
+
+
+def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
+    return (*marks, (stop, event)) if stop > _reached(marks) else marks
 
 
 class Offer:

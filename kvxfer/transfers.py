@@ -146,6 +146,9 @@ class Transfer:
 
     def expect(self, layers: Mapping[int, int]) -> None:
         """So many parts of each layer are to land."""
+        if not self._layers:
+            self._layers = dict(layers)
+            return
         for layer, parts in layers.items():
             self._layers[layer] = self._layers.get(layer, 0) + parts
 

@@ -13,6 +13,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -162,14 +163,14 @@ class Link(asyncio.Protocol):
             self._handle(iter(session.receive(data, self._runtime.now())))
 
     def _handle(self, events: Iterator[SessionEvent]) -> None:
-        """Handle what came in, one turn long; nothing more is read before the rest is done."""
+        """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done."""
         until = self._runtime.now() + TURN_SECONDS
         self._handling = True
         try:
             for event in events:
                 self._take(event)
                 if self._runtime.now() >= until:
-                    self._rest = events
+                    self._rest = _remaining(events)
                     break
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -284,6 +285,12 @@ class Link(asyncio.Protocol):
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if was_open:
             self._handler.lost(self, error)
+
+
+def _remaining(events: Iterator[SessionEvent]) -> Iterator[SessionEvent] | None:
+    """What is left, if anything is."""
+    following = next(events, None)
+    return None if following is None else chain([following], events)
 
 
 def _unreachable(error: KvxferError, endpoint: str) -> KvxferError:

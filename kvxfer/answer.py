@@ -1,7 +1,6 @@
 """What the prefill rank answers a fetch: plan, route and grid, and the `Accept` that says so."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 from kvxfer.ahead import IN_PLACE
@@ -9,7 +8,7 @@ from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, RefusedError
 from kvxfer.geometry import BlockLists, TransferPlan, check_state
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, merged_pieces, usual_chunks
+from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose
@@ -95,14 +94,16 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     if (fetch.lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
-    nbytes, merged = plan.outline.bytes, cache(lambda: merged_pieces(plan))
+    nbytes = plan.outline.bytes
 
     def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
         chunks = chunks or usual_chunks(site.config, route, nbytes)
         peer = asked.peer.identity.incarnation
         return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
-    choice = choose(site.config.route, means, fetch.routes, nbytes=nbytes, pieces=merged, seconds=seconds)
+    choice = choose(
+        site.config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: plan.merged_pieces, seconds=seconds
+    )
     target, limit = _chunk_sizes(site, fetch, choice.route, plan)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
@@ -117,7 +118,7 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     )
     bound = Bound.of(plan, grid)
     ahead = asked.ahead and choice.route in IN_PLACE and offer.finished
-    predicted = seconds(choice.route, merged() if listed else bound.pieces, len(grid))
+    predicted = seconds(choice.route, plan.merged_pieces if listed else bound.pieces, len(grid))
     message = Accept(
         transfer=fetch.transfer,
         route=choice.route,

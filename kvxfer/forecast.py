@@ -24,7 +24,7 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.limits import MAX_ROWS
-from kvxfer.planning import LISTED, fit_grid, in_place_bytes, merged_pieces, usual_chunks
+from kvxfer.planning import LISTED, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
@@ -273,7 +273,7 @@ def _pair(
         means,
         acceptable(config.route, means),
         nbytes=nbytes,
-        pieces=lambda: merged_pieces(plan),
+        pieces=lambda: plan.merged_pieces,
         seconds=lambda route, pieces: profile.seconds(
             route,
             nbytes=nbytes,

@@ -24,6 +24,7 @@ _log: Final = logger("kvxfer.send")
 GATE_BYTES: Final = 128
 """From one gate to the next: a cache line of a GPU."""
 _ADDRESSES: Final = 1 << 62
+_MAPPED: Final = int(Capability.MAPPED)
 """No address of a process is beyond; sums of two numbers up to it fit into 64 bits."""
 _here: Final[set[bytes]] = set()
 """Incarnations of the workers of this process: nobody else may name its memory."""
@@ -105,7 +106,7 @@ class Mappings:
     @staticmethod
     def offered(peer: PeerInfo) -> bool:
         """Whether a peer lets this rank map its memory."""
-        return Capability.MAPPED in Capability(peer.identity.capabilities) and bool(peer.body.mapped)
+        return bool(peer.identity.capabilities & _MAPPED) and bool(peer.body.mapped)
 
     async def open(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
         """Map what a decode rank holds, unless that was tried before. What speaks against it is logged, once.

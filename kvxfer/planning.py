@@ -24,7 +24,6 @@ from kvxfer.geometry import (
     converts,
     differences,
     resolve,
-    sample,
 )
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
@@ -38,15 +37,12 @@ __all__ = [
     "block_pieces",
     "fit_grid",
     "in_place_bytes",
-    "merged_pieces",
     "staging_pieces",
     "usual_chunks",
 ]
 
 _NAME: Final = "kvxfer.plan"
 _log: Final = logger(_NAME)
-_SAMPLED: Final = 4096
-"""Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 """Routes whose pieces are listed for the transport."""
 _LISTED_PIECES: Final = 1 << 16
@@ -69,6 +65,7 @@ class PairPlans:
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
+        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan]] = {}  # what a peer asked for last
 
     def meet(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
         """Read a new peer's geometry, and plan the copy of all that both sides hold in one direction.
@@ -140,6 +137,7 @@ class PairPlans:
 
     def _drop(self, incarnation: bytes) -> None:
         """Forget plans with a peer."""
+        self._asked.pop(incarnation, None)
         for sending in (True, False):
             self._common.pop((incarnation, sending), None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
@@ -156,8 +154,12 @@ class PairPlans:
 
     def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
         """The plan from this rank to a peer."""
-        chosen = map(selection_from_wire, selections)
-        return self._pair(peer, tuple(sorted(chosen)), sending=True)
+        last = self._asked.get(peer.identity.incarnation)
+        if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
+            return last[1]
+        pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
+        self._asked[peer.identity.incarnation] = selections, pair
+        return pair
 
     def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
         """The plan from a peer to this rank."""
@@ -325,11 +327,6 @@ def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
 def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
     """Chunks that so many bytes are about cut into, before there is a grid."""
     return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
-
-
-def merged_pieces(plan: TransferPlan) -> int:
-    """About how many pieces a transfer has once neighbours are merged, counted in a part of it."""
-    return max(1, round(sample(plan.outline.copy(), _SAMPLED).count))
 
 
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:

@@ -29,6 +29,12 @@ __all__ = ["Site", "Tasks", "no_hold", "resolve"]
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
+# as plain numbers: operations on flags would take as long as all the rest of `Site.means`
+_STAGED: Final = int(Capability.STAGED)
+_DIRECT: Final = int(Capability.DIRECT)
+_PULL: Final = int(Capability.PULL)
+_MAPPED: Final = int(Capability.MAPPED)
+
 Callback: TypeAlias = Callable[[], None]
 
 
@@ -299,14 +305,14 @@ class Site:
             trusted: Whether this side shared its own.
             sending: Whether this rank is the prefill rank.
         """
-        theirs = Capability(peer.identity.capabilities)
+        theirs = peer.identity.capabilities
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
-        writable = theirs if sending else self.capabilities  # the decode rank's
+        writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
-            staged=self.staging is not None and Capability.STAGED in theirs,
-            direct=known and not converts and Capability.DIRECT in writable,
-            pull=known and not converts and Capability.PULL in theirs,
+            staged=self.staging is not None and bool(theirs & _STAGED),
+            direct=known and not converts and bool(writable & _DIRECT),
+            pull=known and not converts and bool(theirs & _PULL),
             mapped=known and self._mapped(peer, sending=sending),
             converts=converts,
         )
@@ -315,7 +321,7 @@ class Site:
         """Whether the prefill rank can address the decode rank's blocks, as far as this side knows."""
         if sending:
             return Mappings.offered(peer) and not self.mappings.why_not(peer)
-        return Capability.MAPPED in self.capabilities and not unlike(peer.body.host)
+        return bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
 
     @property
     def joined(self) -> Issuer:

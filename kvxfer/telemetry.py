@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Final, TypedDict, cast
 
 import structlog
@@ -109,6 +110,9 @@ _MASK_BYTES: Final = 4
 
 logging.getLogger("kvxfer").addHandler(logging.NullHandler())
 
+_of_stdlib: Final = cache(logging.getLogger)
+"""Loggers live as long as the process, and looking one up takes a lock."""
+
 
 def _to_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Make the arguments of a stdlib logging call: readable text, and the data in one attribute of the record."""
@@ -144,12 +148,12 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
 
 def hears_debug(name: str) -> bool:
     """Whether anybody hears debug events of this logger: else what is dear to say need not be made."""
-    return logging.getLogger(name).isEnabledFor(logging.DEBUG)
+    return _of_stdlib(name).isEnabledFor(logging.DEBUG)
 
 
 def hears_info(name: str) -> bool:
     """The same for informational events: what one says of every transfer costs as much as a step of it."""
-    return logging.getLogger(name).isEnabledFor(logging.INFO)
+    return _of_stdlib(name).isEnabledFor(logging.INFO)
 
 
 def mask(secret: str | bytes) -> str:

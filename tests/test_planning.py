@@ -15,7 +15,7 @@ from kvxfer.geometry import (
     from_hf_config,
     resolve,
 )
-from kvxfer.planning import fit_grid, in_place_bytes, merged_pieces
+from kvxfer.planning import fit_grid, in_place_bytes
 from kvxfer.protocol.messages import Route
 
 LLAMA = {
@@ -68,7 +68,7 @@ def test_the_number_of_merged_pieces_is_about_right(prefill, decode, tokens):
     spans = src.spans(tokens.stop, aligned=layouts[1].block), dst.spans(tokens.stop, aligned=layouts[0].block, draw=1)
     plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(*spans, tokens)
     real = len(plan.whole.copy().enumerate().merged())
-    assert merged_pieces(plan) == pytest.approx(real, rel=0.15)
+    assert plan.merged_pieces == pytest.approx(real, rel=0.15)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(ACROSS, ACROSS), (NHD, NHD), (NHD, {"layout": "HND"})])
@@ -77,7 +77,7 @@ def test_blocks_that_follow_each_other_are_counted_as_one_piece(prefill, decode)
     (selections, *_) = resolve(dst.ranks[0], src.ranks, rank=0)
     spans = {"default": Span(range(7, 1007))}
     plan = PairPlan(src.ranks[0], dst.ranks[0], selections).bind(spans, spans, range(3, 16_000))
-    assert merged_pieces(plan) == len(plan.whole.copy().enumerate().merged())
+    assert plan.merged_pieces == len(plan.whole.copy().enumerate().merged())
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_blocks_that_are_not_known_yet_are_taken_to_be_like_the_others():
     spans = engine.spans(8000), engine.spans(8000, draw=1)
     (selections,) = resolve(engine.ranks[0], engine.ranks)
     pair = PairPlan(engine.ranks[0], engine.ranks[0], selections)
-    whole = merged_pieces(pair.bind(*spans, range(8000)))
+    whole = pair.bind(*spans, range(8000)).merged_pieces
     for known in (0, 1, 100):
         begun = {"default": Span(spans[0]["default"].ids[:known])}
-        assert merged_pieces(pair.bind(begun, spans[1], range(8000), covered=16 * known)) == whole
+        assert pair.bind(begun, spans[1], range(8000), covered=16 * known).merged_pieces == whole
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_pieces_of_several_parts_are_counted_once(prefill, decode):
     pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
     plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
     real = len(plan.whole.copy().enumerate().merged())
-    assert merged_pieces(plan) == real == sum(run.pieces for run in pair.explain().runs)
+    assert plan.merged_pieces == real == sum(run.pieces for run in pair.explain().runs)
 
 
 def test_a_sample_needs_no_block_that_could_be_bound():

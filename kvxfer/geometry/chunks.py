@@ -28,7 +28,7 @@ STAGING_ALIGNMENT: Final = 16
 """Segments begin at multiples of this many bytes in staging, so that the widest accesses stay aligned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkGrid:
     """How a transfer is cut: windows of tokens x runs of layers, numbered window by window.
 
@@ -51,17 +51,17 @@ class ChunkGrid:
         if self.layers_per_chunk < 1 or self.tokens_per_chunk < 1 or not self.layers or not 0 < self.stop >= self.start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
 
-    @property
+    @lazy
     def first(self) -> int:
         """The token at which the first window begins, if not before."""
         return min(self.start, self.stop - 1)
 
-    @property
+    @lazy
     def layer_runs(self) -> int:
         """Runs of layers in each window."""
         return -(-len(self.layers) // self.layers_per_chunk)
 
-    @property
+    @lazy
     def windows(self) -> int:
         """Token windows."""
         return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1

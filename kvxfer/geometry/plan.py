@@ -26,12 +26,15 @@ from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
+from kvxfer.geometry.sampling import sample
 from kvxfer.lazy import lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 
 I64: TypeAlias = NDArray[np.int64]
 
+_SAMPLED: Final = 4096
+"""Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
 _KEPT_SLICES: Final = 1024
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
@@ -388,6 +391,11 @@ class TransferPlan:
     def agreement(self) -> bytes:
         """As `PairPlan.agreement`."""
         return self.pair.agreement(self.dst_spans, self.tokens)
+
+    @lazy
+    def merged_pieces(self) -> int:
+        """About how many pieces it has once neighbours are merged, counted in a part of it."""
+        return max(1, round(sample(self.outline.copy(), _SAMPLED).count))
 
     def digest(self, grid: ChunkGrid) -> bytes:
         """SHA-256 over all that both sides must agree on: the agreement, and how it is cut."""

@@ -308,7 +308,7 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
             raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
         if ids.size == 0:  # whether a list is long enough is for those to say who know the tokens
             continue
-        if int(ids.min()) < 0 or int(ids.max()) >= limit:
+        if int(ids.view(np.uint64).max()) >= limit:  # as numbers without a sign, negative ones are beyond every limit
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
         null = specs[0].null_block

@@ -13,6 +13,7 @@ _NEARLY: Final = 1.05
 """A post per piece is preferred if it takes no longer than this times a gather and a scatter: it needs no memory."""
 _PIECEWISE: Final = frozenset({Route.DIRECT, Route.PULL})
 _IMPOSSIBLE: Final = "is not possible for this pair"
+_FIELDS: Final = {Route.STAGED: "staged", Route.DIRECT: "direct", Route.PULL: "pull", Route.MAPPED: "mapped"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,8 @@ class Means:
 
     def can(self, route: Route) -> bool:
         """Whether a route is possible."""
-        able = {
-            Route.STAGED: self.staged,
-            Route.DIRECT: self.direct,
-            Route.PULL: self.pull,
-            Route.MAPPED: self.mapped,
-        }
-        return able.get(route, False)
+        name = _FIELDS.get(route)
+        return name is not None and bool(getattr(self, name))
 
     def __str__(self) -> str:
         return "+".join(route.name.lower() for route in Route if self.can(route)) or "none"

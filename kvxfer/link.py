@@ -13,7 +13,6 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -170,7 +169,7 @@ class Link(asyncio.Protocol):
             for event in events:
                 self._take(event)
                 if self._runtime.now() >= until:
-                    self._rest = _remaining(events)
+                    self._rest = events if self._session is not None and self._session.unread_bytes else None
                     break
         except KvxferError as error:
             if isinstance(error, ProtocolError):
@@ -285,12 +284,6 @@ class Link(asyncio.Protocol):
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if was_open:
             self._handler.lost(self, error)
-
-
-def _remaining(events: Iterator[SessionEvent]) -> Iterator[SessionEvent] | None:
-    """What is left, if anything is."""
-    following = next(events, None)
-    return None if following is None else chain([following], events)
 
 
 def _unreachable(error: KvxferError, endpoint: str) -> KvxferError:

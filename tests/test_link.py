@@ -25,10 +25,13 @@ class Frames:
 
     def __init__(self, peer):
         self.state, self.peer, self.draining = State.OPEN, peer, False
+        self.unread_bytes = 0
 
     def receive(self, data, now):
         del now
+        self.unread_bytes += len(data)
         for number in data:
+            self.unread_bytes -= 1
             if self.state is State.CLOSED:
                 return
             if number == 255:
@@ -118,6 +121,12 @@ async def test_others_have_their_turn_between_frames(link):
     assert not link.stream.reading
     await asyncio.sleep(0)
     assert got == [0, 1, 2, 3, 4]
+    assert link.stream.reading
+
+
+async def test_reading_goes_on_if_a_turn_leaves_nothing(link):
+    link.data_received(bytes(range(2)))  # just as many as a turn is long
+    assert link.handler.got == [0, 1]
     assert link.stream.reading
 
 

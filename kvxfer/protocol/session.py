@@ -228,6 +228,11 @@ class Session:
             self.state = State.CLOSED
             raise
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes taken in that no event has come of yet."""
+        return self._reader.buffered_bytes
+
     def send(self, message: Message, now: float) -> None:
         """Queue a message; its bytes come out of `take_output`.
 

@@ -1,9 +1,9 @@
 """Copies on a GPU: one service thread, one stream per direction, tables in rings, completion by polled events.
 
 A job's tables are written into a slot of a ring of pinned memory, copied from there into the same slot of a ring of
-device memory, and read there by the kernel, all in the order of the stream. The slot is reused only after the event
-behind the kernel has happened, so neither copy of the tables can change under its reader. Nothing here waits for the
-device.
+device memory, and read there by the kernel, all in the order of the stream; small ones are read where they are. The
+slot is reused only after the event behind the kernel has happened, so neither copy of the tables can change under its
+reader. Nothing here waits for the device.
 
 Addresses may be memory of this GPU, pinned host memory, or a peer's memory that this process has mapped and this GPU
 can reach.
@@ -49,6 +49,11 @@ _FIRST_FIXED_S: Final = 8e-6
 _LARGE_BYTES: Final = 1 << 20
 _AHEAD_BYTES: Final = 512 << 20
 """Bytes that are launched ahead, by two jobs at least: more than a millisecond of the fastest copies."""
+_TIMED: Final = 8
+"""Of so many copies one is timed on the device: after a pause a mark takes the driver as long as a launch."""
+_NEAR_WORDS: Final = 512
+_NEAR_TILES: Final = 64
+"""Tables of so few words for so few tiles are read from pinned memory: copying them to the device takes longer."""
 
 
 def recorded(event: Event) -> bool:
@@ -169,7 +174,8 @@ class CudaExecutor:
             self._backlog.report(job, started)
             return True
         try:
-            slot = lane.reserve(len(tables.words) + 1)
+            near = len(tables.words) <= _NEAR_WORDS and sum(one.tiles for one in tables.launches) <= _NEAR_TILES
+            slot = lane.reserve(len(tables.words) + 1, near=near)
         except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
             self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
             return True
@@ -179,7 +185,7 @@ class CudaExecutor:
 
         def launch() -> None:
             running.nbytes = tables.nbytes
-            running.first = lane.stream.mark()
+            running.first = lane.first_mark(tables.nbytes)
             lane.upload(slot, tables.words)
             for one in tables.launches:
                 self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
@@ -212,8 +218,9 @@ class CudaExecutor:
             now = self._runtime.now()
             stopped = oldest.stopped or (oldest.job.gate is not None and lane.kept_out(oldest.slot))
             lane.release(oldest.slot)
+            before = lane.last_end
             lane.learn(oldest, took, now)
-            started = max(oldest.started, now - took) if took else oldest.started
+            started = max(oldest.started, now - took) if took else max(oldest.started, before)
             self._backlog.report(oldest.job, started, oldest.error, stopped=stopped)
             ended += 1
         return ended
@@ -235,19 +242,29 @@ class _Slot:
 
     start: int
     words: int
-    host: torch.Tensor
-    device: torch.Tensor
+    memory: "_Tables"
+    near: bool
     of_ring: bool
 
     @property
     def table(self) -> int:
         """Address at which the kernel finds the memory that holds them."""
-        return self.device.data_ptr()
+        return self.memory.pinned if self.near else self.memory.on_device
 
     @property
     def pinned(self) -> int:
         """Address of the first word in pinned memory."""
-        return self.host.data_ptr() + 8 * self.start
+        return self.memory.pinned + 8 * self.start
+
+
+class _Tables:
+    """Room for tables: in pinned memory, which the device can read, and as much on the device."""
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        self.of_torch: Final = host, device
+        self.words: Final[I64] = host.numpy()
+        self.pinned: Final = host.data_ptr()
+        self.on_device: Final = device.data_ptr()
 
 
 @dataclass(slots=True, eq=False)
@@ -281,25 +298,26 @@ class _Lane:
 
     def prepare(self, ring_words: int) -> None:
         """The books."""
-        self._host_words: I64 = self.host_ring.numpy()
+        self._tables = _Tables(self.host_ring, self.device_ring)
         self._ring = Ring(ring_words // _SLOT_WORDS)
         self.held: tuple[CopyJob, Tables] | None = None
         self.running: deque[_Running] = deque()
         self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
         self._fixed_s = _FIRST_FIXED_S
-        self._last_end = 0.0
+        self.last_end = 0.0
+        self._untimed = {False: 0, True: 0}  # small and large copies since one was timed
 
-    def reserve(self, words: int) -> _Slot | None:
+    def reserve(self, words: int, *, near: bool = False) -> _Slot | None:
         """A slot of the rings, or None until older ones are released; memory of its own for more than a ring."""
         units = -(-words // _SLOT_WORDS)
         if units <= self._ring.capacity:
             start = self._ring.take(units)
             if start is None:
                 return None
-            return _Slot(start * _SLOT_WORDS, words, self.host_ring, self.device_ring, of_ring=True)
+            return _Slot(start * _SLOT_WORDS, words, self._tables, near, of_ring=True)
         host = torch.empty(words, dtype=torch.int64, pin_memory=True)
         device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
-        return _Slot(0, words, host, device, of_ring=False)
+        return _Slot(0, words, _Tables(host, device), near, of_ring=False)
 
     def release(self, slot: _Slot) -> None:
         """Give the oldest slot back, after its reader has run."""
@@ -307,14 +325,14 @@ class _Lane:
             self._ring.give_back()
 
     def upload(self, slot: _Slot, words: I64) -> None:
-        """Queue the copy of tables to the device."""
+        """Put tables where the kernel will read them."""
         self._words(slot)[: len(words)] = words
-        self.stream.upload(slot.table + 8 * slot.start, slot.pinned, 8 * len(words))
+        if not slot.near:
+            self.stream.upload(slot.table + 8 * slot.start, slot.pinned, 8 * len(words))
 
     def _words(self, slot: _Slot) -> I64:
         """A slot's words in pinned memory."""
-        words = self._host_words if slot.of_ring else slot.host.numpy()
-        return words[slot.start : slot.start + slot.words]
+        return slot.memory.words[slot.start : slot.start + slot.words]
 
     def gate(self, slot: _Slot, gate: Gate | None) -> tuple[int, int, int]:
         """What the kernel needs to pass a gate: its address, the generation, and where to say that it was closed."""
@@ -331,6 +349,12 @@ class _Lane:
     def full(self) -> bool:
         """Whether enough runs to keep the device busy until there is time to launch more."""
         return len(self.running) > 1 and sum(one.nbytes for one in self.running) >= _AHEAD_BYTES
+
+    def first_mark(self, nbytes: int) -> Any:
+        """Where a job begins, if it is to be timed; None for most."""
+        large = nbytes >= _LARGE_BYTES
+        self._untimed[large] = (self._untimed[large] + 1) % _TIMED
+        return self.stream.mark() if self._untimed[large] == 1 else None
 
     def mark(self) -> Any:
         """Where a job ends."""
@@ -349,7 +373,7 @@ class _Lane:
 
     def learn(self, ended: _Running, took: float, now: float) -> None:
         """Correct the estimate of how long a copy takes."""
-        self._last_end = now
+        self.last_end = now
         if took and ended.nbytes >= _LARGE_BYTES:
             self._s_per_byte += (max(0.0, took - self._fixed_s) / ended.nbytes - self._s_per_byte) / 4
         elif took:
@@ -359,7 +383,7 @@ class _Lane:
         """Seconds until the oldest running copy should be looked at."""
         oldest = self.running[0]
         takes = self._fixed_s + oldest.nbytes * self._s_per_byte
-        due = max(oldest.started + _LAUNCH_S, self._last_end) + takes
+        due = max(oldest.started + _LAUNCH_S, self.last_end) + takes
         early = _SPIN_BEFORE_S + takes / 16
         if now < due - early:
             return min(due - early - now, _LONGEST_SLEEP_S)

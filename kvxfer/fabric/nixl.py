@@ -40,6 +40,9 @@ _UCX_PARAMS: Final = frozenset({
 """What NIXL 1.5's UCX backend reads. It advertises only three of them."""
 
 _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_SCATTER_LISTS: Final = ("NIXL_UCX_SGL_ENABLE", "y")
+"""Lets UCX take the pieces of a post between GPUs as one list; on CPU memory it makes no difference. Read once a
+process, when its first agent is made; what is in the environment wins."""
 _KINDS: Final = ("DRAM", "VRAM")
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
@@ -127,6 +130,7 @@ class NixlTransport:
         """
         if self._device is not None:
             _make_current(self._device)
+            os.environ.setdefault(*_SCATTER_LISTS)
         if self._quiet:
             for variable, level in _QUIET.items():
                 os.environ.setdefault(variable, level)

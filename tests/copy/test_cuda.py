@@ -34,7 +34,8 @@ class FakeLane(cuda._Lane):
 
     def __init__(self, device, ring_words, *, urgent):
         words = torch.zeros(ring_words, dtype=torch.int64)
-        stream = SimpleNamespace(mark=lambda: None)
+        self.timed = []
+        stream = SimpleNamespace(mark=lambda: self.timed.append(len(self.running)))
         vars(self).update(host_ring=words, device_ring=words, handle=0, stream=stream)
         self.urgent = urgent
         self.prepare(ring_words)
@@ -43,7 +44,7 @@ class FakeLane(cuda._Lane):
         self.made.append(self)
 
     def upload(self, slot, words):
-        slot.host[slot.start : slot.start + len(words)] = torch.from_numpy(words)
+        slot.memory.words[slot.start : slot.start + len(words)] = words
 
     def mark(self):
         if self.record_error:
@@ -82,6 +83,7 @@ class World:
     def __init__(self, monkeypatch, *, ring_bytes=4096):
         FakeLane.made = []
         self.launched, self.gates, self.launch_error = [], [], None
+        self.tables = []
         monkeypatch.setattr(cuda, "_Lane", FakeLane)
         monkeypatch.setattr(cuda, "_load_kernel", lambda table: SimpleNamespace(launch=self._launch))
         self.runtime: Any = FakeRuntime()
@@ -92,6 +94,7 @@ class World:
     def _launch(self, launch, table, first, ctas, stream, gate):
         if self.launch_error and launch.variant.width != 16:
             raise self.launch_error
+        self.tables.append(table)
         self.launched.append((launch.variant.width, first))
         self.gates.append(gate)
 
@@ -202,6 +205,30 @@ def test_waiting_for_an_event_sleeps_longer_and_longer_but_not_for_ever(world):
     assert delays[0] <= 1e-4
     assert delays == sorted(delays)
     assert delays[-1] == 1e-3
+
+
+def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device(monkeypatch):
+    world = World(monkeypatch, ring_bytes=1 << 20)
+    lane = world.gather
+    lane.device_ring = torch.zeros(1 << 17, dtype=torch.int64)
+    lane.prepare(1 << 17)
+    few = contiguous_rows(0, 1 << 40, rows=4, regions=1, row_bytes=64, pool=4)
+    many_rows = contiguous_rows(0, 1 << 40, rows=200, regions=1, row_bytes=64, pool=200)
+    many_bytes = contiguous_rows(0, 1 << 40, rows=4, regions=1, row_bytes=8 << 20, pool=4)
+    for name, plan in (("few", few), ("rows", many_rows), ("bytes", many_bytes)):
+        world.submit(name, plan=plan)
+    world.step()
+    assert world.tables == [lane.host_ring.data_ptr(), *[lane.device_ring.data_ptr()] * 2]
+
+
+def test_one_of_eight_copies_is_timed(world):
+    for name in range(20):
+        world.submit(name)
+        world.step()
+        world.gather.marks[-1].fired = True
+        world.step()
+    assert len(world.outcomes) == 20
+    assert len(world.gather.timed) == 3
 
 
 def test_tables_wait_for_room_in_the_ring(monkeypatch):

@@ -733,7 +733,7 @@ def test_figures_for_a_small_copy():
     steps = {
         "pack": lambda: tables.pack(plan),
         "upload": lambda: lane.upload(slot, packed.words),
-        "launch": lambda: kernel.launch(packed.launches[0], slot.device.data_ptr(), slot.start, 24, lane.handle),
+        "launch": lambda: kernel.launch(packed.launches[0], slot.table, slot.start, 24, lane.handle),
         "mark": lane.mark,
         "passed": partial(lane.passed, lane.mark()),
     }

@@ -314,6 +314,11 @@ class LoopbackTransport:
         """Unique name of this agent."""
         return self._name
 
+    @property
+    def takes_lists(self) -> bool:
+        """It copies piece by piece."""
+        return False
+
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""
         return frozenset(self._registered)

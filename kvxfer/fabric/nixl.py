@@ -43,6 +43,7 @@ _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _SCATTER_LISTS: Final = ("NIXL_UCX_SGL_ENABLE", "y")
 """Lets UCX take the pieces of a post between GPUs as one list; on CPU memory it makes no difference. Read once a
 process, when its first agent is made; what is in the environment wins."""
+_YES: Final = frozenset({"y", "yes", "1", "on", "true"})
 _KINDS: Final = ("DRAM", "VRAM")
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
@@ -120,6 +121,12 @@ class NixlTransport:
     def name(self) -> str:
         """Unique name of this agent."""
         return self._name
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether UCX takes the pieces of a post between GPUs as one list."""
+        name, default = _SCATTER_LISTS
+        return self._device is not None and os.environ.get(name, default).lower() in _YES
 
     def setup(self) -> None:
         """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.

@@ -200,6 +200,11 @@ class Transport(Protocol):
         """Unique name of this agent."""
         ...
 
+    @property
+    def takes_lists(self) -> bool:
+        """Whether pieces between two GPUs are posted as one list, and not one by one. Asked after `setup`."""
+        ...
+
     def setup(self) -> None:
         """Called once on the fabric's thread before anything else (device context, agent creation)."""
         ...

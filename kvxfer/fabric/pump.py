@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -267,6 +267,7 @@ class Fabric:
     def _set_up(self) -> None:
         try:
             self._transport.setup()
+            self._limits = replace(self._limits, listed=self._transport.takes_lists)
         except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the service unseen
             self._defect = error
 

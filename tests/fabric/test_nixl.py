@@ -112,6 +112,16 @@ def test_metadata_covers_only_the_registrations_asked_for(pair):
 
 
 @needs_nixl
+@pytest.mark.parametrize(("said", "lists"), [(None, True), ("y", True), ("n", False), ("0", False)])
+def test_pieces_between_gpus_are_taken_as_lists_unless_the_environment_says_no(monkeypatch, said, lists):
+    monkeypatch.delenv("NIXL_UCX_SGL_ENABLE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("NIXL_UCX_SGL_ENABLE", said)
+    assert NixlTransport("a", device=0).takes_lists is lists
+    assert not NixlTransport("a").takes_lists
+
+
+@needs_nixl
 def test_metadata_without_memory_is_how_to_reach_an_agent(pair):
     a, b = pair
     assert a.transport.connect(b.transport.metadata([])) == "b"

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,21 @@ def test_only_posts_that_touch_host_memory_are_cut_by_bytes(here, there, parts):
     rows = pieces((0, 8 * PART))
     post = Post("b", Operation.WRITE, Descriptors(here, 0, rows), Descriptors(there, 0, rows), Cell(1e9), print)
     assert len(LivePost(post, limits(1024, PART))._parts) == parts
+
+
+@pytest.mark.parametrize(("here", "there", "listed", "parts"), [
+    ("VRAM", "VRAM", True, 1), ("VRAM", "VRAM", False, 4), ("VRAM", "DRAM", True, 4),
+])  # fmt: skip
+def test_posts_between_gpus_have_longer_parts_where_pieces_are_taken_as_a_list(here, there, listed, parts):
+    rows = pieces(*((128 * at, 64) for at in range(40)))
+    post = Post("b", Operation.WRITE, Descriptors(here, 0, rows), Descriptors(there, 0, rows), Cell(1e9), print)
+    assert len(LivePost(post, replace(limits(10, PART), listed=listed))._parts) == parts
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_transport_is_asked_once_it_is_set_up(listed, monkeypatch):
+    monkeypatch.setattr(LoopbackTransport, "takes_lists", listed)
+    assert Rig().fabric._limits.listed is listed
 
 
 @pytest.mark.parametrize("operation", list(Operation))

@@ -54,6 +54,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
+_CHUNK_BYTES: Final = 64 * MIB
 _SECRET_CHARACTERS: Final = 16
 _HIDDEN: Final = frozenset({"secret"})
 _MASK: Final = "**********"
@@ -119,6 +120,13 @@ Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
+def _usual_chunk(given: Mapping[str, Any]) -> int:
+    """What `chunk_bytes` is if nobody says: control work is by chunk, and a few of them should fit at once."""
+    arena, send_share = given.get("arena_bytes", 0), given.get("send_share", 0.5)
+    share = int(arena * min(send_share, 1 - send_share))
+    return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, share // 4)) if arena else _CHUNK_BYTES
+
+
 class FabricConfig(BaseModel):
     """Settings of the transport below (NIXL)."""
 
@@ -135,7 +143,7 @@ class FabricConfig(BaseModel):
     devices: Names = ()
     """Network devices to use, such as `mlx5_0`; empty means all that the backend finds."""
     max_descriptors: Annotated[int, Field(ge=1, le=65536)] = 1024
-    """Pieces in one post at most."""
+    """Pieces in one post at most; 16 times as many where the transport takes those between GPUs as one list."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
     """Bytes in one post at most, on lanes that copy inside the post."""
 
@@ -199,14 +207,14 @@ class Config(BaseSettings):
 
     route: Literal["auto", "mapped", "staged", "direct", "pull"] = "auto"
     """How bytes travel; `auto` chooses for each transfer."""
-    arena_bytes: Annotated[Size, Field(ge=0)] = 256 * MIB
+    arena_bytes: Annotated[Size, Field(ge=0)] = 512 * MIB
     """Staging memory of this worker, for both directions; 0 switches the staged route off."""
     arena_kind: Literal["auto", "cpu", "cuda", "fabric", "pinned"] = "auto"
     """Memory of the arena; `auto` follows the cache, and for a GPU falls back to pinned host memory."""
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
-    chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 32 * MIB
-    """Bytes of one chunk on the route `staged` at most."""
+    chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
+    """Bytes of one chunk on the route `staged` at most; by default 64 MiB, in a small arena a quarter of a share."""
     in_place_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
     """About as many on the other routes, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4

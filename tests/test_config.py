@@ -55,9 +55,25 @@ def refusal(**arguments):
 
 def test_defaults_are_sound_and_named_so():
     config = Config()
-    assert config.chunk_bytes == 32 * 2**20
+    assert (config.arena_bytes, config.chunk_bytes) == (512 * 2**20, 64 * 2**20)
     assert config.fetch_timeout is None
     assert set(config.sources().values()) == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunk"),
+    [
+        ({"arena_bytes": "256MiB"}, 32 << 20),
+        ({"arena_bytes": "4GiB"}, 64 << 20),
+        ({"arena_bytes": "64MiB", "send_share": 0.75}, 4 << 20),
+        ({"arena_bytes": "1KiB", "chunk_bytes": 512}, 512),
+        ({"arena_bytes": 0}, 64 << 20),
+    ],
+)
+def test_chunks_are_cut_for_the_arena_unless_somebody_says(arguments, chunk):
+    config = Config(**arguments)
+    assert config.chunk_bytes == chunk
+    assert config.sources()["chunk_bytes"] == ("argument" if "chunk_bytes" in arguments else "default")
 
 
 def test_the_order_of_sources(environment, toml):
@@ -301,8 +317,11 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
         ({"heartbeat": 10}, "peer_timeout is 20 s and heartbeat 10 s"),
         ({"heartbeat": 1, "offer_lease": 2}, "offer_lease is 2 s and heartbeat 1 s"),
         ({"route": "staged", "arena_bytes": 0}, "route is 'staged' and arena_bytes is 0"),
-        ({"arena_bytes": "32MiB"}, "chunk_bytes is 33554432 and the receive share of the arena 16777216"),
-        ({"send_share": 0.9}, "chunk_bytes is 33554432 and the receive share"),
+        (
+            {"arena_bytes": "32MiB", "chunk_bytes": "32MiB"},
+            "chunk_bytes is 33554432 and the receive share of the arena 16777216",
+        ),
+        ({"send_share": 0.95, "chunk_bytes": "64MiB"}, "chunk_bytes is 67108864 and the receive share"),
         ({"route": "direct", "max_in_place_bytes": 0}, "route is 'direct' and max_in_place_bytes is 0"),
         ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
         ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),

@@ -65,16 +65,17 @@ _H200: Final = Profile(
     "two NVLinked H200 of one host, caches and arena in GPU memory (torch 2.11, NIXL 1.5.1, UCX 1.23)",
     MappingProxyType(
         {
-            # whole fetches with 24 CTAs, pieces of 32 KiB: 2 MiB in 2.7 ms, 512 MiB in 4.5 ms, 2 GiB in 11.1 ms; the
-            # bandwidth is that of the kernel. The formula gives 2.3, 4.4 and 11.1 ms.
-            Route.MAPPED: Costs(fixed_s=2.2e-3, chunk_s=0.12e-3, piece_s=0.0, bytes_per_s=305e9),
-            # whole fetches in chunks of 32 MiB, 4 under way: 2 MiB in 3.3 ms, 512 MiB at 18.0 GB/s, 2 GiB at 22.7 GB/s;
-            # the bandwidth is that of one contiguous NIXL write. The formula gives 3.4 ms, 20.8 and 22.1 GB/s.
-            Route.STAGED: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=0.0, bytes_per_s=390e9),
-            # 512 MiB in pieces of 32 KiB at 9.7 GB/s; the formula gives that
-            Route.DIRECT: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=1.8e-6, bytes_per_s=390e9),
-            # no whole fetch was measured: the control work of `direct`, and READs of 8 KiB pieces at 1.8 GB/s
-            Route.PULL: Costs(fixed_s=2.0e-3, chunk_s=1.4e-3, piece_s=4.5e-6, bytes_per_s=390e9),
+            # whole fetches with 24 CTAs, NHD to HND: 2 MiB in 1.1 ms, in chunks of 256 MiB 512 MiB in 3.6 ms and 2 GiB
+            # in 10.2 ms; the bandwidth is that of the kernel. The formula gives 1.2, 3.2 and 9.9 ms.
+            Route.MAPPED: Costs(fixed_s=0.9e-3, chunk_s=0.25e-3, piece_s=0.0, bytes_per_s=305e9),
+            # whole fetches in chunks of 64 MiB, 3 under way: 2 MiB in 2.8 ms, 512 MiB in 10.8 ms, 2 GiB in 31.4 to 33.2
+            # ms; the bandwidth is that of one contiguous NIXL write. The formula gives 2.8, 9.8 and 33.1 ms.
+            Route.STAGED: Costs(fixed_s=2.0e-3, chunk_s=0.8e-3, piece_s=0.0, bytes_per_s=390e9),
+            # 512 MiB in pieces of 8 KiB in 53 to 54 ms, of 32 KiB in 17 ms, of 2 MiB in 4.9 ms; the formula gives 54,
+            # 17 and 4.8 ms
+            Route.DIRECT: Costs(fixed_s=2.0e-3, chunk_s=0.6e-3, piece_s=0.75e-6, bytes_per_s=390e9),
+            # likewise in 240 to 258, 63 to 80 and 6.9 to 7.2 ms; the formula gives 254, 67 and 6.6 ms
+            Route.PULL: Costs(fixed_s=3.0e-3, chunk_s=0.6e-3, piece_s=3.8e-6, bytes_per_s=390e9),
         }
     ),
 )

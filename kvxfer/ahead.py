@@ -1,4 +1,4 @@
-"""What a fetch grants ahead of any answer: all of its chunks at once, in place."""
+"""What a fetch grants ahead of any answer: all of its chunks in place, or staging memory for the only one."""
 
 from typing import Final
 
@@ -21,34 +21,47 @@ IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 class Ahead:
     """The grant of `Fetch`: a transfer needs no second exchange where its prefill rank has it ready.
 
-    The prefill rank compares the agreement before it writes, as the decode rank would before it grants; so this side
-    makes no plan of its own, only knows how the transfer is cut.
+    The prefill rank compares the agreement before it writes, as the decode rank would before it grants. So in place
+    this side makes no plan of its own, only knows how the transfer is cut; and what is staged it plans meanwhile.
 
     Args:
         pair: The plan of the pair.
         peer: Name of the prefill rank.
         need: What is asked for.
-        desk: Where its part of what may be under way was taken from.
-        extent: That part.
+        desk: Where its extent was taken from.
+        extent: Staging memory, or in place its part of what may be under way.
         lease_ms: Milliseconds for which the grant holds, from its arrival on.
         generation: Of the gate that it leads through.
+        staged: Which of the two it is.
 
     Attributes:
         agreement: What both sides must mean alike.
         lease_ms: As given.
         generation: As given.
+        staged: As given.
+        desk: As given.
     """
 
     def __init__(
-        self, pair: PairPlan, need: Need, desk: Desk, extent: Extent, *, peer: str, lease_ms: int, generation: int
+        self,
+        pair: PairPlan,
+        need: Need,
+        desk: Desk,
+        extent: Extent,
+        *,
+        peer: str,
+        lease_ms: int,
+        generation: int,
+        staged: bool,
     ) -> None:
         self.agreement: Final = pair.agreement(need.spans, need.tokens)
         self.lease_ms: Final = lease_ms
         self.generation: Final = generation
+        self.staged: Final = staged
+        self.desk: Final = desk
         self._pair: Final = pair
         self._peer: Final = peer
         self._need: Final = need
-        self._desk: Final = desk
         self._extent: Extent | None = extent
         self._host: Host | None = None
         self._left = 0
@@ -56,22 +69,35 @@ class Ahead:
 
     @classmethod
     def of(cls, site: Site, peer: PeerInfo, need: Need, routes: list[Route]) -> "Ahead | None":
-        """Admission for a whole transfer; None where its chunks are to be granted one by one.
+        """Memory or admission for a whole transfer; None where its chunks are to be granted one by one.
 
-        That is so unless a route in place comes first, the caller's blocks may be written now, and all of it may be
-        under way at once.
+        That is so unless all of it may be under way at once; where a route in place comes first, the caller's blocks
+        may be written now; and where `STAGED` does, it is one chunk at the most.
         """
-        if not routes or routes[0] not in IN_PLACE or not (need.after is READY or need.after.query()):
+        staged = routes[:1] == [Route.STAGED]
+        if not staged and not (routes and routes[0] in IN_PLACE and (need.after is READY or need.after.query())):
             return None
         pair = site.plans.incoming(peer, need.selections)
-        desk = site.in_place_desk(peer)
-        extent = desk.take(peer.name, max(1, pair.most_bytes(need.spans, need.tokens)))
+        desk = site.receive_desk if staged else site.in_place_desk(peer)
+        most = max(1, pair.most_staged_bytes(need.tokens) if staged else pair.most_bytes(need.spans, need.tokens))
+        extent = desk.take(peer.name, most) if not staged or most <= site.config.chunk_bytes else None
         if extent is None:
             return None
         desk.share.write(extent)
         generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
         lease = site.lease_ms(desk.share.held_bytes(peer.name))
-        return cls(pair, need, desk, extent, peer=peer.name, lease_ms=lease, generation=generation)
+        return cls(pair, need, desk, extent, peer=peer.name, lease_ms=lease, generation=generation, staged=staged)
+
+    @property
+    def staging(self) -> tuple[int, int]:
+        """Address and length of what the peer may write, if that is staging memory."""
+        extent = self._extent
+        return (extent.address, extent.nbytes) if self.staged and extent is not None else (0, 0)
+
+    def give(self) -> Extent | None:
+        """Its extent, which is another's to give back from now on."""
+        extent, self._extent = self._extent, None
+        return extent
 
     @property
     def holds(self) -> bool:
@@ -117,7 +143,7 @@ class Ahead:
         extent, self._extent = self._extent, None
         self._host = None
         if extent is not None:
-            give_back = self._desk.settle if extent.state is ExtentState.QUARANTINED else self._desk.release
+            give_back = self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release
             give_back(extent)
 
     def settle(self, *, lost: bool) -> None:
@@ -126,4 +152,4 @@ class Ahead:
         if not lost:
             self.void()
         elif extent is not None and extent.state is not ExtentState.QUARANTINED:
-            self._desk.quarantine(extent, f"{self._peer} is silent")
+            self.desk.quarantine(extent, f"{self._peer} is silent")

@@ -117,13 +117,13 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         listed=listed,
     )
     bound = Bound.of(plan, grid)
-    ahead = asked.ahead and choice.route in IN_PLACE and offer.finished
+    ahead = asked.ahead and offer.finished and _covers(fetch, choice.route, plan, len(grid))
     predicted = seconds(choice.route, plan.merged_pieces if listed else bound.pieces, len(grid))
     message = Accept(
         transfer=fetch.transfer,
         route=choice.route,
         bytes=nbytes,
-        spans=[] if ahead else encode_spans(offer.spans, pair.groups),
+        spans=[] if ahead and choice.route in IN_PLACE else encode_spans(offer.spans, pair.groups),
         layers_per_chunk=grid.layers_per_chunk,
         tokens_per_chunk=grid.tokens_per_chunk,
         chunks=len(grid),
@@ -134,6 +134,13 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
     )
     return Answer(bound, choice, message)
+
+
+def _covers(fetch: Fetch, route: Route, plan: TransferPlan, chunks: int) -> bool:
+    """Whether what `Fetch` grants ahead is what the transfer needs."""
+    if not fetch.staging_bytes:
+        return route in IN_PLACE
+    return route is Route.STAGED and chunks == 1 and plan.outline.staged_bytes <= fetch.staging_bytes
 
 
 def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:

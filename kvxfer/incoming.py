@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from kvxfer.ahead import Ahead
+from kvxfer.ahead import IN_PLACE, Ahead
 from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.desk import Desk
 from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
@@ -64,8 +64,10 @@ class Incoming(Steps):
         self._need: Final = need
         self._owner: Final = owner
         self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
-        self._ahead: Final = Ahead.of(site, self.peer, need, self._asked)
-        self.machine: Final = Receiving(transfer, ahead=self._ahead is not None)
+        # of a peer that was lost since it was looked up nothing is known any more
+        self._ahead: Final = Ahead.of(site, self.peer, need, self._asked) if link.is_open else None
+        staging = self._ahead is not None and self._ahead.staged
+        self.machine: Final = Receiving(transfer, ahead=self._ahead is not None, staging=staging)
         self._bound: Bound | None = None
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
@@ -94,8 +96,15 @@ class Incoming(Steps):
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        theirs = self.machine.exposed and not self.machine.ended and self.route not in (Route.STAGED, Route.PULL)
+        theirs = self.machine.exposed and not self.machine.ended and self._in_place
         return self._own_doubt or self._writing > 0 or theirs
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether what was granted are the caller's blocks."""
+        if self.route is Route.UNKNOWN:
+            return self._ahead is not None and not self._ahead.staged
+        return self.route in IN_PLACE
 
     @property
     def quiet(self) -> bool:
@@ -136,6 +145,7 @@ class Incoming(Steps):
         site, need = self.site, self._need
         left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
         ahead = self._ahead
+        address, length = ahead.staging if ahead is not None else (0, 0)
         sent = self.link.send(
             Fetch(
                 transfer=self.machine.transfer,
@@ -151,6 +161,8 @@ class Incoming(Steps):
                 lease_ms=ahead.lease_ms if ahead is not None else 0,
                 generation=ahead.generation if ahead is not None else 0,
                 agreement=ahead.agreement if ahead is not None else b"",
+                staging_address=address,
+                staging_bytes=length,
             )
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
@@ -177,8 +189,10 @@ class Incoming(Steps):
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         if self._ahead is not None and message.ahead:
-            self.run(self._follow, self._ahead, message)
-            return
+            if not self._ahead.staged:
+                self.run(self._follow, self._ahead, message)
+                return
+            self._chunks[0] = Landing(self, 0, self._ahead.desk, staged=True, extent=self._ahead.give())
         self.run(self._learn, message.spans)
         self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
@@ -278,6 +292,9 @@ class Incoming(Steps):
         self._bound = bound
         self.tally.pieces = bound.pieces
         self._cut(bound.grid)
+        for holder in list(self._chunks.values()):
+            if isinstance(holder, Landing):  # of a chunk that was granted ahead
+                self.run(holder.begin, bound)
         self._pump()
 
     # --- moving
@@ -291,12 +308,12 @@ class Incoming(Steps):
         while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
             chunk, until = self._queue.popleft()
             if self.route is Route.PULL:
-                begun: Landing | Reading = Reading(self, bound, chunk, until)
+                begun: Landing | Reading = Reading(self, chunk, until)
             else:
                 desk, staged = self._desk()
-                begun = Landing(self, bound, chunk, desk, staged=staged)
+                begun = Landing(self, chunk, desk, staged=staged)
             self._chunks[chunk] = begun
-            self.run(begun.begin)
+            self.run(begun.begin, bound)
 
     def _learn(self, spans: Sequence[Span]) -> None:
         """Block ids of the peer that it did not name before."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
 from kvxfer.desk import Desk
-from kvxfer.errors import Code, KvxferError
+from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
 from kvxfer.memory import Extent, ExtentState, Request
@@ -103,15 +103,14 @@ class Landing:
 
     Args:
         host: Its transfer.
-        bound: The transfer's plan.
         chunk: Its number.
         desk: Where its memory comes from. In place the extent is no memory, but its part of what may be under way.
         staged: Whether it is scattered from staging memory.
+        extent: Memory that the peer was granted for it already.
     """
 
-    def __init__(self, host: Host, bound: Bound, chunk: int, desk: Desk, *, staged: bool) -> None:
+    def __init__(self, host: Host, chunk: int, desk: Desk, *, staged: bool, extent: Extent | None = None) -> None:
         self._host: Final = host
-        self._bound: Final = bound
         self._chunk: Final = chunk
         self._desk: Final = desk
         self._staged: Final = staged
@@ -119,7 +118,8 @@ class Landing:
         self._asked_at = host.site.now()
         self._granted_at = self._asked_at
         self._request: Request | None = None
-        self._extent: Extent | None = None  # in the peer's hands
+        self._extent = extent  # in the peer's hands
+        self._early: KvAgentResult | None = None  # came before the plan was made
         self._landed: Extent | None = None  # ours again, to be scattered from
 
     @property
@@ -127,17 +127,22 @@ class Landing:
         """Whether it holds memory: in the peer's hands, or to be scattered from."""
         return self._extent is not None or self._landed is not None
 
-    def begin(self) -> None:
+    def begin(self, bound: Bound) -> None:
         """The chunk is ready at the peer, and the window has room."""
-        bound, chunk = self._bound, self._chunk
+        chunk = self._chunk
         self._host.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.chunk_rows)
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
-        host, extent, part = self._host, self._extent, self._part
-        host.tally.arrived(self._granted_at, host.site.now(), message.timings)
-        if extent is None or part is None or not host.moving:
-            return  # it is being stopped, and `settle` gives the memory back
+        self._host.tally.arrived(self._granted_at, self._host.site.now(), message.timings)
+        self._early = message
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What has arrived is this side's again, once it is known what that is."""
+        host, message, extent, part = self._host, self._early, self._extent, self._part
+        if message is None or extent is None or part is None or not host.moving:
+            return  # if it is being stopped, `settle` gives the memory back
         if message.bytes != part.bytes:
             host.stop(_differs(self._chunk, part.bytes, message.bytes))
             return
@@ -170,7 +175,13 @@ class Landing:
 
     def _planned(self, part: ChunkPlan) -> None:
         self._part = part
-        if self._staged:
+        if self._extent is not None:
+            if part.staged_bytes > self._extent.nbytes:
+                raise ProtocolError(
+                    f"a chunk of {part.staged_bytes} bytes was said to fit into {self._extent.nbytes} granted ahead"
+                )
+            self._take_over()
+        elif self._staged:
             self._ask(part.staged_bytes)
         else:
             self._host.when_writable(lambda writable: self._ask(part.bytes) if writable else None)
@@ -236,14 +247,12 @@ class Reading:
 
     Args:
         host: Its transfer.
-        bound: The transfer's plan.
         chunk: Its number.
         until: When the lease ends within which the read must be posted.
     """
 
-    def __init__(self, host: Host, bound: Bound, chunk: int, until: float) -> None:
+    def __init__(self, host: Host, chunk: int, until: float) -> None:
         self._host: Final = host
-        self._bound: Final = bound
         self._chunk: Final = chunk
         self._cell: Final = Cell(until)
         self._pieces: Pieces | None = None
@@ -255,9 +264,9 @@ class Reading:
         """The peer holds no memory of ours."""
         return False
 
-    def begin(self) -> None:
+    def begin(self, bound: Bound) -> None:
         """The chunk may be read."""
-        bound, chunk = self._bound, self._chunk
+        chunk = self._chunk
 
         def pieces() -> Pieces:
             return bound.chunk(chunk).listed()

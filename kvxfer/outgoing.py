@@ -240,7 +240,8 @@ class Outgoing(Steps):
             self._awake = self.site.fabric.hold_awake()  # a target that others read from must make progress
         self._say(self.machine.accept(message))
         if message.ahead:
-            fetch, grants = self.machine.fetch, [Grant(chunk, 0, 0) for chunk in range(message.chunks)]
+            fetch = self.machine.fetch
+            grants = [Grant(chunk, fetch.staging_address, fetch.staging_bytes) for chunk in range(message.chunks)]
             self._ship(self._bound, grants, self._began + fetch.lease_ms / 1000, fetch.generation)
         self.offer_grew()
 

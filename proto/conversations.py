@@ -170,6 +170,24 @@ _AHEAD: list[Line] = [
     ("prefill", _ok(1, last=True)),
     ("decode", Release(TICKET)),
 ]
+_AHEAD_STAGED: list[Line] = [
+    (
+        "decode",
+        msgspec.structs.replace(
+            _fetch([Route.STAGED]),
+            lease_ms=30_000,
+            agreement=_AGREEMENT,
+            staging_address=_extent(0).address,
+            staging_bytes=2 * CHUNK_BYTES,
+        ),
+    ),
+    (
+        "prefill",
+        msgspec.structs.replace(_accept(Route.STAGED), layers_per_chunk=2, tokens_per_chunk=32, chunks=1, ahead=True),
+    ),
+    ("prefill", msgspec.structs.replace(_ok(0, last=True), bytes=2 * CHUNK_BYTES)),
+    ("decode", Release(TICKET)),
+]
 _VOID: list[Line] = [
     _AHEAD[0],
     ("prefill", Want(TRANSFER, b"")),  # the offer is not there yet: what was granted ahead is void
@@ -255,6 +273,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
     ("direct_in_place", "grants without addresses; chunks land in any order", "done", [*HANDSHAKE, *_DIRECT]),
     ("granted_ahead", "the grant rides with the fetch, and is used", "done", [*HANDSHAKE, *_AHEAD]),
+    ("staging_granted_ahead", "an extent rides with the fetch", "done", [*HANDSHAKE, *_AHEAD_STAGED]),
     ("granted_ahead_in_vain", "the fetch waits for its offer, and its grant is void", "done", [*HANDSHAKE, *_VOID]),
     ("pull_with_landed", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
     ("forged_ticket", "the MAC is wrong: a refusal, and the session goes on", "refused", [*HANDSHAKE, *_REFUSED]),

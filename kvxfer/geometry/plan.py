@@ -251,6 +251,11 @@ class PairPlan:
             total += rows * len(c.bases) * key.token_bytes
         return total
 
+    def most_staged_bytes(self, tokens: range) -> int:
+        """Staging that a transfer of these tokens takes at the most, as one chunk."""
+        align = self.row_tokens
+        return self._all_layers_bytes((-(-tokens.stop // align) - tokens.start // align) * align)
+
     @lazy
     def row_tokens(self) -> int:
         """Windows begin at multiples of this many tokens, so that they cut no row of a full sub-block."""

@@ -76,7 +76,8 @@ class Receiving:
 
     Args:
         transfer: Its id, unique within this rank's incarnation.
-        ahead: Whether `Fetch` grants every chunk in place, before the peer has said how many there are.
+        ahead: Whether `Fetch` grants every chunk, before the peer has said how many there are.
+        staging: Whether that is staging memory, for one chunk; else they are granted in place.
 
     Attributes:
         transfer: Its id.
@@ -87,10 +88,11 @@ class Receiving:
         stale: Results that were dropped because nothing waited for them.
     """
 
-    def __init__(self, transfer: int, *, ahead: bool = False) -> None:
+    def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED
         self.ahead = ahead
+        self._covered: Final = frozenset({Route.STAGED} if staging else {Route.DIRECT, Route.MAPPED})
         self.failure: Failure | None = None
         self.payload = b""
         self.stale = 0
@@ -124,7 +126,8 @@ class Receiving:
         Raises:
             ProtocolError: If it uses a grant that there was not, or that does not cover its route.
         """
-        if message.ahead and not (self.ahead and message.route in (Route.DIRECT, Route.MAPPED)):
+        covered = message.route in self._covered and (message.route is not Route.STAGED or message.chunks == 1)
+        if message.ahead and not (self.ahead and covered):
             raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
         if self.state is not ReceiveState.ASKED:
             return False

@@ -113,6 +113,8 @@ def test_a_fetch():
         "  lease_ms          0 ms",
         "  generation        0",
         "  agreement         empty",
+        "  staging_address   0",
+        "  staging_bytes     0 bytes",
     ]
 
 

@@ -58,11 +58,12 @@ class Pair(RuleBasedStateMachine):
     )
     def begin(self, route, chunks, ahead, troubles, calm):
         self.route, self.chunks = route, chunks
-        self.ahead = ahead and route is Route.DIRECT  # the prefill side has a grant for everything
+        staging = route is Route.STAGED and chunks == 1
+        self.ahead = ahead and (route is Route.DIRECT or staging)  # the prefill side has a grant for everything
         self.troubles = troubles  # how often somebody gives up; it begins calmly, or no schedule would get far
         lease = 1000 if self.ahead else 0
         fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
-        self.receiver = Receiving(1, ahead=self.ahead)
+        self.receiver = Receiving(1, ahead=self.ahead, staging=staging)
         self.sender = None
         self.connected = True
         self.to_sender, self.to_receiver = deque([fetch]), deque()
@@ -419,13 +420,14 @@ def test_undisturbed_it_succeeds(route):
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_what_is_granted_ahead_is_used_or_void(used):
+@pytest.mark.parametrize(("route", "chunks"), [(Route.DIRECT, 3), (Route.STAGED, 1)])
+def test_what_is_granted_ahead_is_used_or_void(route, chunks, used):
     pair = Pair()
-    pair.begin(Route.DIRECT, 3, True, 0, [])
+    pair.begin(route, chunks, True, 0, [])
     assert pair.receiver.exposed
     pair.deliver_to_sender()
     pair.accept(1) if used else pair.void()
-    assert (pair.hands == {0, 1, 2}) == used
+    assert (pair.hands == set(range(chunks))) == used
     pair.deliver_to_receiver()
     assert pair.receiver.exposed == used
     pair.teardown()

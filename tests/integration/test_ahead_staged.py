@@ -1,0 +1,225 @@
+"""Staging memory that rides with a fetch, for a transfer of one chunk."""
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from stage import Cache, Copied, Gate, eventually, quiet, taken
+from wire import play
+
+from kvxfer import PeerLostError, RefusedError
+from kvxfer.errors import TransferFailedError
+from kvxfer.geometry import PairPlan
+from kvxfer.incoming import Incoming
+from kvxfer.link import Link
+from kvxfer.protocol.messages import Accept, Fetch, Reserve, Route, Want
+
+HELD = list(range(8))
+LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
+
+
+class Tap:
+    """Every message that the workers of a test send, which it may change before."""
+
+    def __init__(self, monkeypatch):
+        self.sent, self.change = [], {}
+        send = Link.send
+
+        def tapped(link, *messages):
+            changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
+            self.sent += changed
+            return send(link, *changed)
+
+        monkeypatch.setattr(Link, "send", tapped)
+
+    def of(self, kind):
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)
+
+
+def begin(prefill, decode, request="r", tokens=range(3, 30), **options):
+    return decode.start_fetch(prefill.engine.ticket(request), HELD, tokens=tokens, **{"timeout": 5, **options})
+
+
+def held(worker):
+    """Extents that peers may write, or that are scattered from."""
+    return worker._site.receive_desk.share.extents()
+
+
+@pytest.mark.parametrize("tokens", [range(30), range(3, 30), range(5, 6), range(29, 30)])
+async def test_a_transfer_of_one_chunk_needs_one_exchange(stage, tap, tokens):
+    source, target = Cache(), Cache(layout="HND", block_tokens=8)
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    copied = Copied(target).bring(source, HELD[::-1], HELD, tokens)
+    offer = prefill.offer("r", HELD[::-1], tokens=30, payload=b"first")
+    result = await begin(prefill, decode, tokens=tokens)
+    copied.check()
+    assert (result.payload, result.stats.route, result.stats.chunks) == (b"first", "staged", 1)
+    assert not tap.of(Want)
+    assert not tap.of(Reserve)
+    (fetch,), (accept,) = tap.of(Fetch), tap.of(Accept)
+    assert accept.ahead
+    assert accept.spans, "the decode rank plans too, and needs to know which blocks are padding"
+    assert fetch.staging_bytes >= result.stats.bytes
+    await offer.released()
+    await quiet(prefill, decode)
+
+
+async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypatch):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    prefill.offer("r", HELD, tokens=30)
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    plans = []
+    monkeypatch.setattr(
+        Incoming, "plan", lambda self, make, then, *, rows: plans.append(lambda: self.run(lambda: then(make())))
+    )
+    transfer = begin(prefill, decode)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    assert len(plans) == 1, "the plan of the transfer"
+    plans.pop()()
+    assert len(plans) == 1, "that of its chunk"
+    assert not transfer.done
+    plans.pop()()
+    await transfer
+    copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_bytes_wait_in_staging_until_the_blocks_may_be_written(stage, tap):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    before = Copied(target)
+    after = Gate()
+    prefill.offer("r", HELD, tokens=30)
+    transfer = begin(prefill, decode, after=after)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+    before.check()
+    after.fired = True
+    copied = before.bring(source, HELD, HELD, range(3, 30))
+    await transfer
+    copied.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("why", ["too large here", "nothing free", "direct is preferred"])
+async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why):
+    source, target = Cache(), Cache(layout="HND")
+    config = {**LARGE, **({"chunk_bytes": "2KiB"} if why == "too large here" else {})}
+    config |= {"route": "direct"} if why == "direct is preferred" else {}
+    prefill, decode = await stage.pair(source, target, **config)
+    prefill.offer("r", HELD, tokens=30)
+    extent = taken(decode._site.receive_desk) if why == "nothing free" else None
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    transfer = begin(prefill, decode)
+    await eventually(lambda: tap.of(Accept))
+    assert [fetch.staging_bytes for fetch in tap.of(Fetch)] == [0]
+    if extent is not None:
+        decode._site.receive_desk.release(extent)
+    await transfer
+    copied.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("why", ["smaller chunks there", "too small", "direct there"])
+async def test_a_grant_that_does_not_fit_is_void(stage, tap, why):
+    source, target = Cache(), Cache(layout="HND")
+    there = {"smaller chunks there": {"chunk_bytes": "2KiB"}, "direct there": {"route": "direct"}}.get(why, {})
+    decodes = {"route": "auto"} if why == "direct there" else {}
+    prefill, decode = await stage.pair(source, target, prefill={**LARGE, **there}, decode={**LARGE, **decodes})
+    if why == "too small":
+        tap.change[Fetch] = lambda fetch: replace(fetch, staging_bytes=1024)
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    prefill.offer("r", HELD, tokens=30)
+    result = await begin(prefill, decode)
+    copied.check()
+    assert tap.of(Fetch)[0].staging_bytes
+    assert not tap.of(Accept)[0].ahead
+    assert tap.of(Reserve)
+    assert result.stats.route == ("direct" if why == "direct there" else "staged")
+    await quiet(prefill, decode)
+
+
+async def test_a_fetch_that_waits_for_its_offer_holds_no_staging_memory(stage, tap):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    transfer = begin(prefill, decode)
+    await eventually(lambda: tap.of(Want))
+    await eventually(lambda: not held(decode))
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    prefill.offer("r", HELD, tokens=30)
+    await transfer
+    copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_plans_that_differ_are_refused_before_a_byte_is_written(stage, tap):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    prefill.offer("r", HELD, tokens=30)
+    tap.change[Fetch] = lambda fetch: replace(fetch, agreement=bytes(32))
+    with pytest.raises(RefusedError, match="their plans differ"):
+        await begin(prefill, decode)
+    await quiet(prefill, decode)
+
+
+async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(stage, tap, monkeypatch):
+    """Whoever claims to have used a grant that was too small wrote beside it, or nothing."""
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    prefill.offer("r", HELD, tokens=30)
+    before = Copied(target)
+    monkeypatch.setattr(PairPlan, "most_staged_bytes", lambda pair, tokens: 1024)
+    tap.change[Fetch] = lambda fetch: replace(fetch, staging_bytes=32 << 10)
+    with pytest.raises(TransferFailedError, match="was said to fit into 1024 granted ahead"):
+        await begin(prefill, decode)
+    before.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize(("route", "chunks"), [(Route.STAGED, 2), (Route.DIRECT, 1)])
+async def test_a_grant_of_staging_memory_covers_one_staged_chunk(stage, tap, route, chunks):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, prefill=LARGE, decode={**LARGE, "route": "auto"})
+    prefill.offer("r", HELD, tokens=30)
+    tap.change[Accept] = lambda accept: replace(accept, route=route, chunks=chunks, ahead=True)
+    with pytest.raises(PeerLostError, match="under a grant that there is not"):
+        await begin(prefill, decode)
+
+
+async def test_a_fetch_that_is_cancelled_at_any_time_returns_its_memory(stage):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    for number in range(40):
+        prefill.offer(f"r{number}", HELD, tokens=30)
+        transfer = begin(prefill, decode, f"r{number}")
+        for _ in range(number):
+            await asyncio.sleep(0)
+        transfer.cancel()
+        await asyncio.gather(transfer, return_exceptions=True)  # it may have been quicker
+        await eventually(lambda: not decode.describe()["receiving"])
+        assert not decode.describe()["in_doubt"]
+    await quiet(decode)
+
+
+def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_the_blocks(tmp_path):
+    async def scenario(play):
+        await play.pair(route="staged", heartbeat=1, peer_timeout=3, arena_bytes="128KiB", chunk_bytes="32KiB")
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        play.wire.silence()
+        transfer = play.start("r")
+        with pytest.raises(PeerLostError):
+            await transfer
+        assert transfer.memory_safe
+        share = play.decode._site.receive_desk.share
+        assert share.quarantined_bytes() > 0
+        play.wire.speak()
+        await play.until(lambda: not share.quarantined_bytes())  # the same incarnation never heard of it
+        await play.bring("r2")
+
+    play(scenario, tmp_path)

@@ -333,5 +333,6 @@ def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:
         backend_params=config.fabric.backend_params,
         num_workers=config.fabric.num_workers,
         devices=config.fabric.devices,
+        scatter_lists=config.fabric.scatter_lists,
         device=geometry.device if geometry.kind == "cuda" else None,
     )

@@ -144,6 +144,8 @@ class FabricConfig(BaseModel):
     """Network devices to use, such as `mlx5_0`; empty means all that the backend finds."""
     max_descriptors: Annotated[int, Field(ge=1, le=65536)] = 1024
     """Pieces in one post at most; 16 times as many where the transport takes those between GPUs as one list."""
+    scatter_lists: bool = False
+    """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
     """Bytes in one post at most, on lanes that copy inside the post."""
 

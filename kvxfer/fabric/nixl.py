@@ -40,9 +40,8 @@ _UCX_PARAMS: Final = frozenset({
 """What NIXL 1.5's UCX backend reads. It advertises only three of them."""
 
 _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-_SCATTER_LISTS: Final = ("NIXL_UCX_SGL_ENABLE", "y")
-"""Lets UCX take the pieces of a post between GPUs as one list; on CPU memory it makes no difference. Read once a
-process, when its first agent is made; what is in the environment wins."""
+_SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
+"""Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
 _KINDS: Final = ("DRAM", "VRAM")
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
@@ -80,6 +79,8 @@ class NixlTransport:
         device: CUDA device to make current on the fabric's thread; without it cuda_ipc is silently off for that thread.
         devices: Network devices that UCX may use, by its names: either RDMA ports (`"mlx5_0:1"`) or one other device
             (`"eth0"`). Empty: all.
+        scatter_lists: Hand the pieces of a post to UCX as one list, unless `NIXL_UCX_SGL_ENABLE` says otherwise. Set
+            once a process, before its first agent.
         quiet: Silence UCX's and NIXL's own messages, unless `UCX_LOG_LEVEL` or `NIXL_LOG_LEVEL` is set. Set once a
             process, before its first agent.
 
@@ -97,6 +98,7 @@ class NixlTransport:
         num_workers: int | None = None,
         device: int | None = None,
         devices: Sequence[str] = (),
+        scatter_lists: bool = False,
         quiet: bool = True,
     ) -> None:
         if not 0 < len(name.encode()) <= 255:
@@ -106,6 +108,7 @@ class NixlTransport:
         self._name = name
         self._params = _backend_params(backends, backend_params or {}, num_workers, devices)
         self._device = device
+        self._scatter_lists = scatter_lists
         self._quiet = quiet
         self._incarnation = secrets.token_bytes(16)
         self._agent: Any = None
@@ -125,8 +128,8 @@ class NixlTransport:
     @property
     def takes_lists(self) -> bool:
         """Whether UCX takes the pieces of a post between GPUs as one list."""
-        name, default = _SCATTER_LISTS
-        return self._device is not None and os.environ.get(name, default).lower() in _YES
+        said = os.environ.get(_SCATTER_LISTS, "y" if self._scatter_lists else "n")
+        return self._device is not None and said.lower() in _YES
 
     def setup(self) -> None:
         """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.
@@ -137,7 +140,8 @@ class NixlTransport:
         """
         if self._device is not None:
             _make_current(self._device)
-            os.environ.setdefault(*_SCATTER_LISTS)
+        if self._scatter_lists:
+            os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
             for variable, level in _QUIET.items():
                 os.environ.setdefault(variable, level)

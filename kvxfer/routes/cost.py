@@ -71,9 +71,9 @@ _H200: Final = Profile(
             # whole fetches in chunks of 64 MiB, 3 under way: 2 MiB in 2.8 ms, 512 MiB in 10.8 ms, 2 GiB in 31.4 to 33.2
             # ms; the bandwidth is that of one contiguous NIXL write. The formula gives 2.8, 9.8 and 33.1 ms.
             Route.STAGED: Costs(fixed_s=2.0e-3, chunk_s=0.8e-3, piece_s=0.0, bytes_per_s=390e9),
-            # 512 MiB in pieces of 8 KiB in 53 to 54 ms, of 32 KiB in 17 ms, of 2 MiB in 4.9 ms; the formula gives 54,
-            # 17 and 4.8 ms
-            Route.DIRECT: Costs(fixed_s=2.0e-3, chunk_s=0.6e-3, piece_s=0.75e-6, bytes_per_s=390e9),
+            # 512 MiB in pieces of 8 KiB in 281 ms, of 32 KiB in 67 ms, of 2 MiB in 5.4 ms; the formula gives 273, 72
+            # and 5.7 ms. As scatter lists it took 53, 17 and 4.9 ms.
+            Route.DIRECT: Costs(fixed_s=2.0e-3, chunk_s=0.6e-3, piece_s=4.1e-6, bytes_per_s=390e9),
             # likewise in 240 to 258, 63 to 80 and 6.9 to 7.2 ms; the formula gives 254, 67 and 6.6 ms
             Route.PULL: Costs(fixed_s=3.0e-3, chunk_s=0.6e-3, piece_s=3.8e-6, bytes_per_s=390e9),
         }

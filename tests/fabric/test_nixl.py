@@ -112,13 +112,14 @@ def test_metadata_covers_only_the_registrations_asked_for(pair):
 
 
 @needs_nixl
-@pytest.mark.parametrize(("said", "lists"), [(None, True), ("y", True), ("n", False), ("0", False)])
-def test_pieces_between_gpus_are_taken_as_lists_unless_the_environment_says_no(monkeypatch, said, lists):
+@pytest.mark.parametrize(("said", "lists"), [(None, None), ("y", True), ("n", False), ("0", False)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_pieces_between_gpus_are_taken_as_lists_where_asked_and_the_environment_wins(monkeypatch, said, lists, asked):
     monkeypatch.delenv("NIXL_UCX_SGL_ENABLE", raising=False)
     if said is not None:
         monkeypatch.setenv("NIXL_UCX_SGL_ENABLE", said)
-    assert NixlTransport("a", device=0).takes_lists is lists
-    assert not NixlTransport("a").takes_lists
+    assert NixlTransport("a", device=0, scatter_lists=asked).takes_lists is (asked if lists is None else lists)
+    assert not NixlTransport("a", scatter_lists=asked).takes_lists
 
 
 @needs_nixl

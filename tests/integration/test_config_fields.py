@@ -735,6 +735,17 @@ async def these_devices_are_used(stack, folder):
         await with_nixl(stack, devices=["pigeon0"])
 
 
+@field("fabric.scatter_lists", virtual=False, marks=[needs_nixl])
+async def nixl_is_told_to_make_lists(stack, folder):
+    name = "NIXL_UCX_SGL_ENABLE"
+    assert name not in os.environ
+    stack.callback(os.environ.pop, name, None)
+    await with_nixl(stack)
+    assert name not in os.environ
+    await with_nixl(stack, scatter_lists=True)
+    assert os.environ[name] == "y"
+
+
 @field("copy_ctas", virtual=False, marks=[*needs_gpu, needs_nixl, pytest.mark.timeout(300)])
 async def a_gather_takes_longer_with_one_thread_block(stack, folder):
     far, near = Far(), Ranks()

@@ -304,7 +304,7 @@ class BlockingWorker:
         service, parsed = self._open, Ticket.parse(ticket)
         spans = wanted_blocks(blocks, service.geometry, tokens)
         event = as_event(after, service.geometry)
-        written = written_blocks(spans, service.geometry, tokens)
+        written = {group: ids.tolist() for group, ids in written_blocks(spans, service.geometry, tokens).items()}
         transfer = BlockingTransfer(parsed.request, written, service.thread, self._outbox)
         self._post(
             service,

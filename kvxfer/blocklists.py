@@ -1,12 +1,17 @@
 """Block lists of offers and fetches, as callers give them: brought into normal form, and checked without a peer."""
 
+from typing import TypeAlias
+
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
 from kvxfer.geometry.rows import RowSide
 
 __all__ = ["check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
+
+I64: TypeAlias = NDArray[np.int64]
 
 
 def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
@@ -34,9 +39,9 @@ def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> Blo
     return spans
 
 
-def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> dict[str, list[int]]:
+def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> dict[str, I64]:
     """Destination blocks that a fetch of these tokens writes, by group."""
-    written: dict[str, list[int]] = {}
+    written: dict[str, I64] = {}
     for group, span in spans.items():
         ids, spec = np.asarray(span.ids, np.int64), geometry.groups[group][0]
         if not spec.is_state:
@@ -45,7 +50,7 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
             origin = listed // spec.id_tokens
             first, last = max(0, start // spec.id_tokens - origin), max(0, -(-stop // spec.id_tokens) - origin)
             ids = ids[first : last if len(tokens) else first]
-        written[group] = ids.tolist()
+        written[group] = ids
     return written
 
 

@@ -7,7 +7,10 @@ it can say which blocks are in doubt.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.copy.port import Event
 from kvxfer.errors import (
@@ -23,6 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import BlockLists, Selection
 from kvxfer.incoming import Incoming
+from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need
 from kvxfer.peers import Peers
@@ -37,11 +41,13 @@ from kvxfer.transfers import FetchResult, Transfer, TransferState
 
 __all__ = ["Demand", "Fetching"]
 
+I64: TypeAlias = NDArray[np.int64]
+
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demand:
     """What the caller asked for, checked.
 
@@ -51,7 +57,7 @@ class Demand:
         tokens: Token range.
         after: The blocks may be written when this has fired.
         timeout: Seconds, or None.
-        written: Blocks that the fetch will write, by group.
+        written: Blocks that the fetch will write, by group: int64 ids.
     """
 
     ticket: Ticket
@@ -59,7 +65,12 @@ class Demand:
     tokens: range
     after: Event
     timeout: float | None
-    written: Mapping[str, Sequence[int]]
+    written: Mapping[str, I64]
+
+    @lazy
+    def blocks(self) -> Mapping[str, Sequence[int]]:
+        """The same as lists, for errors."""
+        return {group: ids.tolist() for group, ids in self.written.items()}
 
 
 class Fetching(Steps):
@@ -170,7 +181,7 @@ class Fetching(Steps):
         """Connecting was cancelled because the fetch is over, or broke."""
         if self._error is None:
             text = f"fetch of {self.transfer.request!r} could not begin: {error!r}"
-            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._demand.written))
+            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._demand.blocks))
 
     def _resolve(self, links: Sequence[Link | None], lost: KvxferError | None) -> None:
         """Divide what is needed among the ranks, and ask each."""
@@ -272,7 +283,7 @@ class Fetching(Steps):
                 self._error = self._translated(incoming, failure)
 
     def _translated(self, incoming: Incoming, failure: Failure) -> KvxferError:
-        peer, blocks = incoming.peer.name, self._demand.written
+        peer, blocks = incoming.peer.name, self._demand.blocks
         what = f"fetch of {self.transfer.request!r} from {peer} failed"
         reason = f"{failure.reason or failure.code.name.lower()} (code {failure.code.name})"
         if failure.code is Code.PEER_LOST:
@@ -293,15 +304,15 @@ class Fetching(Steps):
         stats = self._stats()
         error = self._error
         if error is not None:
-            self.transfer.failed_blocks = self._demand.written
+            self.transfer.failed_blocks = self._demand.blocks
         if self._in_doubt:
             error = MemoryInDoubtError(
                 f"fetch of {self.transfer.request!r}: a silent peer may still write the blocks "
-                f"{_short(self._demand.written)}; await settled() before reusing them ({error})",
+                f"{_short(self._demand.blocks)}; await settled() before reusing them ({error})",
                 settled=lambda: asyncio.shield(self._settled),
                 peer=",".join(i.peer.name for i in self.incoming if i.in_doubt),
                 transfer=self.transfer.id,
-                blocks=self._demand.written,
+                blocks=self._demand.blocks,
             )
             error.__cause__ = self._error
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
@@ -373,7 +384,7 @@ class Fetching(Steps):
                 f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s "
                 f"({waited:.3f} s passed, {moved} bytes landed, state {self.transfer.state.name})",
                 transfer=self.transfer.id,
-                blocks=self._demand.written,
+                blocks=self._demand.blocks,
             )
         )
 

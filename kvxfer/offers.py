@@ -269,7 +269,7 @@ class Offer:
         if tokens.start != self.tokens:
             raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
         added = offered_blocks(blocks, self._site.geometry)
-        self._site.custody.check({group: np.asarray(span.ids).tolist() for group, span in added.items()})
+        self._site.custody.check({group: np.asarray(span.ids, np.int64) for group, span in added.items()})
         spans = {group: self._appended(group, span) for group, span in added.items()}
         check_cover(spans, self._site.geometry, tokens, complete=False)
         self.spans = spans

@@ -5,16 +5,23 @@ A block is *held* while a fetch writes it, by that fetch alone. It is *in doubt*
 nothing, since requests that share a prefix offer the same blocks at once; they only `check`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError
 from kvxfer.memory.extent import InvariantError
 
 __all__ = ["Custody", "CustodySnapshot", "HolderSnapshot"]
 
-Blocks = Mapping[str, Sequence[int]]
-"""Block ids by group."""
+I32: TypeAlias = NDArray[np.int32]
+I64: TypeAlias = NDArray[np.int64]
+
+Blocks: TypeAlias = Mapping[str, Sequence[int] | I64]
+"""Block ids by group, not negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +51,44 @@ class CustodySnapshot:
 class _Entry:
     """What one holder has in the books."""
 
-    blocks: dict[str, tuple[int, ...]]
+    blocks: dict[str, I64]
     in_doubt: bool = False
     reads: bool = False
 
 
 @dataclass(slots=True)
 class _GroupBooks:
-    """One group's blocks: the fetch that writes an id, and the offers after which an id may still be read."""
+    """One group's blocks.
 
-    writers: dict[int, str] = field(default_factory=dict[int, str])
+    Attributes:
+        marks: int32, by id: not 0 while a fetch writes the block.
+        readers: The offers after which an id may still be read.
+    """
+
+    marks: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
     readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
-    def clash(self, ids: Iterable[int]) -> bool:
-        """Whether any of `ids` is in the books: a set operation, whatever the length."""
-        wanted = set(ids)
-        return not (self.writers.keys().isdisjoint(wanted) and self.readers.keys().isdisjoint(wanted))
+    def taken(self, ids: I64) -> NDArray[np.bool_]:
+        """Which of `ids` are in the books."""
+        known = ids < len(self.marks)
+        found = known.copy()
+        found[known] = self.marks[ids[known]] != 0
+        if self.readers:
+            found |= np.fromiter((block in self.readers for block in ids.tolist()), np.bool_, len(ids))
+        return found
+
+    def write(self, ids: I64) -> bool:
+        """Mark `ids`, none of which is marked. False, and none is, if one of them is named twice."""
+        if not len(ids):
+            return True
+        if (most := int(ids.max())) >= len(self.marks):
+            self.marks = np.concatenate([self.marks, np.zeros(most + 1 - len(self.marks), np.int32)])
+        numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
+        self.marks[ids] = numbers
+        once = bool((self.marks[ids] == numbers).all())  # of an id that is named twice only the last number is left
+        if not once:
+            self.marks[ids] = 0
+        return once
 
 
 class Custody:
@@ -77,8 +106,12 @@ class Custody:
         """
         for group, ids in blocks.items():
             books = self._groups.get(group)
-            if books is not None and books.clash(ids):
-                raise self._clash_error(group, ids, books)
+            if books is not None and len(ids):
+                listed = np.asarray(ids, np.int64)
+                taken = books.taken(listed)
+                if taken.any():
+                    at = int(np.argmax(taken))
+                    raise self._clash_error(group, at, int(listed[at]), books)
 
     def hold(self, holder: str, blocks: Blocks) -> None:
         """Note that the fetch `holder` writes `blocks`, alone, until `release`, or `doubt` and `settle`.
@@ -91,12 +124,7 @@ class Custody:
         """
         self._refuse_known(holder)
         self.check(blocks)
-        taken = {group: tuple(map(int, ids)) for group, ids in blocks.items()}
-        for group, ids in taken.items():
-            if len(set(ids)) != len(ids):
-                raise _repeated_error(group, ids)
-        self._write(holder, taken)
-        self._entries[holder] = _Entry(taken)
+        self._write(holder, {group: np.array(ids, np.int64) for group, ids in blocks.items()})
 
     def release(self, holder: str) -> None:
         """The fetch `holder` is over and no peer will write its blocks any more. Exactly once.
@@ -122,13 +150,12 @@ class Custody:
         if entry.in_doubt:
             raise InvariantError(f"the blocks of {holder} are in doubt already")
         if blocks is not None:
-            kept = {group: tuple(dict.fromkeys(map(int, ids))) for group, ids in blocks.items() if len(ids)}
+            kept = {group: _distinct(ids) for group, ids in blocks.items() if len(ids)}
             for group, ids in kept.items():
-                if foreign := set(ids) - set(entry.blocks.get(group, ())):
+                if foreign := set(ids.tolist()) - set(entry.blocks.get(group, np.zeros(0)).tolist()):
                     raise InvariantError(f"{holder} does not hold block {min(foreign)} of group {group!r}")
             self._drop(holder)
-            self._write(holder, kept)
-            entry = self._entries[holder] = _Entry(kept)
+            entry = self._write(holder, kept)
         entry.in_doubt = True
 
     def doubt_reads(self, holder: str, blocks: Blocks) -> None:
@@ -140,12 +167,11 @@ class Custody:
             InvariantError: `holder` has blocks in the books already.
         """
         self._refuse_known(holder)
-        taken = {group: tuple(dict.fromkeys(map(int, ids))) for group, ids in blocks.items()}
+        taken = {group: _distinct(ids) for group, ids in blocks.items()}
         for group, ids in taken.items():
-            if ids:
-                readers = self._groups.setdefault(group, _GroupBooks()).readers
-                for block in ids:
-                    readers.setdefault(block, []).append(holder)
+            readers = self._groups.setdefault(group, _GroupBooks()).readers
+            for block in ids.tolist():
+                readers.setdefault(block, []).append(holder)
         self._entries[holder] = _Entry(taken, in_doubt=True, reads=True)
 
     def settle(self, holder: str) -> None:
@@ -161,7 +187,7 @@ class Custody:
     def blocks(self, holder: str) -> Mapping[str, tuple[int, ...]]:
         """The blocks of `holder` by group, as given; empty if it has none in the books."""
         entry = self._entries.get(holder)
-        return dict(entry.blocks) if entry is not None else {}
+        return {group: tuple(ids.tolist()) for group, ids in entry.blocks.items()} if entry is not None else {}
 
     def snapshot(self) -> CustodySnapshot:
         """Who holds how many blocks now."""
@@ -185,42 +211,57 @@ class Custody:
         if holder in self._entries:
             raise InvariantError(f"{holder} has blocks in the books already")
 
-    def _write(self, holder: str, blocks: Mapping[str, tuple[int, ...]]) -> None:
+    def _write(self, holder: str, blocks: dict[str, I64]) -> _Entry:
+        """Note what `holder` writes: all of it, or nothing."""
+        done: list[str] = []
         for group, ids in blocks.items():
-            if ids:
-                self._groups.setdefault(group, _GroupBooks()).writers.update(dict.fromkeys(ids, holder))
+            if not self._groups.setdefault(group, _GroupBooks()).write(ids):
+                for other in done:
+                    self._groups[other].marks[blocks[other]] = 0
+                raise _repeated_error(group, ids.tolist())
+            done.append(group)
+        entry = self._entries[holder] = _Entry(blocks)
+        return entry
 
     def _drop(self, holder: str) -> None:
         """Forget every block of `holder`."""
         entry = self._entries.pop(holder)
         for group, ids in entry.blocks.items():
-            if not ids:
-                continue
             books = self._groups[group]
             if entry.reads:
-                for block in ids:
+                for block in ids.tolist():
                     books.readers[block].remove(holder)
                     if not books.readers[block]:
                         del books.readers[block]
             else:
-                for block in ids:
-                    del books.writers[block]
-            if not books.writers and not books.readers:
-                del self._groups[group]
+                books.marks[ids] = 0
 
-    def _clash_error(self, group: str, ids: Sequence[int], books: _GroupBooks) -> BlocksError:
-        position, block = next((at, i) for at, i in enumerate(ids) if i in books.writers or i in books.readers)
-        holder = books.writers.get(block) or books.readers[block][0]
+    def _clash_error(self, group: str, position: int, block: int, books: _GroupBooks) -> BlocksError:
+        written = block < len(books.marks) and bool(books.marks[block])
+        holder = self._writer(group, block) if written else books.readers[block][0]
         if not self._entries[holder].in_doubt:
             why = f"{holder} is fetching into it; wait until that fetch has returned or raised"
-        elif block in books.writers:
+        elif written:
             why = f"a silent peer of {holder} may still write it; await settled() of its MemoryInDoubt"
         else:
             why = f"a silent peer of {holder} may still read it; await settled() of its MemoryInDoubt"
-        return BlocksError(f"block {int(block)} of group {group!r} (position {position}) is in use: {why}")
+        return BlocksError(f"block {block} of group {group!r} (position {position}) is in use: {why}")
+
+    def _writer(self, group: str, block: int) -> str:
+        """Whose a marked block is."""
+        return next(
+            name
+            for name, entry in self._entries.items()
+            if not entry.reads and group in entry.blocks and (entry.blocks[group] == block).any()
+        )
 
 
-def _repeated_error(group: str, ids: tuple[int, ...]) -> BlocksError:
+def _distinct(ids: Sequence[int] | I64) -> I64:
+    """Each id once, in the order in which they first come."""
+    return np.fromiter(dict.fromkeys(np.asarray(ids, np.int64).tolist()), np.int64)
+
+
+def _repeated_error(group: str, ids: Sequence[int]) -> BlocksError:
     last = {block: position for position, block in enumerate(ids)}
     first, block = next((position, block) for position, block in enumerate(ids) if last[block] != position)
     return BlocksError(

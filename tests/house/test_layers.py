@@ -31,7 +31,7 @@ LAYERS = {
     "telemetry": ({"telemetry"}, {"names"}, {"structlog"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec"}),
-    "memory": ({"memory"}, {"names", "geometry", "wire"}, set()),
+    "memory": ({"memory"}, {"names", "geometry", "wire"}, {"numpy"}),
     "copy": ({"copy"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "triton", "cuda"}),
     "fabric": ({"fabric"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "nixl"}),
     "mapped": ({"mapped"}, CORE, {"numpy", "torch"}),

@@ -189,6 +189,7 @@ async def test_a_grant_of_staging_memory_covers_one_staged_chunk(stage, tap, rou
     tap.change[Accept] = lambda accept: replace(accept, route=route, chunks=chunks, ahead=True)
     with pytest.raises(PeerLostError, match="under a grant that there is not"):
         await begin(prefill, decode)
+    await quiet(prefill, decode)
 
 
 async def test_a_fetch_that_is_cancelled_at_any_time_returns_its_memory(stage):

@@ -137,7 +137,16 @@ def test_empty_lists_are_no_blocks():
     custody.release("fetch-2")
     custody.doubt_reads("offer-1", {"g": []})
     custody.settle("offer-1")
-    assert custody._groups == {}
+    assert custody.snapshot() == Custody().snapshot()
+    custody.hold("fetch-3", {"g": [0], "h": [1]})
+
+
+def test_a_block_named_twice_leaves_nothing_in_the_books():
+    custody = Custody()
+    with pytest.raises(BlocksError, match="block 3 of group 'h' is named twice, at positions 0 and 2"):
+        custody.hold("fetch-1", {"g": [1, 2], "h": [3, 4, 3]})
+    assert custody.snapshot() == Custody().snapshot()
+    custody.hold("fetch-2", {"g": [1, 2], "h": [3, 4]})
 
 
 def test_ids_may_be_numpy_numbers():

@@ -123,8 +123,10 @@ Count: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
 def _usual_chunk(given: Mapping[str, Any]) -> int:
     """What `chunk_bytes` is if nobody says: control work is by chunk, and a few of them should fit at once."""
     arena, send_share = given.get("arena_bytes", 0), given.get("send_share", 0.5)
-    share = int(arena * min(send_share, 1 - send_share))
-    return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, share // 4)) if arena else _CHUNK_BYTES
+    if not arena:
+        return _CHUNK_BYTES
+    share = int(arena * min(send_share, 1 - send_share)) // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+    return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, max(share // 4, min(share, _CHUNK_BYTES // 2))))
 
 
 class FabricConfig(BaseModel):
@@ -216,7 +218,7 @@ class Config(BaseSettings):
     send_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Part of the arena for sending; the rest is for receiving."""
     chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = Field(default_factory=_usual_chunk)
-    """Bytes of one chunk on the route `staged` at most; by default 64 MiB, in a small arena a quarter of a share."""
+    """Bytes of one chunk on the route `staged` at most; by default 64 MiB, of a small arena 32 MiB or its share."""
     in_place_chunk_bytes: Annotated[Size, Field(ge=512, le=1 << 40)] = 256 * MIB
     """About as many on the other routes, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4

@@ -65,6 +65,8 @@ _DURATIONS: Final = {
 _CPUS: Final = 100_000  # more than a kernel can be built for
 _CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
 _SHOWN_CHARACTERS: Final = 80
+_NOT_CALLED: Final = "default_factory_not_called"
+"""What pydantic says of a default that is made of other settings when one of them is wrong: that one is named."""
 _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
     "greater_than_equal": "set it to at least {ge}",
     "greater_than": "set it to more than {gt}",
@@ -306,7 +308,11 @@ def translate(
         hidden: Settings whose values never appear in a message.
         prefix: Put before each name, for a nested model that was made by itself.
     """
-    sentences = [_sentence(details, origins or {}, hidden, prefix) for details in error.errors(include_url=False)]
+    sentences = [
+        _sentence(details, origins or {}, hidden, prefix)
+        for details in error.errors(include_url=False)
+        if details["type"] != _NOT_CALLED
+    ]
     return ConfigError("; ".join(dict.fromkeys(sentences)))
 
 

@@ -60,12 +60,18 @@ def test_defaults_are_sound_and_named_so():
     assert set(config.sources().values()) == {"default"}
 
 
+def test_a_default_that_is_made_of_a_wrong_setting_is_not_named_too():
+    assert "chunk_bytes" not in refusal(arena_bytes="x")
+    assert "chunk_bytes" not in refusal(route="foo")
+
+
 @pytest.mark.parametrize(
     ("arguments", "chunk"),
     [
         ({"arena_bytes": "256MiB"}, 32 << 20),
         ({"arena_bytes": "4GiB"}, 64 << 20),
-        ({"arena_bytes": "64MiB", "send_share": 0.75}, 4 << 20),
+        ({"arena_bytes": "64MiB"}, 32 << 20),
+        ({"arena_bytes": "64MiB", "send_share": 0.75}, 16 << 20),
         ({"arena_bytes": "1KiB", "chunk_bytes": 512}, 512),
         ({"arena_bytes": 0}, 64 << 20),
     ],

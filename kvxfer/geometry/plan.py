@@ -183,7 +183,7 @@ class PairPlan:
         found: Counter[int] = Counter()
         for c in self.classes:
             src, dst = c.key.src_rows, c.key.dst_rows
-            rows = 1 if src.is_state else min(src.most(self.row_tokens), dst.most(self.row_tokens))
+            rows = src.block_ratio if src.is_state else min(src.most(self.row_tokens), dst.most(self.row_tokens))
             regions_of: Counter[int] = Counter(c.layers.tolist())
             for layer, regions in regions_of.items():
                 found[layer] += -(-regions * rows * c.key.token_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
@@ -271,7 +271,7 @@ class PairPlan:
             filling = STAGING_ALIGNMENT if row_grid(src, dst) * size % STAGING_ALIGNMENT else 0
             regions_of: Counter[int] = Counter(c.layers.tolist())
             for layer, regions in regions_of.items():
-                fixed[layer] += filling + (regions * size if src.is_state else 0)
+                fixed[layer] += filling + (regions * size * src.block_ratio if src.is_state else 0)
                 if not src.is_state:
                     rows[layer][src, dst] += regions * size
         return Counter(_LayerKind(frozenset(rows[layer].items()), fixed[layer]) for layer in self.layers)

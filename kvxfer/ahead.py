@@ -26,43 +26,29 @@ class Ahead:
 
     Args:
         pair: The plan of the pair.
-        peer: Name of the prefill rank.
         need: What is asked for.
-        desk: Where its extent was taken from.
-        extent: Staging memory, or in place its part of what may be under way.
-        lease_ms: Milliseconds for which the grant holds, from its arrival on.
-        generation: Of the gate that it leads through.
+        desk: Where its extent is taken from: staging memory, or in place its part of what may be under way.
+        peer: Name of the prefill rank.
         staged: Which of the two it is.
 
     Attributes:
         agreement: What both sides must mean alike.
-        lease_ms: As given.
-        generation: As given.
+        lease_ms: Milliseconds for which the grant holds, from its arrival on.
+        generation: Of the gate that it leads through.
         staged: As given.
         desk: As given.
     """
 
-    def __init__(
-        self,
-        pair: PairPlan,
-        need: Need,
-        desk: Desk,
-        extent: Extent,
-        *,
-        peer: str,
-        lease_ms: int,
-        generation: int,
-        staged: bool,
-    ) -> None:
+    def __init__(self, pair: PairPlan, need: Need, desk: Desk, *, peer: str, staged: bool) -> None:
         self.agreement: Final = pair.agreement(need.spans, need.tokens)
-        self.lease_ms: Final = lease_ms
-        self.generation: Final = generation
+        self.lease_ms = 0
+        self.generation = 0
         self.staged: Final = staged
         self.desk: Final = desk
         self._pair: Final = pair
         self._peer: Final = peer
         self._need: Final = need
-        self._extent: Extent | None = extent
+        self._extent: Extent | None = None
         self._host: Host | None = None
         self._left = 0
         self._began = 0.0
@@ -80,13 +66,16 @@ class Ahead:
         pair = site.plans.incoming(peer, need.selections)
         desk = site.receive_desk if staged else site.in_place_desk(peer)
         most = max(1, pair.most_staged_bytes(need.tokens) if staged else pair.most_bytes(need.spans, need.tokens))
-        extent = desk.take(peer.name, most) if not staged or most <= site.config.chunk_bytes else None
-        if extent is None:
+        if staged and most > site.config.chunk_bytes:
             return None
-        desk.share.write(extent)
-        generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
-        lease = site.lease_ms(desk.share.held_bytes(peer.name))
-        return cls(pair, need, desk, extent, peer=peer.name, lease_ms=lease, generation=generation, staged=staged)
+        made = cls(pair, need, desk, peer=peer.name, staged=staged)
+        made.generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
+        made._extent = desk.take(peer.name, most)  # last: what raises before has taken nothing
+        if made._extent is None:
+            return None
+        desk.share.write(made._extent)
+        made.lease_ms = site.lease_ms(desk.share.held_bytes(peer.name))
+        return made
 
     @property
     def staging(self) -> tuple[int, int]:

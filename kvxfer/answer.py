@@ -91,7 +91,7 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     pair = site.plans.outgoing(asked.peer, fetch.selections)
     check_state(pair, tokens, offer.tokens)
     plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
-    if (fetch.lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
+    if (fetch.lease_ms or fetch.staging_lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
     nbytes = plan.outline.bytes
@@ -138,7 +138,7 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
 
 def _covers(fetch: Fetch, route: Route, plan: TransferPlan, chunks: int) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs."""
-    if not fetch.staging_bytes:
+    if not fetch.staging_lease_ms:
         return route in IN_PLACE
     return route is Route.STAGED and chunks == 1 and plan.outline.staged_bytes <= fetch.staging_bytes
 

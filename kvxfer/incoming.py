@@ -158,11 +158,12 @@ class Incoming(Steps):
                 max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
                 timeout_ms=min(left, FOREVER_MS),
                 in_place_bytes=site.config.max_in_place_bytes,
-                lease_ms=ahead.lease_ms if ahead is not None else 0,
+                lease_ms=ahead.lease_ms if ahead is not None and not ahead.staged else 0,
                 generation=ahead.generation if ahead is not None else 0,
                 agreement=ahead.agreement if ahead is not None else b"",
                 staging_address=address,
                 staging_bytes=length,
+                staging_lease_ms=ahead.lease_ms if ahead is not None and ahead.staged else 0,
             )
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from msgspec.structs import replace
+
 from kvxfer.answer import Answer, Asked, Draft, answer
 from kvxfer.copy.port import CopyOutcome, Direction, Event
 from kvxfer.encoding import encode_spans
@@ -73,7 +75,9 @@ class Outgoing(Steps):
         self._said: BlockLists = {}  # source blocks that the decode rank was told of
         self._remaining: list[int] = []  # chunks that were not announced yet
         self._planning = False
-        self._ahead = fetch.lease_ms > 0  # what `Fetch` grants is neither used nor void
+        lease_ms = fetch.lease_ms or fetch.staging_lease_ms
+        self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
+        self._ahead_until = self._began + lease_ms / 1000
         self._prompt = False  # nothing of the offer was waited for, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
@@ -227,6 +231,8 @@ class Outgoing(Steps):
         if self.machine.state is not SendState.PARKED:
             return
         self._bound, choice, message = made.bound, made.choice, made.message
+        if message.ahead and self.site.now() >= self._ahead_until:  # planning, or compiling before, took too long
+            message = replace(message, ahead=False, spans=encode_spans(draft.spans, self._bound.plan.pair.groups))
         self._said = draft.spans
         self._choice = choice
         self._remaining = [] if message.ahead else list(range(message.chunks))
@@ -242,7 +248,7 @@ class Outgoing(Steps):
         if message.ahead:
             fetch = self.machine.fetch
             grants = [Grant(chunk, fetch.staging_address, fetch.staging_bytes) for chunk in range(message.chunks)]
-            self._ship(self._bound, grants, self._began + fetch.lease_ms / 1000, fetch.generation)
+            self._ship(self._bound, grants, self._ahead_until, fetch.generation)
         self.offer_grew()
 
     def _grow(self, bound: Bound, offer: Offer) -> None:

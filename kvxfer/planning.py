@@ -158,6 +158,8 @@ class PairPlans:
         if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
             return last[1]
         pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
+        if len(self._asked) >= _KEPT_PAIRS:
+            self._asked.clear()
         self._asked[peer.identity.incarnation] = selections, pair
         return pair
 

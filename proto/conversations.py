@@ -175,7 +175,7 @@ _AHEAD_STAGED: list[Line] = [
         "decode",
         msgspec.structs.replace(
             _fetch([Route.STAGED]),
-            lease_ms=30_000,
+            staging_lease_ms=30_000,
             agreement=_AGREEMENT,
             staging_address=_extent(0).address,
             staging_bytes=2 * CHUNK_BYTES,

@@ -311,8 +311,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Asks for a part of a request's cache. `routes` are those this side accepts, best first.
 
-    With `lease_ms` it also grants all chunks ahead: in place, or with `staging_bytes` the one chunk of a `STAGED`
-    transfer; the first answer uses that grant or voids it.
+    With `lease_ms` it also grants all chunks ahead, on routes in place, or with `staging_lease_ms` the only chunk of a
+    `STAGED` transfer; the first answer uses that grant or voids it.
     """
 
     transfer: U64
@@ -330,6 +330,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     agreement: Hash = b""
     staging_address: U64 = 0
     staging_bytes: U64 = 0
+    staging_lease_ms: U32 = 0
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -212,11 +212,11 @@ async def test_the_lease_counts_from_the_fetch(stage, tap):
     prefill, decode = await stage.pair(source, target, route="direct")
     after = Gate()
     prefill.offer("r", HELD, tokens=30, after=after)
-    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=1)
+    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=200)
     transfer = begin(prefill, decode)
     await eventually(lambda: tap.of(Accept))
     assert tap.of(Accept)[0].ahead
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.25)
     after.fired = True
     with pytest.raises(TransferFailedError, match="lease ran out"):
         await transfer

@@ -12,6 +12,7 @@ from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import PairPlan
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
+from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Route, Want
 
 HELD = list(range(8))
@@ -154,6 +155,29 @@ async def test_a_fetch_that_waits_for_its_offer_holds_no_staging_memory(stage, t
     prefill.offer("r", HELD, tokens=30)
     await transfer
     copied.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, tap, monkeypatch, route):
+    """Kernels may have to be compiled first, or the plan is large."""
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **{**LARGE, "route": route})
+    copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
+    plan = Outgoing.plan
+
+    def late(self, make, then, *, rows):
+        self.site.loop.call_later(0.02, lambda: plan(self, make, then, rows=rows))
+
+    monkeypatch.setattr(Outgoing, "plan", late)
+    tap.change[Fetch] = lambda fetch: replace(
+        fetch, lease_ms=min(fetch.lease_ms, 1), staging_lease_ms=min(fetch.staging_lease_ms, 1)
+    )
+    prefill.offer("r", HELD, tokens=30)
+    await begin(prefill, decode)
+    copied.check()
+    assert not tap.of(Accept)[0].ahead
+    assert tap.of(Reserve)
     await quiet(prefill, decode)
 
 

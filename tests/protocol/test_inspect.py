@@ -115,6 +115,7 @@ def test_a_fetch():
         "  agreement         empty",
         "  staging_address   0",
         "  staging_bytes     0 bytes",
+        "  staging_lease_ms  0 ms",
     ]
 
 

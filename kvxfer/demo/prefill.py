@@ -12,7 +12,7 @@ from kvxfer.copy.port import READY
 from kvxfer.demo.script import PREFILL_BLOCK_TOKENS, LayerReady, Offered, Parent, Prefilled, Reference, Script
 from kvxfer.errors import KvxferError
 from kvxfer.integrations.transformers import PagedCache, Sequence, decode, prefill, token_digests
-from kvxfer.offers import Offer, Released
+from kvxfer.offers import Offer, OfferState, Released
 from kvxfer.worker import Worker
 
 __all__ = ["run"]
@@ -78,4 +78,5 @@ async def _serve(server: _Server, prompt: int) -> None:
 
 
 def _ready(offer: Offer, layer: int, after: Any) -> None:
-    offer.ready(layers=[layer], after=after)
+    if offer.state is OfferState.LIVE:  # after Ctrl-C the worker has taken it back, and the model's thread still runs
+        offer.ready(layers=[layer], after=after)

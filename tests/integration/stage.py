@@ -11,6 +11,7 @@ from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
 from kvxfer.geometry.spec import EVERY_TOKEN
+from kvxfer.link import Link
 from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 
@@ -182,6 +183,24 @@ class Stage:
 
 def listed(caches):
     return caches if isinstance(caches, list | tuple) else [caches]
+
+
+class Tap:
+    """Every message that the workers of a test send, which it may change before."""
+
+    def __init__(self, monkeypatch):
+        self.sent, self.change = [], {}
+        send = Link.send
+
+        def tapped(link, *messages):
+            changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
+            self.sent += changed
+            return send(link, *changed)
+
+        monkeypatch.setattr(Link, "send", tapped)
+
+    def of(self, kind):
+        return [message for message in self.sent if isinstance(message, kind)]
 
 
 async def eventually(condition, timeout=3.0):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 from wire import play
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
@@ -13,24 +13,6 @@ from kvxfer.link import Link
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Reserve, Want
 
 HELD = list(range(8))
-
-
-class Tap:
-    """Every message that the workers of a test send, which it may change before."""
-
-    def __init__(self, monkeypatch):
-        self.sent, self.change = [], {}
-        send = Link.send
-
-        def tapped(link, *messages):
-            changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
-            self.sent += changed
-            return send(link, *changed)
-
-        monkeypatch.setattr(Link, "send", tapped)
-
-    def of(self, kind):
-        return [message for message in self.sent if isinstance(message, kind)]
 
 
 @pytest.fixture

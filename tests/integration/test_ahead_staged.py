@@ -4,37 +4,18 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, eventually, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 from wire import play
 
 from kvxfer import PeerLostError, RefusedError
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import PairPlan
 from kvxfer.incoming import Incoming
-from kvxfer.link import Link
 from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Route, Want
 
 HELD = list(range(8))
 LARGE = {"route": "staged", "chunk_bytes": "32KiB", "arena_bytes": "128KiB"}
-
-
-class Tap:
-    """Every message that the workers of a test send, which it may change before."""
-
-    def __init__(self, monkeypatch):
-        self.sent, self.change = [], {}
-        send = Link.send
-
-        def tapped(link, *messages):
-            changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
-            self.sent += changed
-            return send(link, *changed)
-
-        monkeypatch.setattr(Link, "send", tapped)
-
-    def of(self, kind):
-        return [message for message in self.sent if isinstance(message, kind)]
 
 
 @pytest.fixture

@@ -94,6 +94,21 @@ class Incoming(Steps):
         return known.limited_by if known is not None and self._grid is not None else ""
 
     @property
+    def transfer(self) -> int:
+        """Its number."""
+        return self.machine.transfer
+
+    @property
+    def ended(self) -> bool:
+        """Whether the peer has said its last word."""
+        return self.machine.ended
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the session is gone, and the peer may still write."""
+        return self.machine.state is ReceiveState.LOST
+
+    @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
         theirs = self.machine.exposed and not self.machine.ended and self._in_place

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvxfer.blocklists import wanted_blocks, written_blocks
 from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError, RequestError
@@ -11,12 +11,13 @@ from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
 from kvxfer.geometry import Blocks
 from kvxfer.incoming import Incoming
+from kvxfer.lending import Lender
 from kvxfer.link import Link
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Message, Refuse, Release, Status, Want
 from kvxfer.protocol.messages import Claim as ClaimMessage
-from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -29,6 +30,36 @@ _RETRY_SECONDS: Final = 0.5
 _RETRY_SECONDS_MAX: Final = 10.0
 _RENEWALS: Final = 3
 """A claim is renewed so many times within a lease."""
+
+
+class _Owed(Protocol):
+    """What a peer owes a last word on: a transfer, or memory that was lent to it."""
+
+    link: Link
+
+    @property
+    def peer(self) -> PeerInfo:
+        """Who owes it."""
+        ...
+
+    @property
+    def transfer(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the session in which it was to come is gone."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come."""
+        ...
+
+    def resume(self, link: Link) -> None:
+        """The peer is back: ask."""
+        ...
 
 
 class Receiver:
@@ -45,6 +76,7 @@ class Receiver:
         self._numbers = count(1)
         self._fetches: set[Fetching] = set()
         self._incoming: dict[int, Incoming] = {}
+        self._lender: Final = Lender(site, lambda: next(self._numbers))
         self._claims: dict[tuple[str, str, int], Ticket] = {}
         self._renewal: asyncio.TimerHandle | None = None
         self._recoveries: set[asyncio.Task[Any]] = set()
@@ -149,17 +181,19 @@ class Receiver:
     def result(self, link: Link, message: KvAgentResult) -> None:
         """A chunk landed, or a transfer ended."""
         incoming = self._find(link, message.transfer)
-        if incoming is None:
+        if incoming is not None:
+            incoming.result(message)
+        elif (loan := self._lender.find(link, message.transfer)) is not None:
+            self._lender.result(loan, message)
+        else:
             self._site.metrics.result_dropped("stale")
-            return
-        incoming.result(message)
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""
-        for incoming in list(self._incoming.values()):
-            same = incoming.peer.identity.incarnation == link.peer.identity.incarnation
-            if same and incoming.machine.state is ReceiveState.LOST:
-                incoming.resume(link)
+        unanswered: list[_Owed] = [*self._incoming.values(), *self._lender.loans.values()]
+        for owed in unanswered:
+            if owed.peer.identity.incarnation == link.peer.identity.incarnation and owed.is_lost:
+                owed.resume(link)
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone: every transfer on it fails."""
@@ -168,11 +202,9 @@ class Receiver:
             if incoming.link is link and not incoming.machine.ended:
                 incoming.lost(failure)
                 if not incoming.finished or incoming.owes_an_answer:
-                    task = self._site.tasks.spawn(
-                        self._recover(incoming), f"kvxfer recover {incoming.machine.transfer}"
-                    )
-                    self._recoveries.add(task)
-                    task.add_done_callback(self._recoveries.discard)
+                    self._begin_recovery(incoming)
+        for loan in self._lender.lost(link):
+            self._begin_recovery(loan)
 
     def close(self) -> None:
         """Stop renewing; for shutdown, after `cancel_all`."""
@@ -194,7 +226,7 @@ class Receiver:
         for fetching in list(self._fetches):
             if not fetching.transfer.done:
                 fetching.close()
-        if ends := self.outcomes():  # the worker waits for its tasks, bounded; a fetch is no task
+        if ends := self.outcomes() + self._lender.recall():  # the worker waits for its tasks, bounded; these are none
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     # --- inside
@@ -212,6 +244,8 @@ class Receiver:
         """A fetch is over; forget it once it leaves nothing in doubt."""
         if fetching.transfer.state is TransferState.DONE:
             self._unclaim_key(fetching.ticket.key)
+            for incoming in fetching.incoming:
+                self._lender.used(incoming.link, incoming.route)
         if not fetching.doubtful:
             self._fetches.discard(fetching)
             fetching.settle()
@@ -219,26 +253,31 @@ class Receiver:
                 self._incoming.pop(incoming.machine.transfer, None)
             fetching.incoming.clear()  # they know the fetch: without a cycle, all of it is freed at once
 
-    async def _recover(self, incoming: Incoming) -> None:
+    def _begin_recovery(self, owed: _Owed) -> None:
+        task = self._site.tasks.spawn(self._recover(owed), f"kvxfer recover {owed.transfer}")
+        self._recoveries.add(task)
+        task.add_done_callback(self._recoveries.discard)
+
+    async def _recover(self, owed: _Owed) -> None:
         """Reach the same incarnation again, so that it can say what became of its writes.
 
         It goes on until there is an answer, because nothing else is evidence; the memory stays in quarantine meanwhile.
         """
         delay = _RETRY_SECONDS
-        while not incoming.machine.ended and not self._site.draining:
+        while not owed.ended and not self._site.draining:
             try:
-                link = await self._peers.link(incoming.link.endpoint, None)
+                link = await self._peers.link(owed.link.endpoint, None)
             except KvxferError:
                 link = None
             if link is None or not link.is_open:  # not reached, or lost again in the turn in which it was opened
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _RETRY_SECONDS_MAX)
                 continue
-            if link.peer.identity.incarnation != incoming.peer.identity.incarnation:
-                _log.warning("peer_replaced", peer=incoming.peer.name, incarnation=link.peer.name)
+            if link.peer.identity.incarnation != owed.peer.identity.incarnation:
+                _log.warning("peer_replaced", peer=owed.peer.name, incarnation=link.peer.name)
                 return
-            if incoming.machine.state is ReceiveState.LOST:
-                incoming.resume(link)
+            if owed.is_lost:
+                owed.resume(link)
             return
 
     async def _send_claim(self, ticket: Ticket) -> None:

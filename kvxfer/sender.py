@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
+from kvxfer.gauging import Gauging
 from kvxfer.link import Link
 from kvxfer.offerbook import OfferBook
 from kvxfer.offers import Offer, Withdrawn
@@ -16,6 +17,7 @@ from kvxfer.protocol.messages import (
     KvAgentResult,
     Landed,
     Message,
+    Probe,
     Refuse,
     Release,
     Reserve,
@@ -42,6 +44,7 @@ class Sender:
         self._site: Final = site
         self._transfers: dict[tuple[bytes, int], Outgoing] = {}
         self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
+        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # lanes that are being measured
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -61,6 +64,8 @@ class Sender:
                 self.claim(link, message)
             case Release():
                 self.release(link, message)
+            case Probe():
+                self.probe(link, message)
             case _:
                 return False
         return True
@@ -104,6 +109,9 @@ class Sender:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
         key = (link.peer.identity.incarnation, message.transfer)
         failure = Failure(Status.CANCELLED, message.code, "cancelled by the decode rank")
+        if (gauging := self._gaugings.get(key)) is not None:
+            gauging.cancelled(link, failure)
+            return
         if (outgoing := self._transfers.get(key)) is not None:
             outgoing.link = link
             outgoing.cancelled(failure)
@@ -134,9 +142,30 @@ class Sender:
         if self._refusal(message.ticket) is None:
             self.book.release((message.ticket.request, message.ticket.attempt), who.epoch, who.world, who.rank)
 
+    def probe(self, link: Link, message: Probe) -> None:
+        """A decode rank lends memory, so that the lane to it can be measured: if nothing else moves there now.
+
+        What is written is whatever lies in the memory to gather into, so only a peer that could read all of it anyway
+        gets to see it.
+        """
+        who = link.peer.identity
+        key = (who.incarnation, message.transfer)
+        if key in self._transfers or key in self._gaugings:
+            raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
+        busy = any(incarnation == who.incarnation for incarnation, _ in (*self._transfers, *self._gaugings))
+        if busy or self._site.draining or not link.trusted or self._site.sending is None:
+            failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
+            link.send(_terminal(message.transfer, failure))
+            return
+        gauging = self._gaugings[key] = Gauging(self._site, link, message, self._gauged)
+        gauging.begin()
+
     def lost(self, link: Link) -> None:
         """A session is gone: nothing new is posted for it. The transfers stay known until they have ended."""
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
+        for gauging in self._gaugings.values():
+            if gauging.link is link:
+                gauging.stop(failure)
         for outgoing in list(self._transfers.values()):
             if outgoing.link is link:
                 outgoing.stop(failure)
@@ -146,6 +175,8 @@ class Sender:
         failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
         for offer in self.book.offers:
             offer.end(Withdrawn(), failure)
+        for gauging in self._gaugings.values():
+            gauging.stop(failure)
         for outgoing in list(self._transfers.values()):
             outgoing.refuse(Code.DRAINING, "the prefill worker is closing")  # those whose offers never came
         ends = [offer.wait_end() for offer in self.book.offers]
@@ -178,6 +209,10 @@ class Sender:
             if outgoing.offer is not None:
                 self.book.touched(outgoing.offer)
             act(outgoing)
+
+    def _gauged(self, gauging: Gauging) -> None:
+        if not gauging.in_doubt:
+            del self._gaugings[gauging.peer.identity.incarnation, gauging.transfer]
 
     def _ended(self, outgoing: Outgoing) -> None:
         key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)

@@ -89,6 +89,7 @@ KEYS: Final = frozenset(
         "first_byte_after",
         "gathering",
         "lag",
+        "per_piece",
         "posting",
         "predicted",
         "queued",

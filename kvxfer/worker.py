@@ -301,7 +301,13 @@ class Worker:
             "epoch": site.issuer.card.epoch if site.issuer else None,
             "draining": site.draining,
             "peers": [
-                {"peer": link.peer.name, "role": link.role.value, "trusted": link.trusted, "endpoint": link.endpoint}
+                {
+                    "peer": link.peer.name,
+                    "role": link.role.value,
+                    "trusted": link.trusted,
+                    "endpoint": link.endpoint,
+                    "lane": site.estimates.lane(link.peer.identity.incarnation),
+                }
                 for link in self._links
             ],
             "arena": {

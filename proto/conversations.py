@@ -20,6 +20,7 @@ from kvxfer.protocol.messages import (
     Agent,
     AgentBody,
     Cancel,
+    Capability,
     Claim,
     Fetch,
     Goodbye,
@@ -29,6 +30,7 @@ from kvxfer.protocol.messages import (
     Landed,
     MemorySpan,
     Message,
+    Probe,
     Refuse,
     Release,
     Reserve,
@@ -99,14 +101,21 @@ def _body(base: int, staging: Iterable[MemorySpan]) -> bytes:
     return encode_body(AgentBody("loopback", b"metadata", [tensor], list(staging)))
 
 
-CLIENT_AGENT = Agent(FACTS, _body(0, [MemorySpan("DRAM", 0, 0x1000_0000, 1 << 20)]), _proof(b"client", HELLO, _BARE))
+_STAGING = [MemorySpan("DRAM", 0, 0x1000_0000, 1 << 20)]
+CLIENT_AGENT = Agent(FACTS, _body(0, _STAGING), _proof(b"client", HELLO, _BARE))
 SERVER_AGENT = Agent(FACTS, _body(0, []))
-HANDSHAKE: list[Line] = [
-    ("decode", HELLO),
-    ("prefill", WELCOME),
-    ("decode", CLIENT_AGENT),
-    ("prefill", SERVER_AGENT),
-]
+
+
+def _handshake(bare: Welcome) -> list[Line]:
+    return [
+        ("decode", HELLO),
+        ("prefill", msgspec.structs.replace(bare, proof=_proof(b"server", HELLO, bare))),
+        ("decode", Agent(FACTS, CLIENT_AGENT.body, _proof(b"client", HELLO, bare))),
+        ("prefill", SERVER_AGENT),
+    ]
+
+
+HANDSHAKE = _handshake(_BARE)
 
 # 32 tokens of 2 layers x 8 heads x 128 dims x 2 bytes, in two windows of 16 tokens
 CHUNK_BYTES = 16 * 2 * 8 * 128 * 2
@@ -268,7 +277,13 @@ _GROWING: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 
-# name, what happens, how it ends for the fetch, lines
+_PROBED: list[Line] = [
+    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.PROBE)),
+    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 30_000)),
+    ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True)),
+]
+
+# name, what happens, how it ends for the transfer, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
     ("direct_in_place", "grants without addresses; chunks land in any order", "done", [*HANDSHAKE, *_DIRECT]),
@@ -282,6 +297,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("cancel_before_offer", "a parked fetch is given up", "stopped", [*HANDSHAKE, *_PARKED_CANCELLED]),
     ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
     ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
+    ("lane_measured", "staging memory is lent, written, and given back", "done", _PROBED),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",

@@ -31,6 +31,7 @@ from kvxfer.protocol.messages import (
     MemorySpan,
     Message,
     Ping,
+    Probe,
     Refuse,
     Release,
     Reserve,
@@ -132,6 +133,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "release_of_a_failed_request", Release(TICKET, Code.CANCELLED)
     yield "goodbye", Goodbye()
     yield "goodbye_with_a_reason", Goodbye(Code.CLOSED, "out of service")
+    yield "probe", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000)
 
 
 # Frames that a receiver must read although no peer of this version sends them in this form: (name, note, payload).

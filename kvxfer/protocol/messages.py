@@ -42,6 +42,7 @@ __all__ = [
     "MemorySpan",
     "Message",
     "Ping",
+    "Probe",
     "Refuse",
     "Release",
     "Reserve",
@@ -137,6 +138,7 @@ class Capability(IntFlag):
     MAPPED = 1 << 3
     STREAMING = 1 << 4
     CONVERT = 1 << 5
+    PROBE = 1 << 6
 
 
 class TicketRef(msgspec.Struct, frozen=True, array_like=True):
@@ -434,6 +436,18 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=15):
     reason: Reason = ""
 
 
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag=129):
+    """Lends staging memory of this side, to be written as the peer likes, so that it learns what the lane takes.
+
+    Answered by one `KvAgentResult` with `chunk == WHOLE`. Sent only to a peer that says `PROBE`.
+    """
+
+    transfer: U64
+    address: U64
+    bytes: U64
+    lease_ms: U32
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -450,6 +464,7 @@ Message: TypeAlias = (
     | Cancel
     | Release
     | Goodbye
+    | Probe
 )
 """Every message of version 1."""
 

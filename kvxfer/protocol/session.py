@@ -36,6 +36,7 @@ from kvxfer.protocol.messages import (
     Landed,
     Message,
     Ping,
+    Probe,
     Refuse,
     Release,
     Reserve,
@@ -87,7 +88,7 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release}),
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe}),
     Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""

@@ -32,6 +32,10 @@ class Costs:
     piece_s: float
     bytes_per_s: float
 
+    def seconds(self, *, nbytes: int, chunks: int, pieces: int) -> float:
+        """By the formula."""
+        return self.fixed_s + chunks * self.chunk_s + pieces * self.piece_s + nbytes / self.bytes_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -56,8 +60,7 @@ class Profile:
             chunks: Chunks that it is cut into.
             pieces: Contiguous pieces, neighbours merged.
         """
-        costs = self.routes[route]
-        return costs.fixed_s + chunks * costs.chunk_s + pieces * costs.piece_s + nbytes / costs.bytes_per_s
+        return self.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
 
 
 _H200: Final = Profile(

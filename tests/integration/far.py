@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from stage import KEY, Copied
 
-from kvxfer import READY, Config, Worker, shared_empty
+from kvxfer import READY, Config, Worker, mappings, shared_empty
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
@@ -255,6 +255,21 @@ class Ranks:
     def quiet(self):
         """What is under way or held, rank by rank."""
         return [_held(worker.describe()) for worker in self.workers]
+
+
+class Strangers(Ranks):
+    """Ranks that take every peer for one on another host, whose memory they cannot map."""
+
+    def __init__(self) -> None:
+        mappings.unlike = lambda _: "it is on another host"
+        super().__init__()
+
+    async def lane(self, rank):
+        """What the lane to the one peer of a rank takes, once it was measured."""
+        async with asyncio.timeout(ANSWER_SECONDS / 2):
+            while (lane := self.workers[rank].describe()["peers"][0]["lane"]) is None:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.005)
+        return lane
 
 
 def _held(seen):

@@ -53,7 +53,8 @@ SECTIONS = numbered()
 def test_every_message_has_a_section_and_a_row():
     tags = {name: kind.__struct_config__.tag for name, kind in KINDS.items()}
     assert {name: tag for _, name, tag in SECTIONS} == tags
-    assert [number for number, _, tag in SECTIONS] == [f"3.{tag}" for _, _, tag in SECTIONS]
+    assert [number for number, _, _ in SECTIONS] == [f"3.{n}" for n in range(1, 1 + len(SECTIONS))]
+    assert [tag for _, _, tag in SECTIONS] == sorted(tags.values())
     rows = dict(re.findall(r"^\| (\d+) \| `(\w+)` \|", TEXT, re.MULTILINE))
     assert {name: int(tag) for tag, name in rows.items()} == tags
 

@@ -112,10 +112,11 @@ def test_noise_is_a_body_or_a_protocol_error(data):
         decode_body(data)
 
 
-def test_tags_are_unique_and_below_the_ignorable_ones():
-    tags = [kind.__struct_config__.tag for kind in MESSAGES]
-    assert tags == list(range(1, 16))
-    assert max(tags) < messages.IGNORABLE_TAG
+def test_tags_are_unique_and_only_what_a_peer_may_ignore_is_above_the_bound():
+    tags = {kind.__struct_config__.tag: kind for kind in MESSAGES}
+    assert len(tags) == len(MESSAGES)
+    assert sorted(tag for tag in tags if tag < messages.IGNORABLE_TAG) == list(range(1, 16))
+    assert {kind for tag, kind in tags.items() if tag >= messages.IGNORABLE_TAG} == {messages.Probe}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

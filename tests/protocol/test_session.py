@@ -29,6 +29,7 @@ from kvxfer.protocol.messages import (
     Landed,
     Message,
     Ping,
+    Probe,
     Refuse,
     Release,
     Reserve,
@@ -76,6 +77,7 @@ SAMPLES = {
         Cancel(1),
         Release(TICKET),
         Goodbye(),
+        Probe(7, 0x1000, 1 << 20, 30_000),
     )
 }
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}

@@ -1,0 +1,210 @@
+"""What the lane to a decode rank takes, learned by writing memory that it lent for that (PROTOCOL.md section 5.7).
+
+A task of its own, off the path of any request: some writes of one piece, small and large, and some of many pieces, each
+repeated while there is time. What it learns corrects the profile by which `auto` chooses between posting each piece and
+staging them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import Code, KvxferError, TransferFailedError
+from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.link import Link
+from kvxfer.memory import Extent
+from kvxfer.planning import staging_pieces
+from kvxfer.protocol.messages import MemorySpan, Probe, Status
+from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.routes.lane import LaneCosts, Sample
+from kvxfer.site import Site, no_hold, resolve
+from kvxfer.telemetry import logger
+
+__all__ = ["LARGEST_LOAN", "LEAST_LOAN", "Gauging"]
+
+_log: Final = logger("kvxfer.send")
+
+LARGEST_LOAN: Final = 32 << 20
+"""Bytes that are lent at most: large enough that on 400 GB/s a write of them takes longer than noticing its end."""
+_PIECES: Final = 64
+_PIECE_BYTES: Final = 4096
+_APART: Final = 2 * _PIECE_BYTES
+LEAST_LOAN: Final = _PIECES * _APART
+"""Bytes below which there is no room for what is measured."""
+_SIZES: Final = (256 << 10, 4 << 20, LARGEST_LOAN)
+_LONG_S: Final = 2e-3
+"""No larger write follows one that took so long: it would tell no more."""
+_ROUNDS: Final = 3
+_BUDGET_S: Final = 0.05
+"""No further round is begun after so many seconds."""
+_SHARE: Final = 8
+"""At most one part in so many of the memory to gather into is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Pieces of one write: where they begin, and their lengths."""
+
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, nbytes: int) -> "_Shape":
+        return cls(np.zeros(1, np.int64), np.asarray([nbytes], np.int64))
+
+    @classmethod
+    def scattered(cls) -> "_Shape":
+        return cls(np.arange(_PIECES, dtype=np.int64) * _APART, np.full(_PIECES, _PIECE_BYTES, np.int64))
+
+    def at(self, span: MemorySpan, address: int) -> Descriptors:
+        return Descriptors(span.kind, span.device, np.stack([address + self.offsets, self.lengths], axis=1))
+
+
+class Gauging:
+    """One measurement, from `Probe` to its answer.
+
+    Attributes:
+        link: The control stream; replaced when the decode rank asks over another one.
+        peer: The decode rank.
+        transfer: Its number.
+        in_doubt: It is over, but a write of it may still be under way, and the peer was told so.
+
+    Args:
+        site: The worker.
+        link: The control stream to the decode rank.
+        probe: What it lends.
+        ended: Called when nothing of it is posted any more, after the answer.
+
+    Raises:
+        ProtocolError: If what was lent is not staging memory of the peer.
+    """
+
+    def __init__(self, site: Site, link: Link, probe: Probe, ended: Callable[["Gauging"], None]) -> None:
+        self.link = link
+        self.peer: Final = link.peer
+        self.transfer: Final = probe.transfer
+        self.in_doubt = False
+        self._site: Final = site
+        self._probe: Final = probe
+        self._ended: Final = ended
+        self._until: Final = site.now() + probe.lease_ms / 1000
+        self._theirs: Final = self.peer.body.staging[0] if self.peer.body.staging else MemorySpan("", 0, 0, 0)
+        self._cell: Cell | None = None  # of the last write
+        self._writing = self._reading = False  # it may write the peer's memory, read ours
+        self._failure: Failure | None = None
+        self._release: Callable[[], None] = no_hold
+        staging_pieces(self._theirs, probe.address, probe.bytes)
+
+    def begin(self) -> None:
+        """Measure, in a task of the worker's."""
+        self._site.tasks.spawn(self._run(), f"kvxfer measure {self.peer.name}")
+
+    def stop(self, failure: Failure) -> None:
+        """Post nothing more; it is answered when what is posted has ended."""
+        self._failure = self._failure or failure
+        if self._cell is not None:
+            self._cell.kill()
+
+    def cancelled(self, link: Link, failure: Failure) -> None:
+        """The decode rank wants its memory back, or asks (after a lost session) what became of it."""
+        self.link = link
+        if self.in_doubt:
+            self._answer()
+        else:
+            self.stop(failure)
+
+    def _answer(self) -> None:
+        status = Status.OK if self._failure is None else self._failure.status
+        self.link.send(build_result(self.transfer, status, last=True, failure=self._failure))
+
+    async def _run(self) -> None:
+        desk = self._site.send_desk
+        room = min(self._probe.bytes, LARGEST_LOAN, desk.share.capacity // _SHARE)
+        extent = desk.take(self.peer.name, room) if room >= LEAST_LOAN else None
+        try:
+            if extent is None:
+                self._failure = Failure(Status.CANCELLED, Code.TOO_MANY, "there is no memory to measure with")
+            else:
+                desk.share.write(extent)
+                self._learn(await self._samples(extent, room))
+        except KvxferError as error:
+            self._failure = self._failure or Failure(Status.FAILED, error.code, str(error))
+        finally:
+            self._release()
+            if self._writing:
+                self.in_doubt = True
+                self._failure = Failure(Status.IN_DOUBT, Code.FABRIC, "a write of the measurement did not end")
+            if extent is not None and self._reading:
+                desk.quarantine(extent, "our own post did not end")
+            elif extent is not None:
+                desk.release(extent)
+            self._answer()
+            self._ended(self)
+
+    async def _samples(self, extent: Extent, room: int) -> list[Sample]:
+        site = self._site
+        self._release = site.lanes.hold(self.peer)
+        lane = await asyncio.shield(site.lanes.connect(self.peer))
+        write = partial(self._write, lane, extent.address)
+        await write(_Shape.whole(_PIECE_BYTES))  # wires the two agents up, where nothing has yet
+        samples: list[Sample] = []
+        began = site.now()
+        for _ in range(_ROUNDS):
+            samples.append(await write(_Shape.scattered()))
+            for nbytes in (size for size in _SIZES if size <= room):
+                samples.append(await write(_Shape.whole(nbytes)))
+                if samples[-1].seconds > _LONG_S:
+                    break
+            if site.now() - began > _BUDGET_S:
+                break
+        return samples
+
+    async def _write(self, lane: str, address: int, shape: _Shape) -> Sample:
+        """Write once.
+
+        Raises:
+            TransferFailedError: If it was not written, or nobody can say.
+        """
+        site, done = self._site, self._site.loop.create_future()
+        if self._failure is not None:
+            raise TransferFailedError(self._failure.reason)
+
+        def posted(result: PostResult) -> None:  # on the fabric's thread
+            site.hand_over(partial(resolve, done, result))
+
+        self._cell = cell = Cell(self._until)
+        local, remote = shape.at(site.arena, address), shape.at(self._theirs, self._probe.address)
+        self._writing = self._reading = True
+        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))
+        result: PostResult = await done
+        self._writing = result.outcome is Outcome.IN_DOUBT
+        # where the transport says that the peer is gone, it has ended its own work
+        self._reading = self._writing and not (result.error is not None and result.error.disconnected)
+        if result.outcome is not Outcome.DONE:
+            raise result.error or TransferFailedError(
+                "the lease of what was lent ran out, or the measurement was stopped"
+            )
+        return Sample(len(shape.offsets), int(shape.lengths.sum()), result.finished - result.first)
+
+    def _learn(self, samples: list[Sample]) -> None:
+        site, peer = self._site, self.peer
+        timed = [sample for sample in samples if sample.seconds > 0]
+        if self._failure is not None or not any(sample.pieces == 1 for sample in timed):
+            return
+        lane = LaneCosts.of(timed)
+        kinds = {
+            "VRAM" if geometry.kind == "cuda" else "DRAM" for geometry in (site.geometry, site.plans.geometry(peer))
+        }
+        site.estimates.measured(peer.identity.incarnation, lane, listed={site.arena.kind, self._theirs.kind} == kinds)
+        _log.info(
+            "lane_measured",
+            peer=peer.name,
+            gbps=lane.bytes_per_s / 1e9,
+            posting=lane.post_s,
+            per_piece=lane.piece_s,
+        )

@@ -1,0 +1,175 @@
+"""Lends a prefill rank staging memory, so that it can measure the lane to this rank (PROTOCOL.md section 5.7).
+
+Once for every peer with which there is a choice that the lane decides, after the first transfer over it: before, nobody
+knows whether any will come, and the two transports would be wired up for nothing.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from kvxfer.errors import Code, ProtocolError
+from kvxfer.gauging import LARGEST_LOAN, LEAST_LOAN
+from kvxfer.link import Link
+from kvxfer.memory import Extent, ExtentState
+from kvxfer.protocol.messages import Cancel, Capability, KvAgentResult, Probe, Route, Status
+from kvxfer.site import Site, no_hold, resolve
+
+__all__ = ["Lender", "Loan"]
+
+_SHARE: Final = 8
+"""At most one part in so many of the memory that peers may write is lent."""
+_OVER_A_LANE: Final = frozenset({Route.STAGED, Route.DIRECT})
+"""Between which the lane decides."""
+_TRIES: Final = 8
+"""Times that a peer is asked, if it has no time for it."""
+
+
+class Loan:
+    """Memory that one peer may write to measure the lane.
+
+    Attributes:
+        link: The control stream; replaced when the same incarnation is reached again.
+        peer: The prefill rank.
+        transfer: Its number.
+        is_lost: The session is gone; the peer may still write.
+        ended: The memory is this side's again.
+        over: Resolves with that.
+    """
+
+    def __init__(self, site: Site, link: Link, transfer: int, extent: Extent) -> None:
+        self.link = link
+        self.peer: Final = link.peer
+        self.transfer: Final = transfer
+        self.is_lost = False
+        self.ended = False
+        self.over: Final[asyncio.Future[None]] = site.loop.create_future()
+        self._site: Final = site
+        self._extent: Final = extent
+        self._awake: Callable[[], None] = no_hold
+
+    def begin(self) -> None:
+        """Tell the peer."""
+        extent, desk = self._extent, self._site.receive_desk
+        desk.share.write(extent)
+        lease = self._site.lease_ms(extent.nbytes)
+        self._awake = self._site.fabric.hold_awake()  # over TCP the target moves the data
+        if not self.link.send(Probe(self.transfer, extent.address, extent.nbytes, lease)):
+            self._take_back()
+
+    def cancel(self) -> None:
+        """Ask for it back."""
+        if not self.ended and not self.is_lost:
+            self.link.send(Cancel(self.transfer))
+
+    def result(self, message: KvAgentResult) -> None:
+        """The peer is through with it, or cannot say."""
+        if self.ended:
+            self._site.metrics.result_dropped("stale")
+        elif message.status is Status.IN_DOUBT:
+            self.lost()
+        else:
+            self._take_back()
+
+    def lost(self) -> None:
+        """The session is gone: the peer may still write."""
+        if not self.ended:
+            self.is_lost = True
+            self._awake()
+            if self._extent.state is not ExtentState.QUARANTINED:
+                self._site.receive_desk.quarantine(self._extent, f"{self.peer.name} is silent")
+
+    def resume(self, link: Link) -> None:
+        """The same incarnation is back: ask what became of it."""
+        self.link, self.is_lost = link, False
+        link.send(Cancel(self.transfer, Code.PEER_LOST))
+
+    def _take_back(self) -> None:
+        self.ended, self.is_lost = True, False
+        self._awake()
+        desk = self._site.receive_desk
+        give_back = desk.settle if self._extent.state is ExtentState.QUARANTINED else desk.release
+        give_back(self._extent)
+        resolve(self.over, None)
+
+
+class Lender:
+    """Decides when to lend, and keeps the books of what is lent.
+
+    Args:
+        site: The worker.
+        number: Draws a fresh transfer id.
+    """
+
+    def __init__(self, site: Site, number: Callable[[], int]) -> None:
+        self.loans: Final[dict[int, Loan]] = {}
+        self._site: Final = site
+        self._number: Final = number
+        self._tries: dict[bytes, int] = {}  # that are left, by incarnation
+
+    def used(self, link: Link, route: Route) -> None:
+        """A transfer took this route: once its offer was released, have the lane measured if that matters."""
+        if route in _OVER_A_LANE and self._tries.get(link.peer.identity.incarnation, _TRIES):
+            self._site.loop.call_soon(self._lend, link)
+
+    def _lend(self, link: Link) -> None:
+        site, key = self._site, link.peer.identity.incarnation
+        left = self._tries.get(key, _TRIES)
+        if not left or not link.is_open or site.draining or any(loan.peer is link.peer for loan in self.loans.values()):
+            return
+        if not self._matters(link):
+            self._tries[key] = 0
+            return
+        nbytes = min(LARGEST_LOAN, site.receive_desk.share.capacity // _SHARE)
+        extent = site.receive_desk.take(link.peer.name, nbytes) if nbytes >= LEAST_LOAN else None
+        if extent is None:  # it is needed for what was asked for; a later transfer asks again
+            return
+        self._tries[key] = left - 1
+        loan = Loan(site, link, self._number(), extent)
+        self.loans[loan.transfer] = loan
+        loan.begin()
+        self._forget(loan)
+
+    def result(self, loan: Loan, message: KvAgentResult) -> None:
+        """What a peer says of its loan."""
+        loan.result(message)
+        if message.status is not Status.CANCELLED:  # it measured, or cannot
+            self._tries[loan.peer.identity.incarnation] = 0
+        self._forget(loan)
+
+    def find(self, link: Link, transfer: int) -> Loan | None:
+        """A loan, by its number.
+
+        Raises:
+            ProtocolError: If it is another peer's.
+        """
+        loan = self.loans.get(transfer)
+        if loan is not None and loan.peer.identity.incarnation != link.peer.identity.incarnation:
+            raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
+        return loan
+
+    def recall(self) -> "list[asyncio.Future[None]]":
+        """Ask for everything back; for shutdown. Returns what resolves as it comes."""
+        for loan in self.loans.values():
+            loan.cancel()
+        return [loan.over for loan in self.loans.values() if not loan.is_lost]
+
+    def lost(self, link: Link) -> list[Loan]:
+        """A link is gone, and what the peer learned with it. Returns what is in doubt now."""
+        self._tries.pop(link.peer.identity.incarnation, None)
+        gone = [loan for loan in self.loans.values() if loan.link is link]
+        for loan in gone:
+            loan.lost()
+        return gone
+
+    def _forget(self, loan: Loan) -> None:
+        if loan.ended:
+            self.loans.pop(loan.transfer, None)
+
+    def _matters(self, link: Link) -> bool:
+        """Whether this side leaves a choice to the peer that the lane decides, and the peer can measure it."""
+        site, peer = self._site, link.peer
+        free = site.config.route in ("auto", "mapped")
+        able = Capability.PROBE in Capability(peer.identity.capabilities)
+        open_routes = site.routes(peer, trusted=link.trusted, sending=False) if free and able else ()
+        return _OVER_A_LANE.issubset(open_routes)

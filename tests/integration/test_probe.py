@@ -1,0 +1,261 @@
+"""The lane to a decode rank is measured in memory that it lends: once, where it matters, at nobody's cost."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from stage import Cache, Copied, Tap, eventually, quiet, taken
+
+from kvxfer.gauging import LEAST_LOAN
+from kvxfer.memory import ExtentState
+from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Status
+
+BLOCKS = list(range(4))
+TOKENS = range(16)
+LARGE = {"arena_bytes": "16MiB"}
+STATES = {"writing": ExtentState.WRITING, "quarantined": ExtentState.QUARANTINED}
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)
+
+
+async def moved(prefill, decode, source, target, request):
+    """One request, every byte of it."""
+    copied = Copied(target).bring(source, BLOCKS, BLOCKS[::-1], TOKENS)
+    offer = prefill.offer(request, BLOCKS, tokens=len(TOKENS))
+    result = await decode.fetch(prefill.engine.ticket(request), BLOCKS[::-1], tokens=TOKENS, timeout=5)
+    copied.check()
+    await offer.released()
+    return result
+
+
+async def met(stage, **config):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, **{**LARGE, **config})
+    return prefill, decode, source, target
+
+
+def lane(prefill):
+    (peer,) = prefill.describe()["peers"]
+    return peer["lane"]
+
+
+def loans(worker, state=None):
+    extents = worker._site.receive_desk.share.extents()
+    return [extent for extent in extents if state is None or extent.state is STATES[state]]
+
+
+def answers(tap, status):
+    lent = {probe.transfer for probe in tap.of(Probe)}
+    return [m for m in tap.of(KvAgentResult) if m.transfer in lent and m.status is status]
+
+
+def cut(worker):
+    for link in list(worker._links):
+        link._transport.abort()
+
+
+async def probing(stage, **config):
+    """Two workers between which one request has moved, and a measurement is under way."""
+    prefill, decode, source, target = await met(stage, **config)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    await asyncio.wait_for(transfer.outcome, 5)
+    stage.network.hold("*")  # before the loop turns again: nothing of the measurement is posted yet
+    await offer.released()
+    await eventually(lambda: stage.network.held("*"))
+    assert loans(decode, "writing")
+    return prefill, decode, source, target
+
+
+async def test_the_first_transfer_over_a_lane_has_it_measured(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    assert not tap.of(Probe)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: lane(prefill) is not None)
+    await quiet(prefill, decode)
+    (probe,) = tap.of(Probe)
+    assert probe.bytes >= LEAST_LOAN
+    assert answers(tap, Status.OK) == [KvAgentResult(probe.transfer, WHOLE, Status.OK, 0, True)]
+    found = lane(prefill)
+    assert found.bytes_per_s > 0
+    assert found.post_s >= 0
+    for number in range(3):
+        await moved(prefill, decode, source, target, f"later{number}")
+    await quiet(prefill, decode)
+    assert len(tap.of(Probe)) == 1
+    assert not decode.describe()["peers"][0]["lane"], "the decode rank does not choose"
+
+
+async def test_what_is_measured_decides(stage):
+    prefill, decode, source, target = await met(stage)
+    first = await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: lane(prefill) is not None)
+    incarnation = decode._site.incarnation
+    estimates = prefill._site.estimates
+    shape = {"nbytes": first.stats.bytes, "chunks": 1, "pieces": 8}
+    before = {route: estimates._profile.seconds(route, **shape) for route in estimates._profile.routes}
+    after = {route: estimates.seconds(incarnation, route, **shape) for route in estimates._profile.routes}
+    assert {route.name for route in after if after[route] != before[route]} >= {"DIRECT"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"route": "staged"},
+        {"route": "direct"},
+        {"route": "pull"},
+        {"trust": "none"},
+        {"arena_bytes": "4MiB"},
+        {"arena_bytes": 0, "chunk_bytes": "2KiB"},
+        {"max_in_place_bytes": 0},
+    ],
+    ids=lambda config: "-".join(f"{name}={value}" for name, value in config.items()),
+)
+async def test_where_there_is_nothing_to_choose_or_no_room_nothing_is_lent(stage, tap, config):
+    prefill, decode, source, target = await met(stage, **config)
+    for number in range(2):
+        await moved(prefill, decode, source, target, f"r{number}")
+    await quiet(prefill, decode)
+    assert not tap.of(Probe)
+
+
+async def test_mapped_memory_needs_no_lane(stage, tap):
+    source, target = Cache(shared=True), Cache(shared=True)
+    prefill, decode = await stage.pair(source, target, **LARGE)
+    result = await moved(prefill, decode, source, target, "r")
+    assert result.stats.route == "mapped"
+    assert not tap.of(Probe)
+
+
+async def test_a_peer_that_does_not_know_it_is_not_asked(stage, tap, monkeypatch):
+    prefill, decode, source, target = await met(stage)
+    prefill._site.capabilities &= ~Capability.PROBE
+    await moved(prefill, decode, source, target, "r")
+    await quiet(prefill, decode)
+    assert not tap.of(Probe)
+
+
+async def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    waiting = decode.start_fetch(prefill.engine.ticket("never"), [9], tokens=range(4))
+    for number in range(12):
+        await moved(prefill, decode, source, target, f"r{number}")
+        await quiet_but_for(prefill, decode, waiting)
+    assert len(tap.of(Probe)) == len(answers(tap, Status.CANCELLED)) == 8
+    assert lane(prefill) is None
+    waiting.cancel()
+
+
+async def quiet_but_for(prefill, decode, transfer):
+    assert not transfer.done
+    await eventually(lambda: not loans(decode) and not prefill._site.send_desk.share.extents())
+
+
+async def test_memory_that_is_needed_is_not_lent(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    desk = decode._site.receive_desk
+    everything = taken(desk)
+    assert (await moved(prefill, decode, source, target, "first")).stats.route == "direct"
+    assert not tap.of(Probe)
+    desk.release(everything)
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: answers(tap, Status.OK))
+
+
+async def test_a_fetch_does_not_wait_for_it(stage):
+    prefill, decode, source, target = await probing(stage)
+    stage.network.release("*", 0)
+    stage.network._of("*").held = False  # what is held stays so, and what comes now lands
+    assert stage.network.held("*") == 1
+    await moved(prefill, decode, source, target, "second")
+    assert stage.network.held("*") == 1
+    stage.network.release("*")
+    await quiet(prefill, decode)
+
+
+async def test_the_stream_is_cut_in_the_middle(stage, tap):
+    prefill, decode, source, target = await probing(stage)
+    cut(decode)
+    await eventually(lambda: loans(decode, "quarantined"))
+    await eventually(lambda: tap.of(Cancel))  # the same incarnation is back, and is asked
+    assert loans(decode, "quarantined"), "it has not answered: the write is under way"
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    assert answers(tap, Status.CANCELLED)
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: lane(prefill) is not None)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("disconnected", [False, True])
+async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, disconnected):
+    prefill, decode, _, _ = await met(stage)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    await asyncio.wait_for(transfer.outcome, 5)
+    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=disconnected)
+    await offer.released()
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    await eventually(lambda: loans(decode, "quarantined"))
+    ours = prefill._site.send_desk.share.extents()
+    assert [extent.state for extent in ours] == ([] if disconnected else [ExtentState.QUARANTINED])
+    cut(decode)  # asked again, it still cannot say
+    await eventually(lambda: len(answers(tap, Status.IN_DOUBT)) > 1)
+    assert loans(decode, "quarantined")
+
+
+async def test_a_refused_write_is_an_answer(stage, tap):
+    prefill, decode, _, _ = await met(stage)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    await asyncio.wait_for(transfer.outcome, 5)
+    stage.network.refuse_next("*", skip=2)
+    await offer.released()
+    await eventually(lambda: answers(tap, Status.FAILED))
+    await quiet(prefill, decode)
+    assert lane(prefill) is None
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_side_closes_in_the_middle(stage, side):
+    prefill, decode, _, _ = await probing(stage)
+    worker, other = (prefill, decode) if side == "prefill" else (decode, prefill)
+    arena = worker._assembly.staging
+    closing = asyncio.create_task(worker.aclose(drain=False))
+    await asyncio.sleep(0)
+    stage.network.release("*")
+    await closing
+    assert arena._backing is None
+    await eventually(lambda: not other._site.send_desk.share.extents())
+
+
+async def test_a_side_that_closes_while_it_may_be_written_leaks_its_memory(stage, caplog):
+    _, decode, _, _ = await probing(stage, close_timeout=0.1, revoke_timeout=0.1)
+    with caplog.at_level("WARNING"):
+        await decode.aclose(drain=False)
+    assert "memory_leaked" in caplog.text
+
+
+async def test_what_was_not_told_of_is_not_written(stage, tap, caplog):
+    prefill, decode, source, target = await met(stage)
+    tap.change[Probe] = lambda probe: replace(probe, address=probe.address + (1 << 40))
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: "outside the staging memory" in caplog.text)
+    await quiet(prefill)
+
+
+async def test_a_loan_is_answered_once_and_by_whom_it_was_made_to(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: answers(tap, Status.OK))
+    await quiet(prefill, decode)
+    (link,) = prefill._links
+    dropped = decode.describe()["metrics"]["results_dropped"]
+    link.send(answers(tap, Status.OK)[0])
+    await eventually(lambda: decode.describe()["metrics"]["results_dropped"] != dropped)
+    await quiet(prefill, decode)

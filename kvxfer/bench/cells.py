@@ -84,7 +84,20 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell's results, of repetitions that were each verified."""
+    """One cell's results, of repetitions that were each verified.
+
+    Attributes:
+        cell: Which one.
+        nbytes: Of each request.
+        fetch: Seconds of the timed fetches.
+        reference: Seconds of the references that were taken between them.
+        reference_kind: What those are.
+        difference: How the first wrong cache differed from what it should be; empty if none did.
+        received: Stats of the decode side, of the repetition in the middle.
+        sent: Those of the prefill side.
+        first_predicted: Seconds that the pair's first transfer, the warm-up, was predicted to take: by the profile of
+            the machine alone, as no transfer had corrected it yet.
+    """
 
     cell: Cell
     nbytes: int
@@ -94,6 +107,7 @@ class Measured:
     difference: str
     received: TransferStats
     sent: TransferStats | None
+    first_predicted: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +274,12 @@ class _Run:
         grid, until = self.grid, time.monotonic() + self.grid.cell_seconds
         fetched: list[tuple[float, TransferStats, TransferStats | None]] = []
         references: list[float] = []
+        first_predicted: float | None = None
         difference, kind = "", kind_for(self.cell.route, self.side.device)
         for number in range(grid.warmups + grid.repetitions):
             seconds, received, sent, differs = await self._transfer(worker)
+            if number == 0:
+                first_predicted = received.predicted
             difference = difference or differs
             kind = kind_for(received.route, self.side.device)
             reference = await self._refer(kind)
@@ -283,6 +300,7 @@ class _Run:
             difference=difference,
             received=middle[1],
             sent=middle[2],
+            first_predicted=first_predicted,
         )
 
     async def _transfer(self, worker: kvxfer.Worker) -> tuple[float, TransferStats, TransferStats | None, str]:

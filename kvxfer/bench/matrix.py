@@ -11,6 +11,7 @@ from kvxfer.bench.children import conduct
 from kvxfer.bench.device import Kind, sides
 from kvxfer.bench.layouts import NAMED, PIECES, Layout, plain
 from kvxfer.bench.report import Chart, Report, Table
+from kvxfer.bench.verdict import Verdict, judge
 from kvxfer.config import Config
 from kvxfer.errors import UsageError
 
@@ -140,6 +141,7 @@ def as_json(device: Kind, one: Measured) -> dict[str, Any]:
         "pieces": received.pieces,
         "chunks": received.chunks,
         "predicted_s": received.predicted,
+        "first_predicted_s": one.first_predicted,
         "stages": {"decode": stages(received), "prefill": stages(one.sent)},
     }
 
@@ -161,22 +163,27 @@ def noise(cells: Sequence[Measured]) -> dict[str, Any]:
 def _report(head: dict[str, Any], device: Kind, done: Sequence[Measured | Skipped]) -> Report:
     measured = [one for one in done if isinstance(one, Measured)]
     skipped = [one for one in done if isinstance(one, Skipped)]
+    verdict = judge(measured)
     data: dict[str, Any] = {
         "cells": [as_json(device, one) for one in measured],
         "skipped": [{"cell": str(one.cell), "reason": one.reason} for one in skipped],
         "noise": noise(measured),
     }
+    if judged := verdict.to_json():
+        data["auto"] = judged
     return Report(
         "matrix",
         head,
         data,
-        [_table(data["cells"], data["noise"], skipped)],
-        _charts(data["cells"]),
+        [_table(data["cells"], data["noise"], verdict, skipped)],
+        [*_charts(data["cells"]), *verdict.charts()],
         [f"{one.cell}: {one.difference}" for one in measured if one.difference],
     )
 
 
-def _table(cells: Sequence[dict[str, Any]], spread: dict[str, Any], skipped: Sequence[Skipped]) -> Table:
+def _table(
+    cells: Sequence[dict[str, Any]], spread: dict[str, Any], verdict: Verdict, skipped: Sequence[Skipped]
+) -> Table:
     headings = ["route", "pieces", "request", "ms", "GB/s", "reference", "GB/s", "ratio", "verified", "stages, ms"]
     rows = [
         [
@@ -193,7 +200,7 @@ def _table(cells: Sequence[dict[str, Any]], spread: dict[str, Any], skipped: Seq
         ]
         for cell in cells
     ]
-    notes = [f"skipped: {one.cell}: {one.reason}" for one in skipped]
+    notes = [*verdict.lines(), *(f"skipped: {one.cell}: {one.reason}" for one in skipped)]
     if spread["reference_spread_within_cells"] is not None:
         within, between = spread["reference_spread_within_cells"], spread["reference_spread_between_cells"]
         also = "" if between is None else f", those of different cells up to {between:.0%}"

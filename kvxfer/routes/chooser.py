@@ -7,7 +7,7 @@ from typing import Final
 from kvxfer.errors import Code, RefusedError
 from kvxfer.protocol.messages import Route
 
-__all__ = ["Choice", "Means", "acceptable", "choose"]
+__all__ = ["Choice", "Means", "acceptable", "choose", "predicted_faster"]
 
 _NEARLY: Final = 1.05
 """A post per piece is preferred if it takes no longer than this times a gather and a scatter: it needs no memory."""
@@ -119,8 +119,18 @@ def choose(
     return replace(choice, fallback=f"{first.name.lower()} {reason}" if hoped else "")
 
 
+def predicted_faster(*, direct: float, staged: float) -> Route:
+    """Which of the two a pair that can do both takes: the faster one, `direct` if they are about equal.
+
+    Args:
+        direct: Seconds that `direct` is predicted to take.
+        staged: Likewise `staged`.
+    """
+    return Route.DIRECT if direct <= staged * _NEARLY else Route.STAGED
+
+
 def _by_time(nbytes: int, pieces: int, seconds: Callable[[Route, int], float]) -> Choice:
     direct, staged = seconds(Route.DIRECT, pieces), seconds(Route.STAGED, pieces)
-    route = Route.DIRECT if direct <= staged * _NEARLY else Route.STAGED
+    route = predicted_faster(direct=direct, staged=staged)
     what = f"{pieces} pieces of {nbytes // max(pieces, 1)} bytes on average"
     return Choice(route, f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged")

@@ -7,6 +7,8 @@ import pytest
 from kvxfer.bench.layouts import plain
 from kvxfer.bench.matrix import Matrix, quick, routes
 from kvxfer.errors import UsageError
+from kvxfer.protocol.messages import Route
+from kvxfer.routes.cost import PROFILES
 
 MIB = 1 << 20
 SMALL = ["matrix", "--device", "cpu", "--sizes", "2MiB", "--repetitions", "1"]
@@ -41,6 +43,14 @@ def test_every_route_and_layout_is_verified_beside_its_reference(bench):
     assert found["noise"]["reference_spread_within_cells"] == 0.0
     assert found["noise"]["reference_spread_between_cells"] >= 0
     assert output.count("yes") == len(cells)
+    answers = {name: found["auto"][name]["cases"] for name in ("by_time", "by_choice", "without_mapped", "noise")}
+    assert set(answers.values()) == {3}
+    assert output.count("auto: ") == 2
+    for cell in cells:  # of a new pair: nothing has corrected it
+        plain_seconds = PROFILES["cpu"].seconds(
+            Route[cell["route_taken"].upper()], nbytes=2 * MIB, chunks=cell["chunks"], pieces=cell["pieces"]
+        )
+        assert cell["first_predicted_s"] == pytest.approx(plain_seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("sabotage", ["byte", "outside"])
@@ -63,6 +73,7 @@ def test_cells_that_cannot_be_are_listed_with_the_reason(bench):
     assert "smaller than one block" in small["reason"]
     assert "are free" in large["reason"]
     assert output.count("skipped: ") == 2
+    assert "auto" not in found
 
 
 def test_thread_blocks_are_of_gpus(bench):

@@ -1,0 +1,30 @@
+"""The rule between the two routes that pairs on different hosts have."""
+
+import pytest
+
+from kvxfer.protocol.messages import Route
+from kvxfer.routes.chooser import Means, acceptable, choose, predicted_faster
+
+
+@pytest.mark.parametrize(
+    ("direct", "staged", "faster"),
+    [
+        (1.0, 2.0, Route.DIRECT),
+        (2.0, 1.0, Route.STAGED),
+        (1.0, 1.0, Route.DIRECT),
+        (1.05, 1.0, Route.DIRECT),
+        (1.06, 1.0, Route.STAGED),
+    ],
+)
+def test_the_faster_one_is_taken_and_direct_if_they_are_about_equal(direct, staged, faster):
+    assert predicted_faster(direct=direct, staged=staged) is faster
+    means = Means(staged=True, direct=True, pull=True)
+    choice = choose(
+        "auto",
+        means,
+        acceptable("auto", means),
+        nbytes=1 << 20,
+        pieces=lambda: 16,
+        seconds=lambda route, _: direct if route is Route.DIRECT else staged,
+    )
+    assert choice.route is faster

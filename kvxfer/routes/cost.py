@@ -87,16 +87,15 @@ _CPU: Final = Profile(
     "two processes on two shared cores (x86-64), caches and arena in CPU memory (torch 2.13, NIXL over shared memory)",
     MappingProxyType(
         {
-            # whole fetches of 2 and 16 MiB: in pieces of 32 KiB 3.5 and 5.5 ms, in pieces of 8 KiB 16 MiB in 7.5 ms, of
-            # 256 B (NHD to HND) in 6.3 to 8.3 ms. The formula gives 3.3, 5.4, 5.5 and 8.0 ms.
-            Route.MAPPED: Costs(fixed_s=3.0e-3, chunk_s=0.0, piece_s=40e-9, bytes_per_s=7.0e9),
-            # whole fetches of 1 to 256 MiB in chunks of 16 MiB. In pieces of 32 KiB 256 MiB ran at 2.0 GB/s, in pieces
-            # of 4 KiB at 1.0; 1 MiB took 5.8 and 6.8 ms. The formula is up to 25 % off.
-            Route.STAGED: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=2.3e-6, bytes_per_s=2.6e9),
-            # likewise: 256 MiB at 2.5 and 0.6 GB/s, 1 MiB in 4.4 and 6.7 ms
-            Route.DIRECT: Costs(fixed_s=4.0e-3, chunk_s=0.5e-3, piece_s=5.2e-6, bytes_per_s=5.0e9),
-            # likewise: 256 MiB at 2.2 and 0.8 GB/s, 1 MiB in 5.8 and 7.3 ms
-            Route.PULL: Costs(fixed_s=5.0e-3, chunk_s=0.5e-3, piece_s=3.8e-6, bytes_per_s=3.5e9),
+            # medians of four runs of whole fetches, which lay up to 40 % apart. 2 MiB in 2.5 to 3.2 ms; 64 MiB in 12.7
+            # and 13.8 ms in pieces of 32 and 256 KiB, in 22 to 23 ms in pieces of 8 KiB, 512 B and 256 B (NHD to HND).
+            Route.MAPPED: Costs(fixed_s=2.2e-3, chunk_s=0.0, piece_s=60e-9, bytes_per_s=6.0e9),
+            # 2 MiB in 3.8 to 6.2 ms, 16 MiB in 15 to 20 ms, 64 MiB in 45 to 56 ms, whatever the pieces
+            Route.STAGED: Costs(fixed_s=3.5e-3, chunk_s=0.5e-3, piece_s=40e-9, bytes_per_s=1.5e9),
+            # 64 MiB in pieces of 256 KiB in 21 ms, of 32 KiB in 33 ms, of 8 KiB in 51 ms, of 512 B in 406 ms
+            Route.DIRECT: Costs(fixed_s=2.2e-3, chunk_s=0.5e-3, piece_s=2.95e-6, bytes_per_s=3.4e9),
+            # likewise in 20, 33, 49 and 402 ms
+            Route.PULL: Costs(fixed_s=3.1e-3, chunk_s=0.5e-3, piece_s=2.95e-6, bytes_per_s=3.6e9),
         }
     ),
 )

@@ -210,6 +210,15 @@ class BlockingWorker:
         service = self._open
         service.thread.call(lambda: service.worker.join(card, key=key))
 
+    def occupy(self, ctas: int) -> None:
+        """Let copies on the GPU occupy so many thread blocks from now on; see `Worker.occupy`. Does not wait.
+
+        Raises:
+            ConfigError: If it is out of range.
+            ClosedError: If nothing is registered.
+        """
+        self._open.worker.occupy(ctas)
+
     # --- prefill
 
     def offer(

@@ -31,7 +31,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ConfigError
-from kvxfer.limits import MAX_WORLD
+from kvxfer.limits import MAX_CTAS, MAX_WORLD
 from kvxfer.settings import (
     Reading,
     Source,
@@ -223,8 +223,8 @@ class Config(BaseSettings):
     """About as many on the other routes, whose chunks need no staging memory."""
     window: Annotated[int, Field(ge=1, le=1024)] = 4
     """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
-    copy_ctas: Annotated[int, Field(ge=1, le=4096)] = 24
-    """Thread blocks that a copy on a GPU may occupy."""
+    copy_ctas: Annotated[int, Field(ge=1, le=MAX_CTAS)] = 24
+    """Thread blocks that a copy on a GPU may occupy; `Worker.occupy` changes it while the worker runs."""
     affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
     """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 

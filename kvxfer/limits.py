@@ -38,6 +38,9 @@ MAX_ROWS: Final = 1 << 24
 MAX_WIDTH: Final = 1 << 24
 """Coordinates on a head or dim axis at most: plans look at each."""
 
+MAX_CTAS: Final = 4096
+"""Thread blocks of a copy at most: more than any GPU runs at once."""
+
 MAX_STRIDE: Final = 1 << 47
 """Bytes from one index of an axis to the next are fewer: no address space is larger."""
 

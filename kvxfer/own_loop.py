@@ -163,6 +163,10 @@ class OwnLoopWorker(Worker):
 
     # --- watching and closing
 
+    def occupy(self, ctas: int) -> None:
+        """See `Worker.occupy`."""
+        self._inner.occupy(ctas)
+
     def describe(self) -> dict[str, Any]:
         """See `Worker.describe`."""
         return self._served[0].call(self._inner.describe)

@@ -16,9 +16,10 @@ from typing import Any, Final, Self, cast
 from kvxfer import __version__
 from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, KvxferError, RequestError, TicketError
+from kvxfer.errors import ClosedError, ConfigError, KvxferError, RequestError, TicketError
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
+from kvxfer.limits import MAX_CTAS
 from kvxfer.link import Link, Listener, listen
 from kvxfer.offers import Offer
 from kvxfer.peers import Peers
@@ -292,6 +293,22 @@ class Worker:
         await self._roles[1].decline(self._ticket(ticket))
 
     # --- watching and closing
+
+    def occupy(self, ctas: int) -> None:
+        """Let copies on the GPU occupy so many thread blocks from now on, in place of the setting `copy_ctas`.
+
+        More while the model leaves the GPU idle, fewer while it computes. Safe from any thread.
+
+        Args:
+            ctas: 1 to 4096. On a CPU it changes nothing.
+
+        Raises:
+            ConfigError: If it is out of range.
+            ClosedError: If the worker is not open.
+        """
+        if type(ctas) is not int or not 1 <= ctas <= MAX_CTAS:
+            raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
+        self._open.executor.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""

@@ -577,6 +577,7 @@ def test_nothing_works_before_register():
         lambda: worker.start_fetch({}, [1], tokens=range(16)),
         lambda: worker.claim({}),
         lambda: worker.decline({}),
+        lambda: worker.occupy(24),
     ):
         with pytest.raises(ClosedError, match="register"):
             call()

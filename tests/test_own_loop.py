@@ -124,6 +124,7 @@ async def test_nothing_works_before_it_is_entered():
         lambda: worker.card,
         lambda: worker.engine,
         worker.describe,
+        lambda: worker.occupy(24),
         lambda: worker.offer("r", [1], tokens=16),
         lambda: worker.start_fetch({}, [1], tokens=range(16)),
         lambda: worker.claim({}),
@@ -247,6 +248,8 @@ async def test_errors_are_raised_at_once(pair):
         pair.start("r", after="soon")
     with pytest.raises(TicketError):
         pair.decode.claim(ticket | {"mac": 5})
+    with pytest.raises(ConfigError):
+        pair.prefill.occupy(0)
     pair.start("r")
     with pytest.raises(BlocksError):
         pair.start("r")

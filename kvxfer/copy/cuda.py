@@ -119,6 +119,10 @@ class CudaExecutor:
         for variant in sorted(variants(plans), reverse=True):
             self._kernel.compile(variant)
 
+    def occupy(self, ctas: int) -> None:
+        """Let copies that are launched from now on occupy so many thread blocks. Safe from any thread."""
+        self._ctas = ctas
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
 

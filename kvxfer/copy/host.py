@@ -73,6 +73,9 @@ class HostExecutor:
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Nothing to compile."""
 
+    def occupy(self, ctas: int) -> None:
+        """A CPU has no thread blocks: nothing changes."""
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
 

@@ -139,6 +139,10 @@ class Executor(Protocol):
         """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
         ...
 
+    def occupy(self, ctas: int) -> None:
+        """Let copies occupy so many thread blocks from now on, where the device has such. Safe from any thread."""
+        ...
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. False if it did not end within `timeout` seconds."""
         ...

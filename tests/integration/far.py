@@ -252,6 +252,9 @@ class Ranks:
         """The kind of memory that each rank's arena is."""
         return [worker.describe()["arena"]["kind"] for worker in self.workers]
 
+    def occupy(self, rank, ctas):
+        self.workers[rank].occupy(ctas)
+
     def quiet(self):
         """What is under way or held, rank by rank."""
         return [_held(worker.describe()) for worker in self.workers]

@@ -756,17 +756,20 @@ async def a_gather_takes_longer_with_one_thread_block(stack, folder):
     sizes = {"arena_bytes": "1GiB", "chunk_bytes": "512MiB", "route": "staged", "device": "cuda:0"}
     await near.open("decode", [caches[1]], **sizes)
     spent = {}
-    for rank, ctas in enumerate((1, 64)):
-        card = await far.open("prefill", [caches[0]], copy_ctas=ctas, **sizes)
+    for rank, (setting, ctas) in enumerate(((1, 1), (64, 64), (1, 64))):
+        card = await far.open("prefill", [caches[0]], copy_ctas=setting, **sizes)
+        if ctas != setting:
+            await far.occupy(rank, ctas)
         for number in range(3):  # the last one counts: kernels and connections are made by then
-            request = f"r{ctas}-{number}"
+            request = f"r{rank}-{number}"
             await far.offer(rank, request, blocks, tokens=tokens)
             ticket = Issuer(EngineCard.from_dict(card), KEY).ticket(request)
             after = torch.cuda.current_stream()
             await near.workers[0].fetch(ticket, blocks, tokens=range(tokens), after=after, timeout=60)
             _, (stats,) = await far.released(rank, request)
-            spent[ctas] = stats.gathering
-    assert spent[1] > 2.5 * spent[64], spent
+            spent[rank] = stats.gathering
+    assert spent[0] > 2.5 * spent[1], spent
+    assert spent[0] > 2.5 * spent[2], "it is changed while the worker runs"
 
 
 # ---

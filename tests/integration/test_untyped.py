@@ -6,7 +6,7 @@ import pytest
 import torch
 from stage import Cache
 
-from kvxfer.errors import BlocksError, GeometryError, RequestError, TicketError, TokensError
+from kvxfer.errors import BlocksError, ConfigError, GeometryError, RequestError, TicketError, TokensError
 from kvxfer.geometry import CacheTensor
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -50,6 +50,13 @@ async def test_tokens_of_a_fetch_are_a_range(pair, tokens):
 async def test_tokens_of_an_offer_are_a_number(pair, tokens):
     with pytest.raises(TokensError, match="how many tokens"):
         pair[0].offer("r", [1], tokens=tokens)
+
+
+@pytest.mark.parametrize("ctas", [0, -1, 4097, 1.0, True, "24", None])
+async def test_thread_blocks_are_a_number(pair, ctas):
+    with pytest.raises(ConfigError, match="give a number from 1 to 4096"):
+        pair[0].occupy(ctas)
+    pair[0].occupy(4096)
 
 
 async def test_marks_of_a_streaming_offer(pair):

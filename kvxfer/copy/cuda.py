@@ -25,6 +25,7 @@ from kvxfer.copy.stream import Stream
 from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.pace import Linear, Pace
 from kvxfer.runtime import Runtime
 
 if TYPE_CHECKING:  # importing the kernel imports triton
@@ -37,12 +38,8 @@ I64: TypeAlias = NDArray[np.int64]
 _SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
 _NO_GATE: Final = (0, 0, 0)
 
-# when to look at the device again (seconds): sleep until shortly before a copy should be complete, spin for a while,
-# and back off when it is late
-_SPIN_BEFORE_S: Final = 60e-6
-_SPIN_AFTER_S: Final = 1e-3
-_LONGEST_SLEEP_S: Final = 2e-3
-_SHORTEST_SLEEP_S: Final = 50e-6
+_PACE: Final = Pace(before=60e-6, after=1e-3, shortest=50e-6, longest=2e-3, back_off=1 / 8)
+"""When to look at the device again: a copy is spun for, a late one for a millisecond."""
 _LAUNCH_S: Final = 20e-6
 _FIRST_GUESS_S_PER_BYTE: Final = 1 / 400e9
 _FIRST_FIXED_S: Final = 8e-6
@@ -236,7 +233,7 @@ class CudaExecutor:
         waiting = any(self._backlog.is_waiting(direction) for direction in Direction)
         if waiting:
             self._idle_polls = 0 if moved else self._idle_polls + 1
-            delays.append(0.0 if moved else min(_LONGEST_SLEEP_S / 2, _SHORTEST_SLEEP_S * (1 + self._idle_polls / 8)))
+            delays.append(0.0 if moved else min(_PACE.longest / 2, _PACE.shortest * (1 + self._idle_polls / 8)))
         return min(delays, default=None)
 
 
@@ -306,8 +303,7 @@ class _Lane:
         self._ring = Ring(ring_words // _SLOT_WORDS)
         self.held: tuple[CopyJob, Tables] | None = None
         self.running: deque[_Running] = deque()
-        self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
-        self._fixed_s = _FIRST_FIXED_S
+        self.estimate = Linear(_FIRST_FIXED_S, _FIRST_GUESS_S_PER_BYTE, _LARGE_BYTES)
         self.last_end = 0.0
         self._untimed = {False: 0, True: 0}  # small and large copies since one was timed
 
@@ -378,22 +374,14 @@ class _Lane:
     def learn(self, ended: _Running, took: float, now: float) -> None:
         """Correct the estimate of how long a copy takes."""
         self.last_end = now
-        if took and ended.nbytes >= _LARGE_BYTES:
-            self._s_per_byte += (max(0.0, took - self._fixed_s) / ended.nbytes - self._s_per_byte) / 4
-        elif took:
-            self._fixed_s += (took - self._fixed_s) / 8
+        if took:
+            self.estimate.learn(ended.nbytes, took)
 
     def delay(self, now: float) -> float:
         """Seconds until the oldest running copy should be looked at."""
         oldest = self.running[0]
-        takes = self._fixed_s + oldest.nbytes * self._s_per_byte
-        due = max(oldest.started + _LAUNCH_S, self.last_end) + takes
-        early = _SPIN_BEFORE_S + takes / 16
-        if now < due - early:
-            return min(due - early - now, _LONGEST_SLEEP_S)
-        if now < due + _SPIN_AFTER_S:
-            return 0.0
-        return min(max((now - due) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
+        takes = self.estimate.takes(oldest.nbytes)
+        return _PACE.delay(now, max(oldest.started + _LAUNCH_S, self.last_end) + takes, takes)
 
 
 def _load_kernel(table: torch.Tensor) -> "Kernel":

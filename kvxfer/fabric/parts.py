@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Handle, Outcome, Post, PostResult, Transport
+from kvxfer.fabric.wire import Flight, Wire
 
 __all__ = ["Limits", "LivePost", "Release", "cut", "restated"]
 
@@ -130,16 +131,20 @@ class LivePost:
         post: What to move.
         limits: How to cut it.
         refusal: If given, nothing is posted and the result is `FAILED` with this error.
+        wire: What is under way to its peer; is told of every part. Its own if left out.
     """
 
-    def __init__(self, post: Post, limits: Limits, refusal: FabricError | None = None) -> None:
+    def __init__(
+        self, post: Post, limits: Limits, refusal: FabricError | None = None, *, wire: Wire | None = None
+    ) -> None:
         self.post: Final = post
+        self.wire: Final = wire or Wire()
         self.may_linger: bool = False
         """The transport may still touch this post's memory, here or there, although its result was made."""
         self._limits = limits
         self._parts: list[Slice] = []
         self._next = 0
-        self._in_flight: deque[Handle] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._verdict = Outcome.DONE
         self._error: FabricError | None = None
         self._posted_bytes = 0
@@ -177,13 +182,15 @@ class LivePost:
             clock: The pump's clock of lived time, for `silent`.
         """
         local, remote = self._parts[self._next]
+        nbytes = int(local[:, 1].sum())
         started = now()
 
         def make() -> None:
             post = self.post
             here = post.local if local is post.local.pieces else replace(post.local, pieces=local)
             there = post.remote if remote is post.remote.pieces else replace(post.remote, pieces=remote)
-            self._in_flight.append(transport.post(post.peer, post.operation, here, there))
+            handle = transport.post(post.peer, post.operation, here, there)
+            self._in_flight.append(Flight.of(handle, post, nbytes, len(local)))
 
         try:
             allowed = self.post.cell.post(now, make)
@@ -196,30 +203,35 @@ class LivePost:
         if not allowed:
             self._worsen(Outcome.STOPPED, None)
             return False
+        self.wire.posted(self._in_flight[-1], started)
         self._posting += now() - started
         self._first = started if self._first is None else self._first
-        self._posted_bytes += int(local[:, 1].sum())
+        self._posted_bytes += nbytes
         self._next += 1
         self._progress_at = clock
         return True
 
-    def poll(self, transport: Transport, release: Release, clock: float) -> bool:
+    def poll(self, transport: Transport, release: Release, now: Callable[[], float], clock: float) -> bool:
         """Look at every part in flight and give back those that ended. True if any ended."""
         some_ended = False
         for _ in range(len(self._in_flight)):
-            handle = self._in_flight[0]
+            flight = self._in_flight[0]
             try:
-                ended = transport.poll(handle)
+                ended = transport.poll(flight.handle)
             except FabricError as error:
                 self._fail(error, in_doubt=True)
+                self.wire.lost(flight)
                 ended = True
+            else:
+                if ended:
+                    self.wire.ended(flight, now())
             self._in_flight.popleft()
             if ended:
                 some_ended = True
                 self._progress_at = clock
-                release(handle)
+                release(flight.handle)
             else:
-                self._in_flight.append(handle)
+                self._in_flight.append(flight)
         return some_ended
 
     def silent(self, clock: float) -> bool:
@@ -235,7 +247,9 @@ class LivePost:
         elif not self.settled:
             self._worsen(Outcome.FAILED, reason)
         while self._in_flight:
-            release(self._in_flight.popleft())
+            flight = self._in_flight.popleft()
+            self.wire.lost(flight)
+            release(flight.handle)
 
     def result(self, now: float) -> PostResult:
         """Make the one result, for the caller to deliver. Ends the cell unless bytes may still land."""

@@ -6,8 +6,10 @@
     hold_awake                            `transport.progress()` while others write into our memory
 
 A pass of the service: take what came in, post one part for each peer, poll every handle once, give up what is silent,
-deliver the results together. Between passes it spins only briefly after progress, then sleeps up to a millisecond, and
-with nothing in flight, queued or held awake it sleeps until woken.
+deliver the results together. Between passes it sleeps until shortly before the next part in flight should end and looks
+closely around that time. Where it does not know how long a part takes, or the part is late, it spins briefly and then
+sleeps in proportion to the wait, up to a millisecond. With nothing in flight, queued or held awake it sleeps until
+woken.
 """
 
 import threading
@@ -21,6 +23,7 @@ from typing import Any, Final, TypeVar
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric.parts import Limits, LivePost, restated
 from kvxfer.fabric.port import Handle, Memory, Post, Transport
+from kvxfer.fabric.wire import Paces, Wire
 from kvxfer.runtime import Runtime, Service
 from kvxfer.telemetry import logger
 
@@ -59,10 +62,10 @@ class Fabric:
         max_parts_in_flight: Parts of one post under way at once; what is beyond can still be stopped.
         no_progress_timeout: Seconds without any part of a post posted or ended until it is given up as `IN_DOUBT`. It
             counts time in which the service ran: a process that stood still does not doubt its peers for it.
-        spin_time: Seconds after the last progress during which the service polls without pause.
+        spin_time: Seconds during which a part is polled without pause if it is not known how long it takes.
         min_poll_interval: Shortest sleep in seconds between two passes after that.
-        max_poll_interval: Longest one.
-        hold_poll_interval: Sleep in seconds between two passes when nothing is in flight but a hold is out; grows to
+        max_poll_interval: Longest one, whatever is known.
+        hold_poll_interval: Longest sleep in seconds between two passes while a hold is out; grows to
             `max_poll_interval` within ten seconds without activity here. Over TCP the target moves the data, and
             a longest interval of 1 ms costs two thirds of the throughput.
 
@@ -93,8 +96,7 @@ class Fabric:
         self._transport = transport
         self._runtime = runtime
         self._limits = Limits(max_descriptors, max_post_bytes, max_parts_in_flight, no_progress_timeout)
-        self._spin_time = spin_time
-        self._min_poll = min_poll_interval
+        self._paces = Paces.of(spin_time, min_poll_interval, max_poll_interval)
         self._max_poll = max_poll_interval
         self._hold_poll = hold_poll_interval
         # shared with the callers' threads, under the lock
@@ -109,7 +111,7 @@ class Fabric:
         self._posts: dict[str, deque[LivePost]] = {}
         self._ended: list[LivePost] = []
         self._tokens: list[object] = []
-        self._peers: dict[str, None] = {}
+        self._peers: dict[str, Wire] = {}
         self._defect: Exception | None = None
         self._may_linger = False
         self._over = False
@@ -164,7 +166,7 @@ class Fabric:
 
         def run() -> str:
             peer = self._transport.connect(metadata)
-            self._peers[peer] = None
+            self._peers.setdefault(peer, Wire())
             return peer
 
         return self._submit(run)
@@ -307,7 +309,8 @@ class Fabric:
             item = self._inbox.popleft()
             self._active_at = self._last_pass
             if isinstance(item, Post):
-                self._posts.setdefault(item.peer, deque()).append(LivePost(item, self._limits))
+                live = LivePost(item, self._limits, wire=self._peers.get(item.peer))
+                self._posts.setdefault(item.peer, deque()).append(live)
             else:
                 self._run(item)
 
@@ -335,10 +338,17 @@ class Fabric:
                     break
 
     def _poll_round(self) -> None:
+        now = self._runtime.now
+        for wire in self._wires():
+            wire.looked(now())
         for queue in self._posts.values():
             for live in queue:
-                if live.poll(self._transport, self._release, self._clock):
+                if live.poll(self._transport, self._release, now, self._clock):
                     self._active_at = self._last_pass
+
+    def _wires(self) -> set[Wire]:
+        """One a peer, unless it was disconnected with posts under way, or never connected."""
+        return {live.wire for queue in self._posts.values() for live in queue}
 
     def _settle(self) -> None:
         """Give up what is silent, and take out what has a result."""
@@ -366,15 +376,14 @@ class Fabric:
                 self._defect = error
 
     def _delay(self) -> float | None:
-        """Seconds until the next pass: soon after progress at once, then in proportion to the wait."""
-        waited = self._runtime.now() - self._active_at
-        if self._posts:
-            if waited < self._spin_time or any(live.wants_turn for queue in self._posts.values() for live in queue):
-                return 0.0
-            return min(max(waited / 4, self._min_poll), self._max_poll)
+        """Seconds until the next pass: at once if a part can be posted, else when something is due next."""
+        if any(live.wants_turn for queue in self._posts.values() for live in queue):
+            return 0.0
+        now = self._runtime.now()
+        delays = [delay for wire in self._wires() if (delay := wire.delay(now, self._paces)) is not None]
         if self._holds:
-            return min(max(waited / _HOLD_GROWTH, self._hold_poll), self._max_poll)
-        return None
+            delays.append(min(max((now - self._active_at) / _HOLD_GROWTH, self._hold_poll), self._max_poll))
+        return min(delays, default=None)
 
     def _raise_defect(self) -> None:
         if self._defect is not None:

@@ -39,7 +39,7 @@ class FakeLane(cuda._Lane):
         vars(self).update(host_ring=words, device_ring=words, handle=0, stream=stream)
         self.urgent = urgent
         self.prepare(ring_words)
-        self._s_per_byte = 1e-12
+        self.estimate.s_per_byte = 1e-12
         self.marks, self.record_error = [], None
         self.made.append(self)
 
@@ -306,7 +306,7 @@ def test_close_reports_what_waits_but_not_what_runs(world):
 
 def test_the_device_is_asked_when_a_copy_should_be_done(world):
     lane = world.gather
-    lane._s_per_byte = 1e-9
+    lane.estimate.s_per_byte = 1e-9
     world.submit("a", plan=contiguous_rows(0, 1 << 30, rows=16, regions=1, row_bytes=1 << 20, pool=16))
     world.step()
     due = lane.running[0].started + (16 << 20) * 1e-9

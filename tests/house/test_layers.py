@@ -5,9 +5,9 @@ counts: imports at the top, inside functions, and for type checkers alone. A top
 names belongs to the shell.
 
 Two things stand at the edge by nature and are used by the shell all the same, so they have rows of their own, low
-down: `runtime` (the only door to clock and threads; it knows nothing of kvxfer) and the pair `config`, `telemetry`
-(values and log lines; they know only names and bounds). The ports may log but get their settings as plain values, so
-`fabric` and `copy` see telemetry and not config. The sans-I/O core sees neither.
+down: `runtime` (the only door to clock and threads; it knows nothing of kvxfer, as `pace` beside it) and the pair
+`config`, `telemetry` (values and log lines; they know only names and bounds). The ports may log but get their settings
+as plain values, so `fabric` and `copy` see telemetry and not config. The sans-I/O core sees neither.
 """
 
 import ast
@@ -26,7 +26,7 @@ CORE = {"names", "geometry", "wire", "memory"}
 PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
     "names": ({"errors", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
-    "runtime": ({"runtime"}, {"names"}, {"anyio"}),
+    "runtime": ({"runtime", "pace"}, {"names"}, {"anyio"}),
     "settings": ({"config", "settings"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
     "telemetry": ({"telemetry"}, {"names"}, {"structlog"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),

@@ -160,8 +160,10 @@ class _Signal:
 
     def set(self) -> None:
         """From any thread."""
-        with contextlib.suppress(RuntimeError):  # it is set already
+        try:  # noqa: SIM105 - `suppress` takes three calls for what is done several times a chunk
             self._unset.release()
+        except RuntimeError:  # it is set already
+            pass
 
     def wait(self, seconds: float = -1) -> None:
         """Until it is set, which ends with that; or until so many seconds have passed."""
@@ -232,9 +234,7 @@ class ThreadRuntime:
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
 
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def token(self, nbytes: int) -> bytes:
         """Unpredictable bytes from the operating system."""

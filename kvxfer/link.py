@@ -241,10 +241,11 @@ class Link(asyncio.Protocol):
 
     def _flush(self) -> None:
         session, transport = self._session, self._transport
-        if session is not None and transport is not None and not transport.is_closing():
-            data = session.take_output()
-            if data:
-                transport.write(data)
+        if session is None or transport is None:
+            return
+        data = session.take_output()
+        if data and not transport.is_closing():
+            transport.write(data)
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -363,11 +363,11 @@ class Metrics:
 
     def frame_sent(self, kind: str) -> None:
         """Count a control frame by the name of its message."""
-        _count(self._frames_sent, kind)
+        self._frames_sent[kind] += 1
 
     def frame_received(self, kind: str) -> None:
         """Count a control frame by the name of its message."""
-        _count(self._frames_received, kind)
+        self._frames_received[kind] += 1
 
     def admission_waited(self, seconds: float) -> None:
         """Count a transfer that had to wait for admission or memory."""

@@ -423,7 +423,9 @@ class Worker:
         """Hand a message to the role that it is for."""
         sender, receiver = self._roles
         self._open.metrics.frame_received(type(message).__name__)
-        if not sender.handle(link, message):
+        if link.role is Role.SERVER:
+            sender.handle(link, message)
+        else:
             receiver.handle(link, message)
 
     def sent(self, link: Link, message: Message) -> None:

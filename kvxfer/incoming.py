@@ -206,7 +206,7 @@ class Incoming(Steps):
     def wanted(self, message: Want) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
         until = self.site.now() + message.lease_ms / 1000
-        self._queue.extend((chunk, until) for chunk in self.machine.wanted(message))
+        self._queue += [(chunk, until) for chunk in self.machine.wanted(message)]
         if self._ahead is not None and not self.machine.exposed:
             self._ahead.void()
         if message.spans and self.moving:
@@ -304,7 +304,7 @@ class Incoming(Steps):
         """Begin with chunks from the queue while the credit window has room."""
         bound = self._bound
         if self._stale or self._growing:
-            self._grow()
+            self.run(self._grow)
             return
         while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
             chunk, until = self._queue.popleft()
@@ -371,8 +371,7 @@ class Incoming(Steps):
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
-        step, hand_over = partial(self.run, self._read, then), self.site.hand_over
-        wanted = post(lambda result: hand_over(partial(step, result)))
+        wanted = post(partial(self.site.hand_over, self.run, self._read, then))
         self._writing += 1
         self.site.fabric.post(wanted)
 
@@ -415,6 +414,8 @@ class Incoming(Steps):
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
+        if machine.state is ReceiveState.MOVING and machine.failure is None and not self._unsaid:
+            return
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more

@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import Final
 
 from kvxfer.errors import ArenaError, ConfigError
-from kvxfer.memory.extent import Extent, ExtentState, InvariantError, check_transition
+from kvxfer.memory.extent import TRANSITIONS, Extent, ExtentState, InvariantError, check_transition
 from kvxfer.memory.gaps import Gaps
 from kvxfer.memory.snapshot import ExtentRow, PeerSnapshot, ShareSnapshot
 from kvxfer.memory.waiting import Request, WaitingQueue
@@ -379,7 +379,8 @@ class Share:
         if self._live.get(extent.generation) is not extent:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
-        check_transition(source, target)
+        if target not in TRANSITIONS[source]:
+            check_transition(source, target)  # says why
         account = self._accounts.get(extent.peer)
         if account is None:
             account = self._accounts[extent.peer] = dict.fromkeys(_HELD_STATES, 0)

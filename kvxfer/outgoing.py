@@ -88,7 +88,7 @@ class Outgoing(Steps):
             # the decode rank gives up by itself and says so; this bounds one that does not
             given_up = self._began + fetch.timeout_ms / 1000 + site.config.revoke_timeout
             self._patience = site.at(given_up, self._outlived)
-        self._awake: Callable[[], None] = no_hold
+        self._way: Callable[[], None] = no_hold  # open to the peer, and the transport awake, until this is called
 
     @property
     def _chunk_bytes(self) -> int:
@@ -243,7 +243,9 @@ class Outgoing(Steps):
             self.site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
-            self._awake = self.site.fabric.hold_awake()  # a target that others read from must make progress
+            self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
+        else:
+            self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
         self._say(self.machine.accept(message))
         if message.ahead:
             fetch = self.machine.fetch
@@ -385,7 +387,7 @@ class Outgoing(Steps):
                 outcome=failure.code.name.lower() if failure else "ok",
                 reason=failure.reason if failure else "",
             )
-        self._awake()
+        self._way()
         for timer in (self._unread_timer, self._patience):
             if timer is not None:
                 timer.cancel()

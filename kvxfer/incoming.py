@@ -7,7 +7,6 @@ from typing import Final
 
 from kvxfer.ahead import IN_PLACE, Ahead
 from kvxfer.copy.port import READY, CopyOutcome, Direction
-from kvxfer.desk import Desk
 from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
@@ -306,13 +305,15 @@ class Incoming(Steps):
         if self._stale or self._growing:
             self.run(self._grow)
             return
-        while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
+        site, window = self.site, self.site.config.window
+        while bound is not None and self._queue and len(self._chunks) < window and self.moving:
             chunk, until = self._queue.popleft()
             if self.route is Route.PULL:
                 begun: Landing | Reading = Reading(self, chunk, until)
+            elif self.route is Route.STAGED:
+                begun = Landing(self, chunk, site.receive_desk, staged=True)
             else:
-                desk, staged = self._desk()
-                begun = Landing(self, chunk, desk, staged=staged)
+                begun = Landing(self, chunk, site.in_place_desk(self.peer), staged=False)
             self._chunks[chunk] = begun
             self.run(begun.begin, bound)
 
@@ -333,11 +334,6 @@ class Incoming(Steps):
             self._pump()
 
         self.plan(lambda: bound.grown(source, covered=0), grown, rows=bound.rows)
-
-    def _desk(self) -> tuple[Desk, bool]:
-        """Where chunks take admission, and whether that is staging memory."""
-        staged = self.route is Route.STAGED
-        return self.site.receive_desk if staged else self.site.in_place_desk(self.peer), staged
 
     def landed(self, chunk: int, nbytes: int) -> None:
         """A chunk is where it belongs, and visible."""
@@ -364,9 +360,9 @@ class Incoming(Steps):
             after = Until(self._need.after, lambda: self._given_up)
             self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
 
-    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy into the caller's blocks."""
-        self.copy(plan, Direction.SCATTER, partial(self._wrote, then))
+    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy about so many bytes into the caller's blocks."""
+        self.copy(plan, Direction.SCATTER, partial(self._wrote, then), nbytes=nbytes)
         self._writing += 1
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:

@@ -82,8 +82,8 @@ class Host(Protocol):
         """Go on with True once the caller's blocks may be written, with False if the transfer was given up before."""
         ...
 
-    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy into the caller's blocks."""
+    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy about so many bytes into the caller's blocks."""
         ...
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
@@ -214,9 +214,11 @@ class Landing:
         now = host.site.now()
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
-        grant = Grant(self._chunk, extent.address, extent.nbytes) if self._staged else Grant(self._chunk, 0, 0)
         lease = host.site.lease_ms(share.held_bytes(host.peer.name))
-        host.say(*host.machine.grant([grant], lease, host.generation))
+        if self._staged:
+            host.say(*host.machine.grant([Grant(self._chunk, extent.address, extent.nbytes)], lease))
+        else:
+            host.say(*host.machine.grant([Grant(self._chunk, 0, 0)], lease, host.generation))
 
     def _scatter(self, writable: bool) -> None:
         extent, part = self._landed, self._part
@@ -224,7 +226,7 @@ class Landing:
             self._drop()
             return
         try:
-            self._host.write(part.scatter(extent.address), self._scattered)
+            self._host.write(part.scatter(extent.address), part.bytes, self._scattered)
         except KvxferError:
             self._drop()
             raise

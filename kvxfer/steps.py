@@ -66,7 +66,12 @@ class Steps(ABC):
             future.add_done_callback(partial(self.run, self._arrived, then))
 
     def copy(
-        self, plan: CopyPlan, direction: Direction, then: Callable[[CopyOutcome], None], after: Event = READY
+        self,
+        plan: CopyPlan,
+        direction: Direction,
+        then: Callable[[CopyOutcome], None],
+        after: Event = READY,
+        nbytes: int = 0,
     ) -> None:
         """Copy once `after` has fired, and go on with how it ended.
 
@@ -74,7 +79,7 @@ class Steps(ABC):
             KvxferError: If the executor takes no more copies; nothing is copied then.
         """
         done = partial(self.site.hand_over, self.run, then)
-        self.site.executor.submit(CopyJob(plan, done, after, nbytes=plan.bytes, owner=self._name), direction)
+        self.site.executor.submit(CopyJob(plan, done, after, nbytes=nbytes, owner=self._name), direction)
 
     async def _plan_off_loop(self, make: Callable[[], _T], then: Callable[[_T], None]) -> None:
         try:

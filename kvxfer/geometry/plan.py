@@ -346,7 +346,7 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        if len(grid) == 1:
+        if grid.windows == grid.layer_runs == 1:
             return self.outline if outline else self.whole
         return self.window(*grid.of(chunk), outline=outline)
 

@@ -382,7 +382,7 @@ class Incoming(Steps):
 
     def _wrote(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
         self._writing -= 1
-        self.run(then, outcome)
+        then(outcome)
         self._settle()
 
     def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
@@ -390,7 +390,7 @@ class Incoming(Steps):
         gone = result.error is not None and result.error.disconnected
         self._own_doubt = self._own_doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
         self._writing -= 1
-        self.run(then, result)
+        then(result)
         self._settle()
 
     # --- ending

@@ -18,7 +18,7 @@ from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.messages import Goodbye, Message
-from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
@@ -167,7 +167,10 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             for event in events:
-                self._take(event)
+                if isinstance(event, Received):
+                    self._handler.received(self, event.message)
+                else:
+                    self._opened(event.peer)
                 if self._runtime.now() >= until:
                     self._rest = events if self._session is not None and self._session.unread_bytes else None
                     break
@@ -202,16 +205,13 @@ class Link(asyncio.Protocol):
         if self._rest is None and self._end is not None:
             self._fail(self._end)
 
-    def _take(self, event: SessionEvent) -> None:
-        match event:
-            case Opened(peer):
-                self._arm()
-                self._warn_if_untrusted(peer)
-                self._handler.opened(self, peer)
-                if not self.ready.done():
-                    self.ready.set_result(peer)
-            case Received(message):
-                self._handler.received(self, message)
+    def _opened(self, peer: PeerInfo) -> None:
+        """The handshake is complete."""
+        self._arm()
+        self._warn_if_untrusted(peer)
+        self._handler.opened(self, peer)
+        if not self.ready.done():
+            self.ready.set_result(peer)
 
     def pause_writing(self) -> None:
         """The peer does not read what it asked for."""

@@ -431,7 +431,8 @@ class Worker:
     def sent(self, link: Link, message: Message) -> None:
         """Count a message that goes out."""
         del link
-        self._open.metrics.frame_sent(type(message).__name__)
+        if self._site is not None:
+            self._site.metrics.frame_sent(type(message).__name__)
 
     # --- inside
 

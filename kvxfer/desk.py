@@ -38,7 +38,7 @@ class Desk:
         self._again = False
 
     def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
-        """Ask for an extent of at least `nbytes` bytes; `then` is called once, before this returns if it is free.
+        """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
 
         Args:
             peer: On whose behalf.
@@ -48,14 +48,11 @@ class Desk:
                 quarantine that what remains cannot hold it.
 
         Returns:
-            For `withdraw`; None if `then` was called already.
+            For `withdraw`; None if `then` was called before this returned.
 
         Raises:
             ArenaError: It can never fit; `then` is not called.
         """
-        if (extent := self.take(peer, nbytes)) is not None:
-            then(extent)
-            return None
         now = self._now()
         request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
         self._waiting[request] = then
@@ -81,7 +78,8 @@ class Desk:
     def release(self, extent: Extent) -> None:
         """Give an extent back: nobody will write it any more."""
         self.share.release(extent)
-        self.advance()
+        if self._waiting:
+            self.advance()
 
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""

@@ -7,7 +7,6 @@ from typing import Final
 
 from kvxfer.ahead import IN_PLACE, Ahead
 from kvxfer.copy.port import READY, CopyOutcome, Direction
-from kvxfer.desk import Desk
 from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
 from kvxfer.events import Until
@@ -221,7 +220,7 @@ class Incoming(Steps):
     def wanted(self, message: Want) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
         until = self.site.now() + message.lease_ms / 1000
-        self._queue.extend((chunk, until) for chunk in self.machine.wanted(message))
+        self._queue += [(chunk, until) for chunk in self.machine.wanted(message)]
         if self._ahead is not None and not self.machine.exposed:
             self._ahead.void()
         if message.spans and self.moving:
@@ -319,15 +318,17 @@ class Incoming(Steps):
         """Begin with chunks from the queue while the credit window has room."""
         bound = self._bound
         if self._stale or self._growing:
-            self._grow()
+            self.run(self._grow)
             return
-        while bound is not None and self.moving and self._queue and len(self._chunks) < self.site.config.window:
+        site, window = self.site, self.site.config.window
+        while bound is not None and self._queue and len(self._chunks) < window and self.moving:
             chunk, until = self._queue.popleft()
             if self.route is Route.PULL:
                 begun: Landing | Reading = Reading(self, chunk, until)
+            elif self.route is Route.STAGED:
+                begun = Landing(self, chunk, site.receive_desk, staged=True)
             else:
-                desk, staged = self._desk()
-                begun = Landing(self, chunk, desk, staged=staged)
+                begun = Landing(self, chunk, site.in_place_desk(self.peer), staged=False)
             self._chunks[chunk] = begun
             self.run(begun.begin, bound)
 
@@ -348,11 +349,6 @@ class Incoming(Steps):
             self._pump()
 
         self.plan(lambda: bound.grown(source, covered=0), grown, rows=bound.rows)
-
-    def _desk(self) -> tuple[Desk, bool]:
-        """Where chunks take admission, and whether that is staging memory."""
-        staged = self.route is Route.STAGED
-        return self.site.receive_desk if staged else self.site.in_place_desk(self.peer), staged
 
     def landed(self, chunk: int, nbytes: int) -> None:
         """A chunk is where it belongs, and visible."""
@@ -379,15 +375,14 @@ class Incoming(Steps):
             after = Until(self._need.after, lambda: self._given_up)
             self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
 
-    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy into the caller's blocks."""
-        self.copy(plan, Direction.SCATTER, partial(self._wrote, then))
+    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy about so many bytes into the caller's blocks."""
+        self.copy(plan, Direction.SCATTER, partial(self._wrote, then), nbytes=nbytes)
         self._writing += 1
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
-        step, hand_over = partial(self.run, self._read, then), self.site.hand_over
-        wanted = post(lambda result: hand_over(partial(step, result)))
+        wanted = post(partial(self.site.hand_over, self.run, self._read, then))
         self._writing += 1
         self.site.fabric.post(wanted)
 
@@ -402,7 +397,7 @@ class Incoming(Steps):
 
     def _wrote(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
         self._writing -= 1
-        self.run(then, outcome)
+        then(outcome)
         self._settle()
 
     def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
@@ -410,7 +405,7 @@ class Incoming(Steps):
         gone = result.error is not None and result.error.disconnected
         self._own_doubt = self._own_doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
         self._writing -= 1
-        self.run(then, result)
+        then(result)
         self._settle()
 
     # --- ending
@@ -430,6 +425,8 @@ class Incoming(Steps):
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
+        if machine.state is ReceiveState.MOVING and machine.failure is None and not self._unsaid:
+            return
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
@@ -81,8 +82,8 @@ class Host(Protocol):
         """Go on with True once the caller's blocks may be written, with False if the transfer was given up before."""
         ...
 
-    def write(self, plan: CopyPlan, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy into the caller's blocks."""
+    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
+        """Copy about so many bytes into the caller's blocks."""
         ...
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
@@ -129,8 +130,7 @@ class Landing:
 
     def begin(self, bound: Bound) -> None:
         """The chunk is ready at the peer, and the window has room."""
-        chunk = self._chunk
-        self._host.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.chunk_rows)
+        self._host.plan(partial(bound.chunk, self._chunk), self._planned, rows=bound.chunk_rows)
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
@@ -187,35 +187,38 @@ class Landing:
             self._host.when_writable(lambda writable: self._ask(part.bytes) if writable else None)
 
     def _ask(self, nbytes: int) -> None:
-        host = self._host
-        if host.moving:
-            step = host.run
-            self._request = self._desk.ask(
-                host.peer.name, max(1, nbytes), host.patience, lambda answer: step(self._admitted, answer)
-            )
-            self._withdraw_if_over()
-
-    def _withdraw_if_over(self) -> None:
-        """For what somebody gave up who was told in the same round of decisions."""
-        if not self._host.moving:
+        host, desk, nbytes = self._host, self._desk, max(1, nbytes)
+        if not host.moving:
+            return
+        if (extent := desk.take(host.peer.name, nbytes)) is not None:
+            self._grant(extent)
+            return
+        self._request = desk.ask(host.peer.name, nbytes, host.patience, partial(host.run, self._admitted))
+        if not self._host.moving:  # somebody gave up who was told in the same round of decisions
             self.give_up()
 
     def _admitted(self, answer: Extent | KvxferError) -> None:
-        host, part, self._request = self._host, self._part, None
+        self._request = None
         if isinstance(answer, KvxferError):
             raise answer
-        if part is None or not host.moving:
+        if self._host.moving:
+            self._grant(answer)
+        else:
             self._desk.release(answer)
-            return
-        self._desk.share.write(answer)
-        self._extent = answer
-        address, length = (answer.address, part.staged_bytes) if self._staged else (0, 0)
+
+    def _grant(self, extent: Extent) -> None:
+        """Put memory into the peer's hands."""
+        host, share = self._host, self._desk.share
+        share.write(extent)
+        self._extent = extent
         now = host.site.now()
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
-        lease = host.site.lease_ms(self._desk.share.held_bytes(host.peer.name))
-        generation = host.generation
-        host.say(*host.machine.grant([Grant(self._chunk, address, length)], lease, generation))
+        lease = host.site.lease_ms(share.held_bytes(host.peer.name))
+        if self._staged:
+            host.say(*host.machine.grant([Grant(self._chunk, extent.address, extent.nbytes)], lease))
+        else:
+            host.say(*host.machine.grant([Grant(self._chunk, 0, 0)], lease, host.generation))
 
     def _scatter(self, writable: bool) -> None:
         extent, part = self._landed, self._part
@@ -223,7 +226,7 @@ class Landing:
             self._drop()
             return
         try:
-            self._host.write(part.scatter(extent.address), self._scattered)
+            self._host.write(part.scatter(extent.address), part.bytes, self._scattered)
         except KvxferError:
             self._drop()
             raise

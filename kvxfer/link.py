@@ -18,7 +18,7 @@ from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.messages import Goodbye, Message
-from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
@@ -167,7 +167,10 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             for event in events:
-                self._take(event)
+                if isinstance(event, Received):
+                    self._handler.received(self, event.message)
+                else:
+                    self._opened(event.peer)
                 if self._runtime.now() >= until:
                     self._rest = events if self._session is not None and self._session.unread_bytes else None
                     break
@@ -202,16 +205,13 @@ class Link(asyncio.Protocol):
         if self._rest is None and self._end is not None:
             self._fail(self._end)
 
-    def _take(self, event: SessionEvent) -> None:
-        match event:
-            case Opened(peer):
-                self._arm()
-                self._warn_if_untrusted(peer)
-                self._handler.opened(self, peer)
-                if not self.ready.done():
-                    self.ready.set_result(peer)
-            case Received(message):
-                self._handler.received(self, message)
+    def _opened(self, peer: PeerInfo) -> None:
+        """The handshake is complete."""
+        self._arm()
+        self._warn_if_untrusted(peer)
+        self._handler.opened(self, peer)
+        if not self.ready.done():
+            self.ready.set_result(peer)
 
     def pause_writing(self) -> None:
         """The peer does not read what it asked for."""
@@ -241,10 +241,11 @@ class Link(asyncio.Protocol):
 
     def _flush(self) -> None:
         session, transport = self._session, self._transport
-        if session is not None and transport is not None and not transport.is_closing():
-            data = session.take_output()
-            if data:
-                transport.write(data)
+        if session is None or transport is None:
+            return
+        data = session.take_output()
+        if data and not transport.is_closing():
+            transport.write(data)
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -9,7 +9,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvxfer.answer import Answer, Asked, Draft, answer
-from kvxfer.copy.port import CopyOutcome, Direction, Event
+from kvxfer.copy.port import READY, CopyOutcome, Direction, Event
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, KvxferError, RefusedError
 from kvxfer.events import Until, join
@@ -78,7 +78,7 @@ class Outgoing(Steps):
         lease_ms = fetch.lease_ms or fetch.staging_lease_ms
         self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
         self._ahead_until = self._began + lease_ms / 1000
-        self._prompt = False  # nothing of the offer was waited for, so what it takes tells how fast the pair is
+        self._prompt = False  # the whole offer was there and read-ready, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
         self._doubt = False  # a post of ours may still read the blocks
@@ -88,7 +88,7 @@ class Outgoing(Steps):
             # the decode rank gives up by itself and says so; this bounds one that does not
             given_up = self._began + fetch.timeout_ms / 1000 + site.config.revoke_timeout
             self._patience = site.at(given_up, self._outlived)
-        self._awake: Callable[[], None] = no_hold
+        self._way: Callable[[], None] = no_hold  # open to the peer, and the transport awake, until this is called
 
     @property
     def _chunk_bytes(self) -> int:
@@ -243,7 +243,9 @@ class Outgoing(Steps):
             self.site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
-            self._awake = self.site.fabric.hold_awake()  # a target that others read from must make progress
+            self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
+        else:
+            self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
         self._say(self.machine.accept(message))
         if message.ahead:
             fetch = self.machine.fetch
@@ -275,7 +277,9 @@ class Outgoing(Steps):
             # a lease runs from the announcement on, so no more is announced than the other side may soon begin to read
             ahead = max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes))
             most = max(0, ahead - self._readable)
-        ready = list(islice(filter(partial(self._is_ready, bound, offer), self._remaining), most))
+        whole = offer.finished and bound.plan.covered == bound.plan.tokens.stop
+        known = self._remaining if whole else filter(partial(self._is_ready, bound, offer), self._remaining)
+        ready = list(islice(known, most))
         if ready:
             gone = set(ready)
             self._remaining = [chunk for chunk in self._remaining if chunk not in gone]
@@ -326,8 +330,9 @@ class Outgoing(Steps):
 
     def _events(self, bound: Bound, chunk: int) -> Event:
         """When a chunk may be read."""
-        events = self.offer.readiness.events(*bound.grid.of(chunk)) if self.offer is not None else None
-        return join(events or [])
+        if self._prompt or self.offer is None:
+            return READY
+        return join(self.offer.readiness.events(*bound.grid.of(chunk)) or [])
 
     # --- reporting
 
@@ -385,7 +390,7 @@ class Outgoing(Steps):
                 outcome=failure.code.name.lower() if failure else "ok",
                 reason=failure.reason if failure else "",
             )
-        self._awake()
+        self._way()
         for timer in (self._unread_timer, self._patience):
             if timer is not None:
                 timer.cancel()

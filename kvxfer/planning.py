@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvxfer.geometry import (
     differences,
     resolve,
 )
+from kvxfer.lazy import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
@@ -49,6 +51,7 @@ _LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""
 _KEPT_PAIRS: Final = 512
+_KEPT_EXTENTS: Final = 1024
 
 
 class PairPlans:
@@ -227,7 +230,7 @@ class PairPlans:
         return pair
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bound:
     """The plan of an accepted transfer, which both sides make.
 
@@ -248,7 +251,7 @@ class Bound:
         """What keeps pieces from being longer, in a few words."""
         return self.plan.pair.limited_by
 
-    @property
+    @lazy
     def chunk_rows(self) -> int:
         """About how many of the rows a chunk's plan walks over."""
         return -(-self.rows // self.grid.windows)
@@ -331,8 +334,9 @@ def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
     return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
 
 
+@lru_cache(maxsize=_KEPT_EXTENTS)
 def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:
-    """A stretch of staging memory as a post's descriptors.
+    """A stretch of staging memory as a post's descriptors: the same ones for the chunks that take turns in it.
 
     Raises:
         ProtocolError: If it lies outside the span.

@@ -148,45 +148,27 @@ class Receiver:
 
     # --- messages
 
-    def handle(self, link: Link, message: Message) -> bool:
-        """Take a message, if it is one for a decode rank."""
+    def handle(self, link: Link, message: Message) -> None:
+        """Take a message of a prefill rank."""
         match message:
+            case KvAgentResult():  # a chunk landed, or a transfer ended
+                if (incoming := self._find(link, message.transfer)) is not None:
+                    incoming.result(message)
+                elif (loan := self._lender.find(link, message.transfer)) is not None:
+                    self._lender.result(loan, message)
+                else:
+                    self._site.metrics.result_dropped("stale")
             case Accept():
-                self.accept(link, message)
+                if (incoming := self._find(link, message.transfer)) is not None:
+                    incoming.accepted(message)
             case Refuse():
-                self.refuse(link, message)
+                if (incoming := self._find(link, message.transfer)) is not None:
+                    incoming.refused(message)
             case Want():
-                self.want(link, message)
-            case KvAgentResult():
-                self.result(link, message)
+                if (incoming := self._find(link, message.transfer)) is not None:
+                    incoming.wanted(message)
             case _:
-                return False
-        return True
-
-    def accept(self, link: Link, message: Accept) -> None:
-        """A prefill rank made its plan."""
-        if (incoming := self._find(link, message.transfer)) is not None:
-            incoming.accepted(message)
-
-    def refuse(self, link: Link, message: Refuse) -> None:
-        """A prefill rank refused."""
-        if (incoming := self._find(link, message.transfer)) is not None:
-            incoming.refused(message)
-
-    def want(self, link: Link, message: Want) -> None:
-        """Chunks are ready."""
-        if (incoming := self._find(link, message.transfer)) is not None:
-            incoming.wanted(message)
-
-    def result(self, link: Link, message: KvAgentResult) -> None:
-        """A chunk landed, or a transfer ended."""
-        incoming = self._find(link, message.transfer)
-        if incoming is not None:
-            incoming.result(message)
-        elif (loan := self._lender.find(link, message.transfer)) is not None:
-            self._lender.result(loan, message)
-        else:
-            self._site.metrics.result_dropped("stale")
+                pass
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""

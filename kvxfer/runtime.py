@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import anyio.to_thread
 
@@ -67,7 +67,7 @@ class Service(Protocol):
 class HandOver(Protocol):
     """Runs callables on the event loop, from any thread, in order, one wake-up of the loop per batch."""
 
-    def __call__(self, callback: Callable[[], None]) -> None:
+    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Run `callback` on the loop soon. Safe from any thread; silently dropped once the loop is closed."""
         ...
 
@@ -110,13 +110,13 @@ class _Batch:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pending: deque[Callable[[], None]] = deque()
+        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()
         self._scheduled = False
 
-    def __call__(self, callback: Callable[[], None]) -> None:
+    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
         with self._lock:
-            self._pending.append(callback)
+            self._pending.append((callback, arguments))
             if self._scheduled and not self._loop.is_closed():
                 return
             self._scheduled = True
@@ -136,9 +136,9 @@ class _Batch:
         until = time.monotonic() + TURN_SECONDS
         try:
             while batch:
-                callback = batch.popleft()
+                callback, arguments = batch.popleft()
                 try:
-                    callback()
+                    callback(*arguments)
                 except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
                     self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
                 if time.monotonic() >= until:
@@ -160,8 +160,10 @@ class _Signal:
 
     def set(self) -> None:
         """From any thread."""
-        with contextlib.suppress(RuntimeError):  # it is set already
+        try:  # noqa: SIM105 - `suppress` takes three calls for what is done several times a chunk
             self._unset.release()
+        except RuntimeError:  # it is set already
+            pass
 
     def wait(self, seconds: float = -1) -> None:
         """Until it is set, which ends with that; or until so many seconds have passed."""
@@ -232,9 +234,7 @@ class ThreadRuntime:
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
 
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def token(self, nbytes: int) -> bytes:
         """Unpredictable bytes from the operating system."""

@@ -1,7 +1,6 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -49,15 +48,17 @@ class Sender:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def handle(self, link: Link, message: Message) -> bool:
-        """Take a message, if it is one for a prefill rank."""
+    def handle(self, link: Link, message: Message) -> None:
+        """Take a message of a decode rank."""
         match message:
+            case Reserve():  # memory for chunks
+                if (outgoing := self._moved(link, message.transfer)) is not None:
+                    outgoing.reserve(message)
+            case Landed():  # chunks were read
+                if (outgoing := self._moved(link, message.transfer)) is not None:
+                    outgoing.landed(message)
             case Fetch():
                 self.fetch(link, message)
-            case Reserve():
-                self.reserve(link, message)
-            case Landed():
-                self.landed(link, message)
             case Cancel():
                 self.cancel(link, message)
             case Claim():
@@ -67,8 +68,7 @@ class Sender:
             case Probe():
                 self.probe(link, message)
             case _:
-                return False
-        return True
+                pass
 
     def fetch(self, link: Link, message: Fetch) -> None:
         """A decode rank asks for a part of a request."""
@@ -96,14 +96,6 @@ class Sender:
         elif not self.book.park(offer_key, outgoing):
             outgoing.refuse(Code.TOO_MANY, f"max_parked={self._site.config.max_parked} fetches wait for their offers")
         outgoing.void_ahead()
-
-    def reserve(self, link: Link, message: Reserve) -> None:
-        """Memory for chunks."""
-        self._with(link, message.transfer, lambda outgoing: outgoing.reserve(message))
-
-    def landed(self, link: Link, message: Landed) -> None:
-        """Chunks were read."""
-        self._with(link, message.transfer, lambda outgoing: outgoing.landed(message))
 
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
@@ -202,13 +194,15 @@ class Sender:
         retry = _RETRY_MS if code in (Code.TOO_MANY, Code.DRAINING) else 0
         link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), retry))
 
-    def _with(self, link: Link, transfer: int, act: Callable[[Outgoing], None]) -> None:
-        """Messages for a transfer that has just ended here are answered by its result, which is on its way."""
+    def _moved(self, link: Link, transfer: int) -> Outgoing | None:
+        """A transfer that its decode rank moves on, which renews the offer's lease.
+
+        None for one that has just ended here: what is said to it is answered by its result, which is on its way.
+        """
         outgoing = self._transfers.get((link.peer.identity.incarnation, transfer))
-        if outgoing is not None:
-            if outgoing.offer is not None:
-                self.book.touched(outgoing.offer)
-            act(outgoing)
+        if outgoing is not None and outgoing.offer is not None:
+            self.book.touched(outgoing.offer)
+        return outgoing
 
     def _gauged(self, gauging: Gauging) -> None:
         if not gauging.in_doubt:

@@ -16,7 +16,7 @@ from kvxfer.memory import Extent, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.site import Site, no_hold
+from kvxfer.site import Site
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
 
@@ -126,9 +126,8 @@ class Shipment(Steps):
         self.end(Moved(Outcome.FAILED if self.cell.kill() else Outcome.IN_DOUBT, error))
 
     def _begin(self) -> None:
-        bound, chunk = self.bound, self.grant.chunk
-        self.hold()
-        self.plan(lambda: bound.chunk(chunk), self._planned, rows=bound.chunk_rows)
+        bound = self.bound
+        self.plan(partial(bound.chunk, self.grant.chunk), self._planned, rows=bound.chunk_rows)
 
     def _planned(self, part: ChunkPlan) -> None:
         self.part = part
@@ -137,15 +136,15 @@ class Shipment(Steps):
         elif not self.over:
             self.prepare(part)
 
+    @staticmethod
     @abstractmethod
-    def hold(self) -> None:
-        """Keep the way to the peer open until the end."""
+    def hold(site: Site, peer: PeerInfo) -> Callable[[], None]:
+        """Keep the way to the peer open, for all chunks of a transfer, until the returned function is called."""
 
     @abstractmethod
     def prepare(self, part: ChunkPlan) -> None:
         """The plan is made, and the chunk carries something."""
 
-    @abstractmethod
     def give_back(self, moved: Moved) -> None:
         """Give back whatever it holds: it is over."""
 
@@ -167,12 +166,12 @@ class _OverFabric(Shipment):
     """A chunk that the fabric writes."""
 
     _lane = ""
-    _release: Callable[[], None] = staticmethod(no_hold)
     _gathered = (0.0, 0.0)
 
-    def hold(self) -> None:
+    @staticmethod
+    def hold(site: Site, peer: PeerInfo) -> Callable[[], None]:
         """Keep the lane to the peer."""
-        self._release = self.site.lanes.hold(self.peer)
+        return site.lanes.hold(peer)
 
     def prepare(self, part: ChunkPlan) -> None:
         """Connect."""
@@ -187,27 +186,21 @@ class _OverFabric(Shipment):
     def connected(self, part: ChunkPlan) -> None:
         """There is a lane to the peer."""
 
-    def give_back(self, moved: Moved) -> None:
-        """Let the lane go."""
-        self._release()
-
     def go(self, gather: CopyPlan, local: Descriptors, remote: Descriptors) -> None:
         """Gather, then write: handed from the executor to the fabric without a trip through the loop."""
         site, cell, lane = self.site, self.cell, self._lane
         self.tally.descriptors += len(local.pieces)
         timed = bool(gather.segments)
+        posted = partial(site.hand_over, self.run, self._posted)  # on the fabric's thread
 
-        def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
+        def copied(outcome: CopyOutcome) -> None:  # on the executor's
             if timed:
                 self._gathered = (outcome.started, outcome.finished)
             if outcome.error is None:
                 site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))
             else:
                 cell.kill()
-                site.hand_over(partial(self.run, self.end, Moved(Outcome.FAILED, outcome.error)))
-
-        def posted(result: PostResult) -> None:  # on the fabric's
-            site.hand_over(partial(self.run, self._posted, result))
+                site.hand_over(self.run, self.end, Moved(Outcome.FAILED, outcome.error))
 
         nbytes = self.part.bytes if self.part else 0
         self.submit(CopyJob(gather, copied, self.after, nbytes=nbytes, owner=self.tally))
@@ -237,42 +230,41 @@ class StagedShipment(_OverFabric):
         """Ask for memory to gather into."""
         if not self.peer.body.staging or self.grant.length < part.staged_bytes:
             raise ProtocolError(f"{self.grant.length} bytes were granted for a chunk of {part.staged_bytes}")
-        step, site = self.run, self.site
-        self._request = site.send_desk.ask(
-            self.peer.name,
-            part.staged_bytes,
-            site.config.grant_lease,
-            lambda answer: step(self._admitted, part, answer),
-        )
-        if self.over:  # somebody ended it who was told in the same round of decisions
-            self._withdraw()
+        desk, lease = self.site.send_desk, self.site.config.grant_lease
+        if (extent := desk.take(self.peer.name, part.staged_bytes)) is not None:
+            self._gather(part, extent)
+            return
+        admitted = partial(self.run, self._admitted, part)
+        self._request = desk.ask(self.peer.name, part.staged_bytes, lease, admitted)
+        if self.over and self._request is not None:  # somebody ended it who was told in the same round of decisions
+            desk.withdraw(self._request)
 
     def _admitted(self, part: ChunkPlan, answer: Extent | KvxferError) -> None:
-        desk, self._request = self.site.send_desk, None
+        self._request = None
         if isinstance(answer, KvxferError):
             raise answer
         if self.over:
-            desk.release(answer)
-            return
-        self._extent = answer
-        desk.share.write(answer)
-        local = staging_pieces(self.site.arena, answer.address, part.staged_bytes)
-        remote = staging_pieces(self.peer.body.staging[0], self.grant.address, part.staged_bytes)
-        self.go(part.gather(answer.address), local, remote)
+            self.site.send_desk.release(answer)
+        else:
+            self._gather(part, answer)
 
-    def _withdraw(self) -> None:
-        if self._request is not None:
-            self.site.send_desk.withdraw(self._request)
+    def _gather(self, part: ChunkPlan, extent: Extent) -> None:
+        site = self.site
+        self._extent = extent
+        site.send_desk.share.write(extent)
+        local = staging_pieces(site.arena, extent.address, part.staged_bytes)
+        remote = staging_pieces(self.peer.body.staging[0], self.grant.address, part.staged_bytes)
+        self.go(part.gather(extent.address), local, remote)
 
     def give_back(self, moved: Moved) -> None:
-        """Let the lane go, and the memory, unless our own post may still read it."""
-        super().give_back(moved)
-        self._withdraw()
-        desk = self.site.send_desk
-        if self._extent is not None and moved.may_read:
-            desk.quarantine(self._extent, "our own post did not end")
-        elif self._extent is not None:
-            desk.release(self._extent)
+        """Give the memory back, unless our own post may still read it."""
+        desk, extent = self.site.send_desk, self._extent
+        if self._request is not None:
+            desk.withdraw(self._request)
+        if extent is not None and moved.may_read:
+            desk.quarantine(extent, "our own post did not end")
+        elif extent is not None:
+            desk.release(extent)
 
 
 class DirectShipment(_OverFabric):
@@ -292,20 +284,16 @@ class DirectShipment(_OverFabric):
 class MappedShipment(Shipment):
     """A chunk that our own copy puts where it belongs, in memory of the peer that is mapped here."""
 
-    _release: Callable[[], None] = staticmethod(no_hold)
-
-    def hold(self) -> None:
+    @staticmethod
+    def hold(site: Site, peer: PeerInfo) -> Callable[[], None]:
         """Keep the peer's memory mapped."""
-        self._release = self.site.mappings.hold(self.peer)
+        return site.mappings.hold(peer)
 
     def prepare(self, part: ChunkPlan) -> None:
         """Copy."""
         site = self.site
         windows, gate = site.mappings.way(self.peer, self.terms.generation)
-
-        def copied(outcome: CopyOutcome) -> None:  # on the executor's thread
-            site.hand_over(partial(self.run, self._copied, outcome))
-
+        copied = partial(site.hand_over, self.run, self._copied)  # on the executor's thread
         plan = part.copy().elsewhere(windows.reached)
         self.submit(CopyJob(plan, copied, self.after, self.cell, gate, part.bytes, self.tally))
 
@@ -320,10 +308,6 @@ class MappedShipment(Shipment):
             self.tally.began(outcome.started)
             self.tally.spent("wire", outcome.started, outcome.finished)
             self.end(Moved(Outcome.DONE, None, nbytes, Timings(wire_us=_us(took))))
-
-    def give_back(self, moved: Moved) -> None:
-        """Let the mapping go."""
-        self._release()
 
 
 SHIPMENTS: Final[Mapping[Route, type[Shipment]]] = MappingProxyType(

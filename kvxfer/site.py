@@ -131,6 +131,7 @@ class Site:
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
+        now: Monotonic seconds, the runtime's.
     """
 
     config: Config
@@ -161,10 +162,10 @@ class Site:
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
+    now: Callable[[], float] = field(init=False)
 
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return self.runtime.now()
+    def __post_init__(self) -> None:
+        self.now = self.runtime.now
 
     def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
         """Call `callback` on the loop at `when` (by `now`)."""

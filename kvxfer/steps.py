@@ -52,13 +52,9 @@ class Steps(ABC):
             self.failed(TransferFailedError(f"a step of the transfer failed: {error!r}"))
 
     def plan(self, make: Callable[[], _T], then: Callable[[_T], None], *, rows: int) -> None:
-        """Make a plan, here if its tables are small, else in a worker thread, and go on with it.
-
-        Both are a step of its own, wherever they run: whoever brought the news that a plan is needed (the owner of an
-        offer, who adds blocks to it) is not told that this transfer cannot be planned.
-        """
+        """Make a plan, here if its tables are small, else in a worker thread, and go on with it: the end of a step."""
         if rows <= _SMALL_PLAN:
-            self.run(lambda: then(make()))
+            then(make())
         else:
             self.site.tasks.spawn(self._plan_off_loop(make, then), f"{self._name} plan", failed=self._abandoned)
 
@@ -70,18 +66,20 @@ class Steps(ABC):
             future.add_done_callback(partial(self.run, self._arrived, then))
 
     def copy(
-        self, plan: CopyPlan, direction: Direction, then: Callable[[CopyOutcome], None], after: Event = READY
+        self,
+        plan: CopyPlan,
+        direction: Direction,
+        then: Callable[[CopyOutcome], None],
+        after: Event = READY,
+        nbytes: int = 0,
     ) -> None:
         """Copy once `after` has fired, and go on with how it ended.
 
         Raises:
             KvxferError: If the executor takes no more copies; nothing is copied then.
         """
-        hand_over, step = self.site.hand_over, partial(self.run, then)
-        job = CopyJob(
-            plan, lambda outcome: hand_over(partial(step, outcome)), after, nbytes=plan.bytes, owner=self._name
-        )
-        self.site.executor.submit(job, direction)
+        done = partial(self.site.hand_over, self.run, then)
+        self.site.executor.submit(CopyJob(plan, done, after, nbytes=nbytes, owner=self._name), direction)
 
     async def _plan_off_loop(self, make: Callable[[], _T], then: Callable[[_T], None]) -> None:
         try:

@@ -44,11 +44,12 @@ class Tally:
 
     def arrived(self, granted: float, now: float, sender: Timings) -> None:
         """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
-        self.began(now)
-        self.spent("wire", granted, now)
+        if self.first_byte is None:
+            self.first_byte = now
         sent = now - sender.wire_us / 1e6  # about: the sender's durations, on this side's clock
-        self.spent("posting", sent, sent + sender.post_us / 1e6)
-        self.spent("gathering", sent - sender.gather_us / 1e6, sent)
+        self.stages["wire"].add(granted, now)
+        self.stages["posting"].add(sent, sent + sender.post_us / 1e6)
+        self.stages["gathering"].add(sent - sender.gather_us / 1e6, sent)
 
     def merge(self, other: "Tally") -> None:
         """Count what another rank's part counted."""

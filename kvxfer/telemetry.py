@@ -9,7 +9,6 @@ Counters are plain numbers that belong to the event loop's thread; `Metrics.snap
 them.
 """
 
-import bisect
 import hashlib
 import logging
 from collections import Counter
@@ -108,6 +107,8 @@ _GIGABYTE: Final = 1e9
 _LABELS: Final = 64
 """Distinct free-text labels that one counter keeps; what is over counts as `other`."""
 _MASK_BYTES: Final = 4
+_ADDED: Final = 256
+"""Intervals that are kept as they came before they are united."""
 
 logging.getLogger("kvxfer").addHandler(logging.NullHandler())
 
@@ -175,8 +176,8 @@ class Intervals:
     """
 
     def __init__(self) -> None:
-        self._starts: list[float] = []  # disjoint and in order, so few however many chunks there were
-        self._ends: list[float] = []
+        self._united: list[tuple[float, float]] = []  # disjoint and in order, so few however many chunks there were
+        self._added: list[tuple[float, float]] = []  # and not united yet: that is cheaper for many at a time
 
     def add(self, start: float, end: float) -> None:
         """Count the interval from `start` to `end`, in seconds of one clock; an empty one counts nothing.
@@ -186,38 +187,46 @@ class Intervals:
         """
         if end < start:
             raise ValueError(f"an interval cannot end ({end}) before it starts ({start})")
-        if end == start:
-            return
-        first = bisect.bisect_left(self._ends, start)
-        last = bisect.bisect_right(self._starts, end)
-        if first < last:  # it touches these: one interval takes the place of all
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
-        self._starts[first:last] = [start]
-        self._ends[first:last] = [end]
+        self._added.append((start, end))
+        if len(self._added) >= _ADDED:
+            self._unite()
 
     def merge(self, other: "Intervals") -> None:
         """Count every interval of another collection too."""
-        for start, end in other.spans():
-            self.add(start, end)
+        self._added += other.spans()
+        self._unite()
 
     def spans(self) -> tuple[tuple[float, float], ...]:
         """The union as disjoint intervals, in order."""
-        return tuple(zip(self._starts, self._ends, strict=True))
+        self._unite()
+        return tuple(self._united)
+
+    def _unite(self) -> None:
+        united: list[tuple[float, float]] = []
+        for start, end in sorted(self._united + self._added):
+            if united and start <= united[-1][1]:
+                if end > united[-1][1]:
+                    united[-1] = united[-1][0], end
+            elif end > start:
+                united.append((start, end))
+        self._united, self._added = united, []
 
     @property
     def length(self) -> float:
         """Seconds in which at least one interval ran."""
-        return sum(end - start for start, end in self.spans())
+        return sum([end - start for start, end in self.spans()])
 
     @property
     def first(self) -> float | None:
         """Start of the earliest interval, None without one."""
-        return self._starts[0] if self._starts else None
+        spans = self.spans()
+        return spans[0][0] if spans else None
 
     @property
     def last(self) -> float | None:
         """End of the latest interval, None without one."""
-        return self._ends[-1] if self._ends else None
+        spans = self.spans()
+        return spans[-1][1] if spans else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,11 +373,11 @@ class Metrics:
 
     def frame_sent(self, kind: str) -> None:
         """Count a control frame by the name of its message."""
-        _count(self._frames_sent, kind)
+        self._frames_sent[kind] += 1
 
     def frame_received(self, kind: str) -> None:
         """Count a control frame by the name of its message."""
-        _count(self._frames_received, kind)
+        self._frames_received[kind] += 1
 
     def admission_waited(self, seconds: float) -> None:
         """Count a transfer that had to wait for admission or memory."""

@@ -15,6 +15,7 @@ import random
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
@@ -110,10 +111,10 @@ class _LoopHandOver:
         self._last = 0.0
         self._pending: deque[Callable[[], None]] = deque()
 
-    def __call__(self, callback: Callable[[], None]) -> None:
+    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
         if self._loop.is_closed():
             return
-        self._pending.append(callback)
+        self._pending.append(partial(callback, *arguments))
         self._last = max(self._last, self._loop.time() + self._runtime.jitter())
         self._loop.call_at(self._last, self._next)
 

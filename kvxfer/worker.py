@@ -446,13 +446,16 @@ class Worker:
         """Hand a message to the role that it is for."""
         sender, receiver = self._roles
         self._open.metrics.frame_received(type(message).__name__)
-        if not sender.handle(link, message):
+        if link.role is Role.SERVER:
+            sender.handle(link, message)
+        else:
             receiver.handle(link, message)
 
     def sent(self, link: Link, message: Message) -> None:
         """Count a message that goes out."""
         del link
-        self._open.metrics.frame_sent(type(message).__name__)
+        if self._site is not None:
+            self._site.metrics.frame_sent(type(message).__name__)
 
     # --- inside
 

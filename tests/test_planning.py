@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvxfer.errors import RefusedError
+from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import (
     CacheGeometry,
     CacheTensor,
@@ -15,8 +15,8 @@ from kvxfer.geometry import (
     from_hf_config,
     resolve,
 )
-from kvxfer.planning import fit_grid, in_place_bytes
-from kvxfer.protocol.messages import Route
+from kvxfer.planning import fit_grid, in_place_bytes, staging_pieces
+from kvxfer.protocol.messages import MemorySpan, Route
 
 LLAMA = {
     "model_type": "llama",
@@ -156,6 +156,18 @@ def test_a_sample_needs_no_block_that_could_be_bound():
     pair = PairPlan(src, dst, common(src, dst))
     assert pair.sample.bytes == 2 * 16 * 8 * 4
     assert pair.sample.gather(0).bytes == pair.sample.scatter(0).bytes == pair.sample.bytes
+
+
+def test_a_stretch_of_staging_memory_is_described_once():
+    span = MemorySpan("VRAM", 2, 1 << 20, 1 << 16)
+    first = staging_pieces(span, 1 << 20, 4096)
+    assert (first.kind, first.device, first.pieces.tolist(), first.nbytes) == ("VRAM", 2, [[1 << 20, 4096]], 4096)
+    assert staging_pieces(MemorySpan("VRAM", 2, 1 << 20, 1 << 16), 1 << 20, 4096) is first
+    assert staging_pieces(MemorySpan("VRAM", 3, 1 << 20, 1 << 16), 1 << 20, 4096).device == 3
+    for address, nbytes in (((1 << 20) - 1, 4096), (1 << 20, (1 << 16) + 1)):
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="outside the staging memory"):
+                staging_pieces(span, address, nbytes)
 
 
 @pytest.mark.parametrize("chunk", [16, 1024])

@@ -63,6 +63,14 @@ def test_one_wake_up_per_batch_and_the_order_is_kept(loop):
     assert ran[-1] == "later"
 
 
+def test_what_is_handed_over_is_called_with_its_arguments(loop):
+    hand_over, ran = ThreadRuntime().hand_over(loop), []
+    hand_over(ran.insert, 0, "second")
+    hand_over(ran.insert, 0, "first")
+    turn(loop)
+    assert ran == ["first", "second"]
+
+
 def test_what_a_callback_hands_over_comes_in_the_next_batch(loop):
     hand_over, ran = ThreadRuntime().hand_over(loop), []
 

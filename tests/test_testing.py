@@ -117,7 +117,7 @@ def test_hand_over_keeps_the_order(seed):
     async def scenario(runtime: DeterministicRuntime):
         hand_over, ran = runtime.hand_over(asyncio.get_running_loop()), []
         for number in range(200):
-            hand_over(lambda number=number: ran.append(number))
+            hand_over(ran.append, number)
         assert ran == []
         await asyncio.sleep(0.1)
         assert ran == list(range(200))

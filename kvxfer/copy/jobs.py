@@ -33,7 +33,8 @@ class Backlog:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._inbox: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
         self._waiting: dict[Direction, Turns] = {direction: Turns() for direction in Direction}
         self._unreported = 0
@@ -46,7 +47,7 @@ class Backlog:
         Raises:
             ClosedError: If the executor is closed; `done` will not be called.
         """
-        with self._changed:
+        with self._lock:
             if self._refusing:
                 raise ClosedError("this executor is closed and takes no more copies")
             self._unreported += 1
@@ -54,28 +55,30 @@ class Backlog:
 
     def refuse(self) -> None:
         """Take no more jobs."""
-        with self._changed:
+        with self._lock:
             self._refusing = True
 
     def cancel_waiting(self) -> None:
         """Let the services report every job that has not been launched as failed."""
-        with self._changed:
+        with self._lock:
             self._cancelling = True
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until every job has been reported. False if that took longer than `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._unreported == 0, timeout)
+        with self._idle:
+            return self._idle.wait_for(lambda: self._unreported == 0, timeout)
 
     def is_waiting(self, direction: Direction) -> bool:
         """Whether a job of this direction waits for its event."""
-        return bool(len(self._waiting[direction]) or self._inbox[direction])
+        return bool(self._waiting[direction] or self._inbox[direction])
 
     def pop_ready(self, direction: Direction) -> CopyJob | None:
         """The next job whose event has fired, or None. A job whose event cannot be queried is reported as failed."""
         inbox, waiting = self._inbox[direction], self._waiting[direction]
         while inbox:
             waiting.add(inbox.popleft())
+        if not waiting:
+            return None
         failed: list[Exception] = []
 
         def ready(job: CopyJob) -> bool:
@@ -100,6 +103,7 @@ class Backlog:
         except Exception as caught:  # noqa: BLE001 - `done` must not raise; if it does, the other jobs still go on
             where = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(caught), caught, caught.__traceback__, where)))
-        with self._changed:
+        with self._lock:
             self._unreported -= 1
-            self._changed.notify_all()
+            if not self._unreported:
+                self._idle.notify_all()

@@ -16,8 +16,8 @@ other without a gap, so a tile of the kernel holds as many small rows as fit. Nu
 item have 31 bits (checked here), offsets and addresses 64.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -46,6 +46,7 @@ HEADER_WORDS: Final = 13
 AXIS_WORDS: Final = 6
 
 _LIMIT: Final = 2**31 - 2 * TILE_WORDS
+_NO_WORDS: Final = np.zeros(0, np.int64)
 _MINE: Final = __name__
 """Keys of what is kept of a stencil here begin with it."""
 
@@ -101,6 +102,21 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Frame:
+    """A launch but for its regions: what chunks that differ only in their layers share.
+
+    Attributes:
+        words: Headers, bodies, and room for the regions.
+        places: Where the regions of each part belong.
+        launch: The launch, if no other comes before it.
+    """
+
+    words: I64
+    places: Sequence[slice]
+    launch: Launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Body:
     """Rows and axes as the kernel reads them, and what its header says of them.
 
@@ -111,6 +127,7 @@ class _Body:
         size: Words of the copy in an item.
         sized: How to divide by that.
         counted: How to divide by the number of rows.
+        frames: Launches that begin with it, by the bodies and numbers of regions in them.
     """
 
     words: I64
@@ -119,6 +136,7 @@ class _Body:
     size: int
     sized: tuple[int, int]
     counted: tuple[int, int]
+    frames: dict[Hashable, _Frame] = field(default_factory=dict[Hashable, _Frame], init=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,11 +162,18 @@ def pack(plan: CopyPlan) -> Tables:
     words: list[I64] = []
     at = 0
     for variant, parts in by_variant.items():
-        packed, tiles = _pack_launch(parts, variant)
-        launches.append(Launch(variant, at, len(parts), tiles))
+        key = tuple([(part.body, len(part.regions)) for part in parts])
+        frames = parts[0].body.frames
+        frame = frames.get(key)
+        if frame is None:
+            frame = frames[key] = _framed(parts, variant)
+        packed = frame.words.copy()
+        for part, place in zip(parts, frame.places, strict=True):
+            packed[place] = part.regions.ravel()
+        launches.append(replace(frame.launch, first=at) if at else frame.launch)
         words.append(packed)
         at += len(packed)
-    return Tables(np.concatenate(words) if words else np.zeros(0, np.int64), tuple(launches), plan.bytes)
+    return Tables(words[0] if len(words) == 1 else np.concatenate([_NO_WORDS, *words]), tuple(launches), plan.bytes)
 
 
 def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
@@ -274,10 +299,11 @@ def _body(box: Box, offsets: I64, width: int) -> _Body:
     return _Body(words, len(offsets), len(axes), size, _divisor(size), _divisor(len(offsets)))
 
 
-def _pack_launch(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
-    """Headers, regions, rows and axes of one launch, and its tiles."""
+def _framed(parts: list[_Part], variant: Variant) -> _Frame:
+    """Headers, rows and axes of one launch."""
     head: list[int] = []
     words: list[I64] = []
+    places: list[slice] = []
     at = len(parts) * HEADER_WORDS
     before = 0
     for number, part in enumerate(parts):
@@ -289,10 +315,12 @@ def _pack_launch(parts: list[_Part], variant: Variant) -> tuple[I64, int]:
         rows = first + regions.size
         where = (first, rows, rows + 3 * body.rows, body.axes)
         head += [tiles, before, body.size, *body.sized, items, body.rows, *body.counted, *where]
-        words += [regions.ravel(), body.words]
+        words += [np.zeros(regions.size, np.int64), body.words]
+        places.append(slice(at, at + regions.size))
         at += regions.size + len(body.words)
         before += tiles
-    return np.concatenate([np.asarray(head, np.int64), *words]), before
+    launch = Launch(variant, 0, len(parts), before)
+    return _Frame(np.concatenate([np.asarray(head, np.int64), *words]), places, launch)
 
 
 def _check(size: int, items: int, tiles: int, variant: Variant) -> None:

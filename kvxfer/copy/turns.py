@@ -28,6 +28,9 @@ class Turns:
     def __len__(self) -> int:
         return sum(map(len, self._jobs.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
     def add(self, job: CopyJob) -> None:
         """Queue a job behind those of its owner."""
         waiting = self._jobs.get(job.owner)
@@ -39,7 +42,7 @@ class Turns:
 
     def pop(self, ready: Callable[[CopyJob], bool]) -> CopyJob | None:
         """The next job that is ready, or None. `ready` is asked of as few as that takes."""
-        for owner in sorted(self._jobs, key=self._order):
+        for owner in sorted(self._jobs, key=self._order) if len(self._jobs) > 1 else self._jobs:
             waiting = self._jobs[owner]
             for at, job in enumerate(waiting):
                 if ready(job):

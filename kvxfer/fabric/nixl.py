@@ -266,13 +266,8 @@ class NixlTransport:
         if peer in self._lost:
             raise FabricError(f"{peer} is disconnected", disconnected=True)
         try:
-            transfer = agent.initialize_xfer(
-                operation.name,
-                agent.get_xfer_descs(_rows(local), local.kind),
-                agent.get_xfer_descs(_rows(remote), remote.kind),
-                peer,
-                b"",
-            )
+            here, there = _listed(agent, local), _listed(agent, remote)
+            transfer = agent.initialize_xfer(operation.upper(), here, there, peer, b"")
         except self._errors as error:
             raise self._translated(error, f"prepare a {operation.value} to {peer}", peer=peer) from error
         handle = _Handle(peer, transfer)
@@ -447,14 +442,17 @@ def _memory_rows(memories: Sequence[Memory], kind: str) -> NDArray[np.uint64]:
     return np.array([(memory.address, memory.nbytes, memory.device) for memory in memories], dtype=np.uint64)
 
 
-def _rows(descriptors: Descriptors) -> NDArray[np.uint64]:
-    """NIXL's rows (address, bytes, device) of the pieces of one side."""
-    if descriptors.kind not in _KINDS:
-        raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {descriptors.kind!r}")
-    rows = np.empty((len(descriptors.pieces), 3), dtype=np.uint64)
-    rows[:, :2] = descriptors.pieces
-    rows[:, 2] = descriptors.device
-    return rows
+def _listed(agent: Any, descriptors: Descriptors) -> Any:
+    """NIXL's list of the pieces of one side: addresses, bytes, device. It knows of no agent."""
+    found = descriptors.kept.get(__name__)
+    if found is None:
+        if descriptors.kind not in _KINDS:
+            raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {descriptors.kind!r}")
+        rows = np.empty((len(descriptors.pieces), 3), dtype=np.uint64)
+        rows[:, :2] = descriptors.pieces
+        rows[:, 2] = descriptors.device
+        found = descriptors.kept[__name__] = agent.get_xfer_descs(rows, descriptors.kind)
+    return found
 
 
 def _handle(handle: Handle) -> _Handle:

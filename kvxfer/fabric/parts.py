@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Handle, Outcome, Post, PostResult, Transport
 from kvxfer.fabric.wire import Flight, Wire
+from kvxfer.lazy import lazy
 
 __all__ = ["Limits", "LivePost", "Release", "cut", "restated"]
 
@@ -28,7 +29,7 @@ _LISTED_MORE: Final = 16
 """How many times as many pieces a part has where they are taken as one list."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
     """How a post is cut and how much of it is under way at once.
 
@@ -46,25 +47,23 @@ class Limits:
     no_progress_timeout: float
     listed: bool = False
 
+    @lazy
+    def between_gpus(self) -> "Limits":
+        """Bounds of a post between two GPUs.
+
+        Posting only starts a copy engine there, so bytes need no bound: what the bound protects against is a post that
+        copies, with the thread inside it, as those of host memory do. Where pieces are taken as one list, a piece keeps
+        the thread for a tenth of the time, and long lists move faster.
+        """
+        descriptors = self.max_descriptors * (_LISTED_MORE if self.listed else 1)
+        return replace(self, max_post_bytes=_UNBOUNDED, max_descriptors=descriptors)
+
 
 def restated(error: FabricError, *, in_doubt: bool = False) -> FabricError:
     """The same error as an object of its own: one that is raised to many would collect all their tracebacks."""
     again = FabricError(str(error), disconnected=error.disconnected, in_doubt=in_doubt)
     again.__cause__ = error.__cause__
     return again
-
-
-def _limits(post: Post, limits: Limits) -> Limits:
-    """Bounds of a post's parts.
-
-    Between two GPUs posting only starts a copy engine, so bytes need no bound there: what the bound protects against is
-    a post that copies, with the thread inside it, as those of host memory do. Where pieces are taken as one list, a
-    piece keeps the thread for a tenth of the time, and long lists move faster.
-    """
-    if not post.local.kind == post.remote.kind == "VRAM":
-        return limits
-    descriptors = limits.max_descriptors * (_LISTED_MORE if limits.listed else 1)
-    return replace(limits, max_post_bytes=_UNBOUNDED, max_descriptors=descriptors)
 
 
 Slice: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -86,7 +85,7 @@ def cut(local: NDArray[np.int64], remote: NDArray[np.int64], limits: Limits) -> 
     """
     if local.ndim != 2 or local.shape[1:] != (2,) or local.shape != remote.shape:
         raise FabricError(f"pieces must be two (N, 2) arrays of one shape, got {local.shape} and {remote.shape}")
-    if len(local) == 1 and 0 < local[0, 1] == remote[0, 1] <= limits.max_post_bytes:
+    if len(local) == 1 and 0 < local.item(1) == remote.item(1) <= limits.max_post_bytes:
         return [(local, remote)]
     lengths = local[:, 1]
     if not np.array_equal(lengths, remote[:, 1]):
@@ -147,14 +146,14 @@ class LivePost:
         self._in_flight: deque[Flight] = deque()
         self._verdict = Outcome.DONE
         self._error: FabricError | None = None
-        self._posted_bytes = 0
         self._posting = 0.0
         self._first: float | None = None
         self._progress_at = 0.0
         try:
             if refusal is not None:
                 raise refusal
-            self._parts = cut(post.local.pieces, post.remote.pieces, _limits(post, limits))
+            bounds = limits.between_gpus if post.local.kind == post.remote.kind == "VRAM" else limits
+            self._parts = cut(post.local.pieces, post.remote.pieces, bounds)
         except FabricError as error:
             post.cell.kill()
             self._worsen(Outcome.FAILED, error)
@@ -206,7 +205,6 @@ class LivePost:
         self.wire.posted(self._in_flight[-1], started)
         self._posting += now() - started
         self._first = started if self._first is None else self._first
-        self._posted_bytes += nbytes
         self._next += 1
         self._progress_at = clock
         return True
@@ -258,11 +256,16 @@ class LivePost:
         return PostResult(
             outcome=self._verdict,
             error=self._error,
-            posted_bytes=self._posted_bytes,
+            posted_bytes=self._posted_bytes(),
             posting=self._posting,
             first=0.0 if self._first is None else self._first,
             finished=now,
         )
+
+    def _posted_bytes(self) -> int:
+        if 0 < self._next == len(self._parts):
+            return self.post.local.nbytes
+        return sum(int(local[:, 1].sum()) for local, _ in self._parts[: self._next])
 
     def _fail(self, error: FabricError, *, in_doubt: bool) -> None:
         # a transport that reports the peer gone has ended its own work on that link; any other error says nothing

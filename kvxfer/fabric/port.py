@@ -8,15 +8,16 @@ A post cannot be recalled. What can be decided, once and for all, is whether it 
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
+from kvxfer.lazy import lazy
 
 __all__ = [
     "Cell",
@@ -56,7 +57,7 @@ class Memory:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Descriptors:
     """Contiguous pieces on one side of a post.
 
@@ -64,13 +65,15 @@ class Descriptors:
         kind: As in `Memory`.
         device: As in `Memory`.
         pieces: int64 (N, 2): address and length in bytes.
+        kept: What transports have made of it, by a key of theirs; it must not depend on which of them made it.
     """
 
     kind: str
     device: int
     pieces: NDArray[np.int64]
+    kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
 
-    @property
+    @lazy
     def nbytes(self) -> int:
         """Bytes in all."""
         return int(self.pieces[:, 1].sum())

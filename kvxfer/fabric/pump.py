@@ -355,11 +355,12 @@ class Fabric:
         seconds = self._limits.no_progress_timeout
         for peer in list(self._posts):
             queue = self._posts[peer]
-            for live in [live for live in queue if live.silent(self._clock)]:
-                live.give_up(FabricError(f"no progress for {seconds:g} s to {peer}"), self._release)
-            for live in [live for live in queue if live.settled]:
-                queue.remove(live)
-                self._ended.append(live)
+            for live in tuple(queue):
+                if live.silent(self._clock):
+                    live.give_up(FabricError(f"no progress for {seconds:g} s to {peer}"), self._release)
+                if live.settled:
+                    queue.remove(live)
+                    self._ended.append(live)
             if not queue:
                 del self._posts[peer]
 

@@ -3,7 +3,7 @@
 The staging buffer is just one more strided array, so all three are the same tables with other base addresses.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
@@ -66,6 +66,12 @@ class ChunkGrid:
         """Token windows."""
         return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1
 
+    @lazy
+    def runs(self) -> Sequence[tuple[int, ...]]:
+        """The layers of each run."""
+        step = self.layers_per_chunk
+        return [self.layers[first : first + step] for first in range(0, len(self.layers), step)]
+
     @property
     def edges(self) -> I64:
         """int64 (windows + 1,): the first token of each window, and one past the last token."""
@@ -81,12 +87,11 @@ class ChunkGrid:
         Raises:
             IndexError: If there is no such chunk.
         """
-        if not 0 <= chunk < len(self):
-            raise IndexError(f"chunk {chunk} is outside 0..{len(self) - 1}")
         window, run = divmod(chunk, self.layer_runs)
+        if not 0 <= window < self.windows:
+            raise IndexError(f"chunk {chunk} is outside 0..{len(self) - 1}")
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
-        layers = self.layers[run * self.layers_per_chunk : (run + 1) * self.layers_per_chunk]
-        return layers, max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
+        return self.runs[run], max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +203,7 @@ class ChunkPart:
     @property
     def staged_bytes(self) -> int:
         """Room that it takes in staging."""
-        return len(self.slice.bases) * len(self.rows) * self.slice.row_bytes
+        return len(self.slice.bases) * len(self.rows.table) * self.slice.row_bytes
 
     @property
     def bytes(self) -> int:
@@ -213,44 +218,39 @@ class ChunkPart:
     def copied(self) -> Segment:
         """From blocks to blocks."""
         folded = self.slice.in_place
-        stencil = self._stencil("copy", lambda: self.in_place(self.rows.joined).stencil)
+        key = (self.slice.number, "copy")
+        stencil = self.rows.stencils.get(key)
+        if stencil is None:
+            stencil = self.rows.stencils[key] = self.in_place(self.rows.joined).stencil
         return Segment(folded.regions, stencil, folded.factors)
 
     def gathered(self, staging: int) -> Segment:
         """From blocks into staging from address `staging` on."""
-        folded = self.slice.gathered
-
-        def make() -> Stencil:
-            table = self.rows.table.copy()  # in staging, row n is block n and begins with its first token
-            table[:, 2], table[:, 3] = np.arange(len(table)), 0
-            return Stencil(table, self.slice.key.src_block, self.slice.row_bytes, folded.box)
-
-        return self._staged(folded, self._stencil("gather", make), 1, staging)
+        stencil = self.rows.stencils.get((self.slice.number, "gather"))
+        return self._staged(self.slice.gathered, stencil or self._staging_stencil("gather"), 1, staging)
 
     def scattered(self, staging: int) -> Segment:
         """From staging from address `staging` on into blocks."""
-        folded = self.slice.scattered
-
-        def make() -> Stencil:
-            table = self.rows.table.copy()
-            table[:, 0], table[:, 1] = np.arange(len(table)), 0
-            return Stencil(table, self.slice.row_bytes, self.slice.key.dst_block, folded.box)
-
-        return self._staged(folded, self._stencil("scatter", make), 0, staging)
+        stencil = self.rows.stencils.get((self.slice.number, "scatter"))
+        return self._staged(self.slice.scattered, stencil or self._staging_stencil("scatter"), 0, staging)
 
     def _staged(self, folded: _Folded, stencil: Stencil, side: int, staging: int) -> Segment:
         """With the regions behind each other in staging, which is the source or destination as `side` says."""
         regions = folded.regions.copy()
-        regions[:, side] += folded.number * (len(self.rows) * self.slice.row_bytes) + staging
+        regions[:, side] += folded.number * (len(self.rows.table) * self.slice.row_bytes) + staging
         return Segment(regions, stencil, folded.factors)
 
-    def _stencil(self, route: str, make: Callable[[], Stencil]) -> Stencil:
-        """What chunks of other layers have in common with this one."""
-        key = (self.slice.number, route)
-        found = self.rows.stencils.get(key)
-        if found is None:
-            found = self.rows.stencils[key] = make()
-        return found
+    def _staging_stencil(self, route: str) -> Stencil:
+        """What chunks of other layers have in common with this one; in staging, row n is block n and begins there."""
+        of, table = self.slice, self.rows.table.copy()
+        if route == "gather":
+            table[:, 2], table[:, 3] = np.arange(len(table)), 0
+            stencil = Stencil(table, of.key.src_block, of.row_bytes, of.gathered.box)
+        else:
+            table[:, 0], table[:, 1] = np.arange(len(table)), 0
+            stencil = Stencil(table, of.row_bytes, of.key.dst_block, of.scattered.box)
+        self.rows.stencils[of.number, route] = stencil
+        return stencil
 
 
 class ChunkPlan:
@@ -270,13 +270,13 @@ class ChunkPlan:
         self._parts: Final = parts
         self._copy: CopyPlan | None = None
         self._offsets: Final[list[int]] = []
-        offset = 0
+        offset = carried = 0
         for part in parts:
             self._offsets.append(offset)
-            offset += part.staged_bytes
-            offset = -(-offset // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+            offset += -(-part.staged_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+            carried += part.bytes
         self.staged_bytes: Final = offset
-        self.bytes: Final = sum(part.bytes for part in parts)
+        self.bytes: Final = carried
 
     def copy(self) -> CopyPlan:
         """Source blocks straight into destination blocks; needs both sides' addresses.
@@ -295,9 +295,9 @@ class ChunkPlan:
     def gather(self, staging: int) -> CopyPlan:
         """Source blocks into staging at address `staging`."""
         placed = zip(self._parts, self._offsets, strict=True)
-        return CopyPlan(tuple(part.gathered(staging + offset) for part, offset in placed))
+        return CopyPlan(tuple([part.gathered(staging + offset) for part, offset in placed]))
 
     def scatter(self, staging: int) -> CopyPlan:
         """Staging at address `staging` into destination blocks."""
         placed = zip(self._parts, self._offsets, strict=True)
-        return CopyPlan(tuple(part.scattered(staging + offset) for part, offset in placed))
+        return CopyPlan(tuple([part.scattered(staging + offset) for part, offset in placed]))

@@ -253,7 +253,7 @@ class CopyPlan:
     @property
     def bytes(self) -> int:
         """Bytes that the plan writes."""
-        return sum(segment.bytes for segment in self.segments)
+        return sum([segment.bytes for segment in self.segments])
 
     @property
     def pieces(self) -> int:

@@ -323,7 +323,7 @@ class TransferPlan:
     tokens: range
     covered: int
     rows: Mapping[Meeting, Rows]
-    _windows: dict[tuple[int, int, bool], Mapping[Meeting, Rows]] = field(default_factory=dict, init=False)
+    _windows: dict[tuple[int, int, bool], Sequence[Rows | None]] = field(default_factory=dict, init=False)
 
     @lazy
     def whole(self) -> ChunkPlan:
@@ -346,7 +346,7 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        if len(grid) == 1:
+        if grid.windows == grid.layer_runs == 1:
             return self.outline if outline else self.whole
         return self.window(*grid.of(chunk), outline=outline)
 
@@ -356,21 +356,18 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet, and not only its outline is asked for.
         """
-        rows = self._cut(start, stop, outline=outline)
-        parts = [ChunkPart(of, rows[_meeting(of.key)]) for of in self.pair.slices(layers)]
-        return ChunkPlan([part for part in parts if len(part.rows)])
+        rows = self._windows.get((start, stop, outline)) or self._cut(start, stop, outline=outline)
+        slices = self.pair.slices(layers)
+        return ChunkPlan([ChunkPart(of, found) for of in slices if (found := rows[of.number]) is not None])
 
-    def _cut(self, start: int, stop: int, *, outline: bool) -> Mapping[Meeting, Rows]:
-        """The rows in the tokens [start, stop): the same for all layers, whose chunks follow each other."""
-        key = (start, stop, outline)
-        rows = self._windows.get(key)
-        if rows is None:
-            cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
-            rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
-            if len(self._windows) >= _KEPT_WINDOWS:
-                self._windows.clear()
-            self._windows[key] = rows
-        return rows
+    def _cut(self, start: int, stop: int, *, outline: bool) -> Sequence[Rows | None]:
+        """The rows of each class in the tokens [start, stop), if any: the same for all layers."""
+        cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
+        rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
+        if len(self._windows) >= _KEPT_WINDOWS:
+            self._windows.clear()
+        kept = self._windows[start, stop, outline] = [rows[_meeting(c.key)] or None for c in self.pair.classes]
+        return kept
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""

@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import Final
 
 from kvxfer.errors import ArenaError, ConfigError
-from kvxfer.memory.extent import Extent, ExtentState, InvariantError, check_transition
+from kvxfer.memory.extent import TRANSITIONS, Extent, ExtentState, InvariantError, check_transition
 from kvxfer.memory.gaps import Gaps
 from kvxfer.memory.snapshot import ExtentRow, PeerSnapshot, ShareSnapshot
 from kvxfer.memory.waiting import Request, WaitingQueue
@@ -126,7 +126,6 @@ class Share:
         self._live: dict[int, Extent] = {}
         self._grants: dict[Request, Extent] = {}
         self._granted_to: dict[Extent, Request] = {}
-        self._totals = dict.fromkeys(_HELD_STATES, 0)
         self._accounts: dict[str, dict[ExtentState, int]] = {}
         self._doubtful: list[tuple[int, int]] = []
         self._doubt_grew = False
@@ -228,7 +227,7 @@ class Share:
         return ArenaError(
             f"a reservation of {request.nbytes} bytes for {request.peer} waited {waited:.3f} s for the {self.name} "
             f"share of the arena and passed its deadline: of {self.capacity} bytes {self._gaps.free} are free "
-            f"(largest gap {self._gaps.largest}), {self._totals[ExtentState.QUARANTINED]} are in quarantine, and "
+            f"(largest gap {self._gaps.largest}), {self._total(ExtentState.QUARANTINED)} are in quarantine, and "
             f"{len(self._queue)} more requests wait; raise arena_bytes or the time-out"
         )
 
@@ -295,8 +294,9 @@ class Share:
 
     def quarantined_bytes(self, peer: str | None = None) -> int:
         """Bytes in quarantine: those of `peer`, or all."""
-        account = self._totals if peer is None else self._accounts.get(peer, {})
-        return account.get(ExtentState.QUARANTINED, 0)
+        if peer is None:
+            return self._total(ExtentState.QUARANTINED)
+        return self._accounts.get(peer, {}).get(ExtentState.QUARANTINED, 0)
 
     def extents(self, peer: str | None = None) -> list[Extent]:
         """Extents that are held, those of `peer` or all, in the order in which they were granted."""
@@ -310,10 +310,10 @@ class Share:
             name=self.name,
             capacity_bytes=self.capacity,
             free_bytes=self._gaps.free,
-            reserved_bytes=self._totals[ExtentState.RESERVED],
-            writing_bytes=self._totals[ExtentState.WRITING],
-            scattering_bytes=self._totals[ExtentState.SCATTERING],
-            quarantined_bytes=self._totals[ExtentState.QUARANTINED],
+            reserved_bytes=self._total(ExtentState.RESERVED),
+            writing_bytes=self._total(ExtentState.WRITING),
+            scattering_bytes=self._total(ExtentState.SCATTERING),
+            quarantined_bytes=self._total(ExtentState.QUARANTINED),
             largest_gap_bytes=self._gaps.largest,
             waiting_requests=len(self._queue),
             waiting_bytes=sum(request.length for request in self._queue.requests()),
@@ -379,15 +379,14 @@ class Share:
         if self._live.get(extent.generation) is not extent:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
-        check_transition(source, target)
+        if target not in TRANSITIONS[source]:
+            check_transition(source, target)  # says why
         account = self._accounts.get(extent.peer)
         if account is None:
             account = self._accounts[extent.peer] = dict.fromkeys(_HELD_STATES, 0)
         if source is not ExtentState.FREE:
-            self._totals[source] -= extent.length
             account[source] -= extent.length
         if target is not ExtentState.FREE:
-            self._totals[target] += extent.length
             account[target] += extent.length
         else:
             self._gaps.give(extent.offset, extent.length)
@@ -399,9 +398,13 @@ class Share:
                 del self._accounts[extent.peer]
         extent.state = target
 
+    def _total(self, state: ExtentState) -> int:
+        """Bytes in a state, whoever holds them."""
+        return sum(account[state] for account in self._accounts.values())
+
     def _hopeless(self, length: int) -> bool:
         """Whether so much is in quarantine that a request of `length` bytes had better fail now than wait."""
-        return self._totals[ExtentState.QUARANTINED] * 2 > self.capacity and length > self._reachable
+        return length > self._reachable and self._total(ExtentState.QUARANTINED) * 2 > self.capacity
 
     @property
     def _reachable(self) -> int:
@@ -419,7 +422,7 @@ class Share:
         names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(doubtful.items()) if held)
         return ArenaError(
             f"a reservation of {nbytes} bytes ({length} with alignment) cannot be served: of the {self.capacity} bytes "
-            f"of the {self.name} share {self._totals[ExtentState.QUARANTINED]} are in quarantine, and the largest run "
+            f"of the {self.name} share {self._total(ExtentState.QUARANTINED)} are in quarantine, and the largest run "
             f"beside them is {self._reachable} bytes; silent peers may still touch the rest: {names}"
         )
 

@@ -77,7 +77,8 @@ def decode(payload: bytes | memoryview) -> Message | None:
     Raises:
         ProtocolError: If the payload is no message of this protocol.
     """
-    _refuse_nesting(payload)
+    if len(payload) > _SAFE_RECURSION:
+        _refuse_nesting(payload)
     try:
         return _decoder.decode(payload)
     except _MALFORMED as error:

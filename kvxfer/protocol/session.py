@@ -19,6 +19,7 @@ import msgspec
 
 from kvxfer.dtypes import convertible
 from kvxfer.errors import KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.lazy import lazy
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.messages import (
     WIRE_MIN,
@@ -107,7 +108,7 @@ class Identity:
     package: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PeerInfo:
     """Who the other side is, once the handshake is complete.
 
@@ -121,9 +122,9 @@ class PeerInfo:
     identity: Identity
     body: AgentBody
 
-    @property
+    @lazy
     def name(self) -> str:
-        """How logs and errors name the peer."""
+        """How logs, errors and books name the peer."""
         who = self.identity
         return f"{who.engine}[{who.rank}/{who.world}]@{who.incarnation.hex()[:8]}"
 

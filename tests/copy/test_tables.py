@@ -1,5 +1,7 @@
 """Packed tables: widths, divisions and bounds. What they mean to the kernel is tested with the kernel."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from copy_plans import contiguous_rows, head_split, random_plan
@@ -55,6 +57,21 @@ def test_tables_are_small():
     plan = head_split(0, 0, rows=512, regions=64, pool=512)
     assert plan.bytes == 256 << 20
     assert pack(plan).words.nbytes < 20 << 10
+
+
+@given(seed=st.integers(0, 2**32 - 1), regions=st.integers(1, 4), shift=st.sampled_from([1, 2, 4, 8, 16, 48, 1 << 21]))
+def test_chunks_of_one_stencil_have_the_tables_that_they_would_have_alone(seed, regions, shift):
+    """Chunks of other layers, of fewer layers, and on places that allow no wide access."""
+    plan, _, _ = random_plan(seed, 0, 0, 1 << 20)
+    chunks = [plan]
+    for moved in (0, 1 << 16, shift):
+        segments = [replace(segment, regions=segment.regions[:regions] + moved) for segment in plan.segments]
+        chunks.append(CopyPlan(tuple(segments)))
+    for chunk in [*chunks, *chunks]:
+        alone = CopyPlan(tuple(replace(segment, stencil=replace(segment.stencil)) for segment in chunk.segments))
+        shared, expected = pack(chunk), pack(alone)
+        np.testing.assert_array_equal(shared.words, expected.words)
+        assert (shared.launches, shared.nbytes) == (expected.launches, expected.nbytes)
 
 
 def test_what_has_no_bytes_has_no_launches():

@@ -72,6 +72,32 @@ def finish(handle: object, *agents: Agent) -> None:
 
 
 @needs_nixl
+def test_pieces_are_listed_once_for_all_posts_and_agents(pair):
+    class Counting:
+        listed = 0
+
+        def get_xfer_descs(self, rows, kind):
+            self.listed += 1
+            return rows.tolist(), kind
+
+    agents = Counting(), Counting()
+    side = Descriptors("DRAM", 3, np.array([[4096, 8], [8192, 16]], np.int64))
+    made = [port._listed(agent, side) for agent in (*agents, *agents)]
+    assert made == [([[4096, 8, 3], [8192, 16, 3]], "DRAM")] * 4
+    assert [agent.listed for agent in agents] == [1, 0]
+    a, b = pair
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+    here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (64, 64))
+    for byte in (7, 9):  # the same descriptors again, also for a post the other way
+        a.buffers[0][:64] = byte
+        finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+        assert (b.buffers[0][64:128] == byte).all()
+    b.buffers[0][64:128] = 11
+    finish(a.transport.post(peer, Operation.READ, here, there), a, b)
+    assert (a.buffers[0][:64] == 11).all()
+
+
+@needs_nixl
 def test_write_and_read_move_exactly_the_pieces(pair):
     a, b = pair
     rng = np.random.default_rng(1)

@@ -36,6 +36,8 @@ class Desk:
         self._timer: asyncio.TimerHandle | None = None
         self._deciding = False
         self._again = False
+        self.crowded: Callable[[], object] | None = None
+        """Called when a request has to wait: whoever holds memory that nobody asked for gives it back."""
 
     def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
@@ -60,6 +62,8 @@ class Desk:
         if request not in self._waiting:
             return None
         self._since[request] = now
+        if self.crowded is not None:
+            self.crowded()
         return request
 
     def take(self, peer: str, nbytes: int) -> Extent | None:

@@ -25,7 +25,7 @@ from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["LARGEST_LOAN", "LEAST_LOAN", "Gauging"]
+__all__ = ["LEAST_LOAN", "Gauging", "loan_bytes"]
 
 _log: Final = logger("kvxfer.send")
 
@@ -43,7 +43,16 @@ _ROUNDS: Final = 3
 _BUDGET_S: Final = 0.05
 """No further round is begun after so many seconds."""
 _SHARE: Final = 8
-"""At most one part in so many of the memory to gather into is taken."""
+"""At most one part in so many of a side's staging memory is taken."""
+
+
+def loan_bytes(chunk_bytes: int, capacity: int) -> int:
+    """How much of a share of staging memory is taken to measure; 0 if that would be too little, or too much.
+
+    Wherever it lies, and though it be never given back, there is room beside it for a chunk.
+    """
+    nbytes = min(LARGEST_LOAN, capacity // _SHARE)
+    return nbytes if nbytes >= LEAST_LOAN and capacity - nbytes >= 2 * chunk_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +132,8 @@ class Gauging:
         self.link.send(build_result(self.transfer, status, last=True, failure=self._failure))
 
     async def _run(self) -> None:
-        desk = self._site.send_desk
-        room = min(self._probe.bytes, LARGEST_LOAN, desk.share.capacity // _SHARE)
+        site, desk = self._site, self._site.send_desk
+        room = min(self._probe.bytes, loan_bytes(site.config.chunk_bytes, desk.share.capacity))
         extent = desk.take(self.peer.name, room) if room >= LEAST_LOAN else None
         try:
             if extent is None:
@@ -134,6 +143,9 @@ class Gauging:
                 self._learn(await self._samples(extent, room))
         except KvxferError as error:
             self._failure = self._failure or Failure(Status.FAILED, error.code, str(error))
+        except BaseException as error:
+            self._failure = self._failure or Failure(Status.FAILED, Code.FAILED, repr(error))
+            raise
         finally:
             self._release()
             if self._writing:

@@ -256,6 +256,7 @@ class Incoming(Steps):
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
         if self.machine.state is ReceiveState.LOST:
+            self._awake = self.site.fabric.hold_awake()  # what it has posted may need this side to end
             self._unsaid = self.machine.resume()
             self._settle()
 

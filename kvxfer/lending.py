@@ -1,7 +1,8 @@
 """Lends a prefill rank staging memory, so that it can measure the lane to this rank (PROTOCOL.md section 5.7).
 
 Once for every peer with which there is a choice that the lane decides, after the first transfer over it: before, nobody
-knows whether any will come, and the two transports would be wired up for nothing.
+knows whether any will come, and the two transports would be wired up for nothing. One peer at a time, and whoever has
+to wait for memory has the loan recalled. A loan that is never given back leaves room for the largest chunk.
 """
 
 import asyncio
@@ -9,16 +10,16 @@ from collections.abc import Callable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.gauging import LARGEST_LOAN, LEAST_LOAN
+from kvxfer.gauging import loan_bytes
 from kvxfer.link import Link
 from kvxfer.memory import Extent, ExtentState
-from kvxfer.protocol.messages import Cancel, Capability, KvAgentResult, Probe, Route, Status
+from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
 from kvxfer.site import Site, no_hold, resolve
 
 __all__ = ["Lender", "Loan"]
 
-_SHARE: Final = 8
-"""At most one part in so many of the memory that peers may write is lent."""
+_LEASE_S: Final = 5.0
+"""Seconds after which memory is asked back: a hundred times as many as measuring takes."""
 _OVER_A_LANE: Final = frozenset({Route.STAGED, Route.DIRECT})
 """Between which the lane decides."""
 _TRIES: Final = 8
@@ -32,9 +33,9 @@ class Loan:
         link: The control stream; replaced when the same incarnation is reached again.
         peer: The prefill rank.
         transfer: Its number.
-        is_lost: The session is gone; the peer may still write.
+        is_lost: The session is gone, or the peer is silent; it may still write.
         ended: The memory is this side's again.
-        over: Resolves with that.
+        over: Resolves with the one or the other.
     """
 
     def __init__(self, site: Site, link: Link, transfer: int, extent: Extent) -> None:
@@ -47,23 +48,36 @@ class Loan:
         self._site: Final = site
         self._extent: Final = extent
         self._awake: Callable[[], None] = no_hold
+        self._timer: asyncio.TimerHandle | None = None
+        self._recalled = False
 
     def begin(self) -> None:
         """Tell the peer."""
-        extent, desk = self._extent, self._site.receive_desk
-        desk.share.write(extent)
-        lease = self._site.lease_ms(extent.nbytes)
-        self._awake = self._site.fabric.hold_awake()  # over TCP the target moves the data
-        if not self.link.send(Probe(self.transfer, extent.address, extent.nbytes, lease)):
+        site, extent = self._site, self._extent
+        site.receive_desk.share.write(extent)
+        self._awake = site.fabric.hold_awake()  # over TCP the target moves the data
+        lease = min(site.config.grant_lease, _LEASE_S)
+        if self.link.send(Probe(self.transfer, extent.address, extent.nbytes, int(lease * 1000))):
+            self._timer = site.at(site.now() + lease, self.cancel)
+        else:
             self._take_back()
 
     def cancel(self) -> None:
-        """Ask for it back."""
-        if not self.ended and not self.is_lost:
+        """Ask for it back. It is in doubt if the peer does not answer that either."""
+        if not self.ended and not self.is_lost and not self._recalled:
+            self._recalled = True
             self.link.send(Cancel(self.transfer))
+            self._stop_timer()
+            self._timer = self._site.at(self._site.now() + self._site.config.revoke_timeout, self.lost)
 
     def result(self, message: KvAgentResult) -> None:
-        """The peer is through with it, or cannot say."""
+        """The peer is through with it, or cannot say.
+
+        Raises:
+            ProtocolError: If it speaks of a part of it.
+        """
+        if message.chunk != WHOLE or not message.last:
+            raise ProtocolError(f"transfer {self.transfer} has no chunks, and one result", peer=self.peer.name)
         if self.ended:
             self._site.metrics.result_dropped("stale")
         elif message.status is Status.IN_DOUBT:
@@ -76,21 +90,29 @@ class Loan:
         if not self.ended:
             self.is_lost = True
             self._awake()
+            self._stop_timer()
+            resolve(self.over, None)
             if self._extent.state is not ExtentState.QUARANTINED:
                 self._site.receive_desk.quarantine(self._extent, f"{self.peer.name} is silent")
 
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of it."""
         self.link, self.is_lost = link, False
+        self._awake = self._site.fabric.hold_awake()
         link.send(Cancel(self.transfer, Code.PEER_LOST))
 
     def _take_back(self) -> None:
         self.ended, self.is_lost = True, False
         self._awake()
+        self._stop_timer()
         desk = self._site.receive_desk
         give_back = desk.settle if self._extent.state is ExtentState.QUARANTINED else desk.release
         give_back(self._extent)
         resolve(self.over, None)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class Lender:
@@ -106,6 +128,7 @@ class Lender:
         self._site: Final = site
         self._number: Final = number
         self._tries: dict[bytes, int] = {}  # that are left, by incarnation
+        site.receive_desk.crowded = self.recall
 
     def used(self, link: Link, route: Route) -> None:
         """A transfer took this route: once its offer was released, have the lane measured if that matters."""
@@ -115,13 +138,13 @@ class Lender:
     def _lend(self, link: Link) -> None:
         site, key = self._site, link.peer.identity.incarnation
         left = self._tries.get(key, _TRIES)
-        if not left or not link.is_open or site.draining or any(loan.peer is link.peer for loan in self.loans.values()):
+        if not left or not link.is_open or site.draining or self.loans:
             return
         if not self._matters(link):
             self._tries[key] = 0
             return
-        nbytes = min(LARGEST_LOAN, site.receive_desk.share.capacity // _SHARE)
-        extent = site.receive_desk.take(link.peer.name, nbytes) if nbytes >= LEAST_LOAN else None
+        nbytes = loan_bytes(site.config.chunk_bytes, site.receive_desk.share.capacity)
+        extent = site.receive_desk.take(link.peer.name, nbytes) if nbytes else None
         if extent is None:  # it is needed for what was asked for; a later transfer asks again
             return
         self._tries[key] = left - 1

@@ -28,7 +28,7 @@ from kvxfer.geometry import Blocks, Span, check_tokens
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.site import Site
+from kvxfer.site import Site, resolve
 from kvxfer.telemetry import TransferStats
 
 __all__ = [
@@ -379,7 +379,7 @@ class Offer:
             self._ended.set_result(ending)
         else:
             self._site.custody.settle(self._holder)
-            self._quiescent.set_result(None)
+            resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
 
     def left(self, transfer: OutgoingTransfer, *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.

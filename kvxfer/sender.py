@@ -23,7 +23,7 @@ from kvxfer.protocol.messages import (
     Status,
     TicketRef,
 )
-from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.protocol.sending import Failure, SendState, build_result
 from kvxfer.site import Site
 
 __all__ = ["Sender"]
@@ -43,7 +43,8 @@ class Sender:
         self._site: Final = site
         self._transfers: dict[tuple[bytes, int], Outgoing] = {}
         self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
-        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # lanes that are being measured
+        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured, or left in doubt
+        site.send_desk.crowded = self._make_room
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -73,7 +74,7 @@ class Sender:
     def fetch(self, link: Link, message: Fetch) -> None:
         """A decode rank asks for a part of a request."""
         key = (link.peer.identity.incarnation, message.transfer)
-        if key in self._transfers:
+        if key in self._transfers or key in self._gaugings:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         refusal = self._refusal(message.ticket)
         if refusal is None and len(self._transfers) >= self._site.config.max_transfers:
@@ -144,7 +145,8 @@ class Sender:
         key = (who.incarnation, message.transfer)
         if key in self._transfers or key in self._gaugings:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
-        busy = any(incarnation == who.incarnation for incarnation, _ in (*self._transfers, *self._gaugings))
+        moving = (to for to, outgoing in self._transfers.items() if outgoing.machine.state is not SendState.PARKED)
+        busy = bool(self._gaugings) or any(incarnation == who.incarnation for incarnation, _ in moving)
         if busy or self._site.draining or not link.trusted or self._site.sending is None:
             failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
             link.send(_terminal(message.transfer, failure))
@@ -203,6 +205,11 @@ class Sender:
         if outgoing is not None and outgoing.offer is not None:
             self.book.touched(outgoing.offer)
         return outgoing
+
+    def _make_room(self) -> None:
+        """A chunk waits for memory to gather into."""
+        for gauging in self._gaugings.values():
+            gauging.stop(Failure(Status.CANCELLED, Code.TOO_MANY, "the memory is needed"))
 
     def _gauged(self, gauging: Gauging) -> None:
         if not gauging.in_doubt:

@@ -230,7 +230,7 @@ class CudaExecutor:
         """When to step again."""
         now = self._runtime.now()
         delays = [lane.delay(now) for lane in self._lanes.values() if lane.running]
-        waiting = any(self._backlog.is_waiting(direction) for direction in Direction)
+        waiting = any(map(self._backlog.is_waiting, self._lanes))
         if waiting:
             self._idle_polls = 0 if moved else self._idle_polls + 1
             delays.append(0.0 if moved else min(_PACE.longest / 2, _PACE.shortest * (1 + self._idle_polls / 8)))

@@ -8,13 +8,15 @@ import pytest
 from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, quiet, taken
 
-from kvxfer.gauging import LEAST_LOAN
+from kvxfer import PeerLostError
+from kvxfer.gauging import LEAST_LOAN, Gauging, loan_bytes
 from kvxfer.memory import ExtentState
-from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Status
+from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Fetch, KvAgentResult, Probe, Status
 
 BLOCKS = list(range(4))
 TOKENS = range(16)
 LARGE = {"arena_bytes": "16MiB"}
+MIB = 1 << 20
 STATES = {"writing": ExtentState.WRITING, "quarantined": ExtentState.QUARANTINED}
 
 
@@ -142,18 +144,139 @@ async def test_a_peer_that_does_not_know_it_is_not_asked(stage, tap, monkeypatch
 
 async def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(stage, tap):
     prefill, decode, source, target = await met(stage)
-    waiting = decode.start_fetch(prefill.engine.ticket("never"), [9], tokens=range(4))
+    growing = prefill.offer("growing", streaming=True)
+    growing.extend([9], tokens=range(4))
+    moving = decode.start_fetch(prefill.engine.ticket("growing"), [9, 10], tokens=range(8))
+    await eventually(lambda: tap.of(Accept))
     for number in range(12):
         await moved(prefill, decode, source, target, f"r{number}")
-        await quiet_but_for(prefill, decode, waiting)
+        await eventually(lambda: not loans(decode))
     assert len(tap.of(Probe)) == len(answers(tap, Status.CANCELLED)) == 8
     assert lane(prefill) is None
+    assert not moving.done
+    moving.cancel()
+
+
+async def test_who_waits_for_an_offer_keeps_nobody_busy(stage):
+    prefill, decode, source, target = await met(stage)
+    waiting = decode.start_fetch(prefill.engine.ticket("never"), [9], tokens=range(4))
+    await eventually(lambda: prefill.describe()["sending"])
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: lane(prefill) is not None)
     waiting.cancel()
 
 
-async def quiet_but_for(prefill, decode, transfer):
-    assert not transfer.done
-    await eventually(lambda: not loans(decode) and not prefill._site.send_desk.share.extents())
+async def test_one_loan_at_a_time_however_many_peers(stage, tap):
+    decode = await stage.worker("decode", Cache(), **LARGE)
+    peers = [await stage.worker(f"p{number}", Cache(), engine=f"p{number}", **LARGE) for number in range(4)]
+    stage.network.delay("*", 50)
+    for number, peer in enumerate(peers):
+        peer.offer(f"r{number}", BLOCKS, tokens=16)
+        await decode.fetch(peer.engine.ticket(f"r{number}"), BLOCKS, tokens=TOKENS, timeout=5)
+    assert len(loans(decode)) <= 1
+    for _ in range(3):  # the others' turns come with later transfers
+        await eventually(lambda: not loans(decode))
+        for number, peer in enumerate(peers):
+            request = f"{len(tap.sent)}-{number}"
+            peer.offer(request, BLOCKS, tokens=16)
+            await decode.fetch(peer.engine.ticket(request), BLOCKS, tokens=TOKENS, timeout=5)
+            await eventually(lambda: not loans(decode))
+    assert all(lane(peer) is not None for peer in peers)
+
+
+@pytest.mark.parametrize("side", ["receive_desk", "send_desk"])
+async def test_who_waits_for_memory_gets_what_is_lent(stage, side):
+    prefill, decode, _, _ = await probing(stage)
+    desk = getattr({"receive_desk": decode, "send_desk": prefill}[side]._site, side)
+    got = []
+    assert desk.take("somebody", desk.share.capacity) is None
+    desk.ask("somebody", desk.share.capacity, 5, got.append)
+    assert not got
+    stage.network.release("*", 1)  # the write that was under way ends, and no other follows
+    await eventually(lambda: got)
+    desk.release(got[0])
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "capacity", "lent"),
+    [
+        (64 * MIB, 256 * MIB, 32 * MIB),
+        (64 * MIB, 64 * MIB, 0),
+        (8 * MIB, 20 * MIB, 20 * MIB // 8),
+        (8 * MIB, 18 * MIB, 0),
+        (1 * MIB, 4 * MIB, LEAST_LOAN),
+        (1 * MIB, 4 * MIB - 1, 0),
+        (2048, 1 << 40, 32 * MIB),
+        (2048, 0, 0),
+    ],
+)
+def test_beside_a_loan_that_never_comes_back_there_is_room_for_a_chunk(chunk, capacity, lent):
+    assert loan_bytes(chunk, capacity) == lent
+
+
+async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, grant_lease=0.1, revoke_timeout=0.1)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: tap.of(Cancel))
+    await eventually(lambda: loans(decode, "quarantined"))
+    assert decode._site.fabric._holds == 0
+    assert "silent" in str(decode.describe()["arena"]["receive"].reasons)
+    await moved(prefill, decode, source, target, "second")
+    assert len(tap.of(Probe)) == 1
+
+
+async def test_closing_waits_for_no_answer_that_cannot_come(stage, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, revoke_timeout=30, close_timeout=30)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: loans(decode))
+    closing = asyncio.create_task(decode.aclose(drain=False))
+    await asyncio.sleep(0)
+    cut(prefill)
+    async with asyncio.timeout(5):
+        await closing
+
+
+async def test_a_defect_is_no_success(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "_learn", lambda self, samples: 1 / 0)
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: answers(tap, Status.FAILED))
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("change", [{"chunk": 0, "last": False}, {"chunk": 0}, {"last": False}])
+async def test_a_result_of_a_part_frees_nothing(stage, tap, change, caplog):
+    tap.change[KvAgentResult] = lambda m: replace(m, **change) if m.chunk == WHOLE else m
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: "has no chunks, and one result" in caplog.text)
+    assert loans(decode, "quarantined")
+
+
+async def test_a_number_stands_for_one_thing(stage, tap, caplog):
+    prefill, decode, _, _ = await probing(stage)
+    (probe,) = tap.of(Probe)
+    tap.change[Fetch] = lambda fetch: replace(fetch, transfer=probe.transfer)
+    prefill.offer("second", BLOCKS, tokens=16)
+    transfer = decode.start_fetch(prefill.engine.ticket("second"), BLOCKS, tokens=TOKENS)
+    await eventually(lambda: "is under way already" in caplog.text)
+    stage.network.release("*")
+    with pytest.raises(PeerLostError):
+        await transfer
+    await quiet(prefill, decode)
+
+
+async def test_who_is_asked_again_can_still_move_the_bytes(stage, tap):
+    prefill, decode, _, _ = await probing(stage)
+    cut(decode)
+    await eventually(lambda: tap.of(Cancel))
+    assert decode._site.fabric._holds == 1  # over TCP the target moves what is under way
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    assert decode._site.fabric._holds == 0
 
 
 async def test_memory_that_is_needed_is_not_lent(stage, tap):

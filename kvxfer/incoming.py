@@ -411,7 +411,7 @@ class Incoming(Steps):
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
         if machine.state is ReceiveState.MOVING and machine.failure is None and not self._unsaid:
-            return
+            return  # all goes well
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more

@@ -342,7 +342,7 @@ class Incoming(Steps):
         self.tally.bytes += nbytes
         self.machine.chunk_done(chunk)
         if grid is not None:
-            self._owner.landed(grid.of(chunk)[0])
+            self._owner.landed(grid.runs[chunk % grid.layer_runs])
         self._pump()
         self._settle()
 

@@ -189,7 +189,7 @@ class Outgoing(Steps):
             terms = Terms(until, self._events(bound, grant.chunk), generation)
             shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
             self._shipments[grant.chunk] = shipment
-            shipment.begin()
+            shipment.run(shipment.begin)
             if self.machine.state is not SendState.MOVING:  # one before it has failed at once
                 shipment.stop()
 

@@ -358,7 +358,7 @@ class Incoming(Steps):
         self.tally.bytes += nbytes
         self.machine.chunk_done(chunk)
         if grid is not None:
-            self._owner.landed(grid.of(chunk)[0])
+            self._owner.landed(grid.runs[chunk % grid.layer_runs])
         self._pump()
         self._settle()
 
@@ -427,7 +427,7 @@ class Incoming(Steps):
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
         if machine.state is ReceiveState.MOVING and machine.failure is None and not self._unsaid:
-            return
+            return  # all goes well
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more

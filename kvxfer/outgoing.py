@@ -78,7 +78,7 @@ class Outgoing(Steps):
         lease_ms = fetch.lease_ms or fetch.staging_lease_ms
         self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
         self._ahead_until = self._began + lease_ms / 1000
-        self._prompt = False  # the whole offer was there and read-ready, so what it takes tells how fast the pair is
+        self._prompt = False  # nothing of the offer is waited for, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
         self._doubt = False  # a post of ours may still read the blocks
@@ -189,7 +189,7 @@ class Outgoing(Steps):
             terms = Terms(until, self._events(bound, grant.chunk), generation)
             shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
             self._shipments[grant.chunk] = shipment
-            shipment.begin()
+            shipment.run(shipment.begin)
             if self.machine.state is not SendState.MOVING:  # one before it has failed at once
                 shipment.stop()
 

@@ -218,7 +218,9 @@ class Receiver:
 
     def _find(self, link: Link, transfer: int) -> Incoming | None:
         incoming = self._incoming.get(transfer)
-        if incoming is not None and incoming.peer.identity.incarnation != link.peer.identity.incarnation:
+        if incoming is None or incoming.link is link:
+            return incoming
+        if incoming.peer.identity.incarnation != link.peer.identity.incarnation:
             raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
         return incoming
 

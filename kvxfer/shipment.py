@@ -108,8 +108,9 @@ class Shipment(Steps):
         return self._report is None
 
     def begin(self) -> None:
-        """Go."""
-        self.run(self._begin)
+        """Go: a step."""
+        bound = self.bound
+        self.plan(partial(bound.chunk, self.grant.chunk), self._planned, rows=bound.chunk_rows)
 
     def kill(self) -> None:
         """Post nothing more."""
@@ -124,10 +125,6 @@ class Shipment(Steps):
     def failed(self, error: KvxferError) -> None:
         """A step raised: nothing was posted, or it cannot be said what became of it."""
         self.end(Moved(Outcome.FAILED if self.cell.kill() else Outcome.IN_DOUBT, error))
-
-    def _begin(self) -> None:
-        bound = self.bound
-        self.plan(partial(bound.chunk, self.grant.chunk), self._planned, rows=bound.chunk_rows)
 
     def _planned(self, part: ChunkPlan) -> None:
         self.part = part

@@ -372,11 +372,11 @@ class Metrics:
         _count(self._memory_refused, kind)
 
     def frame_sent(self, kind: str) -> None:
-        """Count a control frame by the name of its message."""
+        """Count a control frame by the name of its message, of which there are few."""
         self._frames_sent[kind] += 1
 
     def frame_received(self, kind: str) -> None:
-        """Count a control frame by the name of its message."""
+        """Count a control frame by the name of its message, of which there are few."""
         self._frames_received[kind] += 1
 
     def admission_waited(self, seconds: float) -> None:

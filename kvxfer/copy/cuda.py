@@ -143,7 +143,10 @@ class CudaExecutor:
     def _step(self) -> float | None:
         moved = 0
         for direction, lane in self._lanes.items():
-            moved += self._launch_ready(direction, lane) + self._reap(lane)
+            if lane.held is not None or self._backlog.is_waiting(direction):
+                moved += self._launch_ready(direction, lane)
+            if lane.running:
+                moved += self._reap(lane)
         return self._delay(moved)
 
     def _launch_ready(self, direction: Direction, lane: "_Lane") -> int:

@@ -70,14 +70,14 @@ class Backlog:
 
     def is_waiting(self, direction: Direction) -> bool:
         """Whether a job of this direction waits for its event."""
-        return bool(self._waiting[direction] or self._inbox[direction])
+        return bool(self._waiting[direction].waiting or self._inbox[direction])
 
     def pop_ready(self, direction: Direction) -> CopyJob | None:
         """The next job whose event has fired, or None. A job whose event cannot be queried is reported as failed."""
         inbox, waiting = self._inbox[direction], self._waiting[direction]
         while inbox:
             waiting.add(inbox.popleft())
-        if not waiting:
+        if not waiting.waiting:
             return None
         failed: list[Exception] = []
 

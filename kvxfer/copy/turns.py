@@ -18,32 +18,33 @@ _REMEMBERED: Final = 1024
 
 
 class Turns:
-    """The jobs of one direction that wait to be launched. Not safe for threads."""
+    """The jobs of one direction that wait to be launched. Not safe for threads.
+
+    Attributes:
+        waiting: Those of each owner that has any.
+    """
 
     def __init__(self) -> None:
-        self._jobs: dict[Hashable, list[CopyJob]] = {}
+        self.waiting: Final[dict[Hashable, list[CopyJob]]] = {}
         self._tags: dict[Hashable, int] = {}
         self._now = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._jobs.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
+        return sum(map(len, self.waiting.values()))
 
     def add(self, job: CopyJob) -> None:
         """Queue a job behind those of its owner."""
-        waiting = self._jobs.get(job.owner)
+        waiting = self.waiting.get(job.owner)
         if waiting is not None:
             waiting.append(job)
             return
-        self._jobs[job.owner] = [job]
+        self.waiting[job.owner] = [job]
         self._tags[job.owner] = max(self._now, self._tags.get(job.owner, 0))
 
     def pop(self, ready: Callable[[CopyJob], bool]) -> CopyJob | None:
         """The next job that is ready, or None. `ready` is asked of as few as that takes."""
-        for owner in sorted(self._jobs, key=self._order) if len(self._jobs) > 1 else self._jobs:
-            waiting = self._jobs[owner]
+        for owner in sorted(self.waiting, key=self._order) if len(self.waiting) > 1 else self.waiting:
+            waiting = self.waiting[owner]
             for at, job in enumerate(waiting):
                 if ready(job):
                     del waiting[at]
@@ -53,17 +54,17 @@ class Turns:
         return None
 
     def _order(self, owner: Hashable) -> tuple[int, int]:
-        return self._tags[owner], self._jobs[owner][0].nbytes
+        return self._tags[owner], self.waiting[owner][0].nbytes
 
     def _served(self, owner: Hashable, nbytes: int) -> None:
         nbytes = max(1, nbytes)
         # what is copied brings all forward alike: else owners who come ever anew would keep an old one waiting
-        self._now = max(self._now, self._tags[owner]) + -(-nbytes // len(self._jobs))
+        self._now = max(self._now, self._tags[owner]) + -(-nbytes // len(self.waiting))
         self._tags[owner] += nbytes
-        if not self._jobs[owner]:
-            del self._jobs[owner]
-        if not self._jobs:  # nobody waits, so nobody is owed anything
+        if not self.waiting[owner]:
+            del self.waiting[owner]
+        if not self.waiting:  # nobody waits, so nobody is owed anything
             self._tags.clear()
             self._now = 0
-        if len(self._tags) > _REMEMBERED + len(self._jobs):
-            self._tags = {one: tag for one, tag in self._tags.items() if one in self._jobs or tag > self._now}
+        if len(self._tags) > _REMEMBERED + len(self.waiting):
+            self._tags = {one: tag for one, tag in self._tags.items() if one in self.waiting or tag > self._now}

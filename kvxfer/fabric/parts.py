@@ -146,6 +146,7 @@ class LivePost:
         self._in_flight: deque[Flight] = deque()
         self._verdict = Outcome.DONE
         self._error: FabricError | None = None
+        self._posted_bytes = 0
         self._posting = 0.0
         self._first: float | None = None
         self._progress_at = 0.0
@@ -205,6 +206,8 @@ class LivePost:
         self.wire.posted(self._in_flight[-1], started)
         self._posting += now() - started
         self._first = started if self._first is None else self._first
+        whole = local is self.post.local.pieces
+        self._posted_bytes += self.post.local.nbytes if whole else int(local[:, 1].sum())
         self._next += 1
         self._progress_at = clock
         return True
@@ -256,16 +259,11 @@ class LivePost:
         return PostResult(
             outcome=self._verdict,
             error=self._error,
-            posted_bytes=self._posted_bytes(),
+            posted_bytes=self._posted_bytes,
             posting=self._posting,
             first=0.0 if self._first is None else self._first,
             finished=now,
         )
-
-    def _posted_bytes(self) -> int:
-        if 0 < self._next == len(self._parts):
-            return self.post.local.nbytes
-        return sum(int(local[:, 1].sum()) for local, _ in self._parts[: self._next])
 
     def _fail(self, error: FabricError, *, in_doubt: bool) -> None:
         # a transport that reports the peer gone has ended its own work on that link; any other error says nothing

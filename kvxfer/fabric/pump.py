@@ -287,11 +287,13 @@ class Fabric:
         self._clock += min(max(now - self._last_pass, 0.0), _LONGEST_STEP)
         self._last_pass = now
         self._raise_defect()
-        self._take()
+        if self._inbox:
+            self._take()
         if self._posts:
             self._post_round()
             self._poll_round()
             self._settle()
+        if self._ended:
             self._deliver()
         if self._holds:
             self._transport.progress()

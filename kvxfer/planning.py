@@ -149,11 +149,9 @@ class PairPlans:
             del self._shares[ranks]
 
     def geometry(self, peer: PeerInfo) -> CacheGeometry:
-        """What a peer holds."""
+        """What a peer holds. Of one that is gone it is read again, and not kept: nobody would forget it."""
         found = self._geometries.get(peer.identity.incarnation)
-        if found is None:
-            found = self._geometries[peer.identity.incarnation] = geometry_from_wire(peer.body.tensors)
-        return found
+        return geometry_from_wire(peer.body.tensors) if found is None else found
 
     def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
         """The plan from this rank to a peer."""

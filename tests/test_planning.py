@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import (
     CacheGeometry,
@@ -15,8 +16,9 @@ from kvxfer.geometry import (
     from_hf_config,
     resolve,
 )
-from kvxfer.planning import fit_grid, in_place_bytes, staging_pieces
-from kvxfer.protocol.messages import MemorySpan, Route
+from kvxfer.planning import PairPlans, fit_grid, in_place_bytes, staging_pieces
+from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
+from kvxfer.protocol.session import Identity, PeerInfo
 
 LLAMA = {
     "model_type": "llama",
@@ -202,3 +204,17 @@ def test_a_transfer_of_too_many_chunks_is_refused():
     plan = pair.bind(spans, spans, range(1 << 21))
     with pytest.raises(RefusedError, match="cut into 2097152 chunks, and 1048576 are the limit: raise chunk_bytes"):
         fit_grid(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)
+
+
+def test_of_a_peer_that_is_gone_nothing_is_kept():
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
+    body = AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False))
+    peer = PeerInfo(1, Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
+    plans = PairPlans(cache)
+    plans.meet(peer, sending=False, convert=False)
+    known = plans.geometry(peer)
+    assert plans.geometry(peer) is known
+    plans.forget(peer)  # between the handshake and the first fetch
+    assert plans.shares([peer], rank=0)
+    assert plans.geometry(peer).tensors == known.tensors
+    assert not plans._geometries

@@ -182,7 +182,8 @@ class LivePost:
             clock: The pump's clock of lived time, for `silent`.
         """
         local, remote = self._parts[self._next]
-        nbytes = int(local[:, 1].sum())
+        whole = local is self.post.local.pieces
+        nbytes = self.post.local.nbytes if whole else int(local[:, 1].sum())
         started = now()
 
         def make() -> None:
@@ -206,8 +207,7 @@ class LivePost:
         self.wire.posted(self._in_flight[-1], started)
         self._posting += now() - started
         self._first = started if self._first is None else self._first
-        whole = local is self.post.local.pieces
-        self._posted_bytes += self.post.local.nbytes if whole else int(local[:, 1].sum())
+        self._posted_bytes += nbytes
         self._next += 1
         self._progress_at = clock
         return True

@@ -256,7 +256,8 @@ class Incoming(Steps):
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
         if self.machine.state is ReceiveState.LOST:
-            self._awake = self.site.fabric.hold_awake()  # what it has posted may need this side to end
+            if not self.finished:  # what the peer has posted may need this side to end; of all else no answer is heard
+                self._awake = self.site.fabric.hold_awake()
             self._unsaid = self.machine.resume()
             self._settle()
 

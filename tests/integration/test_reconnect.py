@@ -103,6 +103,22 @@ async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
     await quiet(prefill, decode)
 
 
+async def test_who_only_asks_what_became_of_a_read_keeps_nobody_awake(stage):
+    """Nothing of the transfer is left at the decode rank, which does not hear the answer."""
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
+    offer = prefill.offer("r", [1], tokens=4)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [5], tokens=range(4), after=Gate(), timeout=5)
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
+    for link in list(decode._links):
+        link._transport.abort()
+    with pytest.raises(PeerLostError):
+        await transfer
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
+    await eventually(lambda: not prefill.describe()["sending"])
+    assert decode._site.fabric._holds == 0
+    await offer.withdraw()
+
+
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)

@@ -256,7 +256,7 @@ class Incoming(Steps):
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
         if self.machine.state is ReceiveState.LOST:
-            if not self.finished:  # what the peer has posted may need this side to end; of all else no answer is heard
+            if self.route is not Route.PULL and not self.finished:  # what the peer has posted may need this side to end
                 self._awake = self.site.fabric.hold_awake()
             self._unsaid = self.machine.resume()
             self._settle()

@@ -308,6 +308,8 @@ class Worker:
         """
         if type(ctas) is not int or not 1 <= ctas <= MAX_CTAS:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
+        if self._closing is not None:
+            raise ClosedError("this worker is closed")
         self._open.executor.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:

@@ -127,7 +127,8 @@ class _Body:
         size: Words of the copy in an item.
         sized: How to divide by that.
         counted: How to divide by the number of rows.
-        frames: Launches that begin with it, by the bodies and numbers of regions in them.
+        frames: Launches that begin with it, by its number of regions, and by the other bodies and theirs. It is not in
+            them itself: tables are gone with the plans that they are of, and not with the next collection of cycles.
     """
 
     words: I64
@@ -146,6 +147,7 @@ class _Part:
     width: int
     regions: I64  # as the kernel reads them
     body: _Body
+    lasts: bool = False  # the body is that of the next chunk of this stencil, too
 
 
 def pack(plan: CopyPlan) -> Tables:
@@ -162,11 +164,13 @@ def pack(plan: CopyPlan) -> Tables:
     words: list[I64] = []
     at = 0
     for variant, parts in by_variant.items():
-        key = tuple([(part.body, len(part.regions)) for part in parts])
+        key = (len(parts[0].regions), *[(part.body, len(part.regions)) for part in parts[1:]])
         frames = parts[0].body.frames
         frame = frames.get(key)
         if frame is None:
-            frame = frames[key] = _framed(parts, variant)
+            frame = _framed(parts, variant)
+            if all(part.lasts for part in parts):
+                frames[key] = frame
         packed = frame.words.copy()
         for part, place in zip(parts, frame.places, strict=True):
             packed[place] = part.regions.ravel()
@@ -213,7 +217,7 @@ def _parts(segment: Segment) -> list[_Part]:
     regions = _region_words(segment)
     region_bits = _bits(segment.regions, elements)
     if _widest(_kept(stencil, "bits", _all_bits) | int(np.bitwise_or.reduce(region_bits)), most) == most:
-        return [_Part(most, regions, _kept(stencil, most, lambda one: _body(one.box, one.offsets, most)))]
+        return [_Part(most, regions, _kept(stencil, most, lambda one: _body(one.box, one.offsets, most)), lasts=True)]
     common, row_bits = _common_bits(stencil), _row_bits(stencil)
     region_widths, row_widths = ((bits | most) & -(bits | most) for bits in (region_bits, row_bits))
     parts: list[_Part] = []

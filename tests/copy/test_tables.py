@@ -1,5 +1,7 @@
 """Packed tables: widths, divisions and bounds. What they mean to the kernel is tested with the kernel."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +74,40 @@ def test_chunks_of_one_stencil_have_the_tables_that_they_would_have_alone(seed, 
         shared, expected = pack(chunk), pack(alone)
         np.testing.assert_array_equal(shared.words, expected.words)
         assert (shared.launches, shared.nbytes) == (expected.launches, expected.nbytes)
+
+
+def stencils(plan):
+    return [segment.stencil for segment in plan.segments]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_tables_are_gone_with_their_plan(segments):
+    """Nobody need look for cycles: an engine may have frozen its objects, or collect seldom."""
+    one = {"rows": 64, "regions": 4, "row_bytes": 4096, "pool": 128}
+    made = [contiguous_rows(0, 1 << 40, **one).segments[0] for _ in range(segments)]
+    plan = CopyPlan(tuple(made))
+    pack(plan)
+    kept = [weakref.ref(stencil) for stencil in stencils(plan)]
+    gc.disable()
+    try:
+        del plan, made
+        assert [stencil() for stencil in kept] == [None] * segments
+    finally:
+        gc.enable()
+
+
+def test_what_is_made_anew_for_every_chunk_is_not_kept():
+    aligned, odd = (
+        contiguous_rows(0, 1 << 40, rows=64, regions=4, row_bytes=4096, pool=128).segments[0] for _ in range(2)
+    )
+    regions = odd.regions.copy()
+    regions[0, 0] += 4  # one of them allows no access of 16 bytes
+    plan = CopyPlan((aligned, replace(odd, regions=regions)))
+    first = pack(plan).words.copy()
+    frames = [body.frames for body in aligned.stencil.kept.values() if isinstance(body, tables._Body)]
+    for _ in range(8):
+        assert np.array_equal(pack(plan).words, first)
+    assert sum(map(len, frames)) <= 1
 
 
 def test_what_has_no_bytes_has_no_launches():

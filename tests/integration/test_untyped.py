@@ -6,7 +6,7 @@ import pytest
 import torch
 from stage import Cache
 
-from kvxfer.errors import BlocksError, ConfigError, GeometryError, RequestError, TicketError, TokensError
+from kvxfer.errors import BlocksError, ClosedError, ConfigError, GeometryError, RequestError, TicketError, TokensError
 from kvxfer.geometry import CacheTensor
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -57,6 +57,9 @@ async def test_thread_blocks_are_a_number(pair, ctas):
     with pytest.raises(ConfigError, match="give a number from 1 to 4096"):
         pair[0].occupy(ctas)
     pair[0].occupy(4096)
+    await pair[0].aclose()
+    with pytest.raises(ClosedError):
+        pair[0].occupy(24)
 
 
 async def test_marks_of_a_streaming_offer(pair):

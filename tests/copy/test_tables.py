@@ -76,22 +76,25 @@ def test_chunks_of_one_stencil_have_the_tables_that_they_would_have_alone(seed, 
         assert (shared.launches, shared.nbytes) == (expected.launches, expected.nbytes)
 
 
-def stencils(plan):
-    return [segment.stencil for segment in plan.segments]
+def bodies(plan):
+    kept = [one for segment in plan.segments for one in segment.stencil.kept.values()]
+    return [one for one in kept if isinstance(one, tables._Body)]
 
 
 @pytest.mark.parametrize("segments", [1, 2])
 def test_tables_are_gone_with_their_plan(segments):
     """Nobody need look for cycles: an engine may have frozen its objects, or collect seldom."""
-    one = {"rows": 64, "regions": 4, "row_bytes": 4096, "pool": 128}
-    made = [contiguous_rows(0, 1 << 40, **one).segments[0] for _ in range(segments)]
+    made = [
+        contiguous_rows(0, 1 << 40, rows=64, regions=4, row_bytes=4096, pool=128).segments[0] for _ in range(segments)
+    ]
     plan = CopyPlan(tuple(made))
     pack(plan)
-    kept = [weakref.ref(stencil) for stencil in stencils(plan)]
+    kept = [weakref.ref(body.words) for body in bodies(plan)]
+    assert len(kept) == segments
     gc.disable()
     try:
         del plan, made
-        assert [stencil() for stencil in kept] == [None] * segments
+        assert [words() for words in kept] == [None] * segments
     finally:
         gc.enable()
 
@@ -104,7 +107,7 @@ def test_what_is_made_anew_for_every_chunk_is_not_kept():
     regions[0, 0] += 4  # one of them allows no access of 16 bytes
     plan = CopyPlan((aligned, replace(odd, regions=regions)))
     first = pack(plan).words.copy()
-    frames = [body.frames for body in aligned.stencil.kept.values() if isinstance(body, tables._Body)]
+    frames = [body.frames for body in bodies(plan)]
     for _ in range(8):
         assert np.array_equal(pack(plan).words, first)
     assert sum(map(len, frames)) <= 1

@@ -20,8 +20,8 @@ __all__ = ["Lender", "Loan"]
 
 _LEASE_S: Final = 5.0
 """Seconds after which memory is asked back: a hundred times as many as measuring takes."""
-_OVER_A_LANE: Final = frozenset({Route.STAGED, Route.DIRECT})
-"""Between which the lane decides."""
+_DECIDED_BETWEEN: Final = frozenset({Route.STAGED, Route.DIRECT})
+"""Routes between which the lane decides."""
 _TRIES: Final = 8
 """Times that a peer is asked, if it has no time for it."""
 
@@ -66,9 +66,7 @@ class Loan:
         """Ask for it back. It is in doubt if the peer does not answer that either."""
         if not self.ended and not self.is_lost and not self._recalled:
             self._recalled = True
-            self.link.send(Cancel(self.transfer))
-            self._stop_timer()
-            self._timer = self._site.at(self._site.now() + self._site.config.revoke_timeout, self.lost)
+            self._ask(Code.CANCELLED)
 
     def result(self, message: KvAgentResult) -> None:
         """The peer is through with it, or cannot say.
@@ -99,7 +97,13 @@ class Loan:
         """The same incarnation is back: ask what became of it."""
         self.link, self.is_lost = link, False
         self._awake = self._site.fabric.hold_awake()
-        link.send(Cancel(self.transfer, Code.PEER_LOST))
+        self._ask(Code.PEER_LOST)
+
+    def _ask(self, code: Code) -> None:
+        """Ask what became of it; without an answer in time it is in doubt (again)."""
+        self.link.send(Cancel(self.transfer, code))
+        self._stop_timer()
+        self._timer = self._site.at(self._site.now() + self._site.config.revoke_timeout, self.lost)
 
     def _take_back(self) -> None:
         self.ended, self.is_lost = True, False
@@ -132,7 +136,7 @@ class Lender:
 
     def used(self, link: Link, route: Route) -> None:
         """A transfer took this route: once its offer was released, have the lane measured if that matters."""
-        if route in _OVER_A_LANE and self._tries.get(link.peer.identity.incarnation, _TRIES):
+        if route in _DECIDED_BETWEEN and self._tries.get(link.peer.identity.incarnation, _TRIES):
             self._site.loop.call_soon(self._lend, link)
 
     def _lend(self, link: Link) -> None:
@@ -195,4 +199,4 @@ class Lender:
         free = site.config.route in ("auto", "mapped")
         able = Capability.PROBE in Capability(peer.identity.capabilities)
         open_routes = site.routes(peer, trusted=link.trusted, sending=False) if free and able else ()
-        return _OVER_A_LANE.issubset(open_routes)
+        return _DECIDED_BETWEEN.issubset(open_routes)

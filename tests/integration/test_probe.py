@@ -227,6 +227,18 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     assert len(tap.of(Probe)) == 1
 
 
+async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, revoke_timeout=0.1)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: loans(decode))
+    cut(decode)
+    await eventually(lambda: tap.of(Cancel))
+    assert decode._site.fabric._holds == 1
+    await eventually(lambda: decode._site.fabric._holds == 0)
+    assert loans(decode, "quarantined")
+
+
 async def test_closing_waits_for_no_answer_that_cannot_come(stage, monkeypatch):
     monkeypatch.setattr(Gauging, "begin", lambda self: None)
     prefill, decode, source, target = await met(stage, revoke_timeout=30, close_timeout=30)

@@ -29,14 +29,14 @@ __all__ = ["LEAST_LOAN", "Gauging", "loan_bytes"]
 
 _log: Final = logger("kvxfer.send")
 
-LARGEST_LOAN: Final = 32 << 20
+_LARGEST_LOAN: Final = 32 << 20
 """Bytes that are lent at most: large enough that on 400 GB/s a write of them takes longer than noticing its end."""
 _PIECES: Final = 64
 _PIECE_BYTES: Final = 4096
 _APART: Final = 2 * _PIECE_BYTES
 LEAST_LOAN: Final = _PIECES * _APART
 """Bytes below which there is no room for what is measured."""
-_SIZES: Final = (256 << 10, 4 << 20, LARGEST_LOAN)
+_SIZES: Final = (256 << 10, 4 << 20, _LARGEST_LOAN)
 _LONG_S: Final = 2e-3
 """No larger write follows one that took so long: it would tell no more."""
 _ROUNDS: Final = 3
@@ -51,7 +51,7 @@ def loan_bytes(chunk_bytes: int, capacity: int) -> int:
 
     Wherever it lies, and though it be never given back, there is room beside it for a chunk.
     """
-    nbytes = min(LARGEST_LOAN, capacity // _SHARE)
+    nbytes = min(_LARGEST_LOAN, capacity // _SHARE)
     return nbytes if nbytes >= LEAST_LOAN and capacity - nbytes >= 2 * chunk_bytes else 0
 
 

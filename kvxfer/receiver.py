@@ -3,7 +3,7 @@
 import asyncio
 import math
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvxfer.blocklists import wanted_blocks, written_blocks
 from kvxfer.errors import ClosedError, Code, KvxferError, ProtocolError, RequestError
@@ -11,13 +11,12 @@ from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
 from kvxfer.geometry import Blocks
 from kvxfer.incoming import Incoming
-from kvxfer.lending import Lender
+from kvxfer.lending import Lender, Loan
 from kvxfer.link import Link
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import MAX_TICKETS, Accept, KvAgentResult, Message, Refuse, Release, Status, Want
 from kvxfer.protocol.messages import Claim as ClaimMessage
 from kvxfer.protocol.sending import Failure
-from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -30,36 +29,6 @@ _RETRY_SECONDS: Final = 0.5
 _RETRY_SECONDS_MAX: Final = 10.0
 _RENEWALS: Final = 3
 """A claim is renewed so many times within a lease."""
-
-
-class _Owed(Protocol):
-    """What a peer owes a last word on: a transfer, or memory that was lent to it."""
-
-    link: Link
-
-    @property
-    def peer(self) -> PeerInfo:
-        """Who owes it."""
-        ...
-
-    @property
-    def transfer(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the session in which it was to come is gone."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has come."""
-        ...
-
-    def resume(self, link: Link) -> None:
-        """The peer is back: ask."""
-        ...
 
 
 class Receiver:
@@ -172,7 +141,7 @@ class Receiver:
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""
-        unanswered: list[_Owed] = [*self._incoming.values(), *self._lender.loans.values()]
+        unanswered: list[Incoming | Loan] = [*self._incoming.values(), *self._lender.loans.values()]
         for owed in unanswered:
             if owed.peer.identity.incarnation == link.peer.identity.incarnation and owed.is_lost:
                 owed.resume(link)
@@ -237,12 +206,12 @@ class Receiver:
                 self._incoming.pop(incoming.machine.transfer, None)
             fetching.incoming.clear()  # they know the fetch: without a cycle, all of it is freed at once
 
-    def _begin_recovery(self, owed: _Owed) -> None:
+    def _begin_recovery(self, owed: Incoming | Loan) -> None:
         task = self._site.tasks.spawn(self._recover(owed), f"kvxfer recover {owed.transfer}")
         self._recoveries.add(task)
         task.add_done_callback(self._recoveries.discard)
 
-    async def _recover(self, owed: _Owed) -> None:
+    async def _recover(self, owed: Incoming | Loan) -> None:
         """Reach the same incarnation again, so that it can say what became of its writes.
 
         It goes on until there is an answer, because nothing else is evidence; the memory stays in quarantine meanwhile.

@@ -1,5 +1,8 @@
 # ruff: noqa: INP001 - docs is no package; this runs as `python -m docs.generate_errors` from the top of the tree
-"""Writes docs/errors.md from the docstrings of `kvxfer.errors`; with `--check` only says whether it is current."""
+"""Writes docs/errors.md from the docstrings of `kvxfer.errors` and `kvxfer.reports`.
+
+With `--check` it only says whether the page is current.
+"""
 
 import inspect
 import re
@@ -7,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxfer import errors
+from kvxfer import errors, reports
 
 PAGE = Path(__file__).with_name("errors.md")
 _SECTION = re.compile(r"^(Cause|Remedy|Attributes):\s*", re.MULTILINE)
@@ -15,7 +18,7 @@ _SECTION = re.compile(r"^(Cause|Remedy|Attributes):\s*", re.MULTILINE)
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([*_head(), *_classes(errors.KvxferError), *_codes()]) + "\n"
+    return "\n".join([*_head(), *_classes(errors.KvxferError), *_report(), *_codes()]) + "\n"
 
 
 def _head() -> Iterator[str]:
@@ -58,6 +61,24 @@ def _entry(error: type[errors.KvxferError]) -> Iterator[str]:
         if attribute:
             name, _, meaning = attribute.partition(":")
             yield f"- **Attribute** `{name}`: {_joined(meaning)}"
+
+
+def _report() -> Iterator[str]:
+    _, sections = _split(inspect.getdoc(reports.FailureReport) or "")
+    yield ""
+    yield "## What is known of a transfer that failed"
+    yield ""
+    yield "`error.report`, and `transfer.report` also of one that was cancelled, is a `FailureReport`. The log says the"
+    yield "same in one line on each side that took part: `fetch_failed` at the decode rank, `transfer_failed` at each"
+    yield "prefill rank that had been asked (block ids are counted there)."
+    yield ""
+    yield "| field | meaning |"
+    yield "|---|---|"
+    for attribute in re.split(r"\n(?=\S)", inspect.cleandoc(sections["Attributes"])):
+        name, _, meaning = attribute.partition(":")
+        yield f"| `{name}` | {_joined(meaning)} |"
+    yield ""
+    yield f"Each `Step`, in the order in which they are reached: {', '.join(f'`{step}`' for step in reports.Step)}."
 
 
 def _codes() -> Iterator[str]:

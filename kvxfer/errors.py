@@ -8,6 +8,7 @@
     |   +-- TokensError            a token range is empty, outside the offer, or unusable for state
     |   +-- EventError             `after=` is missing or was never recorded
     |   +-- RequestError           a request id is in use, was just used, or is not offered here
+    |   |   +-- BusyError          this worker has as much under way as its settings allow
     |   +-- TicketError            a ticket or an engine card is malformed or does not belong here
     |   +-- ClosedError            the worker is not open, or draining
     |   +-- MissingExtraError      an optional package is not installed
@@ -21,6 +22,7 @@
     +-- TransferError              a transfer that had begun did not succeed
     |   +-- TransferTimeoutError   the caller's deadline passed
     |   +-- TransferFailedError    a copy or a write failed on one of the two sides
+    |   +-- IntegrityError         what arrived is not what the prefill rank holds
     |   +-- MemoryInDoubtError     a silent peer may still touch memory; kvxfer keeps it in custody
     +-- FabricError                the transport below (NIXL) refused or failed
 
@@ -31,18 +33,23 @@ Codes are part of the wire (`proto/registry.toml`): they are appended to, never 
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from enum import IntEnum, unique
 from typing import ClassVar, Final
+
+from kvxfer.codes import Code
+from kvxfer.reports import FailureReport, Step
 
 __all__ = [
     "ArenaError",
     "BlocksError",
+    "BusyError",
     "ClosedError",
     "Code",
     "ConfigError",
     "EventError",
     "FabricError",
+    "FailureReport",
     "GeometryError",
+    "IntegrityError",
     "KvxferError",
     "MemoryInDoubt",
     "MemoryInDoubtError",
@@ -53,6 +60,7 @@ __all__ = [
     "ProtocolError",
     "RefusedError",
     "RequestError",
+    "Step",
     "TicketError",
     "TokensError",
     "TransferError",
@@ -63,73 +71,19 @@ __all__ = [
 ]
 
 
-@unique
-class Code(IntEnum):
-    """Stable error codes: what travels in `Refuse`, `KvAgentResult` and `Goodbye`, and what logs and metrics count.
-
-    A code that this version does not know decodes as `UNKNOWN`, so that a newer peer's refusal is still a refusal.
-    """
-
-    UNKNOWN = 0
-    # the caller's mistakes
-    USAGE = 1
-    CONFIG = 2
-    GEOMETRY = 3
-    BLOCKS = 4
-    TOKENS = 5
-    EVENT = 6
-    REQUEST = 7
-    TICKET = 8
-    CLOSED = 9
-    MISSING_EXTRA = 10
-    ARENA = 11
-    # the peer
-    PEER = 20
-    UNREACHABLE = 21
-    MISMATCH = 22
-    REFUSED = 23
-    PEER_LOST = 24
-    PROTOCOL = 25
-    # a transfer
-    TRANSFER = 30
-    TIMEOUT = 31
-    FAILED = 32
-    IN_DOUBT = 33
-    FABRIC = 40
-    # reasons that a peer gives in `Refuse`
-    TICKET_UNKNOWN = 50
-    TICKET_FORGED = 51
-    TICKET_EXPIRED = 52
-    TICKET_RELEASED = 53
-    EPOCH_CHANGED = 54
-    OFFER_WITHDRAWN = 55
-    OFFER_FAILED = 56
-    NEVER_OFFERED = 57
-    TOKENS_OUTSIDE_OFFER = 58
-    BLOCKS_TOO_FEW = 59
-    WANTS_NOT_HELD = 60
-    NO_COMMON_ROUTE = 61
-    CHUNK_TOO_LARGE = 62
-    TOO_MANY = 63
-    DRAINING = 64
-    SUPERSEDED = 65
-    NOT_TRUSTED = 66
-    PLAN_DIFFERS = 67
-    CANCELLED = 68
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Code | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
-
-
 class KvxferError(Exception):
     """Base of every error that kvxfer raises.
 
     Attributes:
         code: Stable number of this kind of error, as on the wire and in metrics.
+        report: What is known of the transfer that it ended: peer, step, elapsed time, bytes, blocks, whether memory is
+            safe. None if it ended none.
+        retry_after: Seconds after which the same call may succeed, where that is known; otherwise None.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
+    report: FailureReport | None = None
+    retry_after: float | None = None
 
 
 class UsageError(KvxferError):
@@ -204,6 +158,20 @@ class RequestError(UsageError):
     code: ClassVar[Code] = Code.REQUEST
 
 
+class BusyError(RequestError):
+    """This worker has as much under way as its settings allow. Nothing was begun.
+
+    Cause: more fetches, claims or offers than `max_transfers` and `max_offers`, or events that nobody polls.
+    Remedy: wait for one of them to end, or about `retry_after` seconds; give the request to another worker.
+    """
+
+    code: ClassVar[Code] = Code.TOO_MANY
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.retry_after = 1.0
+
+
 class TicketError(UsageError, ValueError):
     """A ticket or an engine card is malformed, or does not belong to this engine.
 
@@ -261,8 +229,10 @@ class PeerError(KvxferError):
 class UnreachableError(PeerError, ConnectionError):
     """No connection to the peer, or no handshake in time.
 
-    Cause: nobody listens at the ticket's endpoint, `allow_peers` excludes it, or the handshake took too long.
-    Remedy: check that the prefill worker runs and that its endpoint can be reached from here.
+    Cause: nobody listens at the ticket's endpoint, `allow_peers` excludes it, secrets or settings of TLS do not go
+        together, or the handshake took too long.
+    Remedy: check that the prefill worker runs and that its endpoint can be reached from here; where it is about TLS,
+        the message and the log of the prefill worker say which setting.
     """
 
     code: ClassVar[Code] = Code.UNREACHABLE
@@ -291,17 +261,22 @@ class RefusedError(PeerError):
     """The peer refused one request; the session and every other transfer go on.
 
     Cause: `reason` says it: the ticket is unknown, forged or expired, the range is outside the offer, ...
-    Remedy: depends on `reason`; a refused request may be prefilled again.
+    Remedy: depends on `reason`. `TOO_MANY`: try again after `retry_after` seconds. `DRAINING`: the peer is about to
+        close, so have the request prefilled by another one. Otherwise it may be prefilled again.
 
     Attributes:
         reason: The peer's code.
+        retry_after: Seconds after which the peer may have room, as it says itself; None if it does not.
     """
 
     code: ClassVar[Code] = Code.REFUSED
 
-    def __init__(self, message: str, *, peer: str = "", reason: Code = Code.UNKNOWN) -> None:
+    def __init__(
+        self, message: str, *, peer: str = "", reason: Code = Code.UNKNOWN, retry_after: float | None = None
+    ) -> None:
         super().__init__(message, peer=peer)
         self.reason: Final = reason
+        self.retry_after = retry_after
 
 
 class PeerLostError(PeerError, ConnectionError):
@@ -385,6 +360,38 @@ class TransferFailedError(TransferError):
     ) -> None:
         super().__init__(message, peer=peer, transfer=transfer, blocks=blocks)
         self.reason: Final = reason
+
+
+class IntegrityError(TransferError):
+    """A chunk arrived, and does not hold what the prefill rank has in its blocks.
+
+    Cause: faulty memory or a faulty link, blocks that were written meanwhile on either side by somebody else, or a
+        defect; found because `integrity` is set.
+    Remedy: fetch again with the same ticket; if it comes again, look for who writes the blocks that it names.
+
+    Attributes:
+        chunk: Number of the chunk.
+        layers: Layers in which it differs.
+        damaged: Destination blocks in which it differs, by group; those in `blocks` must not be read, all of them.
+    """
+
+    code: ClassVar[Code] = Code.INTEGRITY
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        chunk: int,
+        layers: Sequence[int],
+        damaged: Mapping[str, Sequence[int]],
+        peer: str = "",
+        transfer: str = "",
+        blocks: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, transfer=transfer, blocks=blocks)
+        self.chunk: Final = chunk
+        self.layers: Final = tuple(layers)
+        self.damaged: Final = {group: tuple(ids) for group, ids in damaged.items()}
 
 
 class MemoryInDoubtError(TransferError):

@@ -6,9 +6,11 @@ __all__ = [
     "MAX_FACTS",
     "MAX_LAYERS",
     "MAX_NAME",
+    "MAX_PLACES",
     "MAX_ROWS",
     "MAX_SCALES",
     "MAX_STRIDE",
+    "MAX_SUMS",
     "MAX_TENSORS",
     "MAX_TOKENS",
     "MAX_WIDTH",
@@ -29,6 +31,9 @@ MAX_TENSORS: Final = 16_384
 MAX_LAYERS: Final = 16_384
 """Layers of a model at most."""
 
+MAX_PLACES: Final = 32_768
+"""Layers that a rank holds at most, counted once for each part, K, V and tensor: whoever meets it looks at each."""
+
 MAX_TOKENS: Final = 0xFFFF_FFFF
 """Token numbers travel in 32 bits."""
 
@@ -43,6 +48,9 @@ MAX_CTAS: Final = 4096
 
 MAX_STRIDE: Final = 1 << 47
 """Bytes from one index of an axis to the next are fewer: no address space is larger."""
+
+MAX_SUMS: Final = 8192
+"""Sums over the regions of a chunk at most, and as many over its rows: where there are more, neighbours share one."""
 
 MAX_FACTS: Final = 1024
 """Facts that two ranks compare when they meet, at most: the model, and four of each tensor class."""

@@ -64,17 +64,20 @@ KEYS: Final = frozenset(
         "fields",
         "limit",
         "limited_by",
+        "memory_safe",
         "outcome",
         "path",
         "reason",
         "route",
         "setting",
         "state",
+        "step",
         "value",
         "why",
         # how much
         "bytes",
         "chunks",
+        "chunks_done",
         "count",
         "descriptors",
         "dropped",
@@ -306,6 +309,7 @@ class Snapshot(TypedDict):
     fallbacks: dict[str, int]
     memory_refused: dict[str, int]
     results_dropped: dict[str, int]
+    chunks_checked: dict[str, int]
     frames_sent: dict[str, int]
     frames_received: dict[str, int]
     quarantined_bytes: int
@@ -327,6 +331,7 @@ class Metrics:
         self._fallbacks: Counter[str] = Counter()
         self._memory_refused: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._checked: Counter[str] = Counter()
         self._frames_sent: Counter[str] = Counter()
         self._frames_received: Counter[str] = Counter()
         self._quarantined = 0
@@ -354,6 +359,10 @@ class Metrics:
     def result_dropped(self, why: str) -> None:
         """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
         _count(self._dropped, why)
+
+    def chunk_checked(self, outcome: str) -> None:
+        """Count a chunk that was compared with its source: `ok`, `damaged`, or `reported` by the peer as damaged."""
+        self._checked[outcome] += 1
 
     def refused(self, code: Code, *, by_peer: bool) -> None:
         """Count a request that one side refused."""
@@ -399,6 +408,7 @@ class Metrics:
             "fallbacks": dict(self._fallbacks),
             "memory_refused": dict(self._memory_refused),
             "results_dropped": dict(self._dropped),
+            "chunks_checked": dict(self._checked),
             "frames_sent": dict(self._frames_sent),
             "frames_received": dict(self._frames_received),
             "quarantined_bytes": self._quarantined,

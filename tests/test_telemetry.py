@@ -178,6 +178,9 @@ def test_metrics():
     metrics.quarantined(32)
     metrics.settled(64)
     metrics.result_dropped("stale")
+    metrics.chunk_checked("ok")
+    metrics.chunk_checked("ok")
+    metrics.chunk_checked("damaged")
     metrics.refused(Code.TOO_MANY, by_peer=True)
     metrics.refused(Code.DRAINING, by_peer=False)
     metrics.fell_back("no native atomics")
@@ -197,6 +200,7 @@ def test_metrics():
         "fallbacks": {"no native atomics": 1},
         "memory_refused": {"cuda": 1},
         "results_dropped": {"stale": 1},
+        "chunks_checked": {"ok": 2, "damaged": 1},
         "frames_sent": {"Fetch": 1},
         "frames_received": {"Accept": 2},
         "quarantined_bytes": 32,

@@ -1,23 +1,19 @@
 """CPU memory that other processes of this host can map: anonymous files, which go with their last user.
 
-A peer opens the file through `/proc/<pid>/fd`, so nothing is left behind by a process that dies, and nobody but the
-same user (or root) gets at it. The inode is compared: a number of a process or of a descriptor may name something else
-by then.
+See `memfd` for how a peer opens one.
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvxfer.errors import ArenaError, FabricError, GeometryError
+from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
 from kvxfer.mapped.window import CPU, Export, Window
 
 if TYPE_CHECKING:
@@ -25,12 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_shared", "open_shared", "shared_empty"]
 
-_HANDLE: Final = struct.Struct("<IIQQ")
-"""Process, descriptor in it, device and inode of the file."""
 _NAME: Final = "kvxfer"
-_LINK: Final = f"/memfd:{_NAME} "
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""It stays as long as it is: who touches mapped pages beyond the end of a file is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +67,10 @@ def shared_empty(shape: Sequence[int], *, dtype: "torch.dtype | None" = None) ->
     count = prod(shape)
     length = max(1, count) * kind.itemsize
     try:
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError) as error:
-        raise ArenaError(f"this system has no anonymous files to share memory with: {error}") from error
+        descriptor = create(_NAME, length)
+    except (AttributeError, OSError, ValueError, OverflowError) as error:
+        raise ArenaError(f"the system gives no {length} bytes of shared memory: {error}") from error
     try:
-        os.ftruncate(descriptor, length)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         pages = mmap.mmap(descriptor, length)
     except (OSError, ValueError, OverflowError) as error:
         os.close(descriptor)
@@ -122,9 +111,7 @@ def _holding(addresses: Sequence[int]) -> Iterator[_File]:
 
 
 def _export(file: _File) -> Export:
-    status = os.fstat(file.descriptor)
-    handle = _HANDLE.pack(os.getpid(), file.descriptor, status.st_dev, status.st_ino)
-    return Export(CPU, "", file.address, file.length, handle)
+    return Export(CPU, "", file.address, file.length, handle_of(file.descriptor))
 
 
 def _find(given: Export) -> Window:
@@ -145,26 +132,13 @@ def open_shared(given: Export, *, own: bool) -> Window:
     Raises:
         FabricError: If it is not there, or is not what was named.
     """
-    try:
-        process, number, device, inode = _HANDLE.unpack(given.handle)
-    except struct.error as error:
-        raise FabricError(f"a handle of {len(given.handle)} bytes names no shared memory") from error
+    process = process_of(given.handle)
     if own:
         return _find(given)
     if process == os.getpid():
         raise FabricError("it names memory of this process, which is not its own")
-    path = Path(f"/proc/{process}/fd/{number}")
+    descriptor = open_handle(given.handle, _NAME, given.length)
     try:
-        if not str(path.readlink()).startswith(_LINK):  # whatever else a process has open is nothing to write to
-            raise FabricError(f"{path} is not memory that kvxfer shares")
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise FabricError(f"its shared memory cannot be opened: {error}") from error
-    try:
-        status = os.fstat(descriptor)
-        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < given.length or not sealed:
-            raise FabricError(f"descriptor {number} of process {process} is not the shared memory that it named")
         pages = mmap.mmap(descriptor, given.length)
     except (OSError, ValueError) as error:
         raise FabricError(f"its shared memory cannot be mapped: {error}") from error

@@ -1,0 +1,105 @@
+"""The gates of peers on this host, opened once per incarnation: what leads into their memory."""
+
+from typing import Final
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Passage
+from kvxfer.mapped import unlike
+from kvxfer.mapped.locks import Key
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.telemetry import logger
+
+__all__ = ["Keys"]
+
+_log: Final = logger("kvxfer.worker")
+
+
+class _Shut:
+    """A passage that is never granted."""
+
+    def enter(self) -> bool:
+        """Nobody gets in."""
+        return False
+
+    def leave(self) -> None:
+        """Nobody is inside."""
+
+
+_SHUT: Final = _Shut()
+
+
+class Keys:
+    """What leads through the gates of peers."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, Key | None] = {}
+        self._late: dict[bytes, Key] = {}  # of peers that were forgotten with something of this rank inside
+
+    def __len__(self) -> int:
+        return sum(key is not None for key in self._keys.values())
+
+    def met(self, peer: PeerInfo) -> None:
+        """A session with a peer begins: open its gates, if it has any, unless that was tried before.
+
+        It takes some 50 us. What speaks against it is logged, once.
+        """
+        incarnation = peer.identity.incarnation
+        if incarnation in self._keys or not peer.body.locks or unlike(peer.body.host):
+            return
+        try:
+            self._keys[incarnation] = Key(peer.body.locks)
+        except FabricError as error:
+            self._keys[incarnation] = None
+            _log.warning("gates_not_opened", peer=peer.name, reason=str(error))
+
+    def has(self, peer: PeerInfo) -> bool:
+        """Whether this rank passes the gates that a peer's grants name."""
+        return self._keys.get(peer.identity.incarnation) is not None
+
+    def passage(self, peer: PeerInfo, granted: int) -> Passage | None:
+        """What a write or a read under a grant has to pass.
+
+        Args:
+            peer: Who granted it.
+            granted: Number of the gate (the high 32 bits) and its generation; 0 if the grant names none.
+
+        Returns:
+            None if there is nothing to pass. What nobody gets through, if there is no such gate, or no key to it.
+        """
+        if not granted:
+            return None
+        key = self._keys.get(peer.identity.incarnation)
+        try:
+            return key.passage(granted >> 32, granted & 0xFFFF_FFFF) if key is not None else _SHUT
+        except FabricError:
+            return _SHUT
+
+    def forget(self, peer: PeerInfo) -> bool:
+        """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside.
+
+        Returns:
+            Whether something is: then `abandon` closes them when the peer's process has ended.
+        """
+        incarnation = peer.identity.incarnation
+        key = self._keys.pop(incarnation, None)
+        if key is None:
+            return False
+        key.close()
+        self._late = {which: late for which, late in self._late.items() if late.is_open}
+        if key.is_open:
+            self._late[incarnation] = key
+        return key.is_open
+
+    def abandon(self, peer: PeerInfo) -> None:
+        """The process of a forgotten peer has ended: nobody is left whose memory its gates would guard."""
+        late = self._late.pop(peer.identity.incarnation, None)
+        if late is not None:
+            late.close(forced=True)
+
+    def close(self, *, forced: bool) -> None:
+        """Close all of them, each when nothing of this rank is inside; or at once, if nothing of it moves any more."""
+        for key in [*self._keys.values(), *self._late.values()]:
+            if key is not None:
+                key.close(forced=forced)
+        self._keys.clear()
+        self._late.clear()

@@ -1,0 +1,223 @@
+"""Gates that keep writers of other processes out of this one's memory: a generation and a byte lock for each.
+
+An owner of memory cannot recall what another process has begun to write. It can know that nothing has begun: the other
+one takes the gate's lock, shared, *then* compares the generation with the one that it was granted, *then* writes, and
+gives the lock back when nothing of it is under way. So whoever holds the lock alone, raises the generation and lets go
+knows that nothing under the old one is being written or ever will be, however long the other process was stopped and
+wherever. Locks of a process that dies are given back by the kernel.
+
+Both sides open the same anonymous file, which goes with its last user: 8 bytes a gate, the generation (written by the
+owner) and whether a writer is inside (written by that writer, so that a lock that was given back by a dying process is
+told from one that was given back because all was done). Byte n of the file is also what is locked for gate n. The
+locks are those of open file descriptions (OFD), so threads, and workers of one process, exclude each other too.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from enum import StrEnum
+from typing import Final
+
+from kvxfer.errors import FabricError
+from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
+
+__all__ = ["FIRST_GENERATION", "Key", "LockFile", "Passage", "Revoked"]
+
+FIRST_GENERATION: Final = 1
+_NAME: Final = "kvxfer-gates"
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""`struct flock`: type, whence, start, length, process (0 for these locks)."""
+_LAST_GENERATION: Final = 0xFFFF_FFFF
+_BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
+
+
+class Revoked(StrEnum):
+    """What the owner found when it had a gate's lock alone, and raised the generation."""
+
+    IDLE = "idle"
+    """Nobody was inside: whatever was begun under the old generation had ended before."""
+    DIED = "died"
+    """A process that was inside has died, or is dying. What it had begun by itself has ended; what it left to others (a
+    GPU, a socket, a NIC) may not have."""
+
+
+def _lock(descriptor: int, kind: int, number: int) -> bool:
+    """Take or give back the lock of one gate, without waiting. False if somebody else has it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+class LockFile:
+    """The owner's side. All calls come from one thread.
+
+    Args:
+        gates: How many.
+
+    Attributes:
+        handle: What a peer on this host needs to open it.
+
+    Raises:
+        FabricError: If the system has no such files or locks.
+    """
+
+    def __init__(self, gates: int) -> None:
+        try:
+            self._descriptor: Final = create(_NAME, 8 * gates)
+        except (AttributeError, OSError) as error:
+            raise FabricError(f"this system has no anonymous files to lock: {error}") from error
+        try:
+            self._pages: Final = mmap.mmap(self._descriptor, 8 * gates)
+            _lock(self._descriptor, fcntl.F_UNLCK, 0)
+        except (AttributeError, OSError, ValueError) as error:
+            os.close(self._descriptor)
+            raise FabricError(f"this system has no locks of open file descriptions: {error}") from error
+        self._words: Final = memoryview(self._pages).cast("I")
+        self.handle: Final = handle_of(self._descriptor)
+
+    def generation(self, number: int) -> int:
+        """The generation of a gate: what a grant must name for its writer to get in."""
+        return self._words[2 * number] + FIRST_GENERATION
+
+    def revoke(self, number: int) -> Revoked | None:
+        """Raise the generation of a gate if nobody holds its lock.
+
+        Returns:
+            What was found; None if somebody is inside, or is about to be: then nothing has changed.
+        """
+        if not _lock(self._descriptor, fcntl.F_WRLCK, number):
+            return None
+        try:
+            words, at = self._words, 2 * number
+            inside, words[at + 1] = words[at + 1], 0
+            words[at] = (words[at] + 1) % _LAST_GENERATION
+        finally:
+            _lock(self._descriptor, fcntl.F_UNLCK, number)
+        return Revoked.DIED if inside else Revoked.IDLE
+
+    def close(self) -> None:
+        """Close it. Peers that have it open keep it, and pass its gates to no effect."""
+        self._words.release()
+        self._pages.close()
+        os.close(self._descriptor)
+
+
+class Key:
+    """A peer's gates, opened here: for what this process writes there. Safe from any thread.
+
+    Args:
+        handle: As the peer said.
+
+    Attributes:
+        process: The peer's process.
+
+    Raises:
+        FabricError: If it is not there, or is not what was named.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        self.process: Final = process_of(handle)
+        self._descriptor: Final = open_handle(handle, _NAME, 8)
+        try:
+            self._pages: Final = mmap.mmap(self._descriptor, 0)
+        except (OSError, ValueError) as error:
+            os.close(self._descriptor)
+            raise FabricError(f"its gates cannot be opened: {error}") from error
+        self._words: Final = memoryview(self._pages).cast("I")
+        self._mutex: Final = threading.Lock()
+        self._inside: dict[int, int] = {}  # by gate: how many of this process's writers
+        self._closing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds on to the peer's file."""
+        return not self._pages.closed
+
+    def passage(self, number: int, generation: int) -> "Passage":
+        """A way through one gate.
+
+        Raises:
+            FabricError: If there is no such gate.
+        """
+        if not 0 <= 2 * number < len(self._words):
+            raise FabricError(f"gate {number} was granted, but there are {len(self._words) // 2}")
+        return Passage(self, number, generation)
+
+    def close(self, *, forced: bool = False) -> None:
+        """Close it, as soon as nothing of this process is inside.
+
+        Args:
+            forced: At once. Whoever is inside is left there, and the owner finds it as it would after this process had
+                died: for when what is in doubt will never be known here.
+        """
+        with self._mutex:
+            self._closing = True
+            if forced:
+                self._inside.clear()
+            self._end_if_empty()
+
+    def enter(self, number: int, generation: int) -> bool:
+        """See `Passage.enter`."""
+        with self._mutex:
+            inside = self._inside.get(number, 0)
+            if not inside and (self._closing or not _lock(self._descriptor, fcntl.F_RDLCK, number)):
+                return False
+            if self._words[2 * number] + FIRST_GENERATION != generation:
+                if not inside:
+                    _lock(self._descriptor, fcntl.F_UNLCK, number)
+                return False
+            self._inside[number] = inside + 1
+            self._words[2 * number + 1] = 1
+            return True
+
+    def leave(self, number: int) -> None:
+        """See `Passage.leave`."""
+        with self._mutex:
+            if number not in self._inside:  # it was closed by force
+                return
+            self._inside[number] -= 1
+            if not self._inside[number]:
+                del self._inside[number]
+                self._words[2 * number + 1] = 0
+                with contextlib.suppress(OSError):  # unlocking does not fail; the lock would go with the file
+                    _lock(self._descriptor, fcntl.F_UNLCK, number)
+            self._end_if_empty()
+
+    def _end_if_empty(self) -> None:
+        if self._closing and not self._inside and not self._pages.closed:
+            self._words.release()
+            self._pages.close()
+            os.close(self._descriptor)
+
+
+class Passage:
+    """One writer's way through a gate, under the generation that it was granted.
+
+    Args:
+        key: The peer's gates.
+        number: Which gate.
+        generation: As granted.
+    """
+
+    __slots__ = ("_generation", "_key", "_number")
+
+    def __init__(self, key: Key, number: int, generation: int) -> None:
+        self._key = key
+        self._number = number
+        self._generation = generation
+
+    def enter(self) -> bool:
+        """Before anything is written. False if the grant was revoked: then nothing may be, now or ever."""
+        return self._key.enter(self._number, self._generation)
+
+    def leave(self) -> None:
+        """Once for each `enter` that was granted, when nothing of it is under way any more."""
+        self._key.leave(self._number)

@@ -1,0 +1,128 @@
+"""Processes of peers on this host: whether they are still there, by a descriptor of each (pidfd).
+
+That a process has ended is evidence for whatever it moved by itself: it fires when the last of its threads has left the
+kernel and its devices were closed.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvxfer.errors import FabricError
+from kvxfer.lanes import once
+from kvxfer.mapped import unlike
+from kvxfer.mapped.memfd import process_of
+from kvxfer.protocol.session import PeerInfo
+
+__all__ = ["Processes"]
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """One process: its descriptor (-1 once closed), who needs to know of it, and whether a link leads to it."""
+
+    descriptor: int
+    ended: "asyncio.Future[None]"
+    users: int = 0
+    wanted: bool = True
+
+
+class Processes:
+    """Watches the processes of peers.
+
+    Args:
+        loop: The worker's event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop: Final = loop
+        self._processes: dict[bytes, _Process] = {}
+
+    def met(self, peer: PeerInfo) -> None:
+        """A session with a peer begins: it is alive, and says which process it is."""
+        key = peer.identity.incarnation
+        if key in self._processes:
+            self._processes[key].wanted = True
+            return
+        if not peer.body.locks or unlike(peer.body.host):
+            return
+        try:
+            number = process_of(peer.body.locks)
+            if number == os.getpid():
+                return
+            descriptor = os.pidfd_open(number)
+        except (AttributeError, OSError, FabricError):
+            return  # without it, only the peer's word and its gates are left
+        process = self._processes[key] = _Process(descriptor, self._loop.create_future())
+        self._loop.add_reader(descriptor, self._ended, process)
+
+    def hold(self, peer: PeerInfo) -> Callable[[], None]:
+        """Keep an eye on a peer's process, whether or not a link leads to it, until the returned function is called."""
+        key = peer.identity.incarnation
+        process = self._processes.get(key)
+        if process is None:
+            return lambda: None
+        process.users += 1
+
+        def leave() -> None:
+            process.users -= 1
+            self._prune(key, process)
+
+        return once(leave)
+
+    def when_gone(self, peer: PeerInfo, then: Callable[[], None]) -> None:
+        """Call `then` once the process of a peer has ended, if that can be known."""
+        process = self._processes.get(peer.identity.incarnation)
+        if process is not None:
+            leave = self.hold(peer)
+
+            def ended(_: "asyncio.Future[None]") -> None:
+                leave()
+                then()
+
+            process.ended.add_done_callback(ended)
+
+    def gone(self, peer: PeerInfo) -> bool:
+        """Whether the process of a peer is known to have ended. Call it under `hold`."""
+        process = self._processes.get(peer.identity.incarnation)
+        return process is not None and process.ended.done()
+
+    async def wait(self, peer: PeerInfo, seconds: float) -> None:
+        """Return when the process of a peer has ended, or after so many seconds."""
+        process = self._processes.get(peer.identity.incarnation)
+        if process is None or process.ended.done():
+            await asyncio.sleep(seconds)
+            return
+        await asyncio.wait({process.ended}, timeout=seconds)
+
+    def forget(self, peer: PeerInfo) -> None:
+        """The last link to a peer is gone."""
+        key = peer.identity.incarnation
+        process = self._processes.get(key)
+        if process is not None:
+            process.wanted = False
+            self._prune(key, process)
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        for process in self._processes.values():
+            self._drop(process)
+        self._processes.clear()
+
+    def _ended(self, process: _Process) -> None:
+        self._drop(process)
+        if not process.ended.done():
+            process.ended.set_result(None)
+
+    def _prune(self, key: bytes, process: _Process) -> None:
+        if not process.users and not process.wanted and self._processes.get(key) is process:
+            del self._processes[key]
+            self._drop(process)
+
+    def _drop(self, process: _Process) -> None:
+        if process.descriptor >= 0:
+            self._loop.remove_reader(process.descriptor)
+            os.close(process.descriptor)
+            process.descriptor = -1

@@ -1,0 +1,274 @@
+"""The lock of a gate: who may be inside, what its owner finds, and what a writer leaves that is stopped or killed."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.errors import FabricError
+from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+
+CONTEXT = multiprocessing.get_context("spawn")
+GATES = 64
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture
+def file():
+    file = LockFile(GATES)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def key(file):
+    key = Key(file.handle)
+    yield key
+    key.close()
+
+
+def test_nobody_gets_in_who_was_granted_an_older_generation(file, key):
+    granted = file.generation(3)
+    passage = key.passage(3, granted)
+    assert passage.enter()
+    passage.leave()
+    assert file.revoke(3) is Revoked.IDLE
+    assert (file.generation(3), file.generation(4)) == (granted + 1, FIRST_GENERATION)
+    assert not passage.enter()
+    assert key.passage(3, granted + 1).enter()
+
+
+def test_who_is_inside_keeps_the_owner_from_taking_the_grant_back(file, key):
+    first, second = key.passage(3, FIRST_GENERATION), key.passage(3, FIRST_GENERATION)
+    assert first.enter()
+    assert second.enter()
+    assert file.revoke(4) is Revoked.IDLE  # another gate
+    first.leave()
+    assert file.revoke(3) is None
+    assert file.generation(3) == FIRST_GENERATION
+    second.leave()
+    assert file.revoke(3) is Revoked.IDLE
+
+
+def test_a_generation_that_was_never_granted_opens_nothing(file, key):
+    assert not key.passage(3, FIRST_GENERATION + 1).enter()
+    assert not key.passage(3, 0).enter()
+    assert file.revoke(3) is Revoked.IDLE  # and leaves no lock
+
+
+@pytest.mark.parametrize("number", [-1, GATES, 1 << 32])
+def test_a_gate_that_there_is_not(key, number):
+    with pytest.raises(FabricError, match=f"gate {number} was granted, but there are {GATES}"):
+        key.passage(number, 1)
+
+
+def test_who_waits_with_a_closed_key_does_not_get_in(file):
+    key = Key(file.handle)
+    inside, outside = key.passage(3, FIRST_GENERATION), key.passage(4, FIRST_GENERATION)
+    assert inside.enter()
+    key.close()
+    assert not outside.enter()
+    assert file.revoke(3) is None  # it is closed when the last one has left
+    before = descriptors()
+    inside.leave()
+    assert descriptors() == before - 2  # its own, and that of its pages
+    assert file.revoke(3) is Revoked.IDLE
+    assert not inside.enter()
+
+
+def test_a_key_that_is_closed_by_force_leaves_its_writer_as_dead(file):
+    key, before = Key(file.handle), descriptors()
+    inside = key.passage(3, FIRST_GENERATION)
+    assert inside.enter()
+    key.close(forced=True)
+    assert (key.is_open, descriptors()) == (False, before - 2)
+    inside.leave()
+    assert file.revoke(3) is Revoked.DIED
+
+
+def test_neither_side_leaves_a_descriptor():
+    gc.collect()
+    before = descriptors()
+    for _ in range(8):
+        file = LockFile(GATES)
+        Key(file.handle).close()
+        file.close()
+    assert descriptors() == before
+
+
+def test_what_is_no_such_file_is_refused(file, tmp_path):
+    with pytest.raises(FabricError, match="3 bytes names no shared memory"):
+        Key(b"abc")
+    other = LockFile(GATES)
+    handle = other.handle
+    other.close()
+    with pytest.raises(FabricError, match=r"cannot be opened|is not"):
+        Key(handle)
+    assert Key(file.handle).process == os.getpid()
+
+
+def test_writers_of_many_threads_and_an_owner_that_takes_grants_back(file):
+    """Under a generation that was raised, nobody is inside: not even for a moment."""
+    key, inside, wrong = Key(file.handle), [0] * GATES, []
+    mutex, ended = threading.Lock(), threading.Event()
+
+    def write(seed):
+        number = seed % 4
+        while not ended.is_set():
+            granted = file.generation(number)
+            passage = key.passage(number, granted)
+            if passage.enter():
+                with mutex:
+                    inside[number] += 1
+                if file.generation(number) != granted:
+                    wrong.append("raised with somebody inside")
+                with mutex:
+                    inside[number] -= 1
+                passage.leave()
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    raised = 0
+    while raised < 300:
+        for number in range(4):
+            raised += file.revoke(number) is Revoked.IDLE
+    ended.set()
+    for thread in threads:
+        thread.join()
+    key.close()
+    assert (wrong, any(inside)) == ([], False)
+
+
+class Machine(RuleBasedStateMachine):
+    """Two writers with keys of their own and one owner, against a model that knows who is inside."""
+
+    numbers = st.integers(0, 2)
+    writers = st.integers(0, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.file = LockFile(3)
+        self.keys = [Key(self.file.handle), Key(self.file.handle)]
+        self.generations = dict.fromkeys(range(3), FIRST_GENERATION)
+        self.inside = []
+
+    @rule(number=numbers, writer=writers, older=st.integers(0, 1))
+    def enter(self, number, writer, older):
+        granted = self.generations[number] - older
+        if any(one == number and other != writer for other, one, _ in self.inside):
+            return  # a gate is of one transfer, so only one writer is granted it
+        passage = self.keys[writer].passage(number, granted)
+        assert passage.enter() is (older == 0)
+        if not older:
+            self.inside.append((writer, number, passage))
+
+    @precondition(lambda self: self.inside)
+    @rule(which=st.integers(0, 100))
+    def leave(self, which):
+        _, _, passage = self.inside.pop(which % len(self.inside))
+        passage.leave()
+
+    @rule(number=numbers)
+    def revoke(self, number):
+        found = self.file.revoke(number)
+        if any(one == number for _, one, _ in self.inside):
+            assert found is None
+        else:
+            assert found is Revoked.IDLE
+            self.generations[number] += 1
+
+    @rule(writer=writers)
+    def die(self, writer):
+        """Its descriptor goes, as with its process; what it was inside of is found so, once."""
+        key = self.keys[writer]
+        key._words.release()
+        key._pages.close()
+        os.close(key._descriptor)
+        mine = {number for other, number, _ in self.inside if other == writer}
+        self.inside = [entry for entry in self.inside if entry[0] != writer]
+        for number in mine:
+            assert self.file.revoke(number) is Revoked.DIED
+            self.generations[number] += 1
+        self.keys[writer] = Key(self.file.handle)
+
+    @invariant()
+    def generations_agree(self):
+        assert all(self.file.generation(number) == raised for number, raised in self.generations.items())
+
+    def teardown(self):
+        for _, _, passage in self.inside:
+            passage.leave()
+        for key in self.keys:
+            key.close()
+        self.file.close()
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine = Machine.TestCase
+
+
+def hold(handle, number, pipe):
+    """In another process: be inside, or have been."""
+    passage = Key(handle).passage(number, FIRST_GENERATION)
+    pipe.send(passage.enter())
+    while pipe.recv() == "leave":
+        passage.leave()
+        pipe.send("left")
+
+
+class Writer:
+    def __init__(self, file, number=3):
+        self.pipe, there = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=hold, args=(file.handle, number, there))
+        self.process.start()
+        there.close()
+        assert self.pipe.recv()
+
+    def leave(self):
+        self.pipe.send("leave")
+        assert self.pipe.recv() == "left"
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def writer(file):
+    writer = Writer(file)
+    yield writer
+    writer.kill()
+
+
+def test_a_process_that_is_killed_inside_is_found_to_have_died_there(file, writer):
+    assert file.revoke(3) is None
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    assert file.revoke(3) is None  # for as long as it is stopped
+    writer.kill()
+    assert file.revoke(3) is Revoked.DIED
+    assert file.revoke(3) is Revoked.IDLE
+
+
+def test_a_process_that_is_stopped_outside_does_not_get_in_afterwards(file, writer):
+    writer.leave()
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    assert file.revoke(3) is Revoked.IDLE
+    os.kill(writer.process.pid, signal.SIGCONT)
+    assert not Key(file.handle).passage(3, FIRST_GENERATION).enter()
+
+
+def test_a_process_that_dies_outside_leaves_nothing(file, writer):
+    writer.leave()
+    writer.kill()
+    assert file.revoke(3) is Revoked.IDLE

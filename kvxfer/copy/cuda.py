@@ -22,9 +22,11 @@ from kvxfer.copy.jobs import Backlog, as_kvxfer_error
 from kvxfer.copy.port import CopyJob, Direction, Event, Gate
 from kvxfer.copy.ring import Ring
 from kvxfer.copy.stream import Stream
+from kvxfer.copy.sum_tables import SumTables, pack_sums, sum_variants
 from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.sums import SumPlan
 from kvxfer.pace import Linear, Pace
 from kvxfer.runtime import Runtime
 
@@ -116,9 +118,25 @@ class CudaExecutor:
         for variant in sorted(variants(plans), reverse=True):
             self._kernel.compile(variant)
 
+    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
+        """Compile every variant that these sums, or the same of other blocks, need."""
+        for variant in sorted(sum_variants(plans), reverse=True):
+            self._kernel.compile_sums(variant)
+
     def occupy(self, ctas: int) -> None:
         """Let copies that are launched from now on occupy so many thread blocks. Safe from any thread."""
         self._ctas = ctas
+
+    def inside(self, gate: int, *, raised: bool) -> int:
+        """How many thread blocks of other GPUs write through a gate in memory of this one.
+
+        Waits for the device: call it from a worker thread.
+
+        Args:
+            gate: Its address.
+            raised: Whether to raise its generation first, so that nobody else gets in.
+        """
+        return self._kernel.touch_gate(gate, raised=raised)
 
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
@@ -161,25 +179,25 @@ class CudaExecutor:
             if job is None:
                 return 0
             try:
-                lane.held = (job, pack(job.plan))
+                lane.held = _Packed.of(job)
             except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
                 now = self._runtime.now()
                 self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
                 return 1
-        if not self._launch_held(lane, *lane.held):
+        if not self._launch_held(lane, lane.held):
             return 0
         lane.held = None
         return 1
 
-    def _launch_held(self, lane: "_Lane", job: CopyJob, tables: Tables) -> bool:
+    def _launch_held(self, lane: "_Lane", packed: "_Packed") -> bool:
         """Launch one job. False if its tables have to wait for room in the ring."""
         started = self._runtime.now()
-        if not tables.launches:
+        job, tables, sums = packed.job, packed.tables, packed.sums
+        if not tables.launches and sums is None:
             self._backlog.report(job, started)
             return True
         try:
-            near = len(tables.words) <= _NEAR_WORDS and sum(one.tiles for one in tables.launches) <= _NEAR_TILES
-            slot = lane.reserve(len(tables.words) + 1, near=near)
+            slot = lane.reserve(len(packed.words) + 1, near=packed.near)
         except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
             self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
             return True
@@ -188,11 +206,16 @@ class CudaExecutor:
         running = _Running(job, started, slot)
 
         def launch() -> None:
-            running.nbytes = tables.nbytes
-            running.first = lane.first_mark(tables.nbytes)
-            lane.upload(slot, tables.words)
+            running.nbytes = packed.nbytes
+            running.first = lane.first_mark(packed.nbytes)
+            lane.upload(slot, packed.words)
             for one in tables.launches:
                 self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
+            if sums is not None:
+                begin = slot.start + len(tables.words)
+                for each in sums.launches:
+                    self._kernel.launch_sums(each, slot.table, begin, begin + sums.at, self._ctas, lane.handle)
+                running.sums = lane.download(slot, len(tables.words) + sums.at, len(packed.words))
 
         try:
             gate = lane.gate(slot, job.gate)
@@ -221,11 +244,12 @@ class CudaExecutor:
             lane.running.popleft()
             now = self._runtime.now()
             stopped = oldest.stopped or (oldest.job.gate is not None and lane.kept_out(oldest.slot))
+            sums = b"" if oldest.sums is None or oldest.error else oldest.sums.astype("<i8").tobytes()
             lane.release(oldest.slot)
             before = lane.last_end
             lane.learn(oldest, took, now)
             started = max(oldest.started, now - took) if took else max(oldest.started, before)
-            self._backlog.report(oldest.job, started, oldest.error, stopped=stopped)
+            self._backlog.report(oldest.job, started, oldest.error, stopped=stopped, sums=sums)
             ended += 1
         return ended
 
@@ -238,6 +262,36 @@ class CudaExecutor:
             self._idle_polls = 0 if moved else self._idle_polls + 1
             delays.append(0.0 if moved else min(_PACE.longest / 2, _PACE.shortest * (1 + self._idle_polls / 8)))
         return min(delays, default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """A job with its tables, as one array of words."""
+
+    job: CopyJob
+    tables: Tables
+    sums: SumTables | None
+    words: I64
+
+    @classmethod
+    def of(cls, job: CopyJob) -> "_Packed":
+        """Make them."""
+        tables = pack(job.plan)
+        if job.sums is None:
+            return cls(job, tables, None, tables.words)
+        sums = pack_sums(job.sums)
+        return cls(job, tables, sums, np.concatenate([tables.words, sums.words]))
+
+    @property
+    def near(self) -> bool:
+        """Whether they are read where they are; what the device adds up must lie in its own memory."""
+        few = len(self.words) <= _NEAR_WORDS and sum([one.tiles for one in self.tables.launches]) <= _NEAR_TILES
+        return few and self.sums is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied or added up."""
+        return self.tables.nbytes + (self.sums.nbytes if self.sums is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,6 +337,7 @@ class _Running:
     last: Any = None
     error: KvxferError | None = None
     stopped: bool = False
+    sums: I64 | None = None  # where they will be
 
 
 class _Lane:
@@ -304,7 +359,7 @@ class _Lane:
         """The books."""
         self._tables = _Tables(self.host_ring, self.device_ring)
         self._ring = Ring(ring_words // _SLOT_WORDS)
-        self.held: tuple[CopyJob, Tables] | None = None
+        self.held: _Packed | None = None
         self.running: deque[_Running] = deque()
         self.estimate = Linear(_FIRST_FIXED_S, _FIRST_GUESS_S_PER_BYTE, _LARGE_BYTES)
         self.last_end = 0.0
@@ -332,6 +387,11 @@ class _Lane:
         self._words(slot)[: len(words)] = words
         if not slot.near:
             self.stream.upload(slot.table + 8 * slot.start, slot.pinned, 8 * len(words))
+
+    def download(self, slot: _Slot, first: int, last: int) -> I64:
+        """Bring back what the kernel wrote behind its tables; returns where it will be."""
+        self.stream.download(slot.pinned + 8 * first, slot.table + 8 * (slot.start + first), 8 * (last - first))
+        return self._words(slot)[first:last]
 
     def _words(self, slot: _Slot) -> I64:
         """A slot's words in pinned memory."""

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from kvxfer.copy.jobs import Backlog, as_kvxfer_error
 from kvxfer.copy.port import CopyJob, Direction
+from kvxfer.copy.sums import total
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan, Segment
+from kvxfer.geometry.sums import SumPlan
 from kvxfer.runtime import Runtime
 
 __all__ = ["HostExecutor", "run"]
@@ -73,8 +75,15 @@ class HostExecutor:
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Nothing to compile."""
 
+    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
+        """Nothing to compile."""
+
     def occupy(self, ctas: int) -> None:
         """A CPU has no thread blocks: nothing changes."""
+
+    def inside(self, gate: int, *, raised: bool) -> int:
+        """Nobody: memory of a CPU has no such gates."""
+        return 0
 
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
@@ -112,12 +121,14 @@ class _Step:
             return _POLL_S if self._backlog.is_waiting(self._direction) else None
         started = self._runtime.now()
         error: KvxferError | None = None
-        allowed = True
+        allowed, sums = True, b""
         try:
             allowed = job.permit.post(self._runtime.now, lambda: run(job.plan))
+            if job.sums is not None and allowed:
+                sums = total(job.sums, run)
         except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
             error = as_kvxfer_error("a copy on CPU memory failed", caught)
-        self._backlog.report(job, started, error, stopped=not allowed)
+        self._backlog.report(job, started, error, stopped=not allowed, sums=sums)
         return 0.0
 
 

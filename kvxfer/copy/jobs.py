@@ -95,11 +95,19 @@ class Backlog:
             self.report(job, self._runtime.now(), error)
         return job
 
-    def report(self, job: CopyJob, started: float, error: KvxferError | None = None, *, stopped: bool = False) -> None:
+    def report(
+        self,
+        job: CopyJob,
+        started: float,
+        error: KvxferError | None = None,
+        *,
+        stopped: bool = False,
+        sums: bytes = b"",
+    ) -> None:
         """Call the job's `done`. Every job is passed here once."""
         job.permit.end()
         try:
-            job.done(CopyOutcome(error, started, self._runtime.now(), stopped))
+            job.done(CopyOutcome(error, started, self._runtime.now(), stopped, sums))
         except Exception as caught:  # noqa: BLE001 - `done` must not raise; if it does, the other jobs still go on
             where = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(caught), caught, caught.__traceback__, where)))

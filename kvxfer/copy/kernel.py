@@ -16,22 +16,27 @@ Triton's language has no types, so this module is checked less strictly than the
 # (parameters of kernels are tensors of Triton's language; its compile-time constants are written in capitals)
 
 import threading
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import triton
 import triton.language as tl
 
+from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumLaunch, SumVariant
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Launch, Variant
 
-__all__ = ["OPTIONS", "Kernel", "constants", "copy_boxes"]
+__all__ = ["OPTIONS", "Kernel", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
 
 OPTIONS: Final[dict[str, Any]] = {"num_warps": 32, "num_stages": 1, "enable_fp_fusion": False}
-"""How every variant is compiled. Three dozen registers a thread leave room for 32 warps."""
+"""How every variant of the copy is compiled. Three dozen registers a thread leave room for 32 warps."""
+SUM_OPTIONS: Final[dict[str, Any]] = {"num_warps": 16, "num_stages": 1, "enable_fp_fusion": False}
+"""The same for sums."""
 
 
 HEADER = tl.constexpr(HEADER_WORDS)
 AXIS = tl.constexpr(AXIS_WORDS)
+SUM_HEADER = tl.constexpr(SUM_HEADER_WORDS)
+SUM_AXIS = tl.constexpr(SUM_AXIS_WORDS)
 PLAIN = tl.constexpr(0)
 FLOAT32 = tl.constexpr(1)
 FLOAT16 = tl.constexpr(2)
@@ -49,7 +54,7 @@ def _load(word):
 
 @triton.jit
 def _divide(number, multiplier, shift):
-    """`number` // divisor, for the pair that `tables._divisor` made of it."""
+    """`number` // divisor, for the pair that `tables.divisor` made of it."""
     return (tl.umulhi(number, multiplier) + number) >> shift
 
 
@@ -248,6 +253,139 @@ def copy_boxes(
         tl.atomic_add(word, -1, sem="release", scope="sys")
 
 
+@triton.jit(do_not_specialize=["gate", "raised", "found"])
+def touch_gate(gate, raised, found):
+    """Raise the generation at `gate` by 0 or 1, and store the word before that at `found`: addresses on this GPU."""
+    word = gate.to(tl.int64).to(tl.pointer_type(tl.int64))
+    seen = tl.atomic_add(word, raised.to(tl.int64) << 32, sem="acq_rel", scope="sys")
+    tl.store(found.to(tl.int64).to(tl.pointer_type(tl.int64)), seen)
+
+
+@triton.jit
+def _mix(word):
+    """As `kvxfer.geometry.sums.mix`; words are uint64."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    return word ^ (word >> 31)
+
+
+@triton.jit
+def _reach(axis, index, most, address, live):
+    """Move addresses `index` steps along an axis of sums; what is beyond a row is not live."""
+    live = live & (index < tl.where(_load(axis + 4) > 0, most, _load(axis)))
+    return address + index.to(tl.int64) * tl.load(axis + 3), live
+
+
+@triton.jit
+def _read(address, factors, live, UNIT: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
+    """UNIT bytes of each address as they are summed, as a number; 0 where nothing is to be read."""
+    if SRC == PLAIN:
+        if UNIT == 8:
+            found = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=live, other=0)
+        elif UNIT == 4:
+            found = tl.load(address.to(tl.pointer_type(tl.uint32)), mask=live, other=0)
+        elif UNIT == 2:
+            found = tl.load(address.to(tl.pointer_type(tl.uint16)), mask=live, other=0)
+        else:
+            found = tl.load(address.to(tl.pointer_type(tl.uint8)), mask=live, other=0)
+    else:
+        if SRC == FLOAT32:
+            bits = tl.load(address.to(tl.pointer_type(tl.int32)), mask=live, other=0)
+        elif SRC == FLOAT16 or SRC == BFLOAT16:  # noqa: PLR1714, SIM109 - Triton compiles no `in`
+            bits = tl.load(address.to(tl.pointer_type(tl.int16)), mask=live, other=0)
+        else:
+            bits = tl.load(address.to(tl.pointer_type(tl.int8)), mask=live, other=0)
+        value = _decode(bits, SRC)
+        value = tl.div_rn(value * _factor(factors), tl.broadcast_to(_factor(factors >> 32), value.shape))
+        bits = _encode(value, DST)
+        if UNIT == 4:
+            found = bits.to(tl.uint32, bitcast=True)
+        elif UNIT == 2:
+            found = bits.to(tl.uint16, bitcast=True)
+        else:
+            found = bits.to(tl.uint8, bitcast=True)
+        found = tl.where(live, found, 0)
+    return found.to(tl.uint64)
+
+
+@triton.jit
+def _item_words(head, base, factors, most, live, word, UNIT: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr):
+    """Words of items in the order in which they are summed, made of what accesses of UNIT bytes find."""
+    found = tl.zeros(live.shape, tl.uint64)
+    for part in tl.static_range(8 // UNIT):  # pyright: ignore[reportGeneralTypeIssues] - a class of Triton's language
+        rest = word * (8 // UNIT) + part
+        address, here = base, live
+        axis = head + tl.load(head + 8)
+        for _ in range(1, tl.load(head + 7).to(tl.int32)):
+            outer = _divide(rest, _load(axis + 1), _load(axis + 2))
+            address, here = _reach(axis, rest - outer * _load(axis), most, address, here)
+            rest = outer
+            axis += SUM_AXIS
+        address, here = _reach(axis, rest, most, address, here)
+        found |= _read(address, factors, here, UNIT, SRC, DST) << (8 * UNIT * part)
+    return found
+
+
+@triton.jit
+def _sum_block(
+    head,
+    block,
+    sums,
+    UNIT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+):
+    """Add up the items of a block."""
+    rows = _load(head + 3)
+    number = (tl.arange(0, ITEMS) + block * ITEMS).to(tl.uint32)
+    live = number < _load(head + 2)
+    number = tl.minimum(number, _load(head + 2) - 1)
+    region = _divide(number, _load(head + 4), _load(head + 5))
+    row = number - region * rows
+    pair = head + tl.load(head + 9) + region.to(tl.int64) * (1 if SRC == PLAIN else 2)
+    line = head + tl.load(head + 10) + row.to(tl.int64) * 2
+    base = (tl.load(pair) + tl.load(line))[:, None] + tl.zeros((ITEMS, WORDS), tl.int64)
+    most = _load(line + 1)[:, None]
+    factors = (tl.load(pair) if SRC == PLAIN else tl.load(pair + 1))[:, None]
+    total = tl.zeros((ITEMS,), tl.uint64)
+    for start in range(0, tl.load(head + 6).to(tl.int32), WORDS):
+        word = (tl.arange(0, WORDS) + start).to(tl.uint32)[None, :]
+        found = _item_words(head, base, factors, most, live[:, None] & (word >= 0), word, UNIT, SRC, DST)
+        key = _mix((word.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15) | 1
+        total += tl.sum((found ^ (found >> 32)) * key, axis=1)
+    region += _load(head + 11)
+    row += _load(head + 12)
+    item = _mix(total ^ _mix((region.to(tl.uint64) << 32) | row.to(tl.uint64))).to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + _divide(region, _load(head + 13), _load(head + 14)), item, mask=live, sem="relaxed")
+    after = sums + tl.load(head + 17)
+    tl.atomic_add(after + _divide(row, _load(head + 15), _load(head + 16)), item, mask=live, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["table", "first", "headers", "at"])
+def sum_items(
+    table,
+    first,
+    headers,
+    at,
+    UNIT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SRC: tl.constexpr,
+    DST: tl.constexpr,
+):
+    """Add up all items of `headers` headers that begin at word `first` of `table`, into the sums from word `at` on."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    for number in range(headers):
+        head = table + first + number * SUM_HEADER
+        before = tl.load(head + 1).to(tl.int32)
+        start = (program + programs - before % programs) % programs  # blocks are dealt to programs across headers
+        for block in range(start, tl.load(head).to(tl.int32), programs):
+            _sum_block(head, block, table + at, UNIT, ITEMS, WORDS, SRC, DST)
+
+
 class Kernel:
     """The compiled variants on one device.
 
@@ -263,7 +401,7 @@ class Kernel:
     def __init__(self, table: torch.Tensor) -> None:
         self._table: Final = table
         self._lock: Final = threading.Lock()
-        self._variants: Final[dict[Variant, Any]] = {}
+        self._variants: Final[dict[Variant | SumVariant, Any]] = {}
         self.compiles = 0
 
     def compile(self, variant: Variant) -> Any:
@@ -282,6 +420,46 @@ class Kernel:
                 self._variants[variant] = compiled
                 self.compiles += 1
         return compiled
+
+    def touch_gate(self, address: int, *, raised: bool) -> int:
+        """How many thread blocks are inside of a gate in memory of this GPU; if `raised`, nobody else gets in.
+
+        Waits for the device: call it from a worker thread.
+        """
+        with torch.cuda.device(self._table.device), torch.cuda.stream(cast("Any", torch.cuda).Stream()):
+            found = torch.zeros(1, dtype=torch.int64, device=self._table.device)
+            touch_gate[1,](address, int(raised), found.data_ptr())
+            return int(found.item()) & 0xFFFF_FFFF
+
+    def compile_sums(self, variant: SumVariant) -> Any:
+        """The same for sums."""
+        with self._lock:
+            compiled = self._variants.get(variant)
+            if compiled is None:
+                with torch.cuda.device(self._table.device):
+                    fixed = sum_constants(variant)
+                    compiled = sum_items.warmup(self._table, 0, 0, 0, **fixed, **SUM_OPTIONS, grid=(1,))
+                    stream = torch.cuda.current_stream().cuda_stream
+                    compiled[1, 1, 1](self._table.data_ptr(), 0, 0, 0, *fixed.values(), stream=stream)
+                self._variants[variant] = compiled
+                self.compiles += 1
+        return compiled
+
+    def launch_sums(self, launch: SumLaunch, table: int, first: int, at: int, ctas: int, stream: int) -> None:
+        """Launch sums. The kernel's device must be the current one.
+
+        Args:
+            launch: What to launch.
+            table: Address of memory that holds tables.
+            first: Word at which the plan's tables begin in it.
+            at: Word at which its sums do.
+            ctas: At most so many thread blocks.
+            stream: Handle of the stream.
+        """
+        compiled = self._variants.get(launch.variant) or self.compile_sums(launch.variant)
+        grid = (min(ctas, launch.blocks), 1, 1)
+        fixed = sum_constants(launch.variant).values()
+        compiled[grid](table, first + launch.first, launch.headers, at, *fixed, stream=stream)
 
     def launch(
         self, launch: Launch, table: int, first: int, ctas: int, stream: int, gate: tuple[int, int, int] = (0, 0, 0)
@@ -307,3 +485,10 @@ def constants(variant: Variant) -> dict[str, int]:
     """The compile-time constants of a variant, in the order of the kernel's parameters."""
     elements = variant.elements
     return {"WIDTH": variant.width, "TILE": variant.tile, "SRC": _KINDS[elements.src], "DST": _KINDS[elements.dst]}
+
+
+def sum_constants(variant: SumVariant) -> dict[str, int]:
+    """The same for sums."""
+    elements = variant.elements
+    shape = {"UNIT": variant.unit, "ITEMS": variant.items, "WORDS": variant.words}
+    return {**shape, "SRC": _KINDS[elements.src], "DST": _KINDS[elements.dst]}

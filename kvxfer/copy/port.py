@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.sums import SumPlan
 
 __all__ = ["FREELY", "READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor", "Gate", "Permit"]
 
@@ -97,12 +98,14 @@ class CopyOutcome:
         started: When the copy was launched, by the runtime's clock.
         finished: When it was seen to be complete.
         stopped: Whether its permit was refused, or a gate kept (a part of) it out. Nothing of it is under way.
+        sums: What was added up, as it travels; empty if nothing was to be, or the job failed.
     """
 
     error: KvxferError | None
     started: float
     finished: float
     stopped: bool = False
+    sums: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +120,7 @@ class CopyJob:
         gate: Where the memory that is written is another process's, and that is on a GPU.
         nbytes: About how many bytes it copies.
         owner: On whose behalf: owners take turns, by bytes.
+        sums: What is added up when the copy has run. Its addresses must stay valid likewise.
     """
 
     plan: CopyPlan
@@ -126,6 +130,7 @@ class CopyJob:
     gate: Gate | None = None
     nbytes: int = 0
     owner: Hashable = None
+    sums: SumPlan | None = None
 
 
 class Executor(Protocol):
@@ -139,8 +144,20 @@ class Executor(Protocol):
         """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
         ...
 
+    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
+        """The same for sums."""
+        ...
+
     def occupy(self, ctas: int) -> None:
         """Let copies occupy so many thread blocks from now on, where the device has such. Safe from any thread."""
+        ...
+
+    def inside(self, gate: int, *, raised: bool) -> int:
+        """How many writers of other devices are inside of a `Gate` in memory of this one, whose address is `gate`.
+
+        If `raised`, its generation is raised, so that nobody else gets in. May wait for the device: call it from a
+        worker thread.
+        """
         ...
 
     def close(self, timeout: float) -> bool:

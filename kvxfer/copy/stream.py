@@ -1,4 +1,4 @@
-"""One CUDA stream as the executor uses it: uploads from pinned memory, marks, and how long it took between two of them.
+"""One CUDA stream as the executor uses it: copies of tables, marks, and how long it took between two of them.
 
 Calls go through cuda-bindings: a copy of tables by way of torch costs several times the rest of a small launch.
 """
@@ -44,6 +44,10 @@ class Stream:
     def upload(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy from pinned memory to the device; the source must not change before it has run."""
         call(self._driver, "cuMemcpyHtoDAsync", target, source, nbytes, self.handle)
+
+    def download(self, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy from the device to pinned memory, where it is once a mark behind it has passed."""
+        call(self._driver, "cuMemcpyDtoHAsync", target, source, nbytes, self.handle)
 
     def mark(self) -> Any:
         """An event behind everything that was queued so far."""

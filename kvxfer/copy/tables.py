@@ -28,7 +28,19 @@ from kvxfer.geometry.chunks import STAGING_ALIGNMENT
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.elements import BYTES, Elements
 
-__all__ = ["AXIS_WORDS", "HEADER_WORDS", "TILE_WORDS", "WIDTHS", "Launch", "Tables", "Variant", "pack", "variants"]
+__all__ = [
+    "AXIS_WORDS",
+    "HEADER_WORDS",
+    "TILE_WORDS",
+    "WIDTHS",
+    "Launch",
+    "Tables",
+    "Variant",
+    "divisor",
+    "pack",
+    "region_words",
+    "variants",
+]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -214,7 +226,7 @@ def _parts(segment: Segment) -> list[_Part]:
     most = _usable(elements)[0]
     if not len(stencil.offsets) or not len(segment.regions) or not stencil.box.token_bytes:
         return []
-    regions = _region_words(segment)
+    regions = region_words(segment)
     region_bits = _bits(segment.regions, elements)
     if _widest(_kept(stencil, "bits", _all_bits) | int(np.bitwise_or.reduce(region_bits)), most) == most:
         return [_Part(most, regions, _kept(stencil, most, lambda one: _body(one.box, one.offsets, most)), lasts=True)]
@@ -268,7 +280,7 @@ def _bits(places: I64, elements: Elements) -> I64:
     return np.asarray(places[:, 0] // src_item | places[:, 1] // dst_item)
 
 
-def _region_words(segment: Segment) -> I64:
+def region_words(segment: Segment) -> I64:
     """Regions as the kernel reads them."""
     if segment.factors is None:
         return segment.regions
@@ -294,13 +306,13 @@ def _body(box: Box, offsets: I64, width: int) -> _Body:
     numbers: list[int] = []
     for count, src, dst, cut in axes:
         size *= count
-        numbers += [count, *_divisor(count), src, dst, int(cut)]
+        numbers += [count, *divisor(count), src, dst, int(cut)]
     words = np.concatenate([offsets.ravel(), np.asarray(numbers, np.int64)])
     if box.token_in_run:
         counts = words[2 : offsets.size : 3]
         counts *= box.run
         counts //= width
-    return _Body(words, len(offsets), len(axes), size, _divisor(size), _divisor(len(offsets)))
+    return _Body(words, len(offsets), len(axes), size, divisor(size), divisor(len(offsets)))
 
 
 def _framed(parts: list[_Part], variant: Variant) -> _Frame:
@@ -337,10 +349,10 @@ def _check(size: int, items: int, tiles: int, variant: Variant) -> None:
             )
 
 
-def _divisor(divisor: int) -> tuple[int, int]:
-    """Multiplier m and shift s with x // divisor == ((x * m >> 32) + x) >> s for 0 <= x < 2**31.
+def divisor(number: int) -> tuple[int, int]:
+    """Multiplier m and shift s with x // number == ((x * m >> 32) + x) >> s for 0 <= x < 2**31.
 
     Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994, figure 4.1.
     """
-    shift = (divisor - 1).bit_length()
-    return ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1, shift
+    shift = (number - 1).bit_length()
+    return ((1 << 32) * ((1 << shift) - number)) // number + 1, shift

@@ -6,6 +6,7 @@
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py, sampling.py)
     explain     why its pieces are as long as they are                  (explain.py, growth.py, endings.py)
+    check       whether what arrived is what was sent                   (sums.py)
 
 Caches need not be described one by one:
 
@@ -31,6 +32,7 @@ from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
 from kvxfer.geometry.sampling import Sample, sample
 from kvxfer.geometry.spec import Interleave, TensorSpec
+from kvxfer.geometry.sums import Damage, SumPlan, damage, selected
 from kvxfer.geometry.tensor import CacheTensor
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
+    "Damage",
     "Elements",
     "Engine",
     "EngineLayout",
@@ -69,6 +72,7 @@ __all__ = [
     "Stencil",
     "Step",
     "Stretch",
+    "SumPlan",
     "TensorSpec",
     "TransferPlan",
     "check_spans",
@@ -77,6 +81,7 @@ __all__ = [
     "common",
     "converts",
     "cut_digest",
+    "damage",
     "differences",
     "expand_layout",
     "from_hf_config",
@@ -86,5 +91,6 @@ __all__ = [
     "resolve",
     "sample",
     "scattered",
+    "selected",
     "token_count",
 ]

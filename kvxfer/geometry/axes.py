@@ -92,6 +92,8 @@ def bind_axes(
     text = " ".join(map(str, axes))
     if len(axes) != len(shape):
         raise GeometryError(f"axes {text!r} name {len(axes)} axes, but the tensor has {len(shape)}: shape {shape}")
+    if len(strides) != len(shape):  # only a peer can say that of a tensor
+        raise GeometryError(f"a tensor of {len(shape)} axes ({text!r}) has {len(strides)} strides: {strides}")
     bound: dict[str, list[Factor]] = {}
     for axis, count, stride in zip(axes, shape, strides, strict=True):
         if axis.inner and count != axis.split:

@@ -8,7 +8,7 @@ from kvxfer.geometry.overlap import Bytes, shared
 from kvxfer.geometry.spec import TensorSpec, check_whole
 from kvxfer.geometry.tensor import CacheTensor
 from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_TENSORS
+from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_PLACES, MAX_TENSORS
 
 __all__ = ["CacheGeometry", "Group"]
 
@@ -52,6 +52,11 @@ class CacheGeometry:
     def __post_init__(self) -> None:
         if not 1 <= len(self.tensors) <= MAX_TENSORS:
             raise GeometryError(f"a cache needs 1 to {MAX_TENSORS} tensors, not {len(self.tensors)}")
+        places = sum(len(spec.layers) * len(spec.kv) for spec in self.tensors)
+        if places > MAX_PLACES:
+            raise GeometryError(
+                f"the tensors of a cache name {places} layers in all, each counted for K and V: at most {MAX_PLACES}"
+            )
         devices = sorted({(spec.kind, spec.device) for spec in self.tensors})
         if len(devices) > 1:
             raise GeometryError(f"all cache tensors of a worker must be on one device, not on {devices}")

@@ -121,12 +121,14 @@ class Slice:
         key: Strides, extents and elements of the class.
         bases: int64 (R, 2): address of the first element in block 0, at the source and destination, of each region.
         factors: float32 (R, 2): by what its elements are multiplied, and then divided.
+        places: int64 (R, 4): layer, half, first head and first dim of each region.
     """
 
     number: int
     key: SegmentKey
     bases: I64
     factors: F32
+    places: I64
 
     @lazy
     def token_bytes(self) -> int:
@@ -262,12 +264,13 @@ class ChunkPlan:
         parts: What it takes of each class that takes part, in the order of staging.
 
     Attributes:
+        parts: As given.
         staged_bytes: Room that the chunk takes in staging: every row a full sub-block, segments aligned.
         bytes: Bytes that it carries.
     """
 
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
-        self._parts: Final = parts
+        self.parts: Final = parts
         self._copy: CopyPlan | None = None
         self._offsets: Final[list[int]] = []
         offset = carried = 0
@@ -284,20 +287,20 @@ class ChunkPlan:
         Nothing of it lies in staging, so rows that only staging tells apart are one.
         """
         if self._copy is None:
-            self._copy = CopyPlan(tuple(part.copied() for part in self._parts))
+            self._copy = CopyPlan(tuple(part.copied() for part in self.parts))
         return self._copy
 
     def listed(self) -> Pieces:
         """The same as a list of contiguous pieces, neighbours merged, in order of destination."""
-        plan = CopyPlan(tuple(part.in_place(part.rows.ascending) for part in self._parts))
+        plan = CopyPlan(tuple(part.in_place(part.rows.ascending) for part in self.parts))
         return plan.enumerate().merged()
 
     def gather(self, staging: int) -> CopyPlan:
         """Source blocks into staging at address `staging`."""
-        placed = zip(self._parts, self._offsets, strict=True)
+        placed = zip(self.parts, self._offsets, strict=True)
         return CopyPlan(tuple([part.gathered(staging + offset) for part, offset in placed]))
 
     def scatter(self, staging: int) -> CopyPlan:
         """Staging at address `staging` into destination blocks."""
-        placed = zip(self._parts, self._offsets, strict=True)
+        placed = zip(self.parts, self._offsets, strict=True)
         return CopyPlan(tuple([part.scattered(staging + offset) for part, offset in placed]))

@@ -274,7 +274,7 @@ class CopyPlan:
 
 
 def fold(
-    axes: Iterable[BoxAxis], src_token: int, dst_token: int, elements: Elements
+    axes: Iterable[BoxAxis], src_token: int, dst_token: int, elements: Elements, *, most: int = MAX_OUTER_AXES
 ) -> tuple[Box, tuple[BoxAxis, ...]]:
     """Find the longest run and merge what is contiguous.
 
@@ -282,7 +282,7 @@ def fold(
     last, so that a row with fewer tokens is a shorter run of the same box.
 
     Returns:
-        The box, and the axes beyond `MAX_OUTER_AXES`, to be unrolled into regions.
+        The box, and the axes beyond its `most` outer ones, to be unrolled into regions.
     """
     rest = [axis for axis in axes if axis.count > 1]
     run, elements = (1, elements) if elements.converts else (elements.src_bytes, BYTES)
@@ -305,6 +305,6 @@ def fold(
         else:
             merged.append(axis)
     by_count = sorted(merged, key=lambda a: a.count)
-    unrolled = by_count[: max(0, len(merged) - MAX_OUTER_AXES)]
+    unrolled = by_count[: max(0, len(merged) - most)]
     outer = tuple(axis for axis in merged if axis not in unrolled)
     return Box(outer, src_token, dst_token, run, token_in_run, elements), tuple(unrolled)

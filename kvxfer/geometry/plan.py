@@ -155,7 +155,7 @@ class PairPlan:
             for number, c in enumerate(self.classes):
                 low, high = bisect_left(c.layers, key[0]), bisect_left(c.layers, key[1] + 1)
                 if low < high:
-                    found.append(Slice(number, c.key, c.bases[low:high], c.factors[low:high]))
+                    found.append(Slice(number, c.key, c.bases[low:high], c.factors[low:high], c.places[low:high]))
             if len(self._slices) >= _KEPT_SLICES:
                 self._slices.clear()
             self._slices[key] = found
@@ -169,7 +169,7 @@ class PairPlan:
             grid = row_grid(c.key.src_rows, c.key.dst_rows)
             table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
             rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
-            parts.append(ChunkPart(Slice(number, c.key, c.bases, c.factors), rows))
+            parts.append(ChunkPart(Slice(number, c.key, c.bases, c.factors, c.places), rows))
         return ChunkPlan(parts)
 
     @lazy

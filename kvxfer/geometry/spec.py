@@ -12,12 +12,13 @@ from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.scales import check_scale
-from kvxfer.limits import MAX_STRIDE, MAX_WIDTH, MAX_WORLD
+from kvxfer.limits import MAX_LAYERS, MAX_STRIDE, MAX_WIDTH, MAX_WORLD
 
 __all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole"]
 
 _DEVICES: Final = ("cpu", "cuda")
 _MAX_DIMENSION: Final = 0xFFFF_FFFF
+_MAX_ADDRESS: Final = 0x7FFF_FFFF_FFFF_FFFF  # plans count in signed 64 bits
 
 
 def check_whole(what: str, number: object) -> None:
@@ -194,11 +195,13 @@ class TensorSpec:
             except UnicodeEncodeError as error:
                 raise GeometryError(f"a cache tensor of group {self.group!r}: {name!r} is no text: {error}") from error
         bounds = [
+            ("the number of layers", len(self.layers), MAX_LAYERS),
             ("the longest axis", max(self.shape, default=0), _MAX_DIMENSION),
             ("the last layer", max(self.layers, default=0), _MAX_DIMENSION),
             ("the end of heads", self.heads.stop, _MAX_DIMENSION),
             ("tokens_per_row", self.tokens_per_row, _MAX_DIMENSION),
             ("the largest byte stride", max(self.strides, default=0), MAX_STRIDE - 1),
+            ("the end of its memory", self.base + self.extent_bytes, _MAX_ADDRESS),
             *((f"the length of axis {axis!r}", self.count(axis), MAX_WIDTH) for axis in ("head", "dim")),
         ]
         for what, number, most in bounds:

@@ -6,7 +6,8 @@ import warnings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from kvxfer.copy.kernel import OPTIONS, constants, copy_boxes
+from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, constants, copy_boxes, sum_constants, sum_items
+from kvxfer.copy.sum_tables import SumVariant
 from kvxfer.copy.tables import Variant
 from kvxfer.geometry.elements import Elements
 
@@ -22,12 +23,37 @@ EXPECTED = {  # accesses a thread, of both kinds
     Variant(8, Elements(1, 2, "float8_e4m3fn", "bfloat16")): (2, "ld.global.v2.b32", "st.global.v4.b32"),
     Variant(8, Elements(2, 2, "float16", "bfloat16")): (2, "ld.global.v4.b32", "st.global.v4.b32"),
 }
+SUM_SIGNATURE = {"table": "*i64"} | dict.fromkeys(("first", "headers", "at"), "i32")
+SUMS = {  # kinds of loads of what is added up
+    SumVariant(8, 32): "ld.global.b64",
+    SumVariant(8, 512): "ld.global.b64",
+    SumVariant(4, 512): "ld.global.b32",
+    SumVariant(2, 32): "ld.global.b16",
+    SumVariant(1, 512): "ld.global.b8",
+    SumVariant(1, 32, Elements(2, 1, "bfloat16", "float8_e4m3fn")): "ld.global.b16",
+    SumVariant(4, 512, Elements(1, 4, "float8_e5m2", "float32")): "ld.global.b8",
+}
 KINDS = ("b64", "b32", "b16", "b8", "v2.b64", "v2.b32", "v4.b32")
+
+
+def sums() -> int:
+    """How many variants of the sums are not as expected."""
+    wrong = 0
+    for variant, load in SUMS.items():
+        fixed = sum_constants(variant)
+        signature = SUM_SIGNATURE | dict.fromkeys(fixed, "constexpr")
+        source = ASTSource(sum_items, signature=signature, constexprs=fixed)
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=SUM_OPTIONS).asm["ptx"]
+        loads, adds = ptx.count(f"{load} "), ptx.count("red.global.gpu.relaxed.add.u64")
+        stores, flushed = ptx.count("st.global"), ptx.count(".ftz")
+        print(f"{variant}: {loads} x {load}, {adds} sums, {stores} stores, {flushed} x .ftz")
+        wrong += loads < 4 or adds != 2 or bool(stores or flushed)
+    return wrong
 
 
 def main() -> int:
     warnings.simplefilter("ignore")
-    wrong = 0
+    wrong = sums()
     for variant, (each, load, store) in EXPECTED.items():
         source = ASTSource(copy_boxes, signature=SIGNATURE, constexprs=constants(variant))
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)

@@ -1,16 +1,19 @@
 """The GPU executor's decisions, without a GPU: events that a test fires, memory that is never read."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from copy_plans import contiguous_rows
+from sum_plans import pair_of
 
 from kvxfer.copy import READY, CopyJob, Direction, cuda
 from kvxfer.copy.cuda import CudaExecutor, recorded
 from kvxfer.copy.port import FREELY, Gate
 from kvxfer.errors import ClosedError, TransferFailedError
+from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import CopyPlan
 
 
@@ -45,6 +48,10 @@ class FakeLane(cuda._Lane):
 
     def upload(self, slot, words):
         slot.memory.words[slot.start : slot.start + len(words)] = words
+
+    def download(self, slot, first, last):
+        self._words(slot)[first:last] = range(1, 1 + last - first)  # what the device adds up
+        return self._words(slot)[first:last]
 
     def mark(self):
         if self.record_error:
@@ -83,9 +90,10 @@ class World:
     def __init__(self, monkeypatch, *, ring_bytes=4096):
         FakeLane.made = []
         self.launched, self.gates, self.launch_error = [], [], None
-        self.tables = []
+        self.tables, self.summed = [], []
         monkeypatch.setattr(cuda, "_Lane", FakeLane)
-        monkeypatch.setattr(cuda, "_load_kernel", lambda table: SimpleNamespace(launch=self._launch))
+        kernel = SimpleNamespace(launch=self._launch, launch_sums=self._launch_sums)
+        monkeypatch.setattr(cuda, "_load_kernel", lambda table: kernel)
         self.runtime: Any = FakeRuntime()
         self.executor = CudaExecutor(self.runtime, torch.device("cpu"), ring_bytes=ring_bytes)
         self.gather, self.scatter = FakeLane.made
@@ -98,7 +106,12 @@ class World:
         self.launched.append((launch.variant.width, first))
         self.gates.append(gate)
 
-    def submit(self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None, permit=FREELY, gate=None):
+    def _launch_sums(self, launch, table, first, at, ctas, stream):
+        self.summed.append((table, first, at))
+
+    def submit(
+        self, name, *, rows=4, after=READY, direction=Direction.GATHER, plan=None, permit=FREELY, gate=None, sums=None
+    ):
         plan = plan or contiguous_rows(0, 1 << 20, rows=rows, regions=1, row_bytes=64, pool=rows)
 
         def done(outcome):
@@ -106,7 +119,7 @@ class World:
             self.outcomes[name] = outcome
             self.order.append(name)
 
-        self.executor.submit(CopyJob(plan, done, after, permit, gate), direction)
+        self.executor.submit(CopyJob(plan, done, after, permit, gate, sums=sums), direction)
 
     def step(self):
         """Step while it is asked for at once, as long as something is launched; at least once."""
@@ -323,3 +336,37 @@ def test_what_counts_as_recorded():
         assert not recorded(event)
         setattr(event, handle, 0x7F00)
         assert recorded(event)
+
+
+def test_sums_follow_their_copy_and_are_read_when_it_has_run(world):
+    source, target, chunk = pair_of(2)
+    sums = SumPlan.at_destination(chunk)
+    world.submit("copied", plan=chunk.copy(), sums=sums)
+    world.submit("summed", plan=CopyPlan(()), sums=sums)
+    world.step()
+    world.step()
+    assert len(world.launched) >= 1
+    assert len(world.summed) == 2
+    assert world.outcomes == {}
+    count = sums.region_sums + sums.row_sums
+    small = CopyJob(chunk.copy(), world.outcomes.update)
+    assert cuda._Packed.of(small).near
+    assert not cuda._Packed.of(replace(small, sums=sums)).near  # what the device adds up is in its memory
+    for mark in world.gather.marks:
+        mark.fired = True
+    world.step()
+    expected = b"".join(number.to_bytes(8, "little") for number in range(1, count + 1))
+    assert [world.outcomes[name].sums for name in ("copied", "summed")] == [expected] * 2
+    del source, target
+
+
+def test_what_was_not_allowed_has_no_sums(world):
+    source, target, chunk = pair_of(2)
+    permit: Any = SimpleNamespace(post=lambda now, make: False, end=lambda: None)
+    world.submit("denied", plan=chunk.copy(), sums=SumPlan.at_source(chunk), permit=permit)
+    world.step()
+    world.gather.marks[0].fired = True
+    world.step()
+    assert (world.outcomes["denied"].stopped, world.outcomes["denied"].sums) == (True, b"")
+    assert world.summed == []
+    del source, target

@@ -1,8 +1,8 @@
 """The Triton kernel without a GPU: in Triton's interpreter, and as PTX.
 
 Triton decides when it is imported whether kernels are interpreted, for the whole process. So neither choice is made in
-the process that runs the other tests: `kernel_cases.py` runs in a child with TRITON_INTERPRET=1 and `kernel_ptx.py` in
-one without; neither name matches `test_*.py`, so nothing else collects them.
+the process that runs the other tests: `kernel_cases.py` and `sum_cases.py` run in children with TRITON_INTERPRET=1 and
+`kernel_ptx.py` in one without; none of these names matches `test_*.py`, so nothing else collects them.
 """
 
 import os
@@ -27,9 +27,10 @@ def child(*arguments, cwd=ROOT, **variables):
     return done.stdout
 
 
-def test_the_kernel_in_the_interpreter():
+@pytest.mark.parametrize("cases", ["kernel_cases.py", "sum_cases.py"])
+def test_the_kernel_in_the_interpreter(cases):
     pytest.importorskip("triton", reason="triton is not installed")
-    out = child("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "kernel_cases.py"), TRITON_INTERPRET="1")
+    out = child("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases), TRITON_INTERPRET="1")
     print(out)
     assert " passed" in out
     assert "skipped" not in out

@@ -22,7 +22,7 @@ from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
     near=st.integers(-1, 1),
 )
 def test_division_by_multiplication_is_exact(divisor, number, near):
-    multiplier, shift = tables._divisor(divisor)
+    multiplier, shift = tables.divisor(divisor)
     assert multiplier < 2**32
     assert shift < 32
     for x in (number, min(max(number // divisor * divisor + near, 0), 2**31 - 1)):

@@ -239,7 +239,9 @@ def scattered(pair: PairPlan, count: int) -> ChunkPlan:
         rows.setdefault((key.group, key.src_rows, key.dst_rows), Rows(table, begin, grid))
     return ChunkPlan(
         [
-            ChunkPart(Slice(number, c.key, c.bases, c.factors), rows[c.key.group, c.key.src_rows, c.key.dst_rows])
+            ChunkPart(
+                Slice(number, c.key, c.bases, c.factors, c.places), rows[c.key.group, c.key.src_rows, c.key.dst_rows]
+            )
             for number, c in enumerate(pair.classes)
         ]
     )

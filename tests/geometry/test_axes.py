@@ -66,6 +66,12 @@ def test_binding_refuses_another_number_of_axes() -> None:
         bind_axes(parse_axes("block dim"), (1, 2, 3), (6, 3, 1))
 
 
+def test_binding_refuses_another_number_of_strides() -> None:
+    for strides in ((6,), (6, 3, 1)):
+        with pytest.raises(GeometryError, match=rf"a tensor of 2 axes \('block dim'\) has {len(strides)} strides"):
+            bind_axes(parse_axes("block dim"), (1, 2), strides)
+
+
 def test_binding_refuses_an_inner_part_of_another_length() -> None:
     with pytest.raises(GeometryError, match="dim%8 must be 8 long, but the tensor has 4 there"):
         bind_axes(parse_axes("block dim/8 dim%8"), (1, 2, 4), (8, 4, 1))

@@ -9,6 +9,7 @@ import torch
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
+from kvxfer.limits import MAX_LAYERS
 
 NHD = "block token head dim"
 
@@ -384,3 +385,29 @@ def test_a_peers_description_is_checked_like_ours() -> None:
     for strides in ((128, 32, -16, 2), (128, 32, 16, 1), (100, 32, 16, 2)):
         with pytest.raises(GeometryError, match="overlap"):
             TensorSpec("g", "", ("k",), (0,), range(2), NHD, spec.shape, strides, "bfloat16", 2)
+
+
+def told(layers: range, tensors: int = 1, **rest: Any) -> CacheGeometry:
+    """Tensors with a layer axis, as only a peer could describe so many."""
+    spec = CacheTensor(torch.zeros(2, 1, 4, 2, 8), "layer block token head dim", layers=[0, 1], heads=range(2)).spec()
+    count = len(layers)
+    specs = [
+        replace(spec, shape=(count, 1, 4, 2, 8), layers=tuple(layers), base=1 << 40, part=f"p{number}", **rest)
+        for number in range(tensors)
+    ]
+    return CacheGeometry(tuple(specs))
+
+
+def test_memory_ends_where_addresses_do() -> None:
+    spec = cache().spec()
+    most = (1 << 63) - 1 - spec.extent_bytes
+    CacheGeometry((replace(spec, base=most),))
+    with pytest.raises(GeometryError, match="the end of its memory is 9223372036854775808, but may not be over"):
+        replace(spec, base=most + 1)
+
+
+def test_layers_are_bounded_since_every_one_is_looked_at() -> None:
+    with pytest.raises(GeometryError, match="the number of layers is 16385, but may not be over 16384"):
+        told(range(MAX_LAYERS + 1))
+    with pytest.raises(GeometryError, match=r"name 49152 layers in all.*at most 32768"):
+        told(range(MAX_LAYERS), tensors=3)

@@ -7,21 +7,21 @@
     network.release("b")           # now they land: the late bytes that corrupt reused memory
 
 Bytes are copied between addresses of this process, within what is registered; nothing happens outside of a call, there
-is no clock and no thread, so a test decides every interleaving. Faults are told to the network by the name of the agent
-at the far end of a post, or `EVERY_PEER`. The network may be used from any thread.
+is no thread and, unless `pace` brings one, no clock, so a test decides every interleaving. Faults are told to the
+network by the name of the agent at the far end of a post, or `EVERY_PEER`. The network may be used from any thread.
 """
 
 import ctypes
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
+from kvxfer.fabric.faults import Fault, Faults, Part
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 
 __all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
@@ -48,56 +48,6 @@ class LogEntry(NamedTuple):
     length: int
 
 
-@dataclass(slots=True, eq=False)
-class _Fault:
-    """What happens to one coming post."""
-
-    skip: int
-    refuse: bool
-    after_bytes: int = 0
-    at_post: bool = False
-    disconnected: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """A posted part: the handle of this transport.
-
-    Attributes:
-        src: Who posted it.
-        dst: Name of the agent at the far end.
-        operation: Which way the bytes go.
-        copies: What it still owes: (local address, remote address, bytes).
-        keys: The registrations on both sides that must still be in force when bytes move.
-        polls: Polls to answer with "not yet".
-        held: It waits for `LoopbackNetwork.release`.
-        wedged: It never ends.
-        released: It was given back.
-        error: What a poll raises.
-    """
-
-    src: "LoopbackTransport"
-    dst: str
-    operation: Operation
-    copies: list[tuple[int, int, int]]
-    keys: frozenset[int]
-    polls: int = 0
-    held: bool = False
-    wedged: bool = False
-    released: bool = False
-    error: FabricError | None = None
-
-
-@dataclass(slots=True)
-class _Faults:
-    """The faults that one peer is under."""
-
-    coming: list[_Fault] = field(default_factory=list[_Fault])
-    polls: int = 0
-    held: bool = False
-    wedged: bool = False
-
-
 class LoopbackNetwork:
     """Agents of one process, and the faults between them.
 
@@ -109,8 +59,10 @@ class LoopbackNetwork:
         self.log: list[LogEntry] = []
         self._lock = threading.RLock()
         self._agents: dict[str, LoopbackTransport] = {}
-        self._faults: dict[str, _Faults] = {}
+        self._faults: dict[str, Faults] = {}
         self._held: list[Part] = []
+        self._flying: list[Part] = []
+        self._now: Callable[[], float] = _no_clock
         self._dead: set[str] = set()
         self._keys = iter(range(1, 1 << 62))
 
@@ -127,6 +79,7 @@ class LoopbackNetwork:
             posts: Only this many, oldest first, and go on holding. None: all of them, and hold no more.
         """
         with self._lock:
+            self._arrive()
             if posts is None:
                 self._of(peer).held = False
             chosen = [part for part in self._held if peer in {EVERY_PEER, part.dst}][:posts]
@@ -146,6 +99,18 @@ class LoopbackNetwork:
         with self._lock:
             self._of(peer).polls = polls
 
+    def pace(self, peer: str, bytes_per_second: float, now: Callable[[], float]) -> None:
+        """Let coming posts take time, one after the other: their bytes land when it has passed, given up or not.
+
+        Args:
+            peer: As in `hold`; posts to everybody share one link.
+            bytes_per_second: Of that link. 0: coming posts take no time (again).
+            now: The clock, in seconds; one for the whole network.
+        """
+        with self._lock:
+            self._now = now
+            self._of(peer).bytes_per_second = bytes_per_second
+
     def wedge(self, peer: str) -> None:
         """Never end coming posts, and never move their bytes."""
         with self._lock:
@@ -154,7 +119,7 @@ class LoopbackNetwork:
     def refuse_next(self, peer: str, *, skip: int = 0) -> None:
         """Fail a coming post before any byte moved: `skip` posts pass first."""
         with self._lock:
-            self._of(peer).coming.append(_Fault(skip, refuse=True))
+            self._of(peer).coming.append(Fault(skip, refuse=True))
 
     def break_next(
         self, peer: str, *, after_bytes: int = 0, skip: int = 0, at_post: bool = False, disconnected: bool = False
@@ -169,12 +134,31 @@ class LoopbackNetwork:
             disconnected: The error says that the peer is gone.
         """
         with self._lock:
-            self._of(peer).coming.append(_Fault(skip, False, after_bytes, at_post, disconnected))
+            self._of(peer).coming.append(Fault(skip, False, after_bytes, at_post, disconnected))
+
+    def damage_next(self, peer: str, *, byte: int = 0, skip: int = 0) -> None:
+        """Flip a bit of a coming post on its way, and let it end as if nothing were.
+
+        Args:
+            peer: As in `hold`.
+            byte: Which of its bytes is hit, counted from its first.
+            skip: Posts that pass first.
+        """
+        with self._lock:
+            self._of(peer).coming.append(Fault(skip, refuse=False, damage=byte))
 
     def disconnect(self, peer: str) -> None:
-        """Cut everybody's connection to an agent: posts in flight and coming ones fail. Held bytes can still land."""
+        """Cut everybody's connection to an agent: posts in flight and coming ones fail.
+
+        Whoever posted has no more to do with it: reads bring nothing any more, and bytes that are under way, read
+        already, can still land.
+        """
         with self._lock:
+            self._arrive()
             self._dead.add(peer)
+            for part in [*self._held, *self._flying]:
+                if peer in {EVERY_PEER, part.dst}:
+                    part.leave()
 
     def mend(self, peer: str) -> None:
         """Take back every fault of a peer for posts to come. What is held or wedged stays so."""
@@ -205,15 +189,17 @@ class LoopbackNetwork:
     def begin(self, part: Part) -> None:
         """Put a part in flight, under the faults of its peer."""
         with self._lock:
+            self._arrive()
             self._begin(part)
 
     def poll(self, part: Part) -> bool:
         """True when a part has ended."""
         with self._lock:
+            self._arrive()
             self._check_alive(part.dst, in_doubt=True)
             if part.error is not None:
                 raise part.error
-            if part.held or part.wedged:
+            if part.held or part.wedged or part in self._flying:
                 return False
             if part.polls > 0:
                 part.polls -= 1
@@ -221,19 +207,19 @@ class LoopbackNetwork:
             self._land(part)
             return True
 
-    def _of(self, peer: str) -> _Faults:
-        return self._faults.setdefault(peer, _Faults())
+    def _of(self, peer: str) -> Faults:
+        return self._faults.setdefault(peer, Faults())
 
-    def _both(self, peer: str) -> Iterator[_Faults]:
+    def _both(self, peer: str) -> Iterator[Faults]:
         return (self._faults[name] for name in (peer, EVERY_PEER) if name in self._faults)
 
     def _check_alive(self, peer: str, *, in_doubt: bool) -> None:
         if not self._dead.isdisjoint({peer, EVERY_PEER}):
             raise FabricError(f"{peer} is disconnected", disconnected=True, in_doubt=in_doubt)
 
-    def _due(self, peer: str) -> _Fault | None:
+    def _due(self, peer: str) -> Fault | None:
         """The fault that this very post meets, if any."""
-        due: _Fault | None = None
+        due: Fault | None = None
         for faults in self._both(peer):
             for fault in list(faults.coming):
                 if fault.skip == 0 and due is None:
@@ -254,17 +240,42 @@ class LoopbackNetwork:
             part.polls = max(part.polls, faults.polls)
             part.held |= faults.held
             part.wedged |= faults.wedged
-        if fault is not None:
+            part.due = max(part.due, self._travels(part, faults))
+        if fault is not None and fault.damage is not None:
+            part.damage = fault.damage
+        elif fault is not None:
             self._land(part, fault.after_bytes)
             part.copies.clear()
             words = f"the loopback was told to break a {part.operation.value} to {part.dst}"
             part.error = FabricError(words, disconnected=fault.disconnected, in_doubt=True)
             if fault.at_post:
                 raise part.error
-        elif part.held and not part.wedged:
+            return
+        if part.held and not part.wedged:
             self._held.append(part)
+        elif part.due and not part.wedged:
+            self._flying.append(part)
         elif not part.wedged and part.polls == 0:
             self._land(part)
+
+    def _travels(self, part: Part, faults: Faults) -> float:
+        """When the bytes of a part are through a link that has a speed; 0 for one that has none."""
+        if not faults.bytes_per_second:
+            return 0.0
+        nbytes = sum(length for _, _, length in part.copies)
+        faults.busy_until = max(faults.busy_until, self._now()) + nbytes / faults.bytes_per_second
+        return faults.busy_until
+
+    def _arrive(self) -> None:
+        """Let every part land whose time has come."""
+        if self._flying:
+            now = self._now()
+            due, self._flying = (
+                [part for part in self._flying if part.due <= now],
+                [part for part in self._flying if part.due > now],
+            )
+            for part in sorted(due, key=lambda part: part.due):
+                self._land(part)
 
     def _land(self, part: Part, limit: int | None = None) -> None:
         """Move the bytes that a part still owes, at most `limit`, unless either side deregistered the memory since.
@@ -276,11 +287,16 @@ class LoopbackNetwork:
         target = self._agents.get(part.dst)
         if target is None or not part.keys <= target.keys() | part.src.keys():
             return
-        for here, there, whole in copies:
+        for number, (here, there, whole) in enumerate(copies):
             length = min(whole, left)
             if length > 0:
                 to, fro = (there, here) if part.operation is Operation.WRITE else (here, there)
-                ctypes.memmove(to, fro, length)
+                ctypes.memmove(to, part.carried[number] if part.carried is not None else fro, length)
+                if part.damage is not None:
+                    if 0 <= part.damage < length:
+                        hit = ctypes.c_ubyte.from_address(to + part.damage)
+                        hit.value ^= 1
+                    part.damage -= length
                 self.log.append(LogEntry(part.operation, part.src.name, part.dst, there, length))
             left -= length
 
@@ -417,6 +433,10 @@ class LoopbackTransport:
     def _check_open(self) -> None:
         if not self._open:
             raise FabricError(f"agent {self._name!r} is not open")
+
+
+def _no_clock() -> float:
+    return 0.0
 
 
 def _part(handle: Handle) -> Part:

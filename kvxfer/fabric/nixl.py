@@ -40,6 +40,12 @@ _UCX_PARAMS: Final = frozenset({
 """What NIXL 1.5's UCX backend reads. It advertises only three of them."""
 
 _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_CALLS: Final = ("UCX_TCP_SYN_CNT", "2")
+"""How often a host that does not answer over TCP is called again, unless the environment says otherwise.
+
+`connect` waits for that inside of NIXL, and with it the fabric's thread, whoever else it works for: by default more
+than two minutes, so about ten seconds.
+"""
 _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
@@ -140,6 +146,7 @@ class NixlTransport:
         """
         if self._device is not None:
             _make_current(self._device)
+        os.environ.setdefault(*_CALLS)
         if self._scatter_lists:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Handle, Outcome, Post, PostResult, Transport
+from kvxfer.fabric.port import Handle, Operation, Outcome, Post, PostResult, Transport
 from kvxfer.fabric.wire import Flight, Wire
 from kvxfer.lazy import lazy
 
@@ -253,12 +253,19 @@ class LivePost:
             release(flight.handle)
 
     def result(self, now: float) -> PostResult:
-        """Make the one result, for the caller to deliver. Ends the cell unless bytes may still land."""
-        if self._verdict is not Outcome.IN_DOUBT:
+        """Make the one result, for the caller to deliver. Ends the cell unless bytes may still move.
+
+        A read whose peer is gone brings nothing any more; what was written may still be under way to it.
+        """
+        in_doubt, error = self._verdict is Outcome.IN_DOUBT, self._error
+        if in_doubt and self.may_linger and error is not None and error.disconnected:
+            # true of the part that failed first, but another one never ended
+            error = FabricError(f"{error}, and not every part has ended", in_doubt=True)
+        if not in_doubt or (self.post.operation is Operation.READ and not self.may_linger):
             self.post.cell.end()
         return PostResult(
             outcome=self._verdict,
-            error=self._error,
+            error=error,
             posted_bytes=self._posted_bytes,
             posting=self._posting,
             first=0.0 if self._first is None else self._first,

@@ -27,6 +27,7 @@ __all__ = [
     "Memory",
     "Operation",
     "Outcome",
+    "Passage",
     "Post",
     "PostResult",
     "Transport",
@@ -79,6 +80,18 @@ class Descriptors:
         return int(self.pieces[:, 1].sum())
 
 
+class Passage(Protocol):
+    """A way into memory whose owner may close it: see `kvxfer.mapped.locks`."""
+
+    def enter(self) -> bool:
+        """Before anything is posted. False if the owner has taken its grant back: then nothing may be, now or ever."""
+        ...
+
+    def leave(self) -> None:
+        """Once after an `enter` that was granted, when nothing of it is under way any more."""
+        ...
+
+
 class CellState(StrEnum):
     """`QUEUED -> POSTED -> ENDED`, or `QUEUED -> DEAD`."""
 
@@ -94,12 +107,18 @@ class Cell:
     A post is cut into several; the lease is checked before each of them, inside the same critical section. `kill` never
     waits for a post that is being made: it then answers False, asks that no further part be posted, and the result of
     the post tells how far it went.
+
+    Args:
+        deadline: When the lease ends, by the clock that `post` is given.
+        passage: What leads to the memory that is written or read: entered before the first part is posted, left when
+            everything has ended, and kept while anything is in doubt.
     """
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, passage: Passage | None = None) -> None:
         self._lock = threading.Lock()
         self._state = CellState.QUEUED
         self._deadline = deadline
+        self._passage = passage
         self._stop = False
 
     @property
@@ -108,12 +127,13 @@ class Cell:
         return self._state
 
     def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
-        """Run `make` (post one part) unless the cell is dead, stopped, or past its lease. False if it was not run.
+        """Run `make` (post one part) unless the cell is dead, stopped, past its lease or kept out. False if it was not.
 
         Only the thread that posts (the fabric's, or a copy's on `mapped`) calls this. A first refusal kills the cell.
         """
         with self._lock:
-            if self._stop or self._state in (CellState.DEAD, CellState.ENDED) or now() >= self._deadline:
+            over = self._stop or self._state in (CellState.DEAD, CellState.ENDED) or now() >= self._deadline
+            if over or (self._state is CellState.QUEUED and self._passage is not None and not self._passage.enter()):
                 if self._state is CellState.QUEUED:
                     self._state = CellState.DEAD
                 return False
@@ -138,6 +158,8 @@ class Cell:
         with self._lock:
             if self._state is CellState.POSTED:
                 self._state = CellState.ENDED
+                if self._passage is not None:
+                    self._passage.leave()
 
 
 class Outcome(StrEnum):

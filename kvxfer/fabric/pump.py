@@ -39,6 +39,9 @@ _LEAKED: Final[list[Transport]] = []
 _LONGEST_STEP: Final = 1.0
 """Seconds that one pass counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
 
+_STEPS_TO_DOUBT: Final = 4
+"""Passes that a time-out takes at least, however short it is."""
+
 _HOLD_GROWTH: Final = 10_000.0
 """With nothing but a hold the sleep is this fraction of the wait: 0.1 ms for the first second, 1 ms after ten."""
 
@@ -96,6 +99,7 @@ class Fabric:
         self._transport = transport
         self._runtime = runtime
         self._limits = Limits(max_descriptors, max_post_bytes, max_parts_in_flight, no_progress_timeout)
+        self._longest_step = min(_LONGEST_STEP, no_progress_timeout / _STEPS_TO_DOUBT)
         self._paces = Paces.of(spin_time, min_poll_interval, max_poll_interval)
         self._max_poll = max_poll_interval
         self._hold_poll = hold_poll_interval
@@ -284,7 +288,7 @@ class Fabric:
 
     def _pass(self) -> float | None:
         now = self._runtime.now()
-        self._clock += min(max(now - self._last_pass, 0.0), _LONGEST_STEP)
+        self._clock += min(max(now - self._last_pass, 0.0), self._longest_step)
         self._last_pass = now
         self._raise_defect()
         if self._inbox:

@@ -63,6 +63,27 @@ def test_write_and_read_move_exactly_the_pieces_and_are_logged(network, pair):
     assert a.transport.open_handles == 0
 
 
+@pytest.mark.parametrize("how", ["at once", "later", "released"])
+def test_damage_flips_one_bit_of_one_post_and_tells_nobody(network, pair, how):
+    a, b = pair
+    if how == "later":
+        network.delay("b", 1)
+    elif how == "released":
+        network.hold("b")
+    network.damage_next("b", byte=11, skip=1)
+    expected = np.full(SIZE, 2, dtype=np.uint8)
+    for start in (0, 100, 200):
+        handle = a.transport.post(
+            "b", Operation.WRITE, a.pieces((0, 9), (50, 5)), b.pieces((start, 9), (start + 50, 5))
+        )
+        network.release("b") if how == "released" else a.transport.poll(handle)
+        assert a.transport.poll(handle)
+        a.transport.release(handle)
+        expected[start : start + 9] = expected[start + 50 : start + 55] = 1
+    expected[152] ^= 1  # the third byte of the second piece
+    assert np.array_equal(b.buffer, expected)
+
+
 @pytest.mark.parametrize("span", [(SIZE, 1), (SIZE - 4, 5), (-1, 4)])
 def test_outside_of_the_registration_is_refused_on_both_sides(network, pair, span):
     a, b = pair
@@ -127,6 +148,36 @@ def test_delay_counts_polls(network, pair):
     assert a.transport.poll(write(a, b))
 
 
+def test_on_a_paced_link_posts_take_their_time_one_after_the_other(network, pair):
+    a, b = pair
+    clock = [10.0]
+    network.pace("b", 100.0, lambda: clock[0])
+    first, second = write(a, b, 0, 50), write(a, b, 50, 25)
+    for now, ended, landed in ((10.4, [False, False], 0), (10.5, [True, False], 50), (10.75, [True, True], 75)):
+        clock[0] = now
+        assert [a.transport.poll(handle) for handle in (first, second)] == ended
+        assert int((b.buffer == 1).sum()) == landed
+    clock[0] = 20.0
+    third = write(a, b, 100, 10)  # the link was idle meanwhile
+    clock[0] = 20.1
+    assert a.transport.poll(third)
+    network.pace("b", 0.0, lambda: clock[0])
+    assert a.transport.poll(write(a, b, 200, 1))
+
+
+def test_what_is_on_a_paced_link_lands_though_it_was_given_up(network, pair):
+    a, b = pair
+    clock = [0.0]
+    network.pace(EVERY_PEER, 8.0, lambda: clock[0])
+    a.transport.release(write(a, b))
+    a.transport.disconnect("b")
+    network.release(EVERY_PEER)
+    assert not (b.buffer == 1).any()
+    clock[0] = 1.0
+    network.release(EVERY_PEER)
+    assert int((b.buffer == 1).sum()) == 8
+
+
 def test_wedged_posts_never_end(network, pair):
     a, b = pair
     network.wedge(EVERY_PEER)
@@ -178,6 +229,18 @@ def test_disconnect_fails_what_is_in_flight_and_what_comes(network, pair):
     assert not caught.value.in_doubt
     network.release("b")
     assert b.buffer[0] == 1, "the held bytes came late"
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_what_is_under_way_at_a_disconnection_has_left_the_initiators_memory(network, pair, operation):
+    a, b = pair
+    network.hold("b")
+    a.transport.post("b", operation, a.pieces((0, 8)), b.pieces((0, 8)))
+    network.disconnect("b")
+    a.buffer[:] = 7
+    network.release("b")
+    assert set(b.buffer[:8]) == ({1} if operation is Operation.WRITE else {2})
+    assert set(a.buffer) == {7}
 
 
 def test_a_closed_peer_is_disconnected(pair):

@@ -1,0 +1,107 @@
+"""What may happen to a post of the loopback transport, and a post to which it happens."""
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Operation
+
+__all__ = ["Fault", "Faults", "Initiator", "Part"]
+
+
+class Initiator(Protocol):
+    """Who posted."""
+
+    @property
+    def name(self) -> str:
+        """Unique name of this agent."""
+        ...
+
+    def keys(self) -> frozenset[int]:
+        """Numbers of its registrations that are in force."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Fault:
+    """What happens to one coming post.
+
+    Attributes:
+        skip: Posts that pass before.
+        refuse: It is refused; else it breaks off.
+        after_bytes: Bytes that land before it does.
+        at_post: Whether the call that posts fails, or a poll.
+        disconnected: Whether the error says that the peer is gone.
+        damage: It ends as if nothing were, but a bit of this byte is flipped on the way.
+    """
+
+    skip: int
+    refuse: bool
+    after_bytes: int = 0
+    at_post: bool = False
+    disconnected: bool = False
+    damage: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A posted part: the handle of this transport.
+
+    Attributes:
+        src: Who posted it.
+        dst: Name of the agent at the far end.
+        operation: Which way the bytes go.
+        copies: What it still owes: (local address, remote address, bytes).
+        keys: The registrations on both sides that must still be in force when bytes move.
+        polls: Polls to answer with "not yet".
+        due: When its bytes land, by the clock of `LoopbackNetwork.pace`.
+        held: It waits for `LoopbackNetwork.release`.
+        wedged: It never ends.
+        released: It was given back.
+        error: What a poll raises.
+        carried: What its copies carry, once they are read already.
+        damage: Which of its bytes arrives with a bit flipped.
+    """
+
+    src: "Initiator"
+    dst: str
+    operation: Operation
+    copies: list[tuple[int, int, int]]
+    keys: frozenset[int]
+    polls: int = 0
+    due: float = 0.0
+    held: bool = False
+    wedged: bool = False
+    released: bool = False
+    error: FabricError | None = None
+    carried: list[bytes] | None = None
+    damage: int | None = None
+
+    def leave(self) -> None:
+        """Have no more to do with the initiator's memory: what a write carries was read, a read carries nothing."""
+        if self.operation is Operation.READ:
+            self.copies.clear()
+        elif self.carried is None:
+            self.carried = [ctypes.string_at(here, length) for here, _, length in self.copies]
+
+
+@dataclass(slots=True)
+class Faults:
+    """The faults that one peer is under.
+
+    Attributes:
+        coming: Those of single posts.
+        polls: Polls that are answered with "not yet".
+        held: Posts wait for `LoopbackNetwork.release`.
+        wedged: Posts never end.
+        bytes_per_second: Speed of the link; 0 for none.
+        busy_until: When the link is through with what was posted so far.
+    """
+
+    coming: list[Fault] = field(default_factory=list[Fault])
+    polls: int = 0
+    held: bool = False
+    wedged: bool = False
+    bytes_per_second: float = 0.0
+    busy_until: float = 0.0

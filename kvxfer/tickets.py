@@ -342,5 +342,8 @@ def _plain(data: msgspec.Struct) -> dict[str, Any]:
 def _convert(data: Any, kind: type[_T], name: str) -> _T:
     try:
         return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
+    except (
+        msgspec.ValidationError,
+        UnicodeEncodeError,
+    ) as error:  # the latter of text that JSON can hold, UTF-8 cannot
         raise TicketError(f"this is no {name}: {error}") from error

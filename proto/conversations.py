@@ -21,6 +21,7 @@ from kvxfer.protocol.messages import (
     AgentBody,
     Cancel,
     Capability,
+    Check,
     Claim,
     Fetch,
     Goodbye,
@@ -38,6 +39,7 @@ from kvxfer.protocol.messages import (
     Selection,
     Span,
     Status,
+    Sums,
     TensorFrame,
     TicketRef,
     Timings,
@@ -283,6 +285,32 @@ _PROBED: list[Line] = [
     ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True)),
 ]
 
+_SUMS = bytes(range(0x80, 0xA0))  # of two regions and two rows
+_SUMMED: list[Line] = [
+    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.SUMS)),
+    ("decode", Check(1)),
+    ("decode", _fetch([Route.STAGED])),
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(0, 1)),
+    ("decode", _reserve(_extent(0), _extent(1))),
+    ("prefill", Sums(TRANSFER, 0, _SUMS)),
+    ("prefill", _ok(0)),
+]
+_SUMS_AGREE: list[Line] = [
+    *_SUMMED,
+    ("prefill", Sums(TRANSFER, 1, _SUMS)),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+_SUMS_DIFFER: list[Line] = [
+    *_SUMMED,
+    ("decode", Cancel(TRANSFER, Code.INTEGRITY)),  # the blocks add up to something else
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.INTEGRITY, "cancelled by the decode rank"),
+    ),
+]
+
 # name, what happens, how it ends for the transfer, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
@@ -298,6 +326,8 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
     ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
     ("lane_measured", "staging memory is lent, written, and given back", "done", _PROBED),
+    ("chunks_summed", "what arrived adds up to what was sent (sums here are fixed numbers)", "done", _SUMS_AGREE),
+    ("chunk_damaged", "what arrived adds up to something else, and its sender hears of it", "stopped", _SUMS_DIFFER),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",

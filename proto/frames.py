@@ -20,6 +20,7 @@ from kvxfer.protocol.messages import (
     AgentBody,
     Cancel,
     Capability,
+    Check,
     Claim,
     Fetch,
     Goodbye,
@@ -39,6 +40,7 @@ from kvxfer.protocol.messages import (
     Selection,
     Span,
     Status,
+    Sums,
     TensorFrame,
     TicketRef,
     Timings,
@@ -84,8 +86,21 @@ def plain(value: object) -> object:
     return to_json(int(value) if isinstance(value, Route | Status | Code) else value)
 
 
+def _through_gates() -> Iterator[tuple[str, Message]]:
+    """Messages that name gates, or who passes them."""
+    gate = 6 << 32 | 2
+    yield "agent_with_locks", Agent([], encode_body(msgspec.structs.replace(BODY, locks=bytes(range(24)))))
+    fetch = Fetch(1, TICKET, [], GROUPS, 0, 48, [Route.PULL], 33_554_432, 10_000)
+    yield "fetch_that_may_read_through_gates", msgspec.structs.replace(fetch, fenced=True)
+    yield "accept_that_passes_gates", Accept(1, Route.STAGED, 8192, GROUPS, 2, 32, 1, DIGEST, "", False, 64, 9, True)
+    yield "want_through_a_gate", Want(1, pack_u32([5]), 30_000, [], gate)
+    yield "reserve_through_a_gate", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000, gate)
+    yield "probe_through_a_gate", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000, gate)
+
+
 def _messages() -> Iterator[tuple[str, Message]]:
     """Messages that encode to the bytes of their vector, exactly."""
+    yield from _through_gates()
     hello = (1, 1, "kvxfer 0.1.0", "decode", EPOCH, bytes(range(16)), 1, 2)
     able = int(Capability.STAGED | Capability.STREAMING)
     yield "hello", Hello(*hello, able, bytes(range(32)), 2000)
@@ -134,6 +149,14 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "goodbye", Goodbye()
     yield "goodbye_with_a_reason", Goodbye(Code.CLOSED, "out of service")
     yield "probe", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000)
+    yield from _sums()
+
+
+def _sums() -> Iterator[tuple[str, Message]]:
+    yield "check", Check(1)
+    yield "check_of_some", Check(16)
+    yield "sums", Sums(1, 0, bytes(range(24)))
+    yield "sums_at_their_bounds", Sums(MAX_U64, 0xFFFF_FFFF, b"")
 
 
 # Frames that a receiver must read although no peer of this version sends them in this form: (name, note, payload).

@@ -293,6 +293,7 @@ def test_another_key_or_epoch():
         {"endpoints": {"prefix": "tcp:" + "h" * 400, "suffix": "h" * 400}},
         {"request": ""},
         {"request": "\ud800"},
+        {"world": "\ud800"},
         {"attempt": -1},
         {"attempt": "0"},
         {"mac": "zz" * 16},
@@ -307,6 +308,13 @@ def test_what_was_edited_so_that_it_is_no_ticket(edit):
     with pytest.raises(TicketError) as caught:
         Ticket.parse(ticket | edit)
     assert ticket["mac"] not in str(caught.value)
+
+
+def test_text_in_place_of_anything_is_no_ticket_and_no_card():
+    for read in (Ticket.parse, EngineCard.from_dict, RankCard.from_dict):
+        for text in ("", "x", "\ud800"):
+            with pytest.raises(TicketError, match="this is no"):
+                read(text)
 
 
 @pytest.mark.parametrize("field", ["engine", "world", "epoch", "endpoints", "request", "mac"])

@@ -45,6 +45,8 @@ _MAX_ITEMS: Final = 1 << 20
 _MALFORMED: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 # what an error may quote: a ticket's MAC never begins before the ninth byte of a payload
 _QUOTED_BYTES: Final = 8
+_TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake of TLS begin: read as a length, both are over the limit of a greeting."""
 
 
 def encode(message: Message) -> bytes:
@@ -146,7 +148,12 @@ class FrameReader:
             return None
         (size,) = _LENGTH.unpack_from(buffer)
         if size > self.limit:
-            self._break(f"a frame of {size} bytes is over the limit of {self.limit}")
+            looks = (
+                "; it begins as TLS does: set `tls` on both sides, or on none"
+                if buffer.startswith(_TLS_RECORDS)
+                else ""
+            )
+            self._break(f"a frame of {size} bytes is over the limit of {self.limit}{looks}")
             raise ProtocolError(self._broken)
         end = _LENGTH.size + size
         if len(buffer) < end:

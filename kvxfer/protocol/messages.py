@@ -1,9 +1,8 @@
 """The messages of the control stream, as msgspec structs (PROTOCOL.md section 3).
 
-Each message is one MessagePack array: an integer tag, then the fields in the order written here. A receiver ignores
-tail fields that it does not know and fills in missing ones with their defaults, so fields are appended, with a default,
-and never moved or removed. Bulk ids travel as packed little-endian u32 (`packing`), addresses and byte counts as u64,
-durations in milliseconds; instants never travel. This module knows neither sockets nor clocks.
+Each message is one MessagePack array: an integer tag, then the fields in the order written here. Tail fields that are
+not known are ignored, missing ones have defaults: so fields are appended, and never moved or removed. Bulk ids travel
+as packed little-endian u32 (`packing`), addresses and byte counts as u64, durations in milliseconds, instants never.
 """
 
 from enum import IntEnum, IntFlag, unique
@@ -12,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvxfer.errors import Code
-from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_SCALES, MAX_TENSORS
+from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS
 
 __all__ = [
     "FOREVER_MS",
@@ -31,6 +30,7 @@ __all__ = [
     "AgentBody",
     "Cancel",
     "Capability",
+    "Check",
     "Claim",
     "Fetch",
     "Goodbye",
@@ -50,6 +50,7 @@ __all__ = [
     "Selection",
     "Span",
     "Status",
+    "Sums",
     "TensorFrame",
     "TicketRef",
     "Timings",
@@ -92,6 +93,7 @@ Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
 Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
 # a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
 Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
+Packed64 = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_SUMS, description="u64 numbers, little-endian, packed")]
 Chunks = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Axes = Annotated[list[U32], msgspec.Meta(max_length=16)]
 Strides = Annotated[list[I64], msgspec.Meta(max_length=16)]
@@ -139,6 +141,8 @@ class Capability(IntFlag):
     STREAMING = 1 << 4
     CONVERT = 1 << 5
     PROBE = 1 << 6
+    SUMS = 1 << 7
+    GATES = 1 << 8
 
 
 class TicketRef(msgspec.Struct, frozen=True, array_like=True):
@@ -257,6 +261,7 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     host: Name = ""
     mapped: Annotated[list[MappedMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
     gates: U64 = 0
+    locks: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -333,6 +338,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     staging_address: U64 = 0
     staging_bytes: U64 = 0
     staging_lease_ms: U32 = 0
+    fenced: bool = False
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -350,6 +356,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
     ahead: bool = False
     pieces: U64 = 0
     predicted_us: U32 = 0
+    fenced: bool = False
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -372,6 +379,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
     chunks: Ids
     lease_ms: U32 = 0
     spans: Spans = []
+    generation: U64 = 0
 
     def __post_init__(self) -> None:
         _check_ids(self.chunks)
@@ -446,6 +454,21 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag=129):
     address: U64
     bytes: U64
     lease_ms: U32
+    generation: U64 = 0
+
+
+class Check(msgspec.Struct, frozen=True, array_like=True, tag=130):
+    """Of each fetch that follows on this stream, sums are wanted of one chunk in `every`; of none if it is 0."""
+
+    every: U32
+
+
+class Sums(msgspec.Struct, frozen=True, array_like=True, tag=131):
+    """What a chunk adds up to at the prefill rank (PROTOCOL.md section 6.7). Comes before the result that says `OK`."""
+
+    transfer: U64
+    chunk: U32
+    sums: Packed64
 
 
 Message: TypeAlias = (
@@ -465,6 +488,8 @@ Message: TypeAlias = (
     | Release
     | Goodbye
     | Probe
+    | Check
+    | Sums
 )
 """Every message of version 1."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
-from kvxfer.errors import Code, ProtocolError
+from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
@@ -98,12 +98,36 @@ class Receiving:
         self.stale = 0
         self._chunks: list[_Chunk] = []
         self._done = 0
+        self._accepted = False
         self._last = False
 
     @property
     def ended(self) -> bool:
         """Whether the peer is known to be through with this transfer."""
         return self.state in (ReceiveState.DONE, ReceiveState.STOPPED)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the peer has cut it into; 0 before it was accepted."""
+        return len(self._chunks)
+
+    @property
+    def chunks_done(self) -> int:
+        """Chunks that are where they belong."""
+        return self._done
+
+    @property
+    def step(self) -> Step:
+        """What it waits for, or waited for when it ended."""
+        if not self._accepted:
+            return Step.ASKING
+        if _Chunk.GRANTED in self._chunks or _Chunk.READING in self._chunks:
+            return Step.MOVING
+        if _Chunk.LANDED in self._chunks:
+            return Step.SCATTERING
+        if _Chunk.WANTED in self._chunks:
+            return Step.RESERVING
+        return Step.WAITING if _Chunk.OPEN in self._chunks else Step.ENDING
 
     @property
     def granted(self) -> list[int]:
@@ -132,6 +156,7 @@ class Receiving:
         if self.state is not ReceiveState.ASKED:
             return False
         self._event("accept")
+        self._accepted = True
         self._chunks = [_Chunk.GRANTED if message.ahead else _Chunk.OPEN] * message.chunks
         self.ahead = False
         return True
@@ -139,7 +164,8 @@ class Receiving:
     def refused(self, message: Refuse) -> None:
         """The peer refused: nothing is in flight and nothing will be."""
         if not self.ended:
-            self.failure = self.failure or Failure(Status.FAILED, message.code, message.reason)
+            failure = Failure(Status.FAILED, message.code, message.reason, message.retry_after_ms)
+            self.failure = self.failure or failure
             self._event("terminal")
 
     def wanted(self, message: Want) -> list[int]:
@@ -150,9 +176,9 @@ class Receiving:
         """
         if self.state not in (ReceiveState.ASKED, ReceiveState.MOVING):
             return []  # it crossed our Cancel
-        self.ahead = False
         chunks = list(unpack_u32(message.chunks))
         self._advance(chunks, _Chunk.OPEN, _Chunk.WANTED)
+        self.ahead = False  # last: a peer that breaks the protocol has voided nothing, and may be writing
         return chunks
 
     def grant(self, grants: Sequence[Grant], lease_ms: int, generation: int = 0) -> list[Message]:
@@ -222,6 +248,10 @@ class Receiving:
         if not self.ended:
             self.failure = self.failure or failure
             self._event("terminal" if self._last else "lost")
+
+    def safe(self) -> None:
+        """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""
+        self._event("terminal")
 
     def resume(self) -> list[Message]:
         """The same incarnation is back: ask what became of the transfer."""

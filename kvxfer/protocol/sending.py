@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvxfer.errors import Code, ProtocolError
+from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
@@ -23,6 +23,7 @@ from kvxfer.protocol.messages import (
     Route,
     Span,
     Status,
+    Sums,
     Timings,
     Want,
 )
@@ -65,11 +66,12 @@ class _Chunk(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a transfer is stopped, and how the decode rank is told."""
+    """Why a transfer is stopped, and how the decode rank is told; of a refusal also when to try again (0: unknown)."""
 
     status: Status
     code: Code
     reason: str
+    retry_after_ms: int = 0
 
 
 def build_result(
@@ -130,6 +132,28 @@ class Sending:
         return self._moving
 
     @property
+    def chunks(self) -> int:
+        """Chunks that it is cut into; 0 before it was accepted."""
+        return len(self._chunks)
+
+    @property
+    def chunks_done(self) -> int:
+        """Chunks that have arrived."""
+        return self._moved
+
+    @property
+    def step(self) -> Step:
+        """What it waits for."""
+        if self.state is SendState.PARKED:
+            return Step.ASKING
+        taken = _Chunk.MOVING in self._chunks or _Chunk.IN_DOUBT in self._chunks
+        if taken or self._announced:
+            return Step.MOVING
+        if _Chunk.WANTED in self._chunks:
+            return Step.RESERVING
+        return Step.WAITING if _Chunk.WAITING in self._chunks else Step.ENDING
+
+    @property
     def in_doubt(self) -> bool:
         """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
         return _Chunk.IN_DOUBT in self._chunks
@@ -153,9 +177,12 @@ class Sending:
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
         """This transfer will not happen."""
         self._event("refuse")
+        self.failure = Failure(Status.FAILED, code, reason, retry_after_ms)
         return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
 
-    def ready(self, chunks: Iterable[int], lease_ms: int = 0, spans: Sequence[Span] = ()) -> list[Message]:
+    def ready(
+        self, chunks: Iterable[int], lease_ms: int = 0, spans: Sequence[Span] = (), generation: int = 0
+    ) -> list[Message]:
         """These chunks may go now, but those announced before. `spans` are block ids that were not said yet."""
         if self.state is not SendState.MOVING:
             return []
@@ -163,7 +190,7 @@ class Sending:
         for chunk in fresh:
             self._chunks[chunk] = _Chunk.WANTED
         self._announced += len(fresh) if self.route is Route.PULL else 0
-        return [Want(self.transfer, pack_u32(fresh), lease_ms, list(spans))] if fresh else []
+        return [Want(self.transfer, pack_u32(fresh), lease_ms, list(spans), generation)] if fresh else []
 
     def finish_offer(self, payload: bytes) -> list[Message]:
         """The offer is complete: no chunk will be added, and this is the payload."""
@@ -206,8 +233,8 @@ class Sending:
             self._announced = 0
         return self._complete()
 
-    def moved(self, chunk: int, nbytes: int, timings: Timings) -> list[Message]:
-        """A chunk has arrived in full."""
+    def moved(self, chunk: int, nbytes: int, timings: Timings, sums: bytes = b"") -> list[Message]:
+        """A chunk has arrived in full; `sums`, if wanted, are what it adds up to here."""
         self._report(chunk, _Chunk.MOVED)
         self._moved += 1
         done = self._moved == len(self._chunks) and self._payload is not None and self.state is SendState.MOVING
@@ -222,7 +249,7 @@ class Sending:
             timings=timings,
             payload=payload if done else b"",
         )
-        return [result, *self._complete()]
+        return [*([Sums(self.transfer, chunk, sums)] if sums else []), result, *self._complete()]
 
     def dropped(self, chunk: int, *, in_doubt: bool = False) -> list[Message]:
         """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight.

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvxfer.dtypes import convertible
-from kvxfer.errors import KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.lazy import lazy
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.messages import (
@@ -29,6 +29,7 @@ from kvxfer.protocol.messages import (
     AgentBody,
     Cancel,
     Capability,
+    Check,
     Claim,
     Fetch,
     Goodbye,
@@ -41,6 +42,7 @@ from kvxfer.protocol.messages import (
     Refuse,
     Release,
     Reserve,
+    Sums,
     Want,
     Welcome,
 )
@@ -89,8 +91,8 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe}),
-    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult}),
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check}),
+    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""
 
@@ -163,7 +165,7 @@ class Terms:
     facts: Sequence[tuple[str, str]]
     body: bytes
     forgiven: frozenset[str] = frozenset()
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     heartbeat: float = 2.0
     peer_timeout: float = 20.0
     handshake_timeout: float = 30.0
@@ -295,7 +297,9 @@ class Session:
 
     def _take(self, message: Message, now: float) -> SessionEvent | None:
         if isinstance(message, Goodbye) and self.state is not State.OPEN:
-            raise UnreachableError(f"the peer said goodbye: {message.reason or message.code.name}")
+            refusal = UnreachableError(f"the peer said goodbye: {message.reason or message.code.name}")
+            refusal.retry_after = 1.0 if message.code is Code.TOO_MANY else None
+            raise refusal
         if self.state is not State.OPEN:
             following = TRANSITIONS.get((self.role, self.state, type(message)))
             if following is None:

@@ -90,6 +90,7 @@ WIRE_TYPES = {
     "hash": {"contentEncoding": "base64", "maxLength": 88},
     "payload": {"contentEncoding": "base64", "maxLength": 87384},
     "ids": {"description": "u32 numbers, little-endian, packed"},
+    "sums": {"description": "u64 numbers, little-endian, packed", "maxLength": 174764},
     "bool": {"type": "boolean"},
     "bin": {"contentEncoding": "base64"},
     "u32, at most 2^20": {"maximum": 2**20},
@@ -130,6 +131,7 @@ def test_bounds_of_the_body():
         "host": "name",
         "mapped": "list of mapped memory, at most 16,384",
         "gates": "u64",
+        "locks": "bin, at most 256",
     }
 
 

@@ -116,6 +116,7 @@ def test_a_fetch():
         "  staging_address   0",
         "  staging_bytes     0 bytes",
         "  staging_lease_ms  0 ms",
+        "  fenced            no",
     ]
 
 
@@ -145,8 +146,8 @@ def test_a_damaged_body_does_not_hide_the_facts():
 
 def test_addresses_and_capabilities():
     assert "    [0] chunk=3 address=0x10000000000 length=4096 bytes" in lines(Reserve(1, [Grant(3, 1 << 40, 4096)], 5))
-    hello = Hello(1, 1, "p", "e", b"", b"", 0, 1, 0b1001 | 0x100, b"", 0)
-    assert "  capabilities      STAGED | MAPPED | unknown 0x100" in lines(hello)
+    hello = Hello(1, 1, "p", "e", b"", b"", 0, 1, 0b1001 | 0x4000, b"", 0)
+    assert "  capabilities      STAGED | MAPPED | unknown 0x4000" in lines(hello)
 
 
 def secrets():
@@ -241,6 +242,7 @@ def test_absent_and_unknown_fields_are_marked():
         "  chunks            none (0)",
         "  lease_ms          0 ms (absent, default)",
         "  spans             [] (absent, default)",
+        "  generation        0 (absent, default)",
     ]
     assert raw("94040102c3")[1:] == ["  (3 unknown tail fields, ignored)"]
     assert raw("9164")[0].endswith("tag 100, unknown to this version; closes the session")

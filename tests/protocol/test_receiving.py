@@ -158,6 +158,15 @@ def test_a_wrong_want_is_a_protocol_error_and_changes_nothing(chunks):
     assert receiving.wanted(want(0)) == [0]
 
 
+def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
+    receiving = Receiving(5, ahead=True)
+    with pytest.raises(ProtocolError, match="chunk 0 of transfer 5 is unknown, not open"):
+        receiving.wanted(want(0))
+    assert receiving.exposed
+    receiving.lost(GONE)
+    assert receiving.exposed
+
+
 def test_want_before_accept_is_a_protocol_error():
     with pytest.raises(ProtocolError, match="unknown"):
         Receiving(5).wanted(want(0))

@@ -17,6 +17,7 @@ from kvxfer.protocol.messages import (
     Route,
     Span,
     Status,
+    Sums,
     TicketRef,
     Timings,
     Want,
@@ -343,3 +344,12 @@ def test_a_cancel_says_that_nothing_is_read_any_more():
     assert sending.unread() == []
     (terminal,) = sending.stop(SECOND)
     assert (terminal.chunk, terminal.status) == (WHOLE, Status.CANCELLED)
+
+
+def test_sums_come_before_the_result_of_their_chunk():
+    sending = make(2, moving=[0, 1], payload=b"token")
+    sums, result = sending.moved(1, 64, Timings(), b"12345678")
+    assert sums == Sums(9, 1, b"12345678")
+    assert (result.chunk, result.status, result.last) == (1, Status.OK, False)
+    (last,) = sending.moved(0, 64, Timings())
+    assert last.last

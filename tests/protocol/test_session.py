@@ -21,6 +21,7 @@ from kvxfer.protocol.messages import (
     AgentBody,
     Cancel,
     Capability,
+    Check,
     Claim,
     Fetch,
     Goodbye,
@@ -35,6 +36,7 @@ from kvxfer.protocol.messages import (
     Reserve,
     Route,
     Status,
+    Sums,
     TicketRef,
     Want,
     Welcome,
@@ -78,6 +80,8 @@ SAMPLES = {
         Release(TICKET),
         Goodbye(),
         Probe(7, 0x1000, 1 << 20, 30_000),
+        Check(16),
+        Sums(1, 0, bytes(16)),
     )
 }
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     SecretStr,
@@ -34,6 +32,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.limits import MAX_CTAS, MAX_WORLD
 from kvxfer.settings import (
     Reading,
+    SettingsGroup,
     Source,
     leaves,
     parse_affinity,
@@ -47,6 +46,7 @@ from kvxfer.settings import (
     read_file,
     translate,
 )
+from kvxfer.tls import TlsConfig
 
 __all__ = ["Config", "FabricConfig", "Setting"]
 
@@ -56,6 +56,7 @@ GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
 _CHUNK_BYTES: Final = 64 * MIB
 _SECRET_CHARACTERS: Final = 16
+_SHOWN_CHARACTERS: Final = 80
 _HIDDEN: Final = frozenset({"secret"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
@@ -95,7 +96,9 @@ def _check_advertise(text: str | None) -> str | None:
 
 def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := [pattern for pattern in patterns if not pattern.startswith(("unix:", "tcp:"))]:
-        raise ValueError(f"the pattern {wrong[0]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'")
+        raise ValueError(
+            f"the pattern {wrong[0][:_SHOWN_CHARACTERS]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'"
+        )
     return patterns
 
 
@@ -112,7 +115,8 @@ def _check_secret(secret: SecretStr | None) -> SecretStr | None:
     return secret
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+# no address space is larger; a number without a bound could not even be multiplied with a share
+Size: TypeAlias = Annotated[int, Field(le=1 << 47), BeforeValidator(parse_size)]
 # durations travel as milliseconds in 32 bits, so a thousandth is the least and 10^6 seconds (11 days) are ample
 Duration: TypeAlias = Annotated[float, Field(ge=0.001, le=1_000_000), BeforeValidator(parse_duration)]
 MaybeDuration: TypeAlias = Annotated[Duration | None, BeforeValidator(parse_optional)]
@@ -129,10 +133,13 @@ def _usual_chunk(given: Mapping[str, Any]) -> int:
     return max(_SHARE_ALIGNMENT, min(_CHUNK_BYTES, max(share // 4, min(share, _CHUNK_BYTES // 2))))
 
 
-class FabricConfig(BaseModel):
+class FabricConfig(SettingsGroup):
     """Settings of the transport below (NIXL)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    prefix = "fabric."
+
+    def __init__(self, **arguments: Any) -> None:  # type checkers would refuse `"8MiB"` where a field is an int
+        super().__init__(**arguments)
 
     backends: Annotated[Names, AfterValidator(_check_backends)] = ("UCX",)
     """NIXL backends to create, best first."""
@@ -150,13 +157,6 @@ class FabricConfig(BaseModel):
     """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
     """Bytes in one post at most, on lanes that copy inside the post."""
-
-    def __init__(self, **arguments: Any) -> None:
-        read_arguments(type(self), arguments)
-        try:
-            super().__init__(**arguments)
-        except ValidationError as error:
-            raise translate(error, prefix="fabric.") from error
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -228,6 +228,11 @@ class Config(BaseSettings):
     affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
     """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 
+    integrity: Literal["off", "sampled", "full"] = "off"
+    """As a decode rank, compare what arrived with what the prefill rank holds: no chunk, some, or all."""
+    integrity_every: Count = 16
+    """With `sampled`, one chunk in so many, as their numbers have it."""
+
     heartbeat: Duration = 2.0
     """A frame is sent at least this often."""
     peer_timeout: Duration = 20.0
@@ -242,7 +247,7 @@ class Config(BaseSettings):
     unclaimed_timeout: Duration = 120.0
     """How long an offer waits for its first claim, and a fetch or claim for its offer."""
     handshake_timeout: Duration = 30.0
-    """From the open stream to the end of the handshake, wire-up included."""
+    """From the open stream to the end of the handshake, TLS and wire-up included."""
     connect_timeout: Duration = 5.0
     """To open the stream."""
     no_progress_timeout: Duration = 30.0
@@ -257,9 +262,11 @@ class Config(BaseSettings):
     """How long a used request id is refused."""
 
     max_transfers: Count = 1024
-    """Transfers alive on each side of this worker."""
+    """Transfers alive on each side of this worker; those that one peer fetches, three quarters of it at most."""
     max_parked: Count = 1024
-    """Fetches and claims kept that came before their offer."""
+    """Requests of which fetches, claims or releases are kept that came before their offer; shared likewise."""
+    max_streams: Count = 4096
+    """Control streams that peers have opened; one more is turned away."""
     max_offers: Count = 4096
     """Offers alive."""
     max_in_place_bytes: Annotated[Size, Field(ge=0)] = 4 * GIB
@@ -267,6 +274,8 @@ class Config(BaseSettings):
 
     fabric: FabricConfig = FabricConfig()
     """The transport below."""
+    tls: TlsConfig = TlsConfig()
+    """TLS on control streams over TCP."""
 
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict[str, str])
 
@@ -320,6 +329,11 @@ class Config(BaseSettings):
     @property
     def _usable_bytes(self) -> int:
         return self.arena_bytes // _SHARE_ALIGNMENT * _SHARE_ALIGNMENT
+
+    @property
+    def sums_every(self) -> int:
+        """One chunk in so many is compared with its source; 0: none."""
+        return {"off": 0, "sampled": self.integrity_every, "full": 1}[self.integrity]
 
     def admits(self, endpoint: str) -> bool:
         """Whether `allow_peers` lets this worker connect to an endpoint."""
@@ -398,6 +412,11 @@ class Config(BaseSettings):
             yield (
                 f"listen is {self.listen!r}, which peers cannot connect to; set advertise to the address at which they "
                 "reach this worker, as in 'tcp:10.0.0.7:0'"
+            )
+        if self.listen.startswith("tcp:") and self.tls.enabled and self.tls.certificate is None:
+            yield (
+                f"listen is {self.listen!r} and tls.authorities is set, but tls.certificate is not: a listener shows a "
+                "certificate; set tls.certificate and tls.key"
             )
         yield from self._memory_problems()
 

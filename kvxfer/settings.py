@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
@@ -28,6 +28,7 @@ from kvxfer.errors import ConfigError
 __all__ = [
     "PREFIX",
     "Reading",
+    "SettingsGroup",
     "Source",
     "cpu_numbers",
     "leaves",
@@ -112,6 +113,25 @@ class Source(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, Any]:
         """All values of the reading."""
         return self._reading.values
+
+
+class SettingsGroup(BaseModel):
+    """Settings below one name, such as `fabric`; also made by itself and given as one value.
+
+    Attributes:
+        prefix: What stands before the names of its settings, with the dot.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+
+    prefix: ClassVar[str]
+
+    def __init__(self, **arguments: Any) -> None:
+        read_arguments(type(self), arguments)
+        try:
+            super().__init__(**arguments)
+        except ValidationError as error:
+            raise translate(error, prefix=self.prefix) from error
 
 
 def parse_size(value: object) -> object:
@@ -261,7 +281,9 @@ def read_environment(model: type[BaseModel], environ: Mapping[str, str]) -> Read
             _insert(reading.values, known[upper], environ[variable])
             reading.origins[known[upper]] = variable
         else:
-            raise ConfigError(f"environment variable {variable} is not a setting; {_nearest(upper, [*known, *groups])}")
+            raise ConfigError(
+                f"environment variable {variable} is not a setting; {_nearest(upper, [*known, *groups], PREFIX)}"
+            )
     return reading
 
 
@@ -285,7 +307,7 @@ def read_file(model: type[BaseModel], path: Path) -> Reading:
         raise ConfigError(f"configuration file {path} cannot be read: {reason}; check the path") from error
     except ConfigError:
         raise
-    except ValueError as error:  # bad TOML, bad JSON, or not UTF-8; all three say where
+    except (ValueError, RecursionError) as error:  # bad TOML, bad JSON, not UTF-8 (all say where), or nested too deeply
         raise ConfigError(f"configuration file {path} cannot be parsed: {error}; correct it there") from error
     if not isinstance(values, dict):
         raise ConfigError(f"configuration file {path} holds a {type(values).__name__}; it must hold names and values")
@@ -355,7 +377,7 @@ def _seconds(number: Fraction | float) -> float:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"this is not valid JSON ({error})") from error
 
 
@@ -378,8 +400,8 @@ def _origins(
     for name, value in values.items():
         declared = model.model_fields.get(name)
         if declared is None:
-            nearest = _nearest(prefix + name, [known for known, _ in leaves(model, prefix)])
-            raise ConfigError(f"{_place(origin)}{prefix + name!r} is not a setting; {nearest}")
+            nearest = _nearest(f"{prefix}{name}", [known for known, _ in leaves(model, prefix)])
+            raise ConfigError(f"{_place(origin)}{f'{prefix}{name}'!r} is not a setting; {nearest}")
         inner = _nested(declared)
         if inner is None:
             yield prefix + name, origin
@@ -395,9 +417,11 @@ def _place(origin: str) -> str:
     return "" if origin == "argument" else f"{origin}: "
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else "`kvxfer config` prints all settings"
+def _nearest(name: str, known: list[str], shared: str = "") -> str:
+    """The known name that is most like this one, not counting what all of them begin with."""
+    bare = [other.removeprefix(shared) for other in known]
+    near = difflib.get_close_matches(name.removeprefix(shared), bare, n=1, cutoff=0.6)
+    return f"did you mean {shared}{near[0]}?" if near else "`kvxfer config` prints all settings"
 
 
 def _insert(values: dict[str, Any], dotted: str, value: object) -> None:

@@ -1,0 +1,39 @@
+"""With what this worker meets a peer: who it is, what must agree, and whether the peer is told addresses."""
+
+from typing import Final
+
+from kvxfer import __version__
+from kvxfer.protocol.session import Identity, Role, Session, Terms
+from kvxfer.site import Site
+
+__all__ = ["greeting"]
+
+_NONCE_BYTES: Final = 32
+
+
+def greeting(site: Site, role: Role, *, local: bool, since: float) -> tuple[Session, bool]:
+    """A fresh session for a new stream, and whether its peer is trusted with addresses.
+
+    Args:
+        site: The worker.
+        role: Which side of the stream this is.
+        local: Whether the peer is a process of the same user on this host, by the credentials of a Unix socket.
+        since: When the stream began, by the worker's clock: the handshake is bounded from then on.
+    """
+    config = site.config
+    secret = config.secret.get_secret_value().encode() if config.secret is not None else None
+    trusted = {"full": True, "none": False, "auto": local or secret is not None}[config.trust]
+    epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
+    identity = Identity(
+        config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
+    )
+    terms = Terms(
+        facts=site.facts,
+        body=site.body[trusted],
+        forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
+        secret=secret,
+        heartbeat=config.heartbeat,
+        peer_timeout=config.peer_timeout,
+        handshake_timeout=config.handshake_timeout,
+    )
+    return Session(role, identity, terms, nonce=site.runtime.token(_NONCE_BYTES), now=since), trusted

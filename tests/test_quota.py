@@ -1,0 +1,51 @@
+"""Places that peers share."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.quota import Quota
+
+
+@pytest.mark.parametrize(("limit", "alone"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (1024, 768)])
+def test_a_peer_alone_has_three_quarters(limit, alone):
+    quota = Quota(limit)
+    assert [quota.take("a") for _ in range(limit + 1)].count(True) == alone == quota.held("a") == len(quota)
+
+
+@pytest.mark.parametrize("peers", [2, 3, 10])
+def test_peers_that_want_all_get_equal_parts(peers):
+    quota = Quota(1000)
+    for _ in range(1000):
+        for peer in range(peers):
+            quota.take(peer)
+    parts = [quota.held(peer) for peer in range(peers)]
+    assert max(parts) - min(parts) <= 1
+    assert 1000 - len(quota) == pytest.approx(1000 / (3 * peers + 1), abs=2)
+
+
+@given(limit=st.integers(1, 40), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
+def test_it_is_bounded_and_who_has_none_gets_one(limit, steps):
+    quota, held = Quota(limit), dict.fromkeys(range(6), 0)
+    for take, peer in steps:
+        free = limit - sum(held.values())
+        if take:
+            got = quota.take(peer)
+            assert got == (free > 0 and held[peer] < 3 * free)
+            held[peer] += got
+        elif held[peer]:
+            quota.give(peer)
+            held[peer] -= 1
+        else:
+            with pytest.raises(ValueError, match="no place"):
+                quota.give(peer)
+        assert len(quota) == sum(held.values()) <= limit
+        assert {peer: quota.held(peer) for peer in held} == held
+
+
+def test_nothing_is_kept_of_peers_that_are_gone():
+    quota = Quota(4)
+    for peer in range(100):
+        assert quota.take(peer)
+        quota.give(peer)
+    assert not quota._held

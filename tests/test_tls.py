@@ -1,0 +1,135 @@
+"""Settings of TLS say what is wrong with which file, and what to do."""
+
+import os
+import ssl
+import sys
+from pathlib import Path
+
+import pytest
+
+INTEGRATION = str(Path(__file__).parent / "integration")
+if INTEGRATION not in sys.path:
+    sys.path.append(INTEGRATION)
+
+from certificates import Authority  # noqa: E402 - found by the lines above
+
+from kvxfer import Config, ConfigError  # noqa: E402
+from kvxfer.tls import Credentials, TlsConfig  # noqa: E402
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def ours(authority):
+    return authority.issue()
+
+
+def refusal(**settings):
+    with pytest.raises(ConfigError) as caught:
+        Config(tls=settings)
+    return str(caught.value)
+
+
+def test_nothing_is_set_by_default():
+    assert not Config().tls.enabled
+
+
+def test_a_file_that_is_not_there(ours, tmp_path):
+    for name in ours:
+        text = refusal(**{**ours, name: str(tmp_path / "nowhere.pem")})
+        assert f"tls.{name} is '{tmp_path}/nowhere.pem', which cannot be read: No such file" in text
+        assert "correct the path" in text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(ours):
+    Path(ours["key"]).chmod(0)
+    assert "Permission denied; correct the path, or let this user read it" in refusal(**ours)
+
+
+def test_a_folder_is_no_file(ours, tmp_path):
+    assert "Is a directory" in refusal(**{**ours, "authorities": str(tmp_path)})
+
+
+def test_a_key_of_another_certificate(authority, ours):
+    other = authority.issue(file="other")
+    text = refusal(**{**ours, "key": other["key"]})
+    assert f"tls.certificate {ours['certificate']} with tls.key {other['key']}" in text
+    assert "the key does not belong to the certificate" in text
+
+
+@pytest.mark.parametrize(("name", "kind"), [("authorities", "certificate"), ("certificate", "certificate")])
+def test_a_file_of_something_else(ours, name, kind):
+    assert f"tls.{name} is '{ours['key']}', which holds no {kind} in PEM form" in refusal(**{**ours, name: ours["key"]})
+
+
+def test_a_certificate_in_place_of_the_key(ours):
+    text = refusal(**{**ours, "key": ours["certificate"]})
+    assert f"tls.key is '{ours['certificate']}', which holds no private key in PEM form" in text
+
+
+def test_damaged_pem(ours):
+    Path(ours["certificate"]).write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    assert "cannot be used" in refusal(**ours)
+    assert "replace the file" in refusal(**ours)
+
+
+@pytest.mark.timeout(10)  # OpenSSL would wait for somebody to type
+def test_an_encrypted_key(ours):
+    key = Path(ours["key"])
+    key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nMII=\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    assert f"tls.key {key} is encrypted" in refusal(**ours)
+
+
+def test_what_belongs_together(ours):
+    assert "tls.authorities is not" in refusal(certificate=ours["certificate"], key=ours["key"])
+    assert "tls.authorities is not" in refusal(server_name="kv")
+    assert "tls.certificate is not" in refusal(authorities=ours["authorities"], key=ours["key"])
+    with pytest.raises(ConfigError, match=r"a listener shows a certificate; set tls\.certificate"):
+        Config(listen="tcp:127.0.0.1:0", tls={"authorities": ours["authorities"]})
+    Config(listen="unix", tls={"authorities": ours["authorities"]})  # it only connects
+
+
+@pytest.mark.parametrize("name", ["authorities", "certificate", "key"])
+def test_a_key_that_was_pasted_is_not_shown(ours, name, monkeypatch):
+    held = Path(ours["key"]).read_text()
+    monkeypatch.setenv(f"KVXFER_TLS__{name.upper()}", held)
+    with pytest.raises(ConfigError, match="put it into a file") as caught:
+        Config()
+    seen: BaseException | None = caught.value
+    while seen is not None:
+        assert held.splitlines()[1] not in f"{seen}{seen!r}"
+        seen = seen.__cause__ or seen.__context__
+
+
+def test_the_environment_can_say_that_nothing_is_set(ours, monkeypatch):
+    monkeypatch.setenv("KVXFER_TLS__KEY", "")
+    monkeypatch.setenv("KVXFER_TLS__SERVER_NAME", "none")
+    config = Config(tls={"authorities": ours["authorities"]})
+    assert (config.tls.key, config.tls.server_name) == (None, None)
+
+
+def test_only_the_newest_version_is_spoken(ours):
+    contexts = Credentials(TlsConfig(**ours)).renew()
+    assert contexts.server is not None
+    for context in (contexts.client, contexts.server):
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+        assert context.verify_mode is ssl.CERT_REQUIRED
+    assert contexts.client.check_hostname
+
+
+def test_files_are_read_again_when_they_changed(ours, authority):
+    credentials = Credentials(TlsConfig(**ours))
+    first = credentials.renew()
+    assert credentials.renew() is first
+    authority.issue()  # into the same files
+    second = credentials.renew()
+    assert second is not first
+    Path(ours["key"]).unlink()
+    for _ in range(2):  # not taken for seen
+        with pytest.raises(ConfigError, match="cannot be read"):
+            credentials.renew()
+    assert credentials.contexts is second

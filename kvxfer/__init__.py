@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from kvxfer.copy.port import READY as READY
     from kvxfer.errors import ArenaError as ArenaError
     from kvxfer.errors import BlocksError as BlocksError
+    from kvxfer.errors import BusyError as BusyError
     from kvxfer.errors import ClosedError as ClosedError
     from kvxfer.errors import Code as Code
     from kvxfer.errors import ConfigError as ConfigError
     from kvxfer.errors import EventError as EventError
     from kvxfer.errors import FabricError as FabricError
+    from kvxfer.errors import FailureReport as FailureReport
     from kvxfer.errors import GeometryError as GeometryError
+    from kvxfer.errors import IntegrityError as IntegrityError
     from kvxfer.errors import KvxferError as KvxferError
     from kvxfer.errors import MemoryInDoubt as MemoryInDoubt
     from kvxfer.errors import MemoryInDoubtError as MemoryInDoubtError
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from kvxfer.errors import ProtocolError as ProtocolError
     from kvxfer.errors import RefusedError as RefusedError
     from kvxfer.errors import RequestError as RequestError
+    from kvxfer.errors import Step as Step
     from kvxfer.errors import TicketError as TicketError
     from kvxfer.errors import TokensError as TokensError
     from kvxfer.errors import TransferError as TransferError
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
     from kvxfer.polling import OfferSettled as OfferSettled
     from kvxfer.polling import OfferWithdrawn as OfferWithdrawn
     from kvxfer.polling import Settled as Settled
+    from kvxfer.signals import drain_on_signal as drain_on_signal
+    from kvxfer.tls import TlsConfig as TlsConfig
     from kvxfer.transfers import Claim as Claim
     from kvxfer.transfers import FetchResult as FetchResult
     from kvxfer.transfers import Transfer as Transfer
@@ -71,6 +77,7 @@ __all__ = [
     "ArenaError",
     "BlockingWorker",
     "BlocksError",
+    "BusyError",
     "CacheTensor",
     "Claim",
     "ClosedError",
@@ -81,11 +88,13 @@ __all__ = [
     "Expired",
     "FabricConfig",
     "FabricError",
+    "FailureReport",
     "FetchFailed",
     "FetchResult",
     "Fetched",
     "GeometryError",
     "Group",
+    "IntegrityError",
     "Interleave",
     "KvxferError",
     "MemoryInDoubt",
@@ -107,7 +116,9 @@ __all__ = [
     "RequestError",
     "Settled",
     "Span",
+    "Step",
     "TicketError",
+    "TlsConfig",
     "TokensError",
     "Transfer",
     "TransferError",
@@ -119,6 +130,7 @@ __all__ = [
     "Withdrawn",
     "Worker",
     "__version__",
+    "drain_on_signal",
     "shared_empty",
 ]
 
@@ -146,10 +158,12 @@ _HOMES = {
     "Released": "kvxfer.offers",
     "Settled": "kvxfer.polling",
     "Span": "kvxfer.geometry",
+    "TlsConfig": "kvxfer.tls",
     "Transfer": "kvxfer.transfers",
     "TransferState": "kvxfer.transfers",
     "Withdrawn": "kvxfer.offers",
     "Worker": "kvxfer.worker",
+    "drain_on_signal": "kvxfer.signals",
     "shared_empty": "kvxfer.mapped.shared",
 }
 

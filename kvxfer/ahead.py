@@ -34,7 +34,7 @@ class Ahead:
     Attributes:
         agreement: What both sides must mean alike.
         lease_ms: Milliseconds for which the grant holds, from its arrival on.
-        generation: Of the gate that it leads through.
+        generation: Of the gate that it leads through; set by whoever has one.
         staged: As given.
         desk: As given.
     """
@@ -69,7 +69,6 @@ class Ahead:
         if staged and most > site.config.chunk_bytes:
             return None
         made = cls(pair, need, desk, peer=peer.name, staged=staged)
-        made.generation = site.gates.granted(peer) if Route.MAPPED in routes else 0
         made._extent = desk.take(peer.name, most)  # last: what raises before has taken nothing
         if made._extent is None:
             return None

@@ -57,11 +57,18 @@ class Asked:
         peer: Whose it is.
         fetch: The message.
         ahead: Whether what it grants ahead still holds.
+        checked: Whether sums are wanted of its chunks, or of some: who compares must know which rows are padding.
     """
 
     peer: PeerInfo
     fetch: Fetch
     ahead: bool
+    checked: bool = False
+
+    @property
+    def unnamed(self) -> frozenset[Route]:
+        """Routes on which, granted ahead, the decode rank need not know this side's blocks."""
+        return frozenset() if self.checked else IN_PLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +124,13 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         listed=listed,
     )
     bound = Bound.of(plan, grid)
-    ahead = asked.ahead and offer.finished and _covers(fetch, choice.route, plan, len(grid))
+    ahead = asked.ahead and offer.finished and _covers(site, asked, choice.route, plan, len(grid))
     predicted = seconds(choice.route, plan.merged_pieces if listed else bound.pieces, len(grid))
     message = Accept(
         transfer=fetch.transfer,
         route=choice.route,
         bytes=nbytes,
-        spans=[] if ahead and choice.route in IN_PLACE else encode_spans(offer.spans, pair.groups),
+        spans=[] if ahead and choice.route in asked.unnamed else encode_spans(offer.spans, pair.groups),
         layers_per_chunk=grid.layers_per_chunk,
         tokens_per_chunk=grid.tokens_per_chunk,
         chunks=len(grid),
@@ -132,12 +139,17 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         ahead=ahead,
         pieces=bound.pieces,
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
+        fenced=site.keys.has(asked.peer),
     )
     return Answer(bound, choice, message)
 
 
-def _covers(fetch: Fetch, route: Route, plan: TransferPlan, chunks: int) -> bool:
-    """Whether what `Fetch` grants ahead is what the transfer needs."""
+def _covers(site: Site, asked: Asked, route: Route, plan: TransferPlan, chunks: int) -> bool:
+    """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
+    fetch = asked.fetch
+    passes_word = route is Route.MAPPED and asked.peer.body.gates > 0
+    if fetch.generation and not passes_word and not site.keys.has(asked.peer):
+        return False
     if not fetch.staging_lease_ms:
         return route in IN_PLACE
     return route is Route.STAGED and chunks == 1 and plan.outline.staged_bytes <= fetch.staging_bytes

@@ -13,13 +13,16 @@ from kvxfer.errors import ConfigError, FabricError, GeometryError
 from kvxfer.exports import Exports
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
+from kvxfer.gates import Gates
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
 from kvxfer.mapped import Windows, here
-from kvxfer.mappings import Gates, Mappings
+from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody
+from kvxfer.onlookers import see_through
 from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
+from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.routes.cost import profile_of
@@ -100,6 +103,8 @@ class Assembly:
         stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
         if stopped:  # else a copy may still write to what is mapped
             await site.runtime.in_thread(site.mappings.close)
+        site.keys.close(forced=quiet and stopped)
+        site.processes.close()
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
         safe = quiet and stopped
         if not safe or site.custody.snapshot().doubtful_blocks:
@@ -174,8 +179,7 @@ async def assemble(parts: Assembly) -> Site:
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)
-    incarnation = runtime.token(_INCARNATION_BYTES)
-    staging, metrics = parts.staging, Metrics()
+    incarnation, staging, metrics = runtime.token(_INCARNATION_BYTES), parts.staging, Metrics()
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
@@ -188,7 +192,7 @@ async def assemble(parts: Assembly) -> Site:
         blocks = await _register_blocks(parts, fabric, geometry, metrics)
         body = await _body(parts, fabric, geometry, blocks, name=transport.name)
     except BaseException:
-        await asyncio.shield(parts.abandon(fabric, executor))
+        await see_through(asyncio.create_task(parts.abandon(fabric, executor), name="kvxfer abandon"))
         raise
     in_place, arena, tasks = bool(blocks), staging.arena, Tasks()
     return Site(
@@ -214,9 +218,19 @@ async def assemble(parts: Assembly) -> Site:
         sending=staging.sending,
         in_place=in_place,
         mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), incarnation),
-        gates=Gates(parts.exports.gates),
+        gates=_gates(parts.exports, executor, runtime),
+        processes=Processes(loop),
         tasks=tasks,
     )
+
+
+def _gates(exports: Exports, executor: Executor, runtime: Runtime) -> Gates:
+    """The books of this worker's gates."""
+
+    async def look(address: int, raised: bool) -> int:
+        return await runtime.in_thread(lambda: executor.inside(address, raised=raised))
+
+    return Gates(exports.gates, exports.locks, look)
 
 
 def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
@@ -230,7 +244,7 @@ def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
 
 def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     """What this rank tells its peers that it can do, or asks for."""
-    capabilities, config = Capability.STREAMING, parts.config
+    capabilities, config = Capability.STREAMING | Capability.SUMS, parts.config
     if parts.staging.receiving is not None:
         capabilities |= Capability.STAGED | Capability.PROBE
     if in_place:
@@ -239,6 +253,8 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
         capabilities |= Capability.MAPPED
     if config.convert:
         capabilities |= Capability.CONVERT
+    if parts.exports.locks is not None:
+        capabilities |= Capability.GATES
     return capabilities
 
 
@@ -273,8 +289,8 @@ async def _body(
     An untrusted peer gets the metadata of the receiving share alone.
     """
     staging = parts.staging
-    if blocks:
-        await parts.exports.open(parts.config, geometry, parts.tensors, parts.runtime)
+    exports = parts.exports
+    await exports.open(parts.config, geometry, parts.tensors if blocks else (), parts.runtime)
     bounded = await asyncio.wrap_future(fabric.metadata(staging.reachable))
     full = await asyncio.wrap_future(fabric.metadata([*staging.reachable, *blocks])) if blocks else bounded
     limit = parts.config.chunk_bytes
@@ -288,9 +304,10 @@ async def _body(
                 tensors=geometry_to_wire(geometry, with_addresses=trusted and bool(blocks)),
                 staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
-                host=here() if trusted and blocks else "",
-                mapped=parts.exports.frames if trusted else [],
-                gates=parts.exports.gates if trusted else 0,
+                host=here() if trusted else "",
+                mapped=exports.frames if trusted else [],
+                gates=exports.gates if trusted else 0,
+                locks=exports.locks.handle if trusted and exports.locks is not None else b"",
             )
         )
         for trusted in (False, True)

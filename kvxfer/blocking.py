@@ -33,7 +33,7 @@ from kvxfer.geometry import (
 )
 from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.loop_thread import LoopThread, ServedWorker
-from kvxfer.polling import Outbox, PollEvent
+from kvxfer.polling import Handle, Outbox, PollEvent
 from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
@@ -147,8 +147,9 @@ class BlockingWorker:
         """Take the tensors back, as for an engine that goes to sleep. Blocks, at most `config.bounds()["close"]`.
 
         New work is refused, what is under way may end (bounded), what is left is cancelled, and the service stops; its
-        events can still be polled. Tensors may be registered again; that makes another incarnation, with another card,
-        and an engine of several ranks must join again.
+        events can still be polled. Ctrl-C cuts the drain short and is raised once the service has stopped. Tensors may
+        be registered again; that makes another incarnation, with another card, and an engine of several ranks must join
+        again.
 
         Args:
             drain: Whether what is under way may end; otherwise it is cancelled at once.
@@ -162,7 +163,7 @@ class BlockingWorker:
             if service is None:
                 return True
             try:
-                service.thread.wait(service.worker.aclose(drain=drain))
+                interrupt = service.thread.finish(service.worker.aclose(drain=drain), service.worker.hurry)
                 state = service.thread.call(service.worker.describe)
             finally:
                 if not service.thread.close(self._config.close_timeout):
@@ -172,12 +173,32 @@ class BlockingWorker:
             if doubtful:
                 _kept.append(service.worker)
                 _log.warning("memory_leaked", blocks=doubtful, reason="a silent peer may still touch it")
+            if interrupt is not None:
+                raise interrupt
             return not doubtful
 
     def close(self, *, drain: bool = True) -> None:
         """Unregister for good. Blocks, as `unregister` does. Idempotent."""
         self._closed = True
         self.unregister(drain=drain)
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on, and tell every peer; see `Worker.begin_drain`. Does not wait.
+
+        For an engine that is to stop: go on stepping and polling until `idle`, or for as long as there is time, and
+        then `close`. Not from a signal handler, which may interrupt a call that holds a lock: set a flag there, and
+        call this in the next step.
+
+        Raises:
+            ClosedError: If nothing is registered.
+        """
+        service = self._open
+        self._post(service, service.worker.begin_drain)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every fetch and every offer that was begun has ended. Their events may still wait for `poll`."""
+        return self._outbox.idle
 
     # --- identity
 
@@ -250,8 +271,9 @@ class BlockingWorker:
             check_cover(spans, service.geometry, held, complete=not streaming)
         event = None if streaming else as_event(after, service.geometry)
         offer = BlockingOffer(request, attempt, service.thread, self._outbox, service.geometry)
-        self._post(
+        self._begin(
             service,
+            offer,
             lambda: offer.begin(
                 lambda: service.worker.offer(
                     request, spans, tokens=tokens, after=event, attempt=attempt, streaming=streaming, payload=payload
@@ -315,8 +337,9 @@ class BlockingWorker:
         event = as_event(after, service.geometry)
         written = {group: ids.tolist() for group, ids in written_blocks(spans, service.geometry, tokens).items()}
         transfer = BlockingTransfer(parsed.request, written, service.thread, self._outbox)
-        self._post(
+        self._begin(
             service,
+            transfer,
             lambda: transfer.begin(
                 lambda: service.worker.start_fetch(parsed, spans, tokens=tokens, after=event, timeout=timeout)
             ),
@@ -342,6 +365,15 @@ class BlockingWorker:
             state = "was closed" if self._closed else "has no tensors: call register() first"
             raise ClosedError(f"this worker {state}")
         return service
+
+    def _begin(self, service: _Service, handle: Handle, callback: Callable[[], None]) -> None:
+        """Let a fetch or an offer begin."""
+        self._outbox.add(handle)
+        try:
+            self._post(service, callback)
+        except ClosedError:
+            if self._outbox.discard(handle):  # else it was given up with all others, and its event says so
+                raise
 
     def _post(self, service: _Service, callback: Callable[[], None]) -> None:
         if not service.thread.post(callback):

@@ -1,13 +1,14 @@
-"""What of a worker's memory peers on this host may map: its cache, and on a GPU the gates in front of it."""
+"""What of a worker's memory peers on this host may map: its cache, and the gates in front of what they may write."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvxfer.config import Config
 from kvxfer.errors import FabricError, MissingExtraError
+from kvxfer.gates import GATE_BYTES, GATES, first_words
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.mapped import Export, export
-from kvxfer.mappings import GATE_BYTES, GATES, Gates
+from kvxfer.mapped.locks import LockFile
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.driver import upload
 from kvxfer.protocol.messages import MappedMemory
@@ -24,10 +25,12 @@ class Exports:
 
     Attributes:
         frames: As peers are told of them.
+        locks: The gates that are locks; None where the system has none, or nobody is trusted.
     """
 
     def __init__(self) -> None:
         self.frames: list[MappedMemory] = []
+        self.locks: LockFile | None = None
         self._gates: Backing | None = None
 
     @property
@@ -43,10 +46,15 @@ class Exports:
         Args:
             config: Settings.
             geometry: Of the cache.
-            tensors: The cache.
+            tensors: The cache, if peers may write it in place.
             runtime: CUDA is called in a thread.
         """
-        if not config.max_in_place_bytes:
+        if config.trust != "none":
+            try:
+                self.locks = LockFile(GATES)
+            except FabricError as error:
+                _log.warning("locks_refused", reason=str(error))
+        if not config.max_in_place_bytes or not tensors:
             return
         addresses = [tensor.tensor.untyped_storage().data_ptr() for tensor in tensors]
         kind, device = geometry.kind, geometry.device
@@ -55,7 +63,7 @@ class Exports:
             found = export(kind, device, addresses)
             if kind == "cuda":
                 self._gates = allocate("cuda", GATES * GATE_BYTES, device)
-                upload(device, self._gates.address, Gates.memory())
+                upload(device, self._gates.address, first_words())
                 found += export(kind, device, [self._gates.address])
             return found
 
@@ -64,17 +72,21 @@ class Exports:
         except (FabricError, MissingExtraError) as error:
             log = _log.warning if kind == "cuda" or config.route == "mapped" else _log.debug
             log("cache_not_exported", reason=str(error))
-            self.close()
+            self._end(Backing.close)
         else:
             self.frames = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in found]
 
     def close(self) -> None:
         """Give the gates back. Nobody may write the cache any more."""
         self._end(Backing.close)
+        if self.locks is not None:
+            self.locks.close()
+            self.locks = None
 
     def leak(self) -> None:
         """Keep the gates to the end of the process: somebody may still come through them."""
         self._end(Backing.leak)
+        self.locks = None  # its file stays open
 
     def _end(self, end: Callable[[Backing], None]) -> None:
         gates, self._gates = self._gates, None

@@ -16,17 +16,16 @@ from kvxfer.copy.port import Event
 from kvxfer.errors import (
     ClosedError,
     Code,
+    FailureReport,
     KvxferError,
-    MemoryInDoubtError,
     MismatchError,
-    PeerLostError,
-    RefusedError,
+    Step,
     TransferFailedError,
     TransferTimeoutError,
 )
+from kvxfer.failures import Cause, Standing, Subject, in_doubt, reported, standing, translated
 from kvxfer.geometry import BlockLists, Selection
 from kvxfer.incoming import Incoming
-from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need
 from kvxfer.peers import Peers
@@ -47,7 +46,7 @@ _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Demand:
     """What the caller asked for, checked.
 
@@ -67,11 +66,6 @@ class Demand:
     timeout: float | None
     written: Mapping[str, I64]
 
-    @lazy
-    def blocks(self) -> Mapping[str, Sequence[int]]:
-        """The same as lists, for errors."""
-        return {group: ids.tolist() for group, ids in self.written.items()}
-
 
 class Fetching(Steps):
     """Runs one fetch.
@@ -83,6 +77,7 @@ class Fetching(Steps):
         demand: What to fetch.
         number: Draws a fresh transfer id.
         known: Makes an `Incoming` known, so that it gets its messages.
+        doubted: Seeks evidence that an `Incoming` whose peer is silent writes nothing any more.
         ended: Called when it is over, and again when nothing of it is in doubt any more.
     """
 
@@ -94,6 +89,7 @@ class Fetching(Steps):
         demand: Demand,
         number: Callable[[], int],
         known: Callable[[Incoming], None],
+        doubted: Callable[[Incoming], None],
         ended: Callable[["Fetching"], None],
     ) -> None:
         super().__init__(site, f"kvxfer fetch {ident}")
@@ -103,8 +99,11 @@ class Fetching(Steps):
         self._demand = demand
         self._number = number
         self._known = known
+        self._doubted = doubted
         self._ended = ended
-        self._error: KvxferError | asyncio.CancelledError | None = None
+        self._subject: Final = Subject(demand.ticket.request, ident, demand.written)
+        self._error: Cause | None = None
+        self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
         self._in_doubt = False
         self._links: list[Link] = []
         self._asked = self._asking = False
@@ -149,7 +148,8 @@ class Fetching(Steps):
     def abandon(self) -> None:
         """The worker is closing and cannot wait any longer."""
         if not self.transfer.done:
-            self._error = self._error or ClosedError(f"the fetch of {self.transfer.request!r} was abandoned")
+            if self._error is None:
+                self._fail(ClosedError(f"the fetch of {self.transfer.request!r} was abandoned"))
             self._silence()
 
     def failed(self, error: KvxferError) -> None:
@@ -181,7 +181,7 @@ class Fetching(Steps):
         """Connecting was cancelled because the fetch is over, or broke."""
         if self._error is None:
             text = f"fetch of {self.transfer.request!r} could not begin: {error!r}"
-            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._demand.blocks))
+            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
 
     def _resolve(self, links: Sequence[Link | None], lost: KvxferError | None) -> None:
         """Divide what is needed among the ranks, and ask each."""
@@ -232,7 +232,7 @@ class Fetching(Steps):
         if not self.transfer.done and all(incoming.quiet for incoming in self.incoming):
             self._end()
 
-    def _wind_down(self, error: KvxferError | asyncio.CancelledError) -> None:
+    def _wind_down(self, error: Cause) -> None:
         """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
         if self._revoke is not None:
             return
@@ -280,58 +280,45 @@ class Fetching(Steps):
         for incoming in self.incoming:
             failure = incoming.machine.failure
             if failure is not None and self._error is None:
-                self._error = self._translated(incoming, failure)
+                self._fail(translated(self._subject, incoming, failure), incoming)
 
-    def _translated(self, incoming: Incoming, failure: Failure) -> KvxferError:
-        peer, blocks = incoming.peer.name, self._demand.blocks
-        what = f"fetch of {self.transfer.request!r} from {peer} failed"
-        reason = f"{failure.reason or failure.code.name.lower()} (code {failure.code.name})"
-        if failure.code is Code.PEER_LOST:
-            return PeerLostError(f"{what}: {reason}; blocks {_short(blocks)} hold no usable data", peer=peer)
-        if incoming.route is Route.UNKNOWN:
-            return RefusedError(f"{what}: {reason}", peer=peer, reason=failure.code)
-        return TransferFailedError(
-            f"{what} on route {incoming.route.name.lower()} after {incoming.tally.bytes} bytes: {reason}",
-            reason=failure.code,
-            peer=peer,
-            transfer=self.transfer.id,
-            blocks=blocks,
-        )
+    def _fail(self, error: Cause, failed: Incoming | None = None) -> None:
+        """Note why it fails, and where it stands."""
+        self._error, self._standing = error, standing(self.incoming, failed)
 
     # --- ending
 
     def _finish(self) -> None:
         stats = self._stats()
-        error = self._error
+        error, report = self._error, None
         if error is not None:
-            self.transfer.failed_blocks = self._demand.blocks
-        if self._in_doubt:
-            error = MemoryInDoubtError(
-                f"fetch of {self.transfer.request!r}: a silent peer may still write the blocks "
-                f"{_short(self._demand.blocks)}; await settled() before reusing them ({error})",
-                settled=lambda: asyncio.shield(self._settled),
-                peer=",".join(i.peer.name for i in self.incoming if i.in_doubt),
-                transfer=self.transfer.id,
-                blocks=self._demand.blocks,
-            )
-            error.__cause__ = self._error
+            self.transfer.failed_blocks = self._subject.blocks
+            if self._in_doubt:
+                silent = ",".join(i.peer.name for i in self.incoming if i.in_doubt)
+                error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent)
+            error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
         self.site.metrics.transfer_ended(code, route=stats.route, nbytes=stats.bytes)
-        if error is not None or hears_info(_NAME):
-            say = _log.info if error is None else _log.warning
-            say(
-                "fetch_ended",
-                request=self.transfer.request,
-                transfer=self.transfer.id,
-                outcome="ok" if code is None else code.name.lower(),
-                reason=str(error or ""),
-                **stats.log_fields(),
-            )
-        if error is None:
+        self._log(stats, report)
+        if error is None or report is None:
             payload = next((i.machine.payload for i in self.incoming if i.machine.payload), b"")
             self.transfer.succeed(FetchResult(self.transfer.request, payload, stats))
         else:
-            self.transfer.fail(error)
+            self.transfer.fail(error, report)
+
+    def _log(self, stats: TransferStats, report: FailureReport | None) -> None:
+        """The one line of this fetch."""
+        if report is not None:
+            say = _log.info if report.code is Code.CANCELLED else _log.warning
+            say("fetch_failed", **stats.log_fields(), **report.log_fields())
+        elif hears_info(_NAME):
+            _log.info(
+                "fetch_ended",
+                request=self.transfer.request,
+                transfer=self.transfer.id,
+                outcome="ok",
+                **stats.log_fields(),
+            )
 
     def settle(self) -> None:
         """Evidence came in: no peer can write the blocks any more."""
@@ -357,7 +344,7 @@ class Fetching(Steps):
             for incoming in self.incoming:
                 tally.merge(incoming.tally)
         return tally.stats(
-            route="+".join(sorted({incoming.route.name.lower() for incoming in self.incoming})),
+            route="+".join(sorted({i.route.name.lower() for i in self.incoming if i.route is not Route.UNKNOWN})),
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),
             limited_by="; ".join(dict.fromkeys(i.limited_by for i in self.incoming if i.limited_by)),
             peers=tuple(incoming.peer.name for incoming in self.incoming),
@@ -370,6 +357,10 @@ class Fetching(Steps):
         self.transfer.expect(parts)
         self.transfer.landed(needed)  # each counted as one part until now
 
+    def doubted(self, incoming: Incoming) -> None:
+        """A rank says nothing more of its part."""
+        self._doubted(incoming)
+
     def landed(self, layers: Sequence[int]) -> None:
         """One chunk of these layers is in place."""
         if not self.transfer.done:
@@ -377,28 +368,22 @@ class Fetching(Steps):
             self.transfer.landed(layers)
 
     def _timed_out(self) -> None:
-        waited = self.site.now() - self._began
-        moved = sum(incoming.tally.bytes for incoming in self.incoming)
+        waited, at = self.site.now() - self._began, standing(self.incoming)
         self._stop(
             TransferTimeoutError(
-                f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s "
-                f"({waited:.3f} s passed, {moved} bytes landed, state {self.transfer.state.name})",
+                f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s ({waited:.3f} s "
+                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name})",
+                peer=at.peer,
                 transfer=self.transfer.id,
-                blocks=self._demand.blocks,
+                blocks=self._subject.blocks,
             )
         )
 
-    def _stop(self, error: KvxferError | asyncio.CancelledError) -> None:
+    def _stop(self, error: Cause) -> None:
         if self._error is not None or self.transfer.done:
             return
-        self._error = error
+        self._fail(error)
         if self._asked:
             self.changed()
         else:
             self._end()  # nobody was asked for anything yet
-
-
-def _short(blocks: Mapping[str, Sequence[int]]) -> str:
-    """Block lists as messages show them."""
-    parts = [f"{group}: {list(ids[:8])}{'...' if len(ids) > 8 else ''}" for group, ids in blocks.items()]
-    return "{" + ", ".join(parts) + "}"

@@ -189,7 +189,7 @@ class Gauging:
         def posted(result: PostResult) -> None:  # on the fabric's thread
             site.hand_over(partial(resolve, done, result))
 
-        self._cell = cell = Cell(self._until)
+        self._cell = cell = Cell(self._until, site.keys.passage(self.peer, self._probe.generation))
         local, remote = shape.at(site.arena, address), shape.at(self._theirs, self._probe.address)
         self._writing = self._reading = True
         site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))

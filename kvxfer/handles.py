@@ -148,7 +148,6 @@ class BlockingTransfer:
 
     def begin(self, start: Callable[[], Transfer]) -> None:
         """Start the fetch."""
-        self._outbox.add(self)
         try:
             self._inner = start()
         except KvxferError as error:
@@ -185,6 +184,7 @@ class BlockingTransfer:
                 transfer=self.id,
                 blocks=self._written,
             )
+            error.report = self._inner.report if self._inner is not None else None
         self._outbox.end(self, FetchFailed(self.request, self, self._thread.moved(error)))
         if isinstance(error, MemoryInDoubtError):
             self._thread.submit(self._settle(error))
@@ -295,7 +295,6 @@ class BlockingOffer:
 
     def begin(self, make: Callable[[], Offer]) -> None:
         """Make the offer."""
-        self._outbox.add(self)
         try:
             self._inner = make()
         except KvxferError as error:

@@ -6,21 +6,21 @@ from functools import partial
 from typing import Final
 
 from kvxfer.ahead import IN_PLACE, Ahead
+from kvxfer.asking import fetch_message
+from kvxfer.checking import Checking
 from kvxfer.copy.port import READY, CopyOutcome, Direction
-from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
-from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError
+from kvxfer.encoding import joined_spans
+from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step
 from kvxfer.events import Until
-from kvxfer.fabric.port import Outcome, Post, PostResult
-from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan
-from kvxfer.landing import Landing, Reading
+from kvxfer.fabric.port import Cell, Outcome, Post, PostResult
+from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan, SumPlan
+from kvxfer.landing import Copied, Landing, Reading
 from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
-    FOREVER_MS,
     Accept,
-    Fetch,
     KvAgentResult,
     Message,
     Refuse,
@@ -34,9 +34,11 @@ from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
+from kvxfer.telemetry import logger
 
 __all__ = ["Incoming"]
 
+_log: Final = logger("kvxfer.receive")
 _NOTHING: Final = CopyPlan(())
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
@@ -51,6 +53,9 @@ class Incoming(Steps):
         tally: Counts.
         route: As the sender chose it.
         why: Why it chose that.
+        gate: What every grant leads through.
+        fenced: Whether the sender passes it, or writes nothing.
+        checking: Compares what arrived with what the peer holds, if that is wanted.
     """
 
     def __init__(self, site: Site, link: Link, transfer: int, need: Need, owner: Owner) -> None:
@@ -65,13 +70,18 @@ class Incoming(Steps):
         self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
         # of a peer that was lost since it was looked up nothing is known any more
         self._ahead: Final = Ahead.of(site, self.peer, need, self._asked) if link.is_open else None
+        self.gate: Final = site.gates.allot()  # last: what raises before has none to give back
+        if self._ahead is not None:
+            self._ahead.generation = site.granted(self.peer, self.gate, mapped=Route.MAPPED in self._asked)
+        self.fenced = self._ahead is not None and self._ahead.generation > 0
         staging = self._ahead is not None and self._ahead.staged
         self.machine: Final = Receiving(transfer, ahead=self._ahead is not None, staging=staging)
         self._bound: Bound | None = None
         self._grid: ChunkGrid | None = None
+        self.checking: Final = Checking.of(transfer, site.config.sums_every)
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
-        self._queue: deque[tuple[int, float]] = deque()  # chunks that are ready, and until when (`pull`) to read them
+        self._queue: deque[tuple[int, float, int]] = deque()  # chunks that are ready; until when, through what to read
         self._chunks: dict[int, Landing | Reading | Ahead] = {}  # under way
         self._writing = 0  # copies and reads of ours that may write the caller's blocks
         self._writable = need.after is READY
@@ -98,6 +108,12 @@ class Incoming(Steps):
         return self.machine.transfer
 
     @property
+    def step(self) -> Step:
+        """What it waits for, or waited for when it ended."""
+        step = self.machine.step
+        return Step.PLANNING if self._grid is None and step is not Step.ASKING else step
+
+    @property
     def ended(self) -> bool:
         """Whether the peer has said its last word."""
         return self.machine.ended
@@ -106,6 +122,14 @@ class Incoming(Steps):
     def is_lost(self) -> bool:
         """Whether the session is gone, and the peer may still write."""
         return self.machine.state is ReceiveState.LOST
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether it is over with the peer's process: nothing more lands, or nobody is left who waits for an answer.
+
+        What a process left to a socket may still land.
+        """
+        return self.route is Route.MAPPED or self.owes_an_answer
 
     @property
     def in_doubt(self) -> bool:
@@ -132,8 +156,12 @@ class Incoming(Steps):
 
     @property
     def owes_an_answer(self) -> bool:
-        """Route `pull`: whether the peer keeps its blocks for us until it hears that we read nothing any more."""
-        return self.route is Route.PULL and self.machine.state is ReceiveState.LOST
+        """Whether the peer may keep its blocks for us until it hears that we read nothing any more: on `pull`.
+
+        It may have accepted with that route, and announced chunks, though nothing of this was heard.
+        """
+        pull = Route.PULL in self._asked if self.route is Route.UNKNOWN else self.route is Route.PULL
+        return pull and self.machine.state is ReceiveState.LOST
 
     @property
     def moving(self) -> bool:
@@ -142,8 +170,8 @@ class Incoming(Steps):
 
     @property
     def generation(self) -> int:
-        """What a grant says of the gate that it leads through: 0 where the peer's copies reach none of our memory."""
-        return self.site.gates.granted(self.peer) if self.route is Route.MAPPED else 0
+        """What a grant says of the gate that it leads through: 0 where the peer passes none."""
+        return self.site.granted(self.peer, self.gate, mapped=self.route is Route.MAPPED)
 
     @property
     def patience(self) -> float:
@@ -156,29 +184,9 @@ class Incoming(Steps):
 
     def start(self) -> None:
         """Ask."""
-        site, need = self.site, self._need
-        left = FOREVER_MS if need.deadline is None else max(1, int((need.deadline - site.now()) * 1000))
         ahead = self._ahead
-        address, length = ahead.staging if ahead is not None else (0, 0)
         sent = self.link.send(
-            Fetch(
-                transfer=self.machine.transfer,
-                ticket=need.ticket,
-                selections=[selection_to_wire(selection) for selection in need.selections],
-                spans=encode_spans(need.spans, sorted({s.group for s in need.selections})),
-                token_start=need.tokens.start,
-                token_stop=need.tokens.stop,
-                routes=self._asked,
-                max_extent_bytes=min(site.config.chunk_bytes, site.receive_desk.share.capacity),
-                timeout_ms=min(left, FOREVER_MS),
-                in_place_bytes=site.config.max_in_place_bytes,
-                lease_ms=ahead.lease_ms if ahead is not None and not ahead.staged else 0,
-                generation=ahead.generation if ahead is not None else 0,
-                agreement=ahead.agreement if ahead is not None else b"",
-                staging_address=address,
-                staging_bytes=length,
-                staging_lease_ms=ahead.lease_ms if ahead is not None and ahead.staged else 0,
-            )
+            fetch_message(self.site, self.peer, self.machine.transfer, self._need, self._asked, ahead)
         )
         if not sent:  # it was lost since it was looked up, so `lost` will not tell
             self.machine.ahead = False
@@ -201,13 +209,18 @@ class Incoming(Steps):
             return
         self.route, self.why = message.route, message.why
         self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
+        self.site.heard(self.peer, fenced=message.fenced)
+        if not message.ahead:
+            self.fenced = message.route is not Route.PULL and self.generation > 0
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         if self._ahead is not None and message.ahead:
             if not self._ahead.staged:
                 self.run(self._follow, self._ahead, message)
-                return
-            self._chunks[0] = Landing(self, 0, self._ahead.desk, staged=True, extent=self._ahead.give())
+                if self.checking is None:
+                    return
+            else:
+                self._chunks[0] = Landing(self, 0, self._ahead.desk, staged=True, extent=self._ahead.give())
         self.run(self._learn, message.spans)
         self.run(partial(self.site.when_warm, self.peer, partial(self.run, self._plan, message), sending=False))
 
@@ -220,7 +233,7 @@ class Incoming(Steps):
     def wanted(self, message: Want) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
         until = self.site.now() + message.lease_ms / 1000
-        self._queue += [(chunk, until) for chunk in self.machine.wanted(message)]
+        self._queue += [(chunk, until, message.generation) for chunk in self.machine.wanted(message)]
         if self._ahead is not None and not self.machine.exposed:
             self._ahead.void()
         if message.spans and self.moving:
@@ -251,6 +264,13 @@ class Incoming(Steps):
         self._give_up()
         self.machine.lost(failure)
         self._settle()
+
+    def safe(self, why: str) -> None:
+        """There is evidence, other than the peer's word, that nothing of it is written any more."""
+        if not self.ended:
+            self.machine.safe()
+            _log.info("doubt_ended", peer=self.peer.name, transfer=self.machine.transfer, reason=why)
+            self._settle()
 
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of the transfer."""
@@ -308,7 +328,10 @@ class Incoming(Steps):
             return
         self._bound = bound
         self.tally.pieces = bound.pieces
-        self._cut(bound.grid)
+        if self._grid is None:
+            self._cut(bound.grid)
+        if self.checking is not None:
+            self.checking.planned(self, bound)
         for holder in list(self._chunks.values()):
             if isinstance(holder, Landing):  # of a chunk that was granted ahead
                 self.run(holder.begin, bound)
@@ -324,9 +347,10 @@ class Incoming(Steps):
             return
         site, window = self.site, self.site.config.window
         while bound is not None and self._queue and len(self._chunks) < window and self.moving:
-            chunk, until = self._queue.popleft()
+            chunk, until, generation = self._queue.popleft()
             if self.route is Route.PULL:
-                begun: Landing | Reading = Reading(self, chunk, until)
+                passage = site.keys.passage(self.peer, generation)
+                begun: Landing | Reading = Reading(self, chunk, Cell(until, passage))
             elif self.route is Route.STAGED:
                 begun = Landing(self, chunk, site.receive_desk, staged=True)
             else:
@@ -335,7 +359,10 @@ class Incoming(Steps):
             self.run(begun.begin, bound)
 
     def _learn(self, spans: Sequence[Span]) -> None:
-        """Block ids of the peer that it did not name before."""
+        """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
+        asked = {selection.group for selection in self._need.selections}
+        if strange := [span.group for span in spans if span.group not in asked]:
+            raise ProtocolError(f"the peer named blocks of group {strange[0]!r}, of which nothing was asked for")
         self._source = joined_spans(self._source, spans)
 
     def _grow(self) -> None:
@@ -354,6 +381,8 @@ class Incoming(Steps):
 
     def landed(self, chunk: int, nbytes: int) -> None:
         """A chunk is where it belongs, and visible."""
+        if self.checking is not None and self.checking.holds(self, self._bound, chunk, nbytes):
+            return  # and comes again when it is known to be right
         grid = self._grid
         self._chunks.pop(chunk, None)
         self.tally.bytes += nbytes
@@ -377,9 +406,9 @@ class Incoming(Steps):
             after = Until(self._need.after, lambda: self._given_up)
             self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
 
-    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy about so many bytes into the caller's blocks."""
-        self.copy(plan, Direction.SCATTER, partial(self._wrote, then), nbytes=nbytes)
+    def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
+        """Copy about so many bytes into the caller's blocks, or add up what is there."""
+        self.copy(plan, Direction.SCATTER, partial(self._wrote, then), nbytes=nbytes, sums=sums)
         self._writing += 1
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
@@ -444,6 +473,8 @@ class Incoming(Steps):
             self._awake = no_hold
         if machine.ended or lost or machine.failure is not None:
             self._owner.changed()
+        if lost and (not self.finished or self.owes_an_answer):
+            self._owner.doubted(self)
 
     def _holders(self) -> list[Landing | Reading | Ahead]:
         """Whatever has memory, or admission, for something of it."""

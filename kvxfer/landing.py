@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
+from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces, SumPlan
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import Bound, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
@@ -19,9 +19,11 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.tally import Tally
 
-__all__ = ["Host", "Landing", "Reading"]
+__all__ = ["Copied", "Host", "Landing", "Reading"]
 
 _T = TypeVar("_T")
+Copied: TypeAlias = Callable[[CopyOutcome], None]
+"""What goes on with how a copy ended."""
 
 
 class Host(Protocol):
@@ -82,8 +84,8 @@ class Host(Protocol):
         """Go on with True once the caller's blocks may be written, with False if the transfer was given up before."""
         ...
 
-    def write(self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None]) -> None:
-        """Copy about so many bytes into the caller's blocks."""
+    def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
+        """Copy about so many bytes into the caller's blocks, or add up what is there."""
         ...
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
@@ -215,10 +217,8 @@ class Landing:
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
         lease = host.site.lease_ms(share.held_bytes(host.peer.name))
-        if self._staged:
-            host.say(*host.machine.grant([Grant(self._chunk, extent.address, extent.nbytes)], lease))
-        else:
-            host.say(*host.machine.grant([Grant(self._chunk, 0, 0)], lease, host.generation))
+        place = (extent.address, extent.nbytes) if self._staged else (0, 0)
+        host.say(*host.machine.grant([Grant(self._chunk, *place)], lease, host.generation))
 
     def _scatter(self, writable: bool) -> None:
         extent, part = self._landed, self._part
@@ -251,13 +251,13 @@ class Reading:
     Args:
         host: Its transfer.
         chunk: Its number.
-        until: When the lease ends within which the read must be posted.
+        cell: Decides whether the read is posted.
     """
 
-    def __init__(self, host: Host, chunk: int, until: float) -> None:
+    def __init__(self, host: Host, chunk: int, cell: Cell) -> None:
         self._host: Final = host
         self._chunk: Final = chunk
-        self._cell: Final = Cell(until)
+        self._cell: Final = cell
         self._pieces: Pieces | None = None
         self._posted = False
         self._release: Callable[[], None] = no_hold

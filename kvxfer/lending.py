@@ -15,9 +15,11 @@ from kvxfer.link import Link
 from kvxfer.memory import Extent, ExtentState
 from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
 from kvxfer.site import Site, no_hold, resolve
+from kvxfer.telemetry import logger
 
 __all__ = ["Lender", "Loan"]
 
+_log: Final = logger("kvxfer.receive")
 _LEASE_S: Final = 5.0
 """Seconds after which memory is asked back: a hundred times as many as measuring takes."""
 _DECIDED_BETWEEN: Final = frozenset({Route.STAGED, Route.DIRECT})
@@ -33,23 +35,44 @@ class Loan:
         link: The control stream; replaced when the same incarnation is reached again.
         peer: The prefill rank.
         transfer: Its number.
+        gate: What it is written through.
+        fenced: Whether the peer passes that, or writes nothing.
+        ends_with_process: Never: what a dead process left to a socket may still land.
         is_lost: The session is gone, or the peer is silent; it may still write.
         ended: The memory is this side's again.
         over: Resolves with the one or the other.
     """
 
-    def __init__(self, site: Site, link: Link, transfer: int, extent: Extent) -> None:
+    def __init__(
+        self,
+        site: Site,
+        link: Link,
+        transfer: int,
+        extent: Extent,
+        doubted: "Callable[[Loan], None]",
+        over: "Callable[[Loan], None]",
+    ) -> None:
         self.link = link
         self.peer: Final = link.peer
         self.transfer: Final = transfer
         self.is_lost = False
         self.ended = False
         self.over: Final[asyncio.Future[None]] = site.loop.create_future()
+        self.gate: Final = site.gates.allot()
+        self.fenced: Final = site.granted(link.peer, self.gate, mapped=False) > 0
+        self.ends_with_process: Final = False
+        self._doubted: Final = doubted
+        self._ended: Final = over
         self._site: Final = site
         self._extent: Final = extent
         self._awake: Callable[[], None] = no_hold
         self._timer: asyncio.TimerHandle | None = None
         self._recalled = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it is in doubt."""
+        return self.ended
 
     def begin(self) -> None:
         """Tell the peer."""
@@ -57,7 +80,8 @@ class Loan:
         site.receive_desk.share.write(extent)
         self._awake = site.fabric.hold_awake()  # over TCP the target moves the data
         lease = min(site.config.grant_lease, _LEASE_S)
-        if self.link.send(Probe(self.transfer, extent.address, extent.nbytes, int(lease * 1000))):
+        granted = site.granted(self.peer, self.gate, mapped=False)
+        if self.link.send(Probe(self.transfer, extent.address, extent.nbytes, int(lease * 1000), granted)):
             self._timer = site.at(site.now() + lease, self.cancel)
         else:
             self._take_back()
@@ -92,6 +116,13 @@ class Loan:
             resolve(self.over, None)
             if self._extent.state is not ExtentState.QUARANTINED:
                 self._site.receive_desk.quarantine(self._extent, f"{self.peer.name} is silent")
+            self._doubted(self)
+
+    def safe(self, why: str) -> None:
+        """There is evidence, other than the peer's word, that it writes nothing any more."""
+        if not self.ended:
+            _log.info("doubt_ended", peer=self.peer.name, transfer=self.transfer, reason=why)
+            self._take_back()
 
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of it."""
@@ -112,6 +143,8 @@ class Loan:
         desk = self._site.receive_desk
         give_back = desk.settle if self._extent.state is ExtentState.QUARANTINED else desk.release
         give_back(self._extent)
+        self._site.gates.give_back(self.gate)
+        self._ended(self)
         resolve(self.over, None)
 
     def _stop_timer(self) -> None:
@@ -125,12 +158,14 @@ class Lender:
     Args:
         site: The worker.
         number: Draws a fresh transfer id.
+        doubted: Seeks evidence that the peer of a loan writes nothing any more.
     """
 
-    def __init__(self, site: Site, number: Callable[[], int]) -> None:
+    def __init__(self, site: Site, number: Callable[[], int], doubted: Callable[[Loan], None]) -> None:
         self.loans: Final[dict[int, Loan]] = {}
         self._site: Final = site
         self._number: Final = number
+        self._doubted: Final = doubted
         self._tries: dict[bytes, int] = {}  # that are left, by incarnation
         site.receive_desk.crowded = self.recall
 
@@ -152,17 +187,15 @@ class Lender:
         if extent is None:  # it is needed for what was asked for; a later transfer asks again
             return
         self._tries[key] = left - 1
-        loan = Loan(site, link, self._number(), extent)
+        loan = Loan(site, link, self._number(), extent, self._doubted, self._over)
         self.loans[loan.transfer] = loan
         loan.begin()
-        self._forget(loan)
 
     def result(self, loan: Loan, message: KvAgentResult) -> None:
         """What a peer says of its loan."""
         loan.result(message)
         if message.status is not Status.CANCELLED:  # it measured, or cannot
             self._tries[loan.peer.identity.incarnation] = 0
-        self._forget(loan)
 
     def find(self, link: Link, transfer: int) -> Loan | None:
         """A loan, by its number.
@@ -181,17 +214,15 @@ class Lender:
             loan.cancel()
         return [loan.over for loan in self.loans.values() if not loan.is_lost]
 
-    def lost(self, link: Link) -> list[Loan]:
-        """A link is gone, and what the peer learned with it. Returns what is in doubt now."""
+    def lost(self, link: Link) -> None:
+        """A link is gone, and what the peer learned with it."""
         self._tries.pop(link.peer.identity.incarnation, None)
-        gone = [loan for loan in self.loans.values() if loan.link is link]
-        for loan in gone:
-            loan.lost()
-        return gone
+        for loan in list(self.loans.values()):
+            if loan.link is link:
+                loan.lost()
 
-    def _forget(self, loan: Loan) -> None:
-        if loan.ended:
-            self.loans.pop(loan.transfer, None)
+    def _over(self, loan: Loan) -> None:
+        self.loans.pop(loan.transfer, None)
 
     def _matters(self, link: Link) -> bool:
         """Whether this side leaves a choice to the peer that the lane decides, and the peer can measure it."""

@@ -6,23 +6,20 @@ buffer grow beyond its bound is dropped.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
-import stat
 import struct
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Final, Protocol, cast
 
-from kvxfer.errors import Code, ConfigError, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message
 from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "Listener", "connect", "listen"]
+__all__ = ["Link", "LinkHandler"]
 
 _WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -32,13 +29,14 @@ _log: Final = logger("kvxfer.link")
 class LinkHandler(Protocol):
     """What the worker does with a link."""
 
-    def session(self, role: Role, *, local: bool, endpoint: str) -> tuple[Session, bool]:
+    def session(self, role: Role, *, local: bool, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
 
         Args:
             role: Which side of the stream this is.
             local: Same host and same user, by the credentials of a Unix socket.
             endpoint: Where the peer is.
+            since: When the stream was opened; TLS may have taken a while.
         """
         ...
 
@@ -66,6 +64,7 @@ class Link(asyncio.Protocol):
         role: Which side of it this is.
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
+        encrypted: Whether the stream is TLS.
         ready: Resolves when the handshake is complete, or with the error that prevented it.
     """
 
@@ -73,8 +72,10 @@ class Link(asyncio.Protocol):
         self.role: Final = role
         self.endpoint: Final = endpoint
         self.trusted = False
+        self.encrypted = False
         self._handler = handler
         self._runtime = runtime
+        self._since: Final = runtime.now()
         self._loop = asyncio.get_running_loop()
         self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
         self._session: Session | None = None
@@ -146,10 +147,17 @@ class Link(asyncio.Protocol):
         stream = cast("asyncio.Transport", transport)  # uvloop's transports derive from nothing of asyncio's
         stream.set_write_buffer_limits(high=_WRITE_BUFFER_LIMIT)
         self._transport = stream
+        if self._failure is not None:  # it was closed while TLS was being agreed upon
+            stream.abort()
+            return
+        self.encrypted = stream.get_extra_info("ssl_object") is not None
         local = _same_user(stream.get_extra_info("socket"))
         try:
-            self._session, self.trusted = self._handler.session(self.role, local=local, endpoint=self.endpoint)
+            self._session, self.trusted = self._handler.session(
+                self.role, local=local, endpoint=self.endpoint, since=self._since
+            )
         except KvxferError as error:
+            stream.write(encode(Goodbye(error.code, str(error))))
             self._fail(error)
             return
         self._flush()
@@ -281,17 +289,22 @@ class Link(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
         if not self.ready.done():
-            self.ready.set_exception(_unreachable(error, self.endpoint))
+            self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if was_open:
             self._handler.lost(self, error)
 
 
-def _unreachable(error: KvxferError, endpoint: str) -> KvxferError:
+def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> KvxferError:
     """What a failed handshake means to somebody who wanted to connect."""
-    if isinstance(error, PeerLostError):
-        return UnreachableError(f"{endpoint} closed the stream during the handshake: {error}", peer=endpoint)
-    return error
+    if not isinstance(error, PeerLostError):
+        return error
+    hint = ""
+    if encrypted:  # with TLS 1.3 a listener refuses a certificate only after the stream is open for who connects
+        hint = "; its log says whether it refused this side's tls.certificate"
+    elif endpoint.startswith("tcp:"):
+        hint = "; if it listens with TLS, set tls.authorities and tls.certificate here"
+    return UnreachableError(f"{endpoint} closed the stream during the handshake: {error}{hint}", peer=endpoint)
 
 
 def _same_user(sock: socket.socket | None) -> bool:
@@ -301,96 +314,3 @@ def _same_user(sock: socket.socket | None) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(raw)
     return int(uid) == os.geteuid()
-
-
-class Listener:
-    """A listening endpoint.
-
-    Attributes:
-        endpoint: Where peers can connect: `unix:/path` or `tcp:host:port`.
-    """
-
-    def __init__(self, server: asyncio.Server, endpoint: str, folder: Path | None) -> None:
-        self.endpoint: Final = endpoint
-        self._server = server
-        self._folder = folder
-
-    def reached_at(self, advertised: str | None) -> str:
-        """Where peers connect: the advertised endpoint, whose port 0 stands for the port that this one got."""
-        if advertised is None or not advertised.startswith("tcp:") or not advertised.endswith(":0"):
-            return advertised or self.endpoint
-        return advertised.removesuffix("0") + self.endpoint.rpartition(":")[2]
-
-    def close(self) -> None:
-        """Stop listening and remove the socket's file. Links stay open. Idempotent."""
-        self._server.close()
-        kind, _, path = self.endpoint.partition(":")
-        if kind == "unix":
-            Path(path).unlink(missing_ok=True)
-        if self._folder is not None:
-            with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
-                self._folder.rmdir()
-
-
-async def listen(where: str, factory: Callable[[str], Link]) -> Listener:
-    """Listen for links.
-
-    Args:
-        where: `"unix"` for a socket in a fresh private directory, `"unix:/path"`, or `"tcp:host:port"`.
-        factory: Makes a link for a new stream from that endpoint.
-
-    Raises:
-        ConfigError: If the endpoint cannot be used.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        if where.startswith("tcp:"):
-            host, _, port = where.removeprefix("tcp:").rpartition(":")
-            server = await loop.create_server(lambda: factory(where), host.strip("[]"), int(port))
-            bound = server.sockets[0].getsockname()
-            return Listener(server, f"tcp:{host}:{bound[1]}", None)
-        folder = Path(tempfile.mkdtemp(prefix="kvxfer-")) if where == "unix" else None
-        path = folder / "worker.sock" if folder else Path(where.removeprefix("unix:"))
-        _clear_stale(path)
-        server = await loop.create_unix_server(lambda: factory(where), str(path))
-        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot listen at {where!r}: {error}") from error
-    return Listener(server, f"unix:{path}", folder)
-
-
-def _clear_stale(path: Path) -> None:
-    """Remove a socket file that nobody listens at (its worker was killed)."""
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        else:
-            raise OSError(f"somebody listens at {path} already")
-
-
-async def connect(endpoint: str, factory: Callable[[], Link], timeout: float) -> Link:
-    """Open a link and complete its handshake.
-
-    Raises:
-        UnreachableError: If nobody answers within `timeout` seconds.
-        MismatchError: If the peer cannot work with this side.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(timeout):
-            if endpoint.startswith("unix:"):
-                _, link = await loop.create_unix_connection(factory, endpoint.removeprefix("unix:"))
-            else:
-                host, _, port = endpoint.removeprefix("tcp:").rpartition(":")
-                _, link = await loop.create_connection(factory, host.strip("[]"), int(port))
-    except TimeoutError as error:
-        raise UnreachableError(f"{endpoint} did not answer within {timeout:g} s", peer=endpoint) from error
-    except (OSError, ValueError, OverflowError) as error:  # a port beyond 65535 overflows
-        raise UnreachableError(f"cannot connect to {endpoint}: {error}", peer=endpoint) from error
-    await asyncio.shield(link.ready)
-    return link

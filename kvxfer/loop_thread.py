@@ -34,6 +34,10 @@ class ServedWorker(Worker):
         self._assembly.placement.bind()
         return self
 
+    def hurry(self) -> None:
+        """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""
+        self._hurry()
+
 
 class LoopThread:
     """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive.
@@ -112,6 +116,31 @@ class LoopThread:
         except FutureCancelledError:
             raise _closed_error() from None
 
+    def finish(self, work: Coroutine[Any, Any, None], hurry: Callable[[], None]) -> KeyboardInterrupt | None:
+        """Run a coroutine that has a bound of its own and block until it has ended, though Ctrl-C be pressed meanwhile.
+
+        Args:
+            work: What must end.
+            hurry: Run on the loop when Ctrl-C is pressed, so that the work takes the shortest way to its end.
+
+        Returns:
+            The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
+
+        Raises:
+            ClosedError: If the loop is closed, or closes meanwhile.
+        """
+        future = self.submit(work)
+        try:
+            try:
+                future.result()
+            except KeyboardInterrupt as interrupt:
+                self.post(hurry)
+                future.result()
+                return interrupt
+        except FutureCancelledError:
+            raise _closed_error() from None
+        return None
+
     async def awaits(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await a coroutine that runs on the loop, from another loop.
 
@@ -146,7 +175,7 @@ class LoopThread:
             transfer=error.transfer,
             blocks=error.blocks,
         )
-        moved.__cause__ = error.__cause__
+        moved.__cause__, moved.report = error.__cause__, error.report
         return moved
 
     # --- the end

@@ -1,14 +1,13 @@
-"""Memory of peers that this rank's copies can address, opened once per incarnation, and the gates before our own."""
+"""Memory of peers that this rank's copies can address, opened once per incarnation."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
 from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError
+from kvxfer.gates import GATE_BYTES, GATES
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import once
 from kvxfer.mapped import Export, Window, Windows, open_window, unlike
@@ -17,55 +16,15 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["GATES", "GATE_BYTES", "Gates", "Mappings"]
+__all__ = ["Mappings"]
 
 _log: Final = logger("kvxfer.send")
 
-GATE_BYTES: Final = 128
-"""From one gate to the next: a cache line of a GPU."""
 _ADDRESSES: Final = 1 << 62
-_MAPPED: Final = int(Capability.MAPPED)
 """No address of a process is beyond; sums of two numbers up to it fit into 64 bits."""
+_MAPPED: Final = int(Capability.MAPPED)
 _here: Final[set[bytes]] = set()
 """Incarnations of the workers of this process: nobody else may name its memory."""
-GATES: Final = 1 << 14
-"""Gates of a worker: peers that may write its GPU memory at a time."""
-
-
-class Gates:
-    """The gates in front of our own GPU memory: one for each peer that may write it, shared by those beyond `GATES`.
-
-    Args:
-        address: Where they begin; 0 without any (CPU memory).
-    """
-
-    _FIRST_GENERATION: Final = 1
-
-    def __init__(self, address: int) -> None:
-        self.address: Final = address
-        self._numbers: dict[bytes, int] = {}
-        self._next = 0
-
-    @staticmethod
-    def memory() -> bytes:
-        """What their memory holds at first: every gate open for the first generation."""
-        words = np.zeros(GATES * GATE_BYTES // 8, np.int64)
-        words[:: GATE_BYTES // 8] = Gates._FIRST_GENERATION << 32
-        return words.tobytes()
-
-    def granted(self, peer: PeerInfo) -> int:
-        """What a grant tells a peer: the number of its gate (the high 32 bits) and the generation; 0 without gates."""
-        if not self.address:
-            return 0
-        number = self._numbers.get(peer.identity.incarnation)
-        if number is None:
-            number = self._numbers[peer.identity.incarnation] = self._next % GATES
-            self._next += 1
-        return number << 32 | self._FIRST_GENERATION
-
-    def forget(self, peer: PeerInfo) -> None:
-        """The last link to a peer is gone. Its gate comes round again when all others were given out."""
-        self._numbers.pop(peer.identity.incarnation, None)
 
 
 @dataclass(slots=True, eq=False)

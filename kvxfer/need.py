@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvxfer.copy.port import Event
 from kvxfer.geometry import BlockLists, Selection
@@ -45,4 +45,8 @@ class Owner(Protocol):
 
     def changed(self) -> None:
         """Whether a transfer is over, quiet or finished may have changed."""
+        ...
+
+    def doubted(self, incoming: Any) -> None:
+        """A transfer's peer says nothing more of it: it may still write, or waits for an answer."""
         ...

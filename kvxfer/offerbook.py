@@ -11,10 +11,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvxfer.errors import Code, RequestError, TicketError
+from kvxfer.errors import BusyError, Code, RequestError, TicketError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, OutgoingTransfer, Released, Withdrawn
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.session import Identity
+from kvxfer.quota import Quota
 from kvxfer.site import Site
 from kvxfer.telemetry import hears_info, logger
 
@@ -22,16 +25,27 @@ __all__ = ["OfferBook"]
 
 _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
+_EARLY_ENGINES: Final = 16
+"""Decode engines whose claims of one request are kept before its offer: more do not try in vain by then."""
 
 
 @dataclass(slots=True)
 class Early:
-    """What came for a request before its offer did."""
+    """What came for a request before its offer did.
+
+    Attributes:
+        until: When it is forgotten.
+        peer: Incarnation of the decode rank that was the first, in whose places it is counted.
+        fetches: Transfers that wait.
+        claims: Size of each engine that claims it, by epoch.
+        releases: Who has released it, by engine and rank.
+    """
 
     until: float
+    peer: bytes
     fetches: list[OutgoingTransfer] = field(default_factory=list[OutgoingTransfer])
-    claims: dict[bytes, int] = field(default_factory=dict[bytes, int])  # world by engine
-    releases: set[tuple[bytes, int, int]] = field(default_factory=set[tuple[bytes, int, int]])  # engine, world, rank
+    claims: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    releases: dict[tuple[bytes, int], Identity] = field(default_factory=dict[tuple[bytes, int], Identity])
 
 
 class OfferBook:
@@ -41,6 +55,7 @@ class OfferBook:
         self._site = site
         self._offers: dict[OfferKey, Offer] = {}
         self._early: dict[OfferKey, Early] = {}
+        self._places: Final = Quota(site.config.max_parked)  # one a request that somebody was early for
         self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
         self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
         self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
@@ -58,8 +73,8 @@ class OfferBook:
         """A new offer.
 
         Raises:
-            RequestError: If the id is malformed or live, was used less than `request_memory` ago, or there are too many
-                offers.
+            RequestError: If the id is malformed or live, or was used less than `request_memory` ago.
+            BusyError: If there are too many offers.
         """
         issuer = self._site.joined
         try:
@@ -72,7 +87,7 @@ class OfferBook:
             when = "live" if key in self._offers else "just used"
             raise RequestError(f"request {request!r} (attempt {attempt}) is {when}; raise attempt= to offer it again")
         if len(self._offers) >= self._site.config.max_offers:
-            raise RequestError(
+            raise BusyError(
                 f"there are {len(self._offers)} offers already; max_offers is {self._site.config.max_offers}"
             )
         offer = Offer(self, self._site, key)
@@ -86,7 +101,7 @@ class OfferBook:
 
     def publish(self, offer: Offer) -> None:
         """The offer is complete enough to be found: hand it what came early."""
-        early = self._early.pop(offer.key, None)
+        early = self._forget_early(offer.key)
         if early is not None:
             for engine, world in early.claims.items():
                 self.bind(offer, engine, world)
@@ -94,8 +109,8 @@ class OfferBook:
                 who = fetch.peer.identity
                 self.bind(offer, who.epoch, who.world)
                 fetch.attach(offer)
-            for engine, world, rank in early.releases:
-                self.release(offer.key, engine, world, rank)
+            for who in early.releases.values():
+                self.release(offer.key, who)
         self._watch(offer.key, offer.lease)
 
     def find(self, key: OfferKey) -> Offer | Code | None:
@@ -108,19 +123,15 @@ class OfferBook:
         past = self._past.get(key)
         return past[1] if past is not None else None
 
-    def early(self, key: OfferKey) -> Early | None:
-        """Where to keep what came before the offer; None if there is no room."""
-        early = self._early.get(key)
-        if early is None:
-            if len(self._early) >= self._site.config.max_parked:
-                return None
-            early = self._early[key] = Early(self._site.now() + self._site.config.unclaimed_timeout)
-            self._watch(key, early.until)
-        return early
+    def claim_early(self, key: OfferKey, who: Identity) -> None:
+        """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""
+        early = self._keep_early(key, who.incarnation)
+        if early is not None and (who.epoch in early.claims or len(early.claims) < _EARLY_ENGINES):
+            early.claims[who.epoch] = who.world
 
     def park(self, key: OfferKey, fetch: OutgoingTransfer) -> bool:
         """Keep a fetch that came before its offer. False if there is no room."""
-        early = self.early(key)
+        early = self._keep_early(key, fetch.peer.identity.incarnation)
         if early is None:
             return False
         early.fetches.append(fetch)
@@ -131,6 +142,8 @@ class OfferBook:
         early = self._early.get(key)
         if early is not None and fetch in early.fetches:
             early.fetches.remove(fetch)
+            if not (early.fetches or early.claims or early.releases):
+                self._forget_early(key)
 
     def renew(self, offer: Offer, engine: bytes, world: int) -> None:
         """A decode engine claims the offer. One that was superseded renews in vain: it does not know it yet."""
@@ -152,19 +165,21 @@ class OfferBook:
         offer.engine, offer.world = engine, world
         self._watch(offer.key, offer.lease)
 
-    def release(self, key: OfferKey, engine: bytes, world: int, rank: int) -> None:
+    def release(self, key: OfferKey, who: Identity) -> None:
         """One rank of a decode engine is done with the request."""
-        found = self.find(key)
+        found, engine = self.find(key), who.epoch
         if isinstance(found, Offer):
             if found.engine is None:
-                self.bind(found, engine, world)
+                self.bind(found, engine, who.world)
             if found.engine != engine:
                 return  # of an engine that was superseded: the offer is another one's now
-            found.released_ranks.add(rank)
+            found.released_ranks.add(who.rank)
             if len(found.released_ranks) >= found.world:
                 found.end(Released(), Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released"))
-        elif found is None and (early := self.early(key)) is not None:
-            early.releases.add((engine, world, rank))
+        elif found is None:
+            early = self._keep_early(key, who.incarnation)
+            if early is not None and len(early.releases) < MAX_WORLD:
+                early.releases[engine, who.rank] = who
 
     def grew(self, offer: Offer) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
@@ -233,10 +248,24 @@ class OfferBook:
         if early is not None and early.until > now:
             self._watch(key, early.until)
         elif early is not None:
-            del self._early[key]
+            self._forget_early(key)
             reason = f"the request was not offered within {self._site.config.unclaimed_timeout:g} s"
             for fetch in early.fetches:
                 fetch.refuse(Code.NEVER_OFFERED, reason)
+
+    def _keep_early(self, key: OfferKey, peer: bytes) -> Early | None:
+        """Where to keep what a peer says before the offer comes; None if there is no room for it."""
+        early = self._early.get(key)
+        if early is None and self._places.take(peer):
+            early = self._early[key] = Early(self._site.now() + self._site.config.unclaimed_timeout, peer)
+            self._watch(key, early.until)
+        return early
+
+    def _forget_early(self, key: OfferKey) -> Early | None:
+        early = self._early.pop(key, None)
+        if early is not None:
+            self._places.give(early.peer)
+        return early
 
     def _expire(self, offer: Offer) -> None:
         config = self._site.config

@@ -19,12 +19,14 @@ from kvxfer.errors import (
     BlocksError,
     ClosedError,
     Code,
+    FailureReport,
     MemoryInDoubtError,
     RequestError,
     TokensError,
 )
 from kvxfer.events import as_event
 from kvxfer.geometry import Blocks, Span, check_tokens
+from kvxfer.onlookers import follow
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
@@ -73,6 +75,7 @@ class OutgoingTransfer(Protocol):
     """What an offer needs to know of a transfer that reads it."""
 
     stats: TransferStats | None
+    report: FailureReport | None
 
     @property
     def peer(self) -> PeerInfo:
@@ -344,8 +347,8 @@ class Offer:
         return await asyncio.shield(self._ended)
 
     def wait_end(self) -> "asyncio.Future[Ending]":
-        """Resolves when the offer has ended; for the worker's drain."""
-        return self._ended
+        """Resolves when the offer has ended, as `released` does. Cancelling it changes nothing."""
+        return follow(self._ended)
 
     async def withdraw(self) -> Ending:
         """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
@@ -410,6 +413,10 @@ class Offer:
             )
             self._quiescent.exception()
 
+    def block_ids(self) -> dict[str, tuple[int, ...]]:
+        """Its blocks by group."""
+        return {group: tuple(np.asarray(span.ids).tolist()) for group, span in self.spans.items()}
+
     @property
     def _holder(self) -> str:
         """Its name in the custody books."""
@@ -419,7 +426,7 @@ class Offer:
         """Reads of the blocks did not end: tell whoever waits, and keep the blocks in custody."""
         if self._ended.done():
             return
-        blocks = {group: np.asarray(span.ids).tolist() for group, span in self.spans.items()}
+        blocks = self.block_ids()
         self._site.custody.doubt_reads(self._holder, blocks)
         error = MemoryInDoubtError(
             f"the blocks of offer {self.request!r} may still be read by a post of ours or by {peer}, which is silent",
@@ -427,6 +434,8 @@ class Offer:
             peer=peer,
             blocks=blocks,
         )
+        reports = [transfer.report for transfer in self.doubtful if transfer.report is not None]
+        error.report = reports[0] if reports else None  # there is none of what has not ended: the worker is closed
         self._ended.set_exception(error)
         self._ended.exception()
 

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from kvxfer.answer import Answer, Asked, Draft, answer
 from kvxfer.copy.port import READY, CopyOutcome, Direction, Event
 from kvxfer.encoding import encode_spans
-from kvxfer.errors import Code, KvxferError, RefusedError
+from kvxfer.errors import Code, FailureReport, KvxferError, RefusedError, Step
 from kvxfer.events import Until, join
+from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Outcome
-from kvxfer.geometry import BlockLists, CopyPlan
+from kvxfer.geometry import BlockLists, ChunkPlan, CopyPlan, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound
@@ -33,17 +34,19 @@ from kvxfer.protocol.messages import (
 )
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.routes.chooser import Choice
+from kvxfer.sent import log_transfer
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
-from kvxfer.telemetry import TransferStats, hears_info, logger
+from kvxfer.telemetry import TransferStats, logger
 
-__all__ = ["Outgoing"]
+__all__ = ["RETRY_MS", "Outgoing"]
 
-_NAME: Final = "kvxfer.send"
-_log: Final = logger(_NAME)
+_log: Final = logger("kvxfer.send")
 _NOTHING: Final = CopyPlan(())
+RETRY_MS: Final = {Code.TOO_MANY: 1000, Code.DRAINING: 1000}
+"""When to try again after a refusal for one of these reasons: there is nothing that is to come first."""
 _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20
@@ -58,18 +61,24 @@ class Outgoing(Steps):
         link: Where results go; replaced when the same incarnation reconnects.
         offer: The offer that it reads, once there is one.
         stats: Set when it ends.
+        report: Set when it ends, if it failed.
     """
 
-    def __init__(self, site: Site, link: Link, fetch: Fetch, ended: Callable[["Outgoing"], None]) -> None:
+    def __init__(
+        self, site: Site, link: Link, fetch: Fetch, ended: Callable[["Outgoing"], None], *, sums_every: int = 0
+    ) -> None:
         super().__init__(site, f"kvxfer send {fetch.transfer}")
         self.machine: Final = Sending(fetch)
         self.link = link
         self.peer: Final = link.peer
         self.offer: Offer | None = None
         self.stats: TransferStats | None = None
+        self.report: FailureReport | None = None
         self._ended: Final = ended
+        self._sums_every: Final = sums_every
         self._tally: Final = Tally()
         self._began: Final = site.now()
+        self._stopped_at: Step | None = None
         self._bound: Bound | None = None
         self._choice: Choice | None = None
         self._said: BlockLists = {}  # source blocks that the decode rank was told of
@@ -82,12 +91,13 @@ class Outgoing(Steps):
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
         self._doubt = False  # a post of ours may still read the blocks
+        self._exposure: Exposure | None = None  # route pull
         self._unread_timer: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         if fetch.timeout_ms < FOREVER_MS:
-            # the decode rank gives up by itself and says so; this bounds one that does not
-            given_up = self._began + fetch.timeout_ms / 1000 + site.config.revoke_timeout
-            self._patience = site.at(given_up, self._outlived)
+            # the decode rank gives up by itself, before, and says so; this bounds one that does not
+            given_up = self._began + fetch.timeout_ms / 1000 + site.config.heartbeat
+            self._patience = site.at(given_up, self._overdue)
         self._way: Callable[[], None] = no_hold  # open to the peer, and the transport awake, until this is called
 
     @property
@@ -99,6 +109,17 @@ class Outgoing(Steps):
     def peer_name(self) -> str:
         """How logs name the decode rank."""
         return self.peer.name
+
+    @property
+    def name(self) -> str:
+        """Its id, as the decode rank says it too."""
+        return f"{self.peer.identity.incarnation.hex()[:8]}-{self.machine.transfer}"
+
+    @property
+    def step(self) -> Step:
+        """What it waits for."""
+        step = self.machine.step
+        return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
     # --- news
 
@@ -141,11 +162,13 @@ class Outgoing(Steps):
     def refuse(self, code: Code, reason: str) -> None:
         """End before anything moved."""
         if self.machine.state is SendState.PARKED:
+            self._stopped_at = self.step
             self.site.metrics.refused(code, by_peer=False)
-            self._say(self.machine.refuse(code, reason))
+            self._say(self.machine.refuse(code, reason, retry_after_ms=RETRY_MS.get(code, 0)))
 
     def stop(self, failure: Failure) -> None:
         """Give up: kill what is not posted, wait for what is."""
+        self._stopped_at = self._stopped_at or self.step
         for shipment in self._shipments.values():
             shipment.kill()
         messages = self.machine.stop(failure)
@@ -153,8 +176,21 @@ class Outgoing(Steps):
             shipment.stop()
         if self.machine.being_read and self._unread_timer is None:
             bound = self.site.now() + self.site.config.revoke_timeout
-            self._unread_timer = self.site.at(bound, lambda: self._say(self.machine.unread(in_doubt=True)))
+            self._unread_timer = self.site.at(bound, self._unanswered)
+            if self._exposure is not None:
+                self._exposure.stop()
         self._say(messages)
+
+    def _unanswered(self) -> None:
+        """Route `pull`: the decode rank has not said in time that it reads nothing any more."""
+        self._say(self.machine.unread(in_doubt=True))
+        if self.site.draining:
+            self.forsake()
+
+    def forsake(self) -> None:
+        """The worker is closing: whatever is in doubt stays so."""
+        if self._exposure is not None:
+            self._exposure.close()
 
     def cancelled(self, failure: Failure) -> None:
         """The decode rank gave up, or asks (after a lost session) what became of the transfer.
@@ -164,22 +200,40 @@ class Outgoing(Steps):
         self._say(self.machine.unread())
         self.stop(failure)
 
-    def unread_at_last(self) -> bool:
-        """Route `pull`, after it ended in doubt: the decode rank has said that it reads nothing any more.
+    @property
+    def in_doubt(self) -> bool:
+        """It is over, but a post of ours may still be under way, or the decode rank may still be reading."""
+        read = self._exposure is not None and self._exposure.ended
+        return self.machine.in_doubt and not read
 
-        Returns:
-            Whether that ends the doubt; on other routes it is our own post that is in doubt.
+    def help_to_read(self) -> None:
+        """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
+
+        Over TCP they do not end unless this side makes progress. Where they do not end for all that, the decode rank
+        gives them up, and so does this side.
         """
-        if self.machine.route is not Route.PULL:
-            return False
+        if self.machine.route is Route.PULL:
+            self._way()
+            self._way = self.site.fabric.hold_awake()
+            self.site.at(self.site.now() + self.site.config.no_progress_timeout, self._way)
+
+    def unread_at_last(self) -> None:
+        """Route `pull`: nobody reads anything of it any more. What was in doubt is not."""
+        if self._exposure is None:
+            return  # it is our own post that is in doubt
+        self._way()
+        self._exposure.end()
+        if self.machine.state is not SendState.ENDED:
+            self._say(self.machine.unread())
+            return
         if self.offer is not None:
             self.offer.left(self)
-        return True
+        self._ended(self)
 
     def reserve(self, message: Reserve) -> None:
         """The decode rank granted memory."""
         grants = self.machine.reserve(message)
-        if self._bound is not None:
+        if self._bound is not None and grants:  # none if it is being stopped, on `pull` too, which ships nothing
             self._ship(self._bound, grants, self.site.now() + message.lease_ms / 1000, message.generation)
 
     def _ship(self, bound: Bound, grants: Sequence[Grant], until: float, generation: int) -> None:
@@ -199,10 +253,10 @@ class Outgoing(Steps):
         for chunk in self.machine.landed(message):
             if bound is None or offer is None:
                 continue
-            nbytes = bound.chunk(chunk).bytes
-            self._tally.bytes += nbytes
+            part = bound.chunk(chunk)
+            self._tally.bytes += part.bytes
             self._readable -= 1
-            self._say(self.machine.moved(chunk, nbytes, Timings()))
+            self._confirm(chunk, part, Timings())
         self._announce()
 
     # --- accepting
@@ -223,7 +277,7 @@ class Outgoing(Steps):
         rows = max(wanted, sum(len(span.ids) for span in offer.spans.values()))
         draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
         means = self.site.means(self.peer, trusted=self.link.trusted, sending=True)
-        asked = Asked(self.peer, self.machine.fetch, ahead=self._ahead)
+        asked = Asked(self.peer, self.machine.fetch, ahead=self._ahead, checked=self._sums_every > 0)
         self.plan(lambda: answer(self.site, asked, draft, means), partial(self._accept, offer, draft), rows=rows)
 
     def _accept(self, offer: Offer, draft: Draft, made: Answer) -> None:
@@ -244,6 +298,7 @@ class Outgoing(Steps):
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
             self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
+            self._exposure = Exposure(self.site, self.peer, self.unread_at_last)
         else:
             self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
         self._say(self.machine.accept(message))
@@ -306,7 +361,8 @@ class Outgoing(Steps):
             if offer.spans is not self._said:  # an offer that grows gets new lists
                 news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
                 self._said = offer.spans
-            self._say(self.machine.ready(chunks, lease_ms, news))
+            generation = self._exposure.generation if self._exposure is not None else 0
+            self._say(self.machine.ready(chunks, lease_ms, news, generation))
 
     def _announce_readable(self, bound: Bound, chunk: int) -> None:
         """Route `pull`: the peer may read at once, so a chunk is announced only when its events have fired."""
@@ -321,8 +377,15 @@ class Outgoing(Steps):
 
     # --- moving
 
+    def _overdue(self) -> None:
+        """The decode rank has given up. What has not begun does not begin any more."""
+        if self.machine.state is SendState.PARKED:
+            self._outlived()
+        else:
+            self._patience = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._outlived)
+
     def _outlived(self) -> None:
-        """The decode rank should have given up long ago."""
+        """The decode rank should have given up by now."""
         text = (
             f"the fetch was to end within {self.machine.fetch.timeout_ms / 1000:g} s, and its decode rank said nothing"
         )
@@ -338,13 +401,14 @@ class Outgoing(Steps):
 
     def _reported(self, chunk: int, moved: Moved) -> None:
         """A shipment is over."""
-        del self._shipments[chunk]
+        shipment = self._shipments.pop(chunk)
         if moved.outcome is Outcome.DONE:
             self._tally.bytes += moved.bytes
-            self._say(self.machine.moved(chunk, moved.bytes, moved.timings))
+            self._confirm(chunk, shipment.part, moved.timings)
             return
         if moved.outcome is Outcome.STOPPED:
-            failure = Failure(Status.EXPIRED, Code.TIMEOUT, "the grant's lease ran out before the chunk was posted")
+            reason = "the grant's lease ran out, or it was taken back, before the chunk was posted"
+            failure = Failure(Status.EXPIRED, Code.TIMEOUT, reason)
         else:
             code = moved.error.code if moved.error is not None else Code.FAILED
             failure = Failure(Status.FAILED, code, str(moved.error or "the chunk could not be moved"))
@@ -352,6 +416,30 @@ class Outgoing(Steps):
         if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is one of those that are
             self.stop(failure)
         self._say(self.machine.dropped(chunk, in_doubt=moved.outcome is Outcome.IN_DOUBT))
+
+    def _confirm(self, chunk: int, part: ChunkPlan | None, timings: Timings) -> None:
+        """A chunk has been moved: say so, once it is added up where that is wanted."""
+        nbytes = 0 if part is None else part.bytes
+        wanted = self._sums_every and selected(self.machine.transfer, chunk, self._sums_every)
+        if part is None or not nbytes or not wanted or self.machine.state is not SendState.MOVING:
+            self._say(self.machine.moved(chunk, nbytes, timings))
+            return
+
+        def summed(outcome: CopyOutcome) -> None:
+            if outcome.error is not None:
+                self._not_summed(chunk, outcome.error)
+            else:
+                self._say(self.machine.moved(chunk, nbytes, timings, outcome.sums))
+
+        try:
+            self.copy(_NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part))
+        except KvxferError as error:
+            self._not_summed(chunk, error)
+
+    def _not_summed(self, chunk: int, error: KvxferError) -> None:
+        """It has arrived, but nobody would know whether as it should."""
+        self.stop(Failure(Status.FAILED, error.code, str(error)))
+        self._say(self.machine.dropped(chunk))
 
     def _say(self, messages: list[Message]) -> None:
         if messages:
@@ -362,7 +450,7 @@ class Outgoing(Steps):
     def _finish(self) -> None:
         machine, failure = self.machine, self.machine.failure
         self.stats = self._tally.stats(
-            route=machine.route.name.lower(),
+            route="" if machine.route is Route.UNKNOWN else machine.route.name.lower(),
             why=self._choice.why if self._choice else "",
             limited_by=self._bound.limited_by if self._bound else "",
             peers=(self.peer_name,),
@@ -374,23 +462,13 @@ class Outgoing(Steps):
             self.site.estimates.took(
                 self.peer.identity.incarnation, machine.route, predicted=self.stats.predicted, seconds=took
             )
-        if hears_info(_NAME):
-            _log.info(
-                "transfer_sent" if failure is None else "transfer_failed",
-                peer=self.peer_name,
-                request=machine.fetch.ticket.request,
-                transfer=machine.transfer,
-                route=self.stats.route,
-                bytes=self._tally.bytes,
-                chunks=self.stats.chunks,
-                pieces=self.stats.pieces,
-                limited_by=self.stats.limited_by,
-                duration=self.stats.duration,
-                predicted=self.stats.predicted,
-                outcome=failure.code.name.lower() if failure else "ok",
-                reason=failure.reason if failure else "",
-            )
+        reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
+        if failure is not None:
+            self.report = self._report(self.stats, failure, reads=reads)
+        log_transfer(self.stats, self.report, request=machine.fetch.ticket.request, transfer=self.name)
         self._way()
+        if self._exposure is not None and not machine.in_doubt:
+            self._exposure.end()
         for timer in (self._unread_timer, self._patience):
             if timer is not None:
                 timer.cancel()
@@ -398,5 +476,23 @@ class Outgoing(Steps):
         offer = self.offer
         if offer is not None:
             offer.stats.append(self.stats)
-            reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
             offer.left(self, in_doubt=self.peer_name if reads else "", moved=failure is None)
+
+    def _report(self, stats: TransferStats, failure: Failure, *, reads: bool) -> FailureReport:
+        """What is known of its failure; `reads` if the offered blocks may still be read."""
+        offer, machine = self.offer, self.machine
+        return FailureReport(
+            request=machine.fetch.ticket.request,
+            transfer=self.name,
+            peer=self.peer_name,
+            step=self._stopped_at or self.step,
+            elapsed=stats.duration,
+            route=stats.route,
+            bytes=stats.bytes,
+            chunks_done=machine.chunks_done,
+            chunks=machine.chunks,
+            code=failure.code,
+            reason=failure.reason,
+            blocks=offer.block_ids() if offer is not None else {},
+            memory_safe=not reads,
+        )

@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, KvxferError
+from kvxfer.errors import ClosedError, FailureReport, KvxferError
 from kvxfer.events import as_event
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group
 from kvxfer.loop_thread import LoopThread, ServedWorker, state_under_way, withdraw
 from kvxfer.offers import Ending, Offer
+from kvxfer.onlookers import see_through
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
@@ -63,10 +64,8 @@ class OwnLoopWorker(Worker):
         thread = self._thread = LoopThread("kvxfer-loop", parts.runtime)
         opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
         try:
-            await asyncio.shield(opening)
+            await see_through(opening)  # to its end, so that closing finds all that is to be given back
         except BaseException:
-            # opened to its end, so that closing finds all that is to be given back
-            await asyncio.gather(asyncio.shield(opening), return_exceptions=True)
             await self.aclose(drain=False)
             raise
         return self
@@ -171,17 +170,22 @@ class OwnLoopWorker(Worker):
         """See `Worker.describe`."""
         return self._served[0].call(self._inner.describe)
 
+    def begin_drain(self) -> None:
+        """See `Worker.begin_drain`."""
+        self._served[0].call(self._inner.begin_drain)
+
     async def drain(self, timeout: float | None = None) -> bool:
         """See `Worker.drain`."""
         return await self._served[0].awaits(self._inner.drain(timeout))
 
     async def aclose(self, *, drain: bool = True) -> None:
         """See `Worker.aclose`. The thread has ended when it returns."""
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return
         if self._closing is None:
-            self._closing = asyncio.create_task(self._shut(self._thread, drain=drain), name="kvxfer close")
-        await asyncio.shield(self._closing)
+            self._closing = asyncio.create_task(self._shut(thread, drain=drain), name="kvxfer close")
+        await see_through(self._closing, lambda: thread.post(self._inner.hurry))
 
     async def _shut(self, thread: LoopThread, *, drain: bool) -> None:
         timeout = self.config.close_timeout
@@ -301,6 +305,11 @@ class OwnLoopTransfer:
     def failed_blocks(self) -> Mapping[str, Sequence[int]]:
         """See `Transfer`."""
         return self._inner.failed_blocks if self._here.done else {}
+
+    @property
+    def report(self) -> FailureReport | None:
+        """See `Transfer`."""
+        return self._inner.report if self._here.done else None
 
     @property
     def done(self) -> bool:

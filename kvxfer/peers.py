@@ -1,29 +1,60 @@
 """Control streams that this rank opened: one per prefill rank, connected once, shared by all requests."""
 
 import asyncio
-from collections.abc import Callable
+import copy
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
-from kvxfer.errors import MismatchError, UnreachableError
-from kvxfer.link import Link, connect
+from kvxfer.backoff import Backoff
+from kvxfer.errors import KvxferError, MismatchError, UnreachableError
+from kvxfer.link import Link
 from kvxfer.site import Site
 
 __all__ = ["Peers"]
 
 
+_RETRY_SECONDS: Final = 0.1
+_RETRY_SECONDS_MAX: Final = 2.0
+_REMEMBERED: Final = 1024
+"""Endpoints of which it is known that they could not be reached."""
+
+
+@dataclass(slots=True)
+class _Away:
+    """An endpoint that could not be reached.
+
+    Attributes:
+        backoff: How long it is left in peace.
+        epoch: Of the ticket that led there; one of a later engine is tried at once, since that has restarted.
+        until: When it is tried again.
+        error: What happened.
+    """
+
+    backoff: Backoff
+    epoch: bytes | None
+    until: float
+    error: KvxferError
+
+
 class Peers:
     """Opens links when they are first needed and keeps them.
 
+    An endpoint that could not be reached, or whose handshake failed, is left in peace for a while (0.1 s, doubling to 2
+    s): who wants to go there meanwhile gets the same error at once, and with it the time after which to try again.
+
     Args:
         site: The worker.
-        factory: Makes a client link to an endpoint.
+        connect: Opens a link to an endpoint and completes its handshake.
     """
 
-    def __init__(self, site: Site, factory: Callable[[str], Link]) -> None:
+    def __init__(self, site: Site, connect: Callable[[str], Awaitable[Link]]) -> None:
         self._site: Final = site
-        self._factory: Final = factory
+        self._connect_to: Final = connect
         self._links: dict[str, Link] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
+        self._away: OrderedDict[str, _Away] = OrderedDict()
 
     @property
     def links(self) -> list[Link]:
@@ -49,12 +80,12 @@ class Peers:
             )
         link = self._links.get(endpoint)
         if link is None or not link.is_open:
-            link = await self._open(endpoint)
+            link = await self._open(endpoint, epoch)
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs == link.peer.identity.incarnation:
             # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
             link.close("to meet it again")
-            link = await self._open(endpoint)
+            link = await self._open(endpoint, epoch)
             theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:
             raise MismatchError(
@@ -65,18 +96,41 @@ class Peers:
             )
         return link
 
-    async def _open(self, endpoint: str) -> Link:
+    async def _open(self, endpoint: str, epoch: bytes | None) -> Link:
         task = self._opening.get(endpoint)
         if task is None:
-            task = self._site.tasks.spawn(self._connect(endpoint), f"kvxfer connect {endpoint}")
+            away = self._away.get(endpoint)
+            if away is not None and away.epoch == epoch and (left := away.until - self._site.now()) > 0:
+                error = copy.copy(away.error)
+                error.retry_after, error.report = left, None
+                raise error
+            task = self._site.tasks.spawn(self._connect(endpoint, epoch), f"kvxfer connect {endpoint}")
             self._opening[endpoint] = task
             task.add_done_callback(lambda _: self._opening.pop(endpoint, None))
         return await asyncio.shield(task)
 
-    async def _connect(self, endpoint: str) -> Link:
-        link = await connect(endpoint, lambda: self._factory(endpoint), self._site.config.connect_timeout)
+    async def _connect(self, endpoint: str, epoch: bytes | None) -> Link:
+        try:
+            link = await self._connect_to(endpoint)
+        except KvxferError as error:
+            self._note(endpoint, epoch, error)
+            raise
+        self._away.pop(endpoint, None)
         self._links[endpoint] = link
         return link
+
+    def _note(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:
+        """It could not be reached (again)."""
+        before = self._away.pop(endpoint, None)
+        if before is not None and before.epoch == epoch:
+            backoff = before.backoff
+        else:
+            backoff = Backoff(self._site.runtime.token, least=_RETRY_SECONDS, most=_RETRY_SECONDS_MAX)
+        wait = backoff.wait()
+        error.retry_after = max(wait, error.retry_after or 0)
+        self._away[endpoint] = _Away(backoff, epoch, self._site.now() + wait, error)
+        if len(self._away) > _REMEMBERED:
+            self._away.popitem(last=False)
 
     def lost(self, link: Link) -> None:
         """A link is gone; the next caller opens a new one."""

@@ -20,6 +20,7 @@ from kvxfer.geometry import (
     CopyPlan,
     PairPlan,
     Selection,
+    SumPlan,
     TransferPlan,
     common,
     converts,
@@ -205,6 +206,13 @@ class PairPlans:
         if not sending:
             return [pair.sample.scatter(0)]
         return [pair.sample.gather(0), *([pair.sample.copy()] if mapped else [])]
+
+    def sum_samples(self, peer: PeerInfo, *, sending: bool) -> list[SumPlan]:
+        """Sums of the shapes that those of transfers with a peer will have."""
+        pair = self._whole(peer, sending=sending)
+        if pair is None:
+            return []
+        return [SumPlan.at_source(pair.sample) if sending else SumPlan.at_destination(pair.sample)]
 
     def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
         """The plan of all that both sides hold; None if that is nothing."""

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from kvxfer.errors import KvxferError, MemoryInDoubtError
+from kvxfer.errors import BusyError, KvxferError, MemoryInDoubtError
 from kvxfer.telemetry import TransferStats
 from kvxfer.transfers import FetchResult
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvxfer.handles import BlockingOffer, BlockingTransfer
 
 __all__ = [
+    "MAX_EVENTS",
     "FetchEvent",
     "FetchFailed",
     "Fetched",
@@ -135,6 +136,10 @@ class Handle(Protocol):
         ...
 
 
+MAX_EVENTS: Final = 65_536
+"""Events that wait for `poll`, and fetches and offers that will bring one, at most."""
+
+
 class Outbox:
     """Events on their way to `poll`, and what has not ended yet. Safe from any thread."""
 
@@ -151,10 +156,28 @@ class Outbox:
             events, self._events = self._events, []
             return events
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was added has ended."""
+        return not self._live
+
     def add(self, handle: Handle) -> None:
-        """A fetch or an offer began."""
+        """A fetch or an offer begins.
+
+        Raises:
+            BusyError: If so many events wait for `poll` that nobody seems to ask for them.
+        """
         with self._changed:
+            if len(self._events) + len(self._live) >= MAX_EVENTS:
+                raise BusyError(f"{len(self._events)} events wait for poll(), {len(self._live)} are to come: call it")
             self._live.add(handle)
+
+    def discard(self, handle: Handle) -> bool:
+        """It could not begin after all. False if it has ended."""
+        with self._changed:
+            live = handle in self._live
+            self._live.discard(handle)
+            return live
 
     def end(self, handle: Handle, event: PollEvent) -> None:
         """A fetch or an offer is over. Only the first end of each counts."""

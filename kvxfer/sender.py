@@ -8,9 +8,10 @@ from kvxfer.gauging import Gauging
 from kvxfer.link import Link
 from kvxfer.offerbook import OfferBook
 from kvxfer.offers import Offer, Withdrawn
-from kvxfer.outgoing import Outgoing
+from kvxfer.outgoing import RETRY_MS, Outgoing
 from kvxfer.protocol.messages import (
     Cancel,
+    Check,
     Claim,
     Fetch,
     KvAgentResult,
@@ -24,11 +25,13 @@ from kvxfer.protocol.messages import (
     TicketRef,
 )
 from kvxfer.protocol.sending import Failure, SendState, build_result
+from kvxfer.quota import Quota
 from kvxfer.site import Site
+from kvxfer.telemetry import logger
 
 __all__ = ["Sender"]
 
-_RETRY_MS: Final = 1000
+_log: Final = logger("kvxfer.send")
 
 
 class Sender:
@@ -42,8 +45,11 @@ class Sender:
         self.book: Final = OfferBook(site)
         self._site: Final = site
         self._transfers: dict[tuple[bytes, int], Outgoing] = {}
+        self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
+        self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured, or left in doubt
+        self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
 
     def __len__(self) -> int:
@@ -68,6 +74,8 @@ class Sender:
                 self.release(link, message)
             case Probe():
                 self.probe(link, message)
+            case Check():
+                self.check(link, message)
             case _:
                 pass
 
@@ -76,32 +84,37 @@ class Sender:
         key = (link.peer.identity.incarnation, message.transfer)
         if key in self._transfers or key in self._gaugings:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
-        refusal = self._refusal(message.ticket)
-        if refusal is None and len(self._transfers) >= self._site.config.max_transfers:
+        offer_key = (message.ticket.request, message.ticket.attempt)
+        refusal, found = self._refusal(message.ticket), self.book.find(offer_key)
+        if refusal is None and found is None and self._site.draining:
+            refusal = Code.DRAINING
+        elif refusal is None and isinstance(found, Code):
+            refusal = found
+        elif refusal is None and not self._places.take(key[0]):
             refusal = Code.TOO_MANY
         if refusal is not None:
             self._refuse(link, message.transfer, refusal)
             return
-        offer_key = (message.ticket.request, message.ticket.attempt)
-        found = self.book.find(offer_key)
-        if found is not None and not isinstance(found, Offer):
-            self._refuse(link, message.transfer, found)
-            return
-        if found is None and self._site.draining:
-            self._refuse(link, message.transfer, Code.DRAINING)
-            return
-        outgoing = Outgoing(self._site, link, message, self._ended)
+        self._site.heard(link.peer, fenced=message.fenced)
+        outgoing = Outgoing(self._site, link, message, self._ended, sums_every=self._checks.get(link, 0))
         self._transfers[key] = outgoing
         if isinstance(found, Offer):
             self._attach(outgoing, found)
         elif not self.book.park(offer_key, outgoing):
-            outgoing.refuse(Code.TOO_MANY, f"max_parked={self._site.config.max_parked} fetches wait for their offers")
+            outgoing.refuse(
+                Code.TOO_MANY,
+                f"as many fetches wait for their offers as may, in all or of one peer "
+                f"(max_parked={self._site.config.max_parked})",
+            )
         outgoing.void_ahead()
 
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
         key = (link.peer.identity.incarnation, message.transfer)
         failure = Failure(Status.CANCELLED, message.code, "cancelled by the decode rank")
+        if message.code is Code.INTEGRITY:
+            self._site.metrics.chunk_checked("reported")
+            _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
         if (gauging := self._gaugings.get(key)) is not None:
             gauging.cancelled(link, failure)
             return
@@ -110,10 +123,10 @@ class Sender:
             outgoing.cancelled(failure)
             return
         if (outgoing := self._doubtful.get(key)) is not None:
-            if not outgoing.unread_at_last():
+            outgoing.unread_at_last()
+            if outgoing.in_doubt:
                 link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=outgoing.machine.failure))
                 return
-            del self._doubtful[key]
         link.send(_terminal(message.transfer, failure))
 
     def claim(self, link: Link, message: Claim) -> None:
@@ -126,14 +139,14 @@ class Sender:
             found = self.book.find(key)
             if isinstance(found, Offer):
                 self.book.renew(found, who.epoch, who.world)
-            elif found is None and (early := self.book.early(key)) is not None:
-                early.claims[who.epoch] = who.world
+            elif found is None:
+                self.book.claim_early(key, who)
 
     def release(self, link: Link, message: Release) -> None:
         """A decode rank is done with a request."""
         who = link.peer.identity
         if self._refusal(message.ticket) is None:
-            self.book.release((message.ticket.request, message.ticket.attempt), who.epoch, who.world, who.rank)
+            self.book.release((message.ticket.request, message.ticket.attempt), who)
 
     def probe(self, link: Link, message: Probe) -> None:
         """A decode rank lends memory, so that the lane to it can be measured: if nothing else moves there now.
@@ -154,8 +167,26 @@ class Sender:
         gauging = self._gaugings[key] = Gauging(self._site, link, message, self._gauged)
         gauging.begin()
 
+    def opened(self, link: Link) -> None:
+        """A decode rank is there (again), and may still read what it was announced before."""
+        incarnation = link.peer.identity.incarnation
+        self._here[incarnation] = link
+        for (reader, _), outgoing in self._doubtful.items():
+            if reader == incarnation:
+                outgoing.help_to_read()
+
+    def check(self, link: Link, message: Check) -> None:
+        """A decode rank compares what it fetches on this link from now on with what is here."""
+        if link not in self._checks:
+            self._site.warm_sums(link.peer, sending=True)
+        self._checks[link] = message.every
+
     def lost(self, link: Link) -> None:
         """A session is gone: nothing new is posted for it. The transfers stay known until they have ended."""
+        incarnation = link.peer.identity.incarnation
+        if self._here.get(incarnation) is link:
+            del self._here[incarnation]
+        self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
         for gauging in self._gaugings.values():
             if gauging.link is link:
@@ -164,6 +195,12 @@ class Sender:
             if outgoing.link is link:
                 outgoing.stop(failure)
 
+    def refuse_parked(self) -> None:
+        """No new offer will come: whoever waits for one had better go elsewhere at once."""
+        for outgoing in list(self._transfers.values()):
+            if outgoing.offer is None:
+                outgoing.refuse(Code.DRAINING, _REASONS[Code.DRAINING])
+
     def withdraw_all(self) -> None:
         """Take every offer back; for shutdown."""
         failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
@@ -171,8 +208,9 @@ class Sender:
             offer.end(Withdrawn(), failure)
         for gauging in self._gaugings.values():
             gauging.stop(failure)
-        for outgoing in list(self._transfers.values()):
-            outgoing.refuse(Code.DRAINING, "the prefill worker is closing")  # those whose offers never came
+        self.refuse_parked()
+        for outgoing in self._doubtful.values():
+            outgoing.forsake()
         ends = [offer.wait_end() for offer in self.book.offers]
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer withdraw all")
@@ -193,8 +231,7 @@ class Sender:
 
     def _refuse(self, link: Link, transfer: int, code: Code) -> None:
         self._site.metrics.refused(code, by_peer=False)
-        retry = _RETRY_MS if code in (Code.TOO_MANY, Code.DRAINING) else 0
-        link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), retry))
+        link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), RETRY_MS.get(code, 0)))
 
     def _moved(self, link: Link, transfer: int) -> Outgoing | None:
         """A transfer that its decode rank moves on, which renews the offer's lease.
@@ -217,12 +254,17 @@ class Sender:
 
     def _ended(self, outgoing: Outgoing) -> None:
         key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)
-        self._transfers.pop(key, None)
+        if self._transfers.pop(key, None) is not None:
+            self._places.give(key[0])
         if outgoing.offer is None:
             ticket = outgoing.machine.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), outgoing)
-        if outgoing.machine.in_doubt:
+        if outgoing.in_doubt:
             self._doubtful[key] = outgoing
+            if key[0] in self._here:
+                outgoing.help_to_read()
+        else:
+            self._doubtful.pop(key, None)
 
 
 _REASONS: Final = {
@@ -231,7 +273,7 @@ _REASONS: Final = {
     Code.TICKET_EXPIRED: "the offer's lease ran out",
     Code.TICKET_RELEASED: "the request was released already",
     Code.OFFER_WITHDRAWN: "the offer was withdrawn",
-    Code.TOO_MANY: "max_transfers is reached at the prefill rank",
+    Code.TOO_MANY: "the prefill rank has as many transfers as it takes, in all or of one peer (max_transfers)",
     Code.DRAINING: "the prefill rank is draining",
 }
 

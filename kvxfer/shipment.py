@@ -10,7 +10,7 @@ from typing import Final
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
 from kvxfer.events import Until
-from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Passage, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
 from kvxfer.memory import Extent, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
@@ -93,7 +93,7 @@ class Shipment(Steps):
         self.grant: Final = grant
         self.terms: Final = terms
         # an event that never fires must not keep a dead cell: what is copied then is not posted
-        cell = self.cell = Cell(terms.until)
+        cell = self.cell = Cell(terms.until, self.passage(site, peer, terms.generation))
         after = terms.after
         self.after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
         self.tally: Final = tally
@@ -132,6 +132,11 @@ class Shipment(Steps):
             self.end(Moved(Outcome.DONE))
         elif not self.over:
             self.prepare(part)
+
+    @staticmethod
+    def passage(site: Site, peer: PeerInfo, generation: int) -> Passage | None:
+        """What has to be passed before anything is written."""
+        return site.keys.passage(peer, generation)
 
     @staticmethod
     @abstractmethod
@@ -280,6 +285,11 @@ class DirectShipment(_OverFabric):
 
 class MappedShipment(Shipment):
     """A chunk that our own copy puts where it belongs, in memory of the peer that is mapped here."""
+
+    @staticmethod
+    def passage(site: Site, peer: PeerInfo, generation: int) -> Passage | None:
+        """On a GPU the kernel passes a gate by itself, and goes on though this process be stopped."""
+        return None if peer.body.gates else site.keys.passage(peer, generation)
 
     @staticmethod
     def hold(site: Site, peer: PeerInfo) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvxfer.config import Config
@@ -10,12 +11,15 @@ from kvxfer.copy.port import Executor
 from kvxfer.desk import Desk
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.pump import Fabric
+from kvxfer.gates import SHARED_GATE, Gates
 from kvxfer.geometry import CacheGeometry
+from kvxfer.keys import Keys
 from kvxfer.lanes import Lanes
 from kvxfer.mapped import unlike
-from kvxfer.mappings import Gates, Mappings
+from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody, Share
 from kvxfer.planning import PairPlans
+from kvxfer.processes import Processes
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Means, acceptable
@@ -125,7 +129,10 @@ class Site:
         sending: Staging memory that this rank gathers into; None without an arena.
         in_place: Whether the caller's blocks are registered, so that `direct` and `pull` are possible.
         mappings: Memory of peers that this rank's copies can address.
-        gates: What keeps peers out of this rank's GPU memory.
+        gates: What keeps peers out of this rank's memory.
+        keys: What leads through the gates of peers.
+        processes: Whether peers on this host are still there.
+        fenced: Incarnations of peers that pass the gates that grants name.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
         in_place_desks: By incarnation of the peer, what it may write in place at once.
@@ -157,6 +164,9 @@ class Site:
     in_place: bool
     mappings: Mappings
     gates: Gates
+    processes: Processes
+    keys: Keys = field(default_factory=Keys)
+    fenced: set[bytes] = field(default_factory=set[bytes])
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
@@ -185,8 +195,18 @@ class Site:
         """
         theirs = Capability(peer.identity.capabilities)
         asked = theirs if sending else self.capabilities  # the decode rank's
+        if self.config.sums_every and not sending and Capability.SUMS not in theirs:
+            raise MismatchError(
+                f"integrity={self.config.integrity} is set here, but {peer.name} cannot add up what it sends",
+                peer=peer.name,
+                fields={"integrity": (self.config.integrity, "none")},
+            )
         self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
         self.mappings.met(peer, self.plans.geometry(peer))
+        self.keys.met(peer)
+        if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
+            self.heard(peer, fenced=True)
+        self.processes.met(peer)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)
@@ -259,11 +279,44 @@ class Site:
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
+    def warm_sums(self, peer: PeerInfo, *, sending: bool) -> None:
+        """Begin to prepare for sums of what is fetched: compile what a GPU needs."""
+        key = (peer.identity.incarnation, sending)
+        if self.geometry.kind == "cuda":
+            work = self._warm_sums(peer, self.warming.get(key), sending=sending)
+            self.warming[key] = self.tasks.spawn(work, f"kvxfer warm sums {peer.name}")
+
+    async def _warm_sums(self, peer: PeerInfo, first: "asyncio.Task[None] | None", *, sending: bool) -> None:
+        if first is not None:
+            await asyncio.wait({first})
+        try:
+            shapes = self.plans.sum_samples(peer, sending=sending)
+            await self.runtime.in_thread(lambda: self.executor.warm_sums(shapes))
+        except KvxferError as error:
+            _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
+
     def lease_ms(self, nbytes: int) -> int:
         """Milliseconds within which so many bytes that are under way must be begun: as many as a slow wire needs."""
         config = self.config
         times = max(1.0, nbytes / (config.window * config.chunk_bytes))
         return min(FOREVER_MS, int(config.grant_lease * 1000 * times))
+
+    def heard(self, peer: PeerInfo, *, fenced: bool) -> None:
+        """A peer says whether it passes the gates that grants name: it may not have been able to open them again."""
+        (self.fenced.add if fenced else self.fenced.discard)(peer.identity.incarnation)
+
+    def granted(self, peer: PeerInfo, gate: int, *, mapped: bool) -> int:
+        """What a grant to a peer says of the gate that it leads through; 0 where the peer passes none.
+
+        Args:
+            peer: Who is granted memory.
+            gate: Its number.
+            mapped: Whether the peer's own copies write there.
+        """
+        if mapped and self.gates.words:
+            return self.gates.granted(gate)
+        passes = gate != SHARED_GATE and peer.identity.incarnation in self.fenced
+        return self.gates.granted(gate) if passes else 0
 
     def in_place_desk(self, peer: PeerInfo) -> Desk:
         """Admission of chunks that a peer writes in place: no memory of its own, only a bound on it, peer by peer."""
@@ -278,7 +331,10 @@ class Site:
         key = peer.identity.incarnation
         self.lanes.forget(peer)
         self.mappings.forget(peer)
-        self.gates.forget(peer)
+        if self.keys.forget(peer):
+            self.processes.when_gone(peer, partial(self.keys.abandon, peer))
+        self.processes.forget(peer)
+        self.fenced.discard(key)
         self.plans.forget(peer)
         self.estimates.forget(key)
         for sending in (True, False):

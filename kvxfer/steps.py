@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 from kvxfer.errors import KvxferError, TransferFailedError
-from kvxfer.geometry import CopyPlan
+from kvxfer.geometry import CopyPlan, SumPlan
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
@@ -72,14 +72,15 @@ class Steps(ABC):
         then: Callable[[CopyOutcome], None],
         after: Event = READY,
         nbytes: int = 0,
+        sums: SumPlan | None = None,
     ) -> None:
-        """Copy once `after` has fired, and go on with how it ended.
+        """Copy once `after` has fired, add up what is to be, and go on with how it ended.
 
         Raises:
             KvxferError: If the executor takes no more copies; nothing is copied then.
         """
         done = partial(self.site.hand_over, self.run, then)
-        self.site.executor.submit(CopyJob(plan, done, after, nbytes=nbytes, owner=self._name), direction)
+        self.site.executor.submit(CopyJob(plan, done, after, nbytes=nbytes, owner=self._name, sums=sums), direction)
 
     async def _plan_off_loop(self, make: Callable[[], _T], then: Callable[[_T], None]) -> None:
         try:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
-from kvxfer.errors import KvxferError, MemoryInDoubtError
+from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError
+from kvxfer.onlookers import follow
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
 
@@ -65,6 +66,7 @@ class Transfer:
         state: See `TransferState`.
         memory_safe: Whether it has ended and no peer can write the destination blocks any more.
         failed_blocks: Destination blocks that hold no usable data, by group; empty unless the transfer failed.
+        report: What is known of its failure, also if it was cancelled; None unless it failed.
     """
 
     def __init__(self, ident: str, request: str, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
@@ -73,6 +75,7 @@ class Transfer:
         self.state = TransferState.CONNECTING
         self.memory_safe = False
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
+        self.report: FailureReport | None = None
         self._cancel = cancel
         self._loop = loop
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
@@ -96,8 +99,8 @@ class Transfer:
 
     @property
     def outcome(self) -> "asyncio.Future[FetchResult]":
-        """Resolves when it has ended. Do not cancel it; `cancel` gives up."""
-        return self._outcome
+        """Resolves when it has ended. Cancelling it changes nothing; `cancel` gives up."""
+        return follow(self._outcome)
 
     async def layers(self, start: int, stop: int) -> None:
         """Wait until every byte of the layers [start, stop) has landed. Cancelling the wait leaves the transfer alone.
@@ -169,8 +172,9 @@ class Transfer:
         self._end(lambda waiter: waiter.set_result(None))
         self._outcome.set_result(result)
 
-    def fail(self, error: KvxferError | asyncio.CancelledError) -> None:
+    def fail(self, error: KvxferError | asyncio.CancelledError, report: FailureReport | None = None) -> None:
         """It is over without success, and its memory is safe (unless the error says otherwise)."""
+        self.report = report
         self.state = TransferState.FAILED
         self.memory_safe = not isinstance(error, MemoryInDoubtError)
         self._end(lambda waiter: waiter.set_exception(error))

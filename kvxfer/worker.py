@@ -13,22 +13,25 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
-from kvxfer import __version__
 from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, ConfigError, KvxferError, RequestError, TicketError
+from kvxfer.errors import BusyError, ClosedError, Code, ConfigError, KvxferError, RequestError, TicketError
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
+from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
-from kvxfer.link import Link, Listener, listen
+from kvxfer.link import Link
 from kvxfer.offers import Offer
+from kvxfer.onlookers import see_through
+from kvxfer.overview import overview
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import Message
-from kvxfer.protocol.session import Identity, PeerInfo, Role, Session, Terms
+from kvxfer.protocol.messages import Goodbye, Message
+from kvxfer.protocol.session import PeerInfo, Role, Session
 from kvxfer.receiver import Receiver
 from kvxfer.runtime import Runtime
 from kvxfer.sender import Sender
 from kvxfer.site import Site
+from kvxfer.streams import Listener, Streams
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
@@ -40,6 +43,7 @@ __all__ = ["Worker"]
 _log: Final = logger("kvxfer.worker")
 _INCARNATION_BYTES: Final = 16
 _NONCE_BYTES: Final = 32
+_LEAVING: Final = Goodbye(Code.DRAINING, "the worker is draining")
 
 
 class Worker:
@@ -82,6 +86,8 @@ class Worker:
         self._watch: Final = LoopWatch()
         self._links: set[Link] = set()
         self._greeting: set[Link] = set()  # links whose handshake is not complete
+        self._draining: asyncio.Task[bool] | None = None
+        self._hurried = False  # closes without draining
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -89,11 +95,12 @@ class Worker:
             raise ClosedError("a worker is entered once")
         site = self._site = await assemble(self._assembly)
         self._sender = Sender(site)
-        self._peers = Peers(site, lambda endpoint: self._link(Role.CLIENT, endpoint))
+        streams = Streams(site.config, site.runtime, site.tasks, self._link)
+        self._peers = Peers(site, streams.connect)
         self._receiver = Receiver(site, self._peers)
         self._watch.start(site.now, site.at, site.metrics, own=site.config.loop == "own")
         try:
-            self._listener = await listen(site.config.listen, lambda endpoint: self._link(Role.SERVER, endpoint))
+            self._listener = await streams.listen()
         except BaseException:
             await self.aclose()
             raise
@@ -205,7 +212,7 @@ class Worker:
             payload: Travels with the last result; for streaming offers give it to `Offer.finish`.
 
         Raises:
-            RequestError: If the id is in use or was just used.
+            RequestError: If the id is in use or was just used; `BusyError` if there are too many offers.
             BlocksError: If ids are out of range, too few, or in custody.
             TokensError: If there are no tokens.
             EventError: If `after` is missing or was never recorded.
@@ -238,6 +245,7 @@ class Worker:
 
         Raises:
             TicketError: If the ticket is malformed.
+            BusyError: If there are too many claims.
             ClosedError: If the worker is not open.
         """
         return self._roles[1].claim(self._ticket(ticket))
@@ -314,41 +322,32 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        site, (sender, receiver), staging = self._open, self._roles, self._assembly.staging
-        return {
-            "card": self.card.to_dict(),
-            "epoch": site.issuer.card.epoch if site.issuer else None,
-            "draining": site.draining,
-            "peers": [
-                {
-                    "peer": link.peer.name,
-                    "role": link.role.value,
-                    "trusted": link.trusted,
-                    "endpoint": link.endpoint,
-                    "lane": site.estimates.lane(link.peer.identity.incarnation),
-                }
-                for link in self._links
-            ],
-            "arena": {
-                "kind": staging.kind,
-                "refused": dict(staging.refused),
-                "send": site.send_desk.share.snapshot(),
-                "receive": site.receive_desk.share.snapshot(),
-            },
-            "in_place": site.in_place,
-            "affinity": self._assembly.placement.describe(),
-            "offers": len(sender.book),
-            "sending": len(sender),
-            "receiving": len(receiver),
-            "in_doubt": receiver.doubtful,
-            "custody": site.custody.snapshot(),
-            "metrics": site.metrics.snapshot(),
-        }
+        site, (sender, receiver) = self._open, self._roles
+        return overview(self.card, site, self._assembly, sender, receiver, self._links)
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.
+
+        Requests that are on offer may still be fetched. Fetches that wait for an offer are refused: it cannot come.
+        """
+        site, (sender, _) = self._open, self._roles
+        if not site.draining:
+            site.draining = True
+            for link in self._links:
+                link.send(_LEAVING)
+            sender.refuse_parked()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new work and wait for what is under way. False if some of it did not end in time."""
+        """Refuse new work, tell every peer, and wait for what is under way.
+
+        Args:
+            timeout: Seconds to wait at most; the setting `drain_timeout` if left out.
+
+        Returns:
+            False if some of it did not end in time; it goes on until the worker is closed.
+        """
         site, (sender, receiver) = self._open, self._roles
-        site.draining = True
+        self.begin_drain()
         deadline = site.now() + (site.config.drain_timeout if timeout is None else timeout)
         ends = [offer.wait_end() for offer in sender.book.offers] + receiver.outcomes()
         if ends:
@@ -358,28 +357,31 @@ class Worker:
     async def aclose(self, *, drain: bool = True) -> None:
         """Close the worker: drain (bounded), stop the rest, close links, stop threads, give memory back. Idempotent.
 
-        Memory that a silent peer may still write is not given back but left to the process's end.
+        Cancelling it cuts the drain short, and is let through once the worker is closed. Memory that a silent peer may
+        still write is not given back but left to the process's end.
         """
-        if self._site is None:
-            return
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(drain=drain), name="kvxfer close")
-        await asyncio.shield(self._closing)
+        if self._site is not None:
+            if self._closing is None:
+                if drain and not self._hurried:
+                    self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
+                self._closing = asyncio.create_task(self._close(self._site), name="kvxfer close")
+            await see_through(self._closing, self._hurry)
 
-    async def _close(self, *, drain: bool) -> None:
-        site = self._site
-        if site is None:
-            return
-        if drain and self._sender is not None and self._receiver is not None:
-            await self.drain()
+    def _hurry(self) -> None:
+        self._hurried = True
+        if self._draining is not None:
+            self._draining.cancel()
+
+    async def _close(self, site: Site) -> None:
+        sender, receiver = self._roles
+        if self._draining is not None:
+            await asyncio.wait({self._draining})
         site.draining = True
         self._watch.stop()
         if self._listener is not None:
             self._listener.close()
-        if self._receiver is not None:
-            self._receiver.cancel_all()
-        if self._sender is not None:
-            self._sender.withdraw_all()
+        receiver.cancel_all()
+        sender.withdraw_all()
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
         await site.tasks.drain(until - site.now())
         site.tasks.cancel()
@@ -388,46 +390,36 @@ class Worker:
         for link in links:
             link.close("the worker was closed")
         await asyncio.gather(*(link.wait_gone(site.config.close_timeout) for link in links))
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._sender is not None:
-            self._sender.book.close()
+        receiver.close()
+        sender.book.close()
         await self._assembly.dismantle(site, max(0.0, until - site.now()))
+        await site.tasks.drain(site.config.close_timeout)  # memory of peers is unmapped when the last link is gone
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 
     # --- LinkHandler
 
-    def session(self, role: Role, *, local: bool, endpoint: str) -> tuple[Session, bool]:
+    def session(self, role: Role, *, local: bool, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        site, config = self._open, self.config
-        secret = config.secret.get_secret_value().encode() if config.secret is not None else None
-        trusted = {"full": True, "none": False, "auto": local or secret is not None}[config.trust]
-        epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
-        identity = Identity(
-            config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
-        )
-        terms = Terms(
-            facts=site.facts,
-            body=site.body[trusted],
-            forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
-            secret=secret,
-            heartbeat=config.heartbeat,
-            peer_timeout=config.peer_timeout,
-            handshake_timeout=config.handshake_timeout,
-        )
-        return Session(role, identity, terms, nonce=site.runtime.token(_NONCE_BYTES), now=site.now()), trusted
+        if role is Role.SERVER and self._turned_away():
+            raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
+        return greeting(self._open, role, local=local, since=since)
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        self._open.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER)
+        site = self._open
+        site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in list(self._links):
             same = other.peer.identity.incarnation == peer.identity.incarnation
             if same and other.role is link.role and other is not link:
                 other.close("a newer session of the same peer was opened")
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
+        if site.draining:
+            link.send(_LEAVING)
         if link.role is Role.CLIENT:
             self._roles[1].opened(link)
+        else:
+            self._roles[0].opened(link)
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone."""
@@ -448,7 +440,9 @@ class Worker:
         """Hand a message to the role that it is for."""
         sender, receiver = self._roles
         self._open.metrics.frame_received(type(message).__name__)
-        if link.role is Role.SERVER:
+        if isinstance(message, Goodbye):
+            _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
+        elif link.role is Role.SERVER:
             sender.handle(link, message)
         else:
             receiver.handle(link, message)
@@ -460,6 +454,11 @@ class Worker:
             self._site.metrics.frame_sent(type(message).__name__)
 
     # --- inside
+
+    def _turned_away(self) -> bool:
+        """Whether a stream that a peer has just opened is one too many."""
+        theirs = sum(link.role is Role.SERVER for link in (*self._links, *self._greeting))
+        return theirs > self.config.max_streams
 
     def _link(self, role: Role, endpoint: str) -> Link:
         link = Link(role, endpoint, self, self._open.runtime)

@@ -75,13 +75,16 @@ class Stream(asyncio.Transport):
     def close(self):
         self.closed = True
 
+    abort = close
+
 
 class Handler:
     def __init__(self, clock):
         self.clock, self.got, self.lost_with = clock, [], []
 
-    def session(self, role, *, local, endpoint):
+    def session(self, role, *, local, endpoint, since):
         del role, local, endpoint
+        self.since = since
         return Frames("peer"), True
 
     def received(self, link, message):
@@ -165,3 +168,23 @@ async def test_a_defect_in_a_later_turn_closes_the_link_too(link):
     assert link.handler.got == [0, 1, 2]
     assert isinstance(link.handler.lost_with[0], PeerLostError)
     assert link.stream.closed
+
+
+async def test_a_handshake_is_timed_from_when_the_stream_was_opened():
+    clock = Clock()
+    handler = Handler(clock)
+    made = Link(Role.CLIENT, "tcp:there:1", handler, clock)
+    clock.time = 7.0  # which TLS took
+    made.connection_made(Stream())
+    assert handler.since == 0.0
+    made.close()
+
+
+async def test_a_link_that_was_closed_while_tls_was_agreed_upon_stays_closed():
+    clock = Clock()
+    made = Link(Role.CLIENT, "tcp:there:1", Handler(clock), clock)
+    made.close("enough")
+    stream = Stream()
+    made.connection_made(stream)
+    assert stream.closed
+    assert not made.is_open

@@ -14,7 +14,7 @@ PAGES = sorted(
     if not any(part.startswith(".") or part in SKIPPED for part in path.relative_to(ROOT).parts)
 )
 WRAPPED = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *(ROOT / "docs" / f"{name}.md" for name in ("design", "architecture", "performance")),
 ]
 COLUMNS = 120

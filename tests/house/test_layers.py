@@ -25,9 +25,9 @@ PACKAGE = ROOT / "kvxfer"
 CORE = {"names", "geometry", "wire", "memory"}
 PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
-    "names": ({"errors", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
+    "names": ({"codes", "errors", "reports", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
     "runtime": ({"runtime", "pace"}, {"names"}, {"anyio"}),
-    "settings": ({"config", "settings"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
+    "settings": ({"config", "settings", "tls"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
     "telemetry": ({"telemetry"}, {"names"}, {"structlog"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec"}),

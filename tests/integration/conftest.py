@@ -14,6 +14,8 @@ if HERE not in sys.path:
 
 from stage import Stage  # noqa: E402 - found by the line above
 
+from kvxfer import exports  # noqa: E402
+from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
 
 ON_BOTH_LOOPS = {
@@ -27,6 +29,7 @@ ON_BOTH_LOOPS = {
     "test_refusals",
     "test_routes",
     "test_shutdown",
+    "test_tls",
 }
 """Scenes that are played on asyncio's loop and on uvloop's, which shares no code with it."""
 
@@ -40,6 +43,16 @@ def pytest_asyncio_loop_factories(config, item):
 
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """Workers that share no locks, as those on two hosts: what a peer is doing is known by its word alone."""
+
+    def refused(gates):
+        raise FabricError("they are said to be on two hosts")
+
+    monkeypatch.setattr(exports, "LockFile", refused)
 
 
 @pytest.fixture

@@ -220,6 +220,7 @@ async def test_a_fetch_that_is_cancelled_at_once_leaves_nothing(stage):
     await quiet(decode)
 
 
+@pytest.mark.usefixtures("no_locks")
 def test_memory_is_in_doubt_until_it_is_known_whether_the_grant_is_used(tmp_path):
     async def scenario(play):
         await play.pair(route="direct", heartbeat=1, peer_timeout=3)

@@ -38,10 +38,9 @@ class Step:
         self.go = lambda: None
         self.reached = lambda: True
 
-    def fetch(self):
-        return self.decode.fetch(
-            self.prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, **({"after": self.after} if self.after else {})
-        )
+    def fetch(self, **options):
+        after = {"after": self.after} if self.after else {}
+        return self.decode.fetch(self.prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, **after, **options)
 
     def offered(self):
         self.offer = self.prefill.offer("r", [1, 2], tokens=8)
@@ -195,6 +194,49 @@ async def test_cancel_at_every_step(stage, source, target, route, step, again):
     await quiet(prefill, decode)
     assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
     # the same ticket, the same blocks
+    if at.offer is None:
+        at.offered()
+    at.after = None
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await asyncio.wait_for(at.fetch(), 5)
+    copied.check()
+    assert isinstance(await at.offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize(("route", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
+async def test_a_time_out_at_every_step(stage, source, target, route, step):
+    """As a cancellation: it is told when memory is safe, a second one changes nothing, and the ticket works again."""
+    prefill, decode = await stage.pair(source, target, route=route, window=2)
+    at = Step(stage, prefill, decode, source, target)
+    step(at)
+    if at.prepare is not None:
+        await at.prepare()
+    untouched = Copied(target)
+    task = asyncio.create_task(at.fetch(timeout=60))
+    await eventually(at.reached)
+    (fetching,) = decode._receiver._fetches
+    fetching._timed_out()
+    fetching._timed_out()
+    task.cancel()  # and a caller who gives up in that moment
+    if (route, step.__name__) in NOT_SAFE_AT_ONCE:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not task.done()
+        at.go()
+    await asyncio.wait([task, fetching.transfer.outcome])
+    error = fetching.transfer.outcome.exception()
+    assert isinstance(error, TransferTimeoutError)
+    assert error.memory_safe
+    assert error.report.memory_safe
+    if (route, step.__name__) not in NOT_SAFE_AT_ONCE:
+        untouched.check()
+        at.go()
+    canary = target.clone()
+    with contextlib.suppress(asyncio.CancelledError, TransferTimeoutError):
+        await task
+    await quiet(prefill, decode)
+    assert all(torch.equal(target.memory[layer], kept) for layer, kept in canary.items())
     if at.offer is None:
         at.offered()
     at.after = None

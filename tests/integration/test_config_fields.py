@@ -14,10 +14,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from certificates import Authority
 from far import Far, Ranks
 from stage import KEY, Cache, Copied, Gate
 from wire import SIZES, deaf_port, play
@@ -28,6 +30,7 @@ from kvxfer import (
     ConfigError,
     Expired,
     FabricError,
+    IntegrityError,
     KvxferError,
     MemoryInDoubt,
     MismatchError,
@@ -134,6 +137,28 @@ async def another_dtype_is_converted(play):
     strict = await play.worker("strict", Cache(dtype=torch.bfloat16))
     play.prefill.offer("s", [1], tokens=4)
     assert "convert=True" in str(await fails(strict.fetch(play.ticket("s"), [3], tokens=range(4)), MismatchError))
+
+
+def damaged(play):
+    """What is fetched next arrives with a bit flipped."""
+    play.network.damage_next("decode", byte=3)
+
+
+@field("integrity")
+async def what_arrives_damaged_is_found(play):
+    await play.pair(route="staged", decode={"integrity": "full"})
+    damaged(play)
+    play.prefill.offer("r", [1, 2], tokens=8)
+    assert (await fails(play.start("r"), IntegrityError)).code is Code.INTEGRITY
+
+
+@field("integrity_every")
+async def so_few_chunks_are_compared(play):
+    await play.pair(route="staged", decode={"integrity": "sampled", "integrity_every": 2**20})
+    damaged(play)
+    play.prefill.offer("r", [1, 2], tokens=8)
+    await play.start("r")
+    assert play.decode.describe()["metrics"]["chunks_checked"] == {}
 
 
 async def duo(play, **config):
@@ -565,6 +590,21 @@ async def no_more_fetches_wait_for_their_offers(play):
     assert "max_parked=1" in str(error)
 
 
+@field("max_streams")
+async def no_more_streams_of_peers(play):
+    await play.pair(prefill={"max_streams": 1})
+    await play.bring("r")
+    second = await play.worker("second", play.target)
+    error = await fails(second.start_fetch(play.ticket("s"), [5, 6], tokens=range(8)), UnreachableError)
+    assert "max_streams=1" in str(error)
+    assert error.retry_after == 1.0
+    await play.bring("t")  # the first one's is untouched
+    await play.decode.aclose()
+    await asyncio.sleep(1)
+    play.prefill.offer("s", [1, 2], tokens=8)
+    await second.start_fetch(play.ticket("s"), [5, 6], tokens=range(8))
+
+
 @field("max_offers")
 async def no_more_offers(play):
     await play.pair(prefill={"max_offers": 1})
@@ -610,6 +650,72 @@ async def no_more_pieces_in_a_post(play):
 async def no_more_bytes_in_a_post(play):
     posts = await posts_of(play, max_post_bytes=4096)
     assert max(nbytes for _, nbytes in posts) == 4096
+
+
+# --- TLS
+
+
+async def over_tcp(play, prefill, decode):
+    """A fetch between two workers over TCP with these settings `tls`: whether their streams were TLS."""
+    async with contextlib.AsyncExitStack() as stack:
+        workers = [
+            await play.worker("prefill", play.source, listen="tcp:127.0.0.1:0", tls=prefill),
+            await play.worker("decode", play.target, tls=decode),
+        ]
+        for worker in workers:
+            stack.push_async_callback(worker.aclose, drain=False)
+        workers[0].offer("r", [1, 2], tokens=8)
+        copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], range(8))
+        await workers[1].fetch(workers[0].engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+        copied.check()
+        return {peer["encrypted"] for worker in workers for peer in worker.describe()["peers"]}
+
+
+@field("tls.authorities")
+async def with_an_authority_streams_are_tls(play):
+    assert await over_tcp(play, {}, {}) == {False}
+    ours, others = Authority(play.folder), Authority(play.folder, "others")
+    assert await over_tcp(play, ours.issue(), ours.issue()) == {True}
+    error = await fails(over_tcp(play, others.issue(), ours.issue()), UnreachableError)
+    assert "tls.authorities" in str(error)
+
+
+@field("tls.certificate")
+async def the_certificate_is_shown(play):
+    ours, others = Authority(play.folder), Authority(play.folder, "others")
+    stranger = others.issue() | ours.trusted
+    await fails(over_tcp(play, stranger, ours.issue()), UnreachableError)
+    await fails(over_tcp(play, ours.issue(), stranger), UnreachableError)
+
+
+def joined(path, *parts):
+    path.write_text("".join(Path(part).read_text() for part in parts))
+    return path
+
+
+@field("tls.key")
+async def the_key_may_be_in_a_file_of_its_own(play):
+    ours = Authority(play.folder).issue()
+    both = joined(play.folder / "both.pem", ours["key"], ours["certificate"])
+    await over_tcp(play, ours, {"authorities": ours["authorities"], "certificate": both})
+    with pytest.raises(ConfigError, match=r"name the file of the key with tls\.key"):
+        Config(tls={**ours, "key": None})
+
+
+@field("tls.mutual")
+async def who_connects_shows_a_certificate_too(play):
+    ours = Authority(play.folder)
+    error = await fails(over_tcp(play, ours.issue(), ours.trusted), UnreachableError)
+    assert "tls.certificate" in str(error)
+    await over_tcp(play, {**ours.issue(), "mutual": False}, ours.trusted)
+
+
+@field("tls.server_name")
+async def certificates_may_carry_a_name_of_their_own(play):
+    named = Authority(play.folder).issue("kv.example")
+    error = await fails(over_tcp(play, named, named), UnreachableError)
+    assert "tls.server_name" in str(error)
+    await over_tcp(play, named, {**named, "server_name": "kv.example"})
 
 
 # --- what needs threads, NIXL or a GPU

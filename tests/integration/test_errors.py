@@ -18,13 +18,13 @@ from stage import Cache, Copied, eventually, is_quiet, quiet, taken
 from kvxfer import (
     ArenaError,
     BlocksError,
+    BusyError,
     Code,
     EventError,
     Group,
     MismatchError,
     RefusedError,
     Released,
-    RequestError,
     TicketError,
     TokensError,
     TransferFailedError,
@@ -32,7 +32,8 @@ from kvxfer import (
     UsageError,
 )
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Cancel, Goodbye, Hello, Ping
+from kvxfer.protocol.messages import Cancel, Goodbye, Hello, Ping, Reserve, Span
+from kvxfer.protocol.sending import SendState
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ async def test_blocks_that_another_fetch_writes(stage, source, target):
 async def test_too_many_fetches_at_once(stage, source, target):
     prefill, decode = await stage.pair(source, target, decode={"max_transfers": 2})
     running = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4)) for n in range(2)]
-    with pytest.raises(RequestError, match="max_transfers is 2"):
+    with pytest.raises(BusyError, match="max_transfers is 2"):
         decode.start_fetch(prefill.engine.ticket("r2"), [2], tokens=range(4))
     for transfer in running:
         transfer.cancel()
@@ -409,6 +410,48 @@ async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, mon
     await quiet(prefill, decode)
     await works(prefill, decode, source, target)
     await offer.withdraw()
+
+
+@pytest.mark.parametrize("kind", ["Accept", "Want"])
+async def test_blocks_of_a_group_that_was_not_asked_for_fail_the_fetch(stage, source, target, monkeypatch, kind):
+    prefill, decode = await stage.pair(source, target, trust="none")
+    real = type(decode).received
+
+    def received(self, link, message):
+        if type(message).__name__ == kind:
+            message = msgspec.structs.replace(message, spans=[*message.spans, Span("nobody's", 0, b"\0" * 4096)])
+        real(self, link, message)
+
+    monkeypatch.setattr(type(decode), "received", received)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    with pytest.raises(TransferFailedError, match='blocks of group "nobody\'s"') as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    assert caught.value.reason is Code.PROTOCOL
+    monkeypatch.setattr(type(decode), "received", real)
+    await quiet(prefill, decode)
+    await offer.withdraw()
+
+
+async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, source, target, network):
+    prefill, decode = await stage.pair(source, target, route="pull", revoke_timeout=5.0)
+    network.hold("prefill")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
+    await eventually(lambda: network.held("prefill"))
+    withdrawing = asyncio.create_task(offer.withdraw())
+    (outgoing,) = prefill._sender._transfers.values()
+    await eventually(lambda: outgoing.machine.state is SendState.STOPPING)
+    (link,) = decode._links
+    link.send(Reserve(outgoing.machine.transfer, [], 100))
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve"))
+    assert link.is_open
+    network.release("prefill")
+    with pytest.raises(TransferFailedError):
+        await transfer
+    await withdrawing
+    await quiet(prefill, decode)
+    assert link.is_open
+    await works(prefill, decode, source, target)
 
 
 @pytest.mark.parametrize("grant", ["short", "outside", "own arena"])

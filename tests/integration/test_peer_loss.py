@@ -25,6 +25,7 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
 )
+from kvxfer.protocol.session import Role
 
 TOKENS = range(8)
 ROUTES = ["staged", "direct", "pull"]
@@ -124,6 +125,44 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     async with asyncio.timeout(3):
         await caught.value.settled()
     await works(prefill, decode, source, target, offer)
+
+
+@pytest.mark.parametrize("returns", ["before the doubt", "in the doubt"])
+async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source, target, returns):
+    """Over TCP a read ends only if the other side makes progress, and until it has ended the reader says nothing."""
+    prefill, decode = await stage.pair(source, target, route="pull")
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    listener = prefill._listener
+    if returns == "in the doubt":
+        listener._stop()  # it is not reached for a while
+    cut(decode)
+    withdrawing = asyncio.create_task(offer.withdraw())
+    for waiting in (transfer, withdrawing):
+        with pytest.raises(MemoryInDoubt) as caught:
+            await waiting
+    if returns == "in the doubt":
+        assert prefill._site.fabric._holds == 0  # nobody is there whom it would help
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: prefill._link(Role.SERVER, "unix"), listener.endpoint.removeprefix("unix:")
+        )
+        listener._stop = server.close
+    await eventually(lambda: prefill._site.fabric._holds == 1, 10)
+    stage.network.release("*")
+    async with asyncio.timeout(3):
+        await caught.value.settled()
+    assert prefill._site.fabric._holds == 0
+    await quiet(prefill, decode)
+
+
+async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="pull", no_progress_timeout=0.6)
+    _, transfer = await begin(stage, prefill, decode, "in flight")
+    cut(decode)
+    with pytest.raises(MemoryInDoubt):
+        await transfer
+    await eventually(lambda: prefill._site.fabric._holds == 1)
+    await eventually(lambda: prefill._site.fabric._holds == 0)
+    stage.network.release("*")
 
 
 async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):

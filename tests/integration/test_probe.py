@@ -215,6 +215,7 @@ def test_beside_a_loan_that_never_comes_back_there_is_room_for_a_chunk(chunk, ca
     assert loan_bytes(chunk, capacity) == lent
 
 
+@pytest.mark.usefixtures("no_locks")
 async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeypatch):
     monkeypatch.setattr(Gauging, "begin", lambda self: None)
     prefill, decode, source, target = await met(stage, grant_lease=0.1, revoke_timeout=0.1)
@@ -227,6 +228,7 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     assert len(tap.of(Probe)) == 1
 
 
+@pytest.mark.usefixtures("no_locks")
 async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stage, tap, monkeypatch):
     monkeypatch.setattr(Gauging, "begin", lambda self: None)
     prefill, decode, source, target = await met(stage, revoke_timeout=0.1)
@@ -259,6 +261,7 @@ async def test_a_defect_is_no_success(stage, tap, monkeypatch):
     await quiet(prefill, decode)
 
 
+@pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("change", [{"chunk": 0, "last": False}, {"chunk": 0}, {"last": False}])
 async def test_a_result_of_a_part_frees_nothing(stage, tap, change, caplog):
     tap.change[KvAgentResult] = lambda m: replace(m, **change) if m.chunk == WHOLE else m

@@ -119,6 +119,7 @@ async def test_who_only_asks_what_became_of_a_read_keeps_nobody_awake(stage):
     await offer.withdraw()
 
 
+@pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)

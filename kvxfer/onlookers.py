@@ -1,0 +1,54 @@
+"""Waiting for what somebody else carries to its end: a cancellation ends the waiting at most, never the work.
+
+`asyncio.shield` alone is not enough for either: it lets the first cancellation through at once, though memory may still
+be in use, and the future that it guards is open to whoever holds it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["follow", "see_through"]
+
+_T = TypeVar("_T")
+
+
+async def see_through(task: "asyncio.Task[_T]", hurry: Callable[[], object] = lambda: None) -> _T:
+    """Wait until a task has ended, however often the waiting is cancelled; then let the cancellation through.
+
+    Args:
+        task: What must end; it has a bound of its own.
+        hurry: Called once the waiting was cancelled, so that the task takes the shortest way to its end.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            if cancelled is None:
+                cancelled = error
+                hurry()
+    if cancelled is not None:
+        raise cancelled from (None if task.cancelled() else task.exception())
+    return task.result()
+
+
+def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":
+    """A future that ends as another one does. Cancelling it leaves that one alone."""
+    follower: asyncio.Future[_T] = future.get_loop().create_future()
+
+    def tell(ended: "asyncio.Future[_T]") -> None:
+        error = ended.exception()
+        if follower.done():
+            return
+        if error is None:
+            follower.set_result(ended.result())
+        else:
+            follower.set_exception(error)
+            follower.exception()  # whoever waits sees it; if nobody does, that is no defect
+
+    if future.done():
+        tell(future)
+    else:
+        future.add_done_callback(tell)
+    return follower

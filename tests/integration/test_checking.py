@@ -1,0 +1,332 @@
+"""What arrived is compared with its source: on every route a damaged piece fails the fetch, which names it."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from stage import Cache, Copied, Tap, eventually, quiet
+from stored import Converted, Stored
+
+from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
+from kvxfer.copy import host
+from kvxfer.geometry import selected
+from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Check, KvAgentResult, Sums
+
+ROUTES = ["staged", "direct", "pull", "mapped"]
+IDS, INTO = [3, 1, 7], [2, 5, 9]
+TOKENS = range(2, 11)
+
+
+@pytest.fixture(params=ROUTES)
+def route(request):
+    return request.param
+
+
+def caches(route, **options):
+    return Cache(layout="NHD", **options), Cache(layout="HND", shared=route == "mapped", **options)
+
+
+async def checked_pair(stage, route, source, target, **config):
+    config = {"integrity": "full", "chunk_bytes": "16KiB", "in_place_chunk_bytes": "16KiB", **config}
+    return await stage.pair(source, target, prefill={"integrity": "off"}, decode={"route": route}, **config)
+
+
+def counted(worker):
+    return worker.describe()["metrics"]["chunks_checked"]
+
+
+async def bring(prefill, decode, source, target, request="r", **options):
+    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
+    offer = prefill.offer(request, IDS, tokens=12)
+    result = await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=10, **options)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+    return result
+
+
+class Spoiler:
+    """Flips a bit of the destination once so many copies into it have been made, before it is read back."""
+
+    def __init__(self, monkeypatch, target):
+        self.at: tuple[int, tuple[int, ...]] | None = None
+        total = host.total
+
+        def spoilt(plan, copy):
+            if plan._side == 1 and self.at is not None:
+                target.view(self.at[0])[self.at[1]] ^= 1
+                self.at = None
+            return total(plan, copy)
+
+        monkeypatch.setattr(host, "total", spoilt)
+
+
+@pytest.fixture
+def damaged(monkeypatch):
+    return lambda target: Spoiler(monkeypatch, target)
+
+
+async def test_what_arrives_unharmed_is_compared_chunk_by_chunk(stage, route):
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target, chunk_bytes="1KiB", in_place_chunk_bytes="1KiB")
+    result = await bring(prefill, decode, source, target)
+    assert result.stats.route == route
+    assert result.stats.chunks > 2
+    assert counted(decode) == {"ok": result.stats.chunks}
+    assert counted(prefill) == {}
+
+
+async def test_a_damaged_block_fails_the_fetch_and_is_named(stage, route, damaged, monkeypatch):
+    source, target = caches(route)
+    tap = Tap(monkeypatch)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    damaged(target).at = (1, (0, 5, 2, 3, 4))
+    prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(IntegrityError) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    error = caught.value
+    assert (error.code, error.layers, error.damaged) == (Code.INTEGRITY, (1,), {"default": (5,)})
+    assert error.blocks == {"default": tuple(INTO)}
+    assert error.memory_safe
+    assert f"chunk {error.chunk} is not what" in str(error)
+    assert "layers 1 (default/k) differ in blocks 5 of group 'default'" in str(error)
+    assert "prefill" in error.peer
+    assert route in str(error)
+    await eventually(lambda: counted(prefill) == {"reported": 1})
+    assert counted(decode)["damaged"] == 1
+    assert [cancel.code for cancel in tap.of(Cancel)] == [Code.INTEGRITY]
+    assert decode.describe()["metrics"]["transfers"] == {"integrity": 1}
+    await bring_again(prefill, decode, source, target)
+
+
+async def bring_again(prefill, decode, source, target):
+    """The claim stays, so the same ticket brings it after all."""
+    copied = Copied(target).bring(source, IDS, INTO, TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    copied.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_a_bit_that_flips_on_the_way_fails_the_fetch(stage, route):
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    stage.network.damage_next("prefill" if route == "pull" else "decode", byte=30)
+    prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(IntegrityError) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    assert len(caught.value.layers) == 1
+    assert len(caught.value.damaged["default"]) == 1
+    await bring_again(prefill, decode, source, target)
+
+
+async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
+    source, target = caches("staged")
+    prefill, decode = await checked_pair(stage, "staged", source, target)
+    stage.network.damage_next("decode", byte=70)  # behind the two tokens that the first row has of four
+    await bring(prefill, decode, source, target)
+
+
+async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
+    for module, name in (  # whoever called one of these would fail
+        ("copy.host", "total"),
+        ("checking", "Checking.__init__"),
+        ("outgoing", "SumPlan"),
+        ("outgoing", "selected"),
+    ):
+        monkeypatch.setattr(f"kvxfer.{module}.{name}", None)
+    source, target = caches(route)
+    tap = Tap(monkeypatch)
+    prefill, decode = await checked_pair(stage, route, source, target, integrity="off")
+    await bring(prefill, decode, source, target)
+    assert not tap.of(Check)
+    assert not tap.of(Sums)
+    assert counted(decode) == {}
+
+
+async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, monkeypatch):
+    source, target = caches(route)
+    tap = Tap(monkeypatch)
+    sizes = {"chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB", "integrity_every": 3}
+    prefill, decode = await checked_pair(stage, route, source, target, integrity="sampled", **sizes)
+    for number in range(4):
+        await bring(prefill, decode, source, target, f"r{number}")
+    said = {(sums.transfer, sums.chunk) for sums in tap.of(Sums)}
+    moved = {(result.transfer, result.chunk) for result in tap.of(KvAgentResult) if result.chunk != WHOLE}
+    assert said == {one for one in moved if selected(*one, 3)}
+    assert 0 < len(said) < len(moved)
+    assert counted(decode) == {"ok": len(said)}
+
+
+async def test_sums_that_do_not_come_fail_the_fetch(stage, route, monkeypatch):
+    source, target = caches(route)
+    tap = Tap(monkeypatch)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    tap.change[Sums] = lambda sums: Sums(sums.transfer, sums.chunk, sums.sums[:-8])
+    prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(IntegrityError, match="did not say what chunk 0 adds up to") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    assert (caught.value.layers, caught.value.damaged) == ((), {})
+    await quiet(decode)
+
+
+async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):
+    source, target = caches("staged")
+    prefill = await stage.worker("prefill", source)
+    prefill._site.capabilities &= ~Capability.SUMS
+    decode = await stage.worker("decode", target, integrity="sampled")
+    with pytest.raises(MismatchError, match="integrity=sampled is set here"):
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
+
+
+async def test_what_fetch_grants_ahead_is_used_and_compared(stage, route, monkeypatch):
+    source, target = caches(route)
+    tap = Tap(monkeypatch)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    await bring(prefill, decode, source, target, "r0", after=READY)
+    await bring(prefill, decode, source, target, "r1", after=READY)
+    assert [accept.ahead for accept in tap.of(Accept)] == [route != "pull"] * 2
+    assert all(accept.spans for accept in tap.of(Accept))
+    assert counted(decode)["ok"] == len(tap.of(Sums)) >= 2
+
+
+async def test_padding_at_the_source_is_not_compared(stage, route):
+    tokens, ids, into = range(1, 11), [3, 0, 7], [2, 5, 9]
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target, groups=[Group("default", null_block=0)])
+    copied = Copied(target).bring(source, ids, into, range(1, 4)).bring(source, ids, into, range(8, 11))
+    prefill.offer("r", ids, tokens=12)
+    await decode.fetch(prefill.engine.ticket("r"), into, tokens=tokens, timeout=10)
+    copied.check()
+    assert counted(decode) == {"ok": 1}
+    await quiet(prefill, decode)
+
+
+async def test_an_empty_range_and_chunks_without_a_row_need_no_sums(stage, route, monkeypatch):
+    tap = Tap(monkeypatch)
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    prefill.offer("r", IDS, tokens=12, payload=b"all of it")
+    result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=range(12, 12), timeout=10)
+    assert result.payload == b"all of it"
+    assert not tap.of(Sums)
+    await quiet(prefill, decode)
+
+
+async def test_state_and_several_groups(stage, route, damaged):
+    def side(layout):
+        shared = route == "mapped"
+        tokens = Cache(layout=layout, shared=shared, group="attention")
+        return tokens, Cache(layout="state", layers=[7], heads=range(6), shared=shared, group="state")
+
+    (source, kept), (target, state) = side("NHD"), side("HND")
+    prefill, decode = await checked_pair(stage, route, [source, kept], [target, state])
+    blocks, into = {"attention": IDS, "state": [4]}, {"attention": INTO, "state": [11]}
+    want = Copied(target).bring(source, IDS, INTO, range(2, 12))
+    prefill.offer("r", blocks, tokens=12)
+    await decode.fetch(prefill.engine.ticket("r"), into, tokens=range(2, 12), timeout=10)
+    want.check()
+    assert torch.equal(state.memory[7][0, 11], kept.memory[7][0, 4])
+    prefill.offer("s", blocks, tokens=12)
+    damaged(state).at = (7, (0, 11, 0, 2, 1))
+    with pytest.raises(IntegrityError) as caught:
+        await decode.fetch(prefill.engine.ticket("s"), into, tokens=range(2, 12), timeout=10)
+    assert (caught.value.layers, caught.value.damaged) == ((7,), {"state": (11,)})
+
+
+async def test_interleaved_tokens(stage, route):
+    turns = [Interleave(rank, 2, 2) for rank in range(2)]
+    sources = [Cache(turns=turn, blocks=8) for turn in turns]
+    target = Cache(layout="HND", shared=route == "mapped")
+    ranks, card = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", target, integrity="full", route=route)
+    offers = [rank.offer("r", [5, 2, 6], tokens=20) for rank in ranks]
+    ticket = offers and ranks[0].engine.ticket("r")
+    await decode.fetch(ticket, [1, 8, 3, 0, 9], tokens=range(3, 19), timeout=10)
+    assert counted(decode)["ok"] >= 2
+    assert card.world == 2
+    await quiet(*ranks, decode)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")], ids="-".join)
+@pytest.mark.parametrize("route", ["staged", "mapped"])
+async def test_converted_elements_are_compared_as_they_arrive(stage, route, dtypes):
+    theirs, ours = (getattr(torch, dtype) for dtype in dtypes)
+    source = Stored(theirs, "head", layers=range(2), heads=range(4))
+    target = Stored(ours, "head", layers=range(2), heads=range(4), layout="HND", shared=route == "mapped")
+    prefill, decode = await checked_pair(stage, route, source, target, convert=True)
+    want = Converted(target).bring(source, IDS, INTO, TOKENS)
+    prefill.offer("r", IDS, tokens=12)
+    result = await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    want.check()
+    assert result.stats.route == route
+    assert counted(decode) == {"ok": 1}
+    await quiet(prefill, decode)
+
+
+async def test_an_offer_that_grows_is_compared_as_it_does(stage, route):
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target, in_place_chunk_bytes="1KiB", chunk_bytes="1KiB")
+    want = Copied(target).bring(source, IDS, INTO, TOKENS)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    for first in range(0, 12, 4):
+        offer.extend(IDS[first // 4 : first // 4 + 1], tokens=range(first, first + 4))
+        offer.ready()
+        await asyncio.sleep(0)
+    offer.finish()
+    result = await transfer
+    want.check()
+    assert counted(decode) == {"ok": result.stats.chunks}
+    await quiet(prefill, decode)
+
+
+async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing_reads_any_more(
+    stage, route, monkeypatch
+):
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    go_on, total = threading.Event(), host.total
+    reading = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(plan, copy):
+        if plan._side == 1:
+            loop.call_soon_threadsafe(reading.set)
+            assert go_on.wait(10)
+        return total(plan, copy)
+
+    monkeypatch.setattr(host, "total", slowly)
+    prefill.offer("r", IDS, tokens=12)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    await reading.wait()
+    transfer.cancel()
+    await eventually(lambda: prefill.describe()["sending"] == 0)
+    assert not transfer.done
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await quiet(decode)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+async def test_a_side_that_cannot_add_up_fails_the_fetch_and_keeps_nothing(stage, route, monkeypatch, side):
+    source, target = caches(route)
+    prefill, decode = await checked_pair(stage, route, source, target)
+    total = host.total
+
+    def broken(plan, copy):
+        if plan._side == side:
+            raise MemoryError("no room for it")
+        return total(plan, copy)
+
+    monkeypatch.setattr(host, "total", broken)
+    prefill.offer("r", IDS, tokens=12)
+    with pytest.raises(TransferFailedError, match="no room for it"):
+        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
+    monkeypatch.undo()
+    await bring_again(prefill, decode, source, target)
+    assert counted(decode) == {"ok": 1}

@@ -1,0 +1,374 @@
+"""A worker that is to stop: it finishes what runs, says so, and refuses the rest in a way that a retry cures."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from stage import DEFAULTS, Cache, Tap, eventually, quiet
+
+from kvxfer import (
+    BlockingWorker,
+    ClosedError,
+    Code,
+    Config,
+    Fetched,
+    KvxferError,
+    RefusedError,
+    Released,
+    UsageError,
+    Worker,
+    drain_on_signal,
+)
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.protocol.messages import Goodbye
+
+TOKENS = range(8)
+
+
+def draining(worker):
+    """What a worker has heard of its peers, by role."""
+    return {peer["role"]: peer["draining"] for peer in worker.describe()["peers"]}
+
+
+async def acquainted(prefill, decode):
+    """A fetch, so that the two are connected."""
+    prefill.offer("first", [0], tokens=4)
+    await decode.fetch(prefill.engine.ticket("first"), [0], tokens=range(4), timeout=5)
+
+
+async def test_peers_are_told_at_its_begin(stage, monkeypatch):
+    tap = Tap(monkeypatch)
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await acquainted(prefill, decode)
+    assert draining(decode) == {"client": False}
+    prefill.begin_drain()
+    prefill.begin_drain()
+    await eventually(lambda: draining(decode) == {"client": True})
+    assert draining(prefill) == {"server": False}
+    decode.begin_drain()
+    await eventually(lambda: draining(prefill) == {"server": True})
+    assert [said.code for said in tap.of(Goodbye)] == [Code.DRAINING] * 2
+    assert await prefill.drain() is True
+
+
+async def test_who_connects_later_is_told_too(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    prefill.offer("r", [1, 2], tokens=8)
+    prefill.begin_drain()
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)  # it was on offer
+    await eventually(lambda: draining(decode) == {"client": True})
+
+
+async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    ticket = prefill.engine.ticket
+    waiting = decode.start_fetch(ticket("waits"), [1], tokens=range(4))
+    await eventually(lambda: prefill.describe()["sending"])
+    prefill.begin_drain()
+    for fetch in (waiting, decode.start_fetch(ticket("new"), [2], tokens=range(4))):
+        async with asyncio.timeout(1):
+            with pytest.raises(RefusedError, match="draining") as caught:
+                await fetch
+        assert caught.value.reason is Code.DRAINING
+        assert caught.value.retry_after == 1.0
+    with pytest.raises(ClosedError, match="draining"):
+        prefill.offer("new", [1], tokens=4)
+    decode.begin_drain()
+    with pytest.raises(ClosedError, match="draining"):
+        decode.start_fetch(ticket("new"), [2], tokens=range(4))
+    await quiet(prefill, decode)
+
+
+async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
+    """Else nobody would ever say what became of the write, and its blocks were lost."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("*")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("*"))
+    decode.begin_drain()
+    for link in list(decode._links):
+        link._transport.abort()
+    await eventually(lambda: decode._links)
+    stage.network.release("*")
+    with pytest.raises(KvxferError):
+        async with asyncio.timeout(3):
+            await transfer
+    assert transfer.memory_safe
+    assert await decode.drain() is True
+    await offer.withdraw()
+    await quiet(prefill, decode)
+
+
+# --- signals
+
+
+async def test_a_signal_begins_it_and_its_handlers_come_back(stage):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
+    try:
+        prefill, decode = await stage.pair(Cache(), Cache(), drain_timeout=5)
+        prefill.offer("r", [1, 2], tokens=8)
+        draining_ = asyncio.create_task(drain_on_signal(prefill))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: prefill.describe()["draining"])
+        assert not draining_.done()
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+        assert await draining_ is True
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: heard == ["before"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_second_signal_cuts_it_short(stage):
+    prefill = await stage.worker("prefill", Cache(), drain_timeout=60)
+    prefill.offer("r", [1, 2], tokens=8)
+    draining_ = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1, signal.SIGUSR2))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    await eventually(lambda: prefill.describe()["draining"])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    async with asyncio.timeout(2):
+        assert await draining_ is False
+    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+async def test_who_stops_waiting_gives_the_signal_back(stage):
+    prefill = await stage.worker("prefill", Cache())
+    before = signal.getsignal(signal.SIGTERM)
+    waiting = asyncio.create_task(drain_on_signal(prefill))
+    await asyncio.sleep(0)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not prefill.describe()["draining"]
+
+
+async def test_what_gets_no_signal_says_so(stage):
+    prefill = await stage.worker("prefill", Cache())
+    with pytest.raises(UsageError, match=r"await worker\.drain\(\) instead"):
+        await drain_on_signal(prefill, signal.SIGKILL)
+    caught = []
+
+    def elsewhere():
+        try:
+            asyncio.run(drain_on_signal(prefill))
+        except UsageError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert caught
+
+
+# --- other faces
+
+
+async def test_on_a_loop_of_its_own(network):
+    source = Cache()
+    settings = Config(**{**DEFAULTS, "engine": "prefill", "loop": "own"})
+    async with Worker(source.tensors, settings, transport=LoopbackTransport("p", network)) as prefill:
+        waiting = asyncio.create_task(drain_on_signal(prefill, signal.SIGUSR1))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert await waiting is True
+        with pytest.raises(ClosedError, match="draining"):
+            prefill.offer("r", [1], tokens=4)
+        prefill.begin_drain()
+
+
+def test_an_engine_that_steps(network):
+    workers = [
+        BlockingWorker(
+            Config(**{**DEFAULTS, "engine": name}), transport=lambda name=name: LoopbackTransport(name, network)
+        )
+        for name in ("prefill", "decode")
+    ]
+    with workers[0] as prefill, workers[1] as decode:
+        with pytest.raises(ClosedError):
+            prefill.begin_drain()
+        prefill.register(Cache().tensors)
+        decode.register(Cache().tensors)
+        offer = prefill.offer("r", [1, 2], tokens=8)
+        ticket = prefill.engine.ticket
+        prefill.begin_drain()
+        assert not prefill.idle
+        decode.start_fetch(ticket("r"), [3, 4], tokens=TOKENS)
+        (event,) = decode.poll(5)
+        assert isinstance(event, Fetched)
+        refused = decode.start_fetch(ticket("s"), [3, 4], tokens=TOKENS)
+        (event,) = decode.poll(5)
+        assert refused.error.retry_after == 1.0
+        prefill.poll(5)
+        assert offer.done
+        assert prefill.idle
+        assert decode.idle
+
+
+# --- one after the other is restarted, under load
+
+
+class Fleet:
+    """Workers by name, each at an endpoint of its own that outlives it."""
+
+    def __init__(self, network, folder):
+        self.network, self.folder = network, folder
+        self.workers, self.caches = {}, {}
+
+    async def open(self, name):
+        self.caches.setdefault(name, Cache(blocks=64))
+        config = {**DEFAULTS, "engine": name.rstrip("0123456789"), "listen": f"unix:{self.folder}/{name}"}
+        worker = Worker(
+            self.caches[name].tensors,
+            Config(**{**config, "drain_timeout": 5}),
+            transport=LoopbackTransport(name, self.network),
+        )
+        self.workers[name] = await worker.__aenter__()
+
+    async def restart(self, name):
+        """As a supervisor does it."""
+        await self.workers[name].drain()
+        await self.workers[name].aclose()
+        await self.open(name)
+
+    async def close(self):
+        for worker in self.workers.values():
+            await worker.aclose(drain=False)
+
+
+class Router:
+    """Sends requests, and sends one that failed again, elsewhere; it looks at nothing but errors."""
+
+    def __init__(self, fleet, prefill, decode):
+        self.fleet, self.prefill, self.decode = fleet, prefill, decode
+        self.turn = self.done = 0
+        self.errors = []
+
+    async def serve(self, request, block):
+        self.turn += 1
+        turn = self.turn
+        for attempt in range(4):
+            source = self.prefill[(turn + attempt) % len(self.prefill)]
+            target = self.decode[(turn // 2 + attempt) % len(self.decode)]
+            try:
+                await self.try_once(request, attempt, block, source, target)
+            except KvxferError as error:
+                self.errors.append(error)
+                await asyncio.sleep(0.005)
+            else:
+                self.done += 1
+                return
+        raise AssertionError(f"{request}: no retry has cured it: {self.errors[-4:]}")
+
+    async def try_once(self, request, attempt, block, source, target):
+        prefill, decode = self.fleet.workers[source], self.fleet.workers[target]
+        offer = prefill.offer(request, [block], tokens=4, attempt=attempt)
+        try:
+            ticket = prefill.engine.ticket(request, attempt=attempt)
+            await decode.fetch(ticket, [block], tokens=range(4), timeout=5)
+        except KvxferError:
+            await offer.withdraw()
+            raise
+        for layer in range(2):
+            ours, theirs = self.fleet.caches[target].view(layer), self.fleet.caches[source].view(layer)
+            assert ours[:, block].equal(theirs[:, block]), f"{request} has other bytes"
+        assert isinstance(await offer.released(), Released)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+async def test_a_rolling_restart_fails_nothing_that_a_retry_does_not_cure(network, tmp_path, side):
+    fleet = Fleet(network, tmp_path)
+    prefill, decode = ["prefill0", "prefill1"], ["decode0", "decode1"]
+    try:
+        for name in (*prefill, *decode):
+            await fleet.open(name)
+        router, stop = Router(fleet, prefill, decode), asyncio.Event()
+
+        async def client(block):
+            number = 0
+            while not stop.is_set():
+                number += 1
+                await router.serve(f"{block}-{number}", block)
+
+        async with asyncio.TaskGroup() as group:
+            for block in range(16):
+                group.create_task(client(block))
+            for name in {"prefill": prefill, "decode": decode, "both": [*prefill, *decode]}[side] * 2:
+                before = router.done
+                await fleet.restart(name)
+                await eventually(lambda before=before: router.done > before + 16)
+            stop.set()
+        assert router.done > 64
+        assert {type(error) for error in router.errors} <= {ClosedError, RefusedError}, router.errors
+        await quiet(*fleet.workers.values())
+    finally:
+        await fleet.close()
+
+
+CHILD = """
+    import asyncio, sys, torch
+    import kvxfer
+
+    async def main():
+        memory = torch.arange(2 * 8 * 4 * 2 * 8, dtype=torch.int32).reshape(2, 8, 4, 2, 8)
+        cache = kvxfer.CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
+        config = kvxfer.Config(engine="prefill", arena_bytes="1MiB", drain_timeout=20)
+        async with kvxfer.Worker([cache], config) as worker:
+            offer = worker.offer("r", [1, 2], tokens=8)
+            print(__import__("json").dumps(worker.engine.ticket("r")), flush=True)
+            drained = await kvxfer.drain_on_signal(worker)
+            print(drained, type(await offer.released()).__name__, flush=True)
+
+    asyncio.run(main())
+"""
+
+
+async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
+    """SIGTERM to a prefill server over NIXL: what it offers is still fetched, and then it exits by itself."""
+    import json
+
+    import torch
+
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(CHILD))
+    top = Path(__file__).parents[2]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(top)}
+    )
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(60):
+            ticket = json.loads(await child.stdout.readline())
+            memory = torch.zeros(2, 8, 4, 2, 8, dtype=torch.int32)
+            from kvxfer import CacheTensor
+
+            cache = CacheTensor(memory, "kv block token head dim", layers=[0], heads=range(2))
+            async with Worker([cache], Config(engine="decode", arena_bytes="1MiB")) as decode:
+                claim = decode.claim(ticket)
+                await eventually(lambda: decode.describe()["peers"], timeout=20)
+                child.send_signal(signal.SIGTERM)
+                await eventually(lambda: draining(decode) == {"client": True}, timeout=20)
+                await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=20)
+                claim.close()
+            given = torch.arange(memory.numel(), dtype=torch.int32).reshape(memory.shape)
+            assert memory[:, [3, 4]].equal(given[:, [1, 2]])
+            assert await child.stdout.readline() == b"True Released\n"
+            assert await child.wait() == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()

@@ -1,0 +1,420 @@
+"""Grants that are taken back: a peer that says nothing any more writes nothing any more, and nobody has to ask it.
+
+All of it in one process, where gates are as between two; `tests/mapped/test_locks.py` has those.
+"""
+
+import asyncio
+
+import pytest
+import torch
+from msgspec.structs import replace
+from stage import Cache, Gate, Tap, eventually, quiet
+from wire import play
+
+from kvxfer.errors import FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
+from kvxfer.gates import GATES, SHARED_GATE, Gates
+from kvxfer.mapped.locks import Key, LockFile, Revoked
+from kvxfer.protocol.messages import Accept, Fetch, Probe, Reserve
+
+TIMES = {"heartbeat": 1, "peer_timeout": 3, "revoke_timeout": 5, "handshake_timeout": 1}
+ROUTES = ["mapped", "direct", "staged"]
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)
+
+
+def caches(route):
+    shared = route == "mapped"
+    return {"source": Cache(shared=shared), "target": Cache(layout="HND", shared=shared)}
+
+
+def frozen(target):
+    return {layer: memory.clone() for layer, memory in target.memory.items()}
+
+
+def received(worker, kind):
+    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
+
+
+def unchanged(target, before):
+    return all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(tmp_path, route):
+    """It holds the grant and waits for its own event: by the peer's word alone that would last until it speaks."""
+
+    async def scenario(play):
+        await play.pair(route=route, **TIMES, **caches(route))
+        await play.bring("r0")
+        computed = Gate()
+        play.prefill.offer("r", [1, 2], tokens=8, after=computed)
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Accept") == 2)
+        play.wire.silence()
+        with pytest.raises(PeerLostError):
+            await transfer
+        assert transfer.memory_safe
+        await quiet(play.decode)
+        before = frozen(play.target)
+        computed.fired = True  # what it would have written goes nowhere
+        await play.until(lambda: not play.prefill.describe()["sending"])
+        assert unchanged(play.target, before)
+        play.wire.speak()
+        await play.until(lambda: not play.decode._peers._opening)  # that was begun while the peer was silent
+        await play.bring("r2")
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(tmp_path, route):
+    async def scenario(play):
+        await play.pair(route=route, **TIMES, **caches(route))
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        play.network.hold("*")
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Accept") == 2)
+        play.wire.silence()
+        expected: type[Exception] = MemoryInDoubtError if route == "direct" else PeerLostError
+        with pytest.raises(expected) as caught:
+            await transfer
+        assert transfer.memory_safe is (route == "staged")
+        share = play.decode._site.receive_desk.share
+        assert bool(share.quarantined_bytes()) is (route == "staged")
+        play.network.release("*")
+        if isinstance(caught.value, MemoryInDoubtError):
+            await caught.value.settled()
+        await play.until(lambda: not play.decode.describe()["in_doubt"])
+        assert not share.quarantined_bytes()
+        await quiet(play.decode)
+
+    play(scenario, tmp_path)
+
+
+def test_a_silent_reader_that_reads_nothing_keeps_no_blocks(tmp_path):
+    """Its blocks may not be written yet, so it reads nothing; by its word alone they would be in doubt."""
+
+    async def scenario(play):
+        await play.pair(route="pull", **TIMES)
+        await play.bring("r0")
+        offer = play.prefill.offer("r", [1, 2], tokens=8)
+        before = received(play.decode, "Want")
+        free = Gate()
+        transfer = play.start("r", after=free)
+        await play.until(lambda: received(play.decode, "Want") > before)
+        play.wire.silence()
+        await play.until(lambda: not play.prefill.describe()["sending"])
+        ending, seconds = await play.timed(offer.withdraw())
+        assert (type(ending).__name__, seconds < 0.1) == ("Withdrawn", True)
+        unwritten = frozen(play.target)
+        free.fired = True
+        with pytest.raises(PeerLostError):
+            await transfer
+        assert unchanged(play.target, unwritten)
+        await quiet(play.prefill)
+
+    play(scenario, tmp_path)
+
+
+def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(tmp_path):
+    async def scenario(play):
+        await play.pair(route="pull", **TIMES)
+        await play.bring("r0")
+        offer = play.prefill.offer("r", [1, 2], tokens=8)
+        before = received(play.decode, "Want")
+        play.network.hold("*")
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Want") > before)
+        play.wire.silence()
+        await play.until(lambda: not play.prefill.describe()["sending"])
+        with pytest.raises(MemoryInDoubtError) as caught:
+            await offer.withdraw()
+        play.network.release("*")
+        await caught.value.settled()
+        with pytest.raises(MemoryInDoubtError) as own:  # its own read, which went on until now
+            await transfer
+        await own.value.settled()
+        await quiet(play.prefill)
+        assert not play.prefill._sender._doubtful
+
+    play(scenario, tmp_path)
+
+
+def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
+    async def scenario(play):
+        await play.pair(route="pull", **TIMES)
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        before = received(play.decode, "Want")
+        play.network.hold("*")
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Want") > before)
+        play.wire.silence()
+        _, seconds = await play.timed(play.prefill.aclose(drain=False))
+        assert seconds < play.prefill.config.bounds()["revoke"] + play.prefill.config.close_timeout
+        play.network.release("*")
+        with pytest.raises(PeerLostError):
+            await transfer
+
+    play(scenario, tmp_path)
+
+
+def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(tmp_path):
+    async def scenario(play):
+        await play.pair(route="direct", **TIMES)
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8, after=Gate())
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Accept") == 2)
+        play.wire.cut()
+        outcome, seconds = await play.timed(transfer)
+        assert isinstance(outcome, PeerLostError)
+        assert seconds < 0.1  # nobody has to be reached for that
+
+    play(scenario, tmp_path)
+
+
+async def test_the_first_grant_of_all_names_a_gate(stage, tap):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
+    for request in "ab":
+        prefill.offer(request, [1, 2], tokens=8)
+        await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8))
+    assert all(fetch.generation >> 32 > SHARED_GATE for fetch in tap.of(Fetch))
+    assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(True, True)] * 2
+    await quiet(prefill, decode)
+
+
+async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
+    monkeypatch.setattr("kvxfer.site.Site.heard", lambda site, peer, *, fenced: None)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    assert [fetch.generation for fetch in tap.of(Fetch)] == [0]
+    assert [accept.ahead for accept in tap.of(Accept)] == [True]
+    await quiet(prefill, decode)
+
+
+async def test_the_grants_of_a_transfer_name_one_gate_and_those_of_two_name_two(stage, tap):
+    source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
+    prefill, decode = await stage.pair(source, target, route="staged")
+    for request in "ab":
+        prefill.offer(request, list(range(20)), tokens=80)
+    tickets = [prefill.engine.ticket(request) for request in "ab"]
+    first = decode.start_fetch(tickets[0], list(range(20)), tokens=range(80))
+    second = decode.start_fetch(tickets[1], list(range(20, 40)), tokens=range(80))
+    await first
+    await second
+    named = {}
+    for reserve in tap.of(Reserve):
+        named.setdefault(reserve.transfer, set()).add(reserve.generation)
+    assert [len(generations) for generations in named.values()] == [1, 1]
+    assert len(set.union(*named.values())) == 2
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage, tap, monkeypatch, caplog, route):
+    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
+    for request in "ab":
+        prefill.offer(request, [1, 2], tokens=8)
+        await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8))
+    in_place = route == "direct"  # so it could be granted ahead
+    assert [fetch.generation > 0 for fetch in tap.of(Fetch)] == [in_place, False]
+    assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(False, False), (False, in_place)]
+    assert {grant.generation for grant in tap.of(Reserve)} == {0}
+    assert caplog.text.count("gates_not_opened") == 2  # either side of the other's
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["direct", "staged", "pull"])
+async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without(stage, monkeypatch, route):
+    """It saw the session end, and this side still takes it for one that passes them."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+    for worker, other in ((prefill, decode), (decode, prefill)):
+        (link,) = worker._links
+        assert link.peer.identity.incarnation == other._site.incarnation
+        worker._site.keys.forget(link.peer)
+        worker._site.keys.met(link.peer)
+    prefill.offer("b", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+
+
+@pytest.mark.parametrize("change", [lambda granted: granted + 1, lambda granted: (GATES + 5) << 32 | 1])
+async def test_under_a_grant_that_was_taken_back_nothing_is_posted(stage, tap, change):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route="staged", arena_bytes="64KiB")
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    before = frozen(target)
+    prefill.offer("b", [1, 2], tokens=8)
+    tap.change[Reserve] = tap.change[Fetch] = lambda m: replace(m, generation=change(m.generation))
+    with pytest.raises(TransferFailedError, match="taken back"):
+        await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+    assert unchanged(target, before)
+    tap.change.clear()
+    await quiet(prefill, decode)
+    await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+
+
+async def test_a_loan_is_taken_back_from_a_peer_that_says_nothing(stage, tap, monkeypatch):
+    monkeypatch.setattr("kvxfer.gauging.Gauging.begin", lambda self: None)
+    prefill, decode = await stage.pair(
+        Cache(), Cache(layout="HND"), arena_bytes="16MiB", chunk_bytes="2KiB", grant_lease=0.1, revoke_timeout=0.1
+    )
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    await eventually(lambda: tap.of(Probe))
+    assert tap.of(Probe)[0].generation >> 32 > SHARED_GATE
+    await quiet(decode)
+
+
+async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
+    gates = decode._site.gates
+    for number in range(6):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8))
+    await quiet(prefill, decode)
+    assert gates._fresh <= 3  # one transfer after the other, and perhaps a loan
+    taken = [gates.allot() for _ in range(5)]
+    assert len(set(taken)) == 5
+    assert SHARED_GATE not in taken
+
+
+async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_more(stage):
+    """The transport has ended the read and says that the peer is gone, which it is not: gates are used again."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    offer = prefill.offer("b", [1, 2], tokens=8)
+    stage.network.break_next("*", disconnected=True)
+    with pytest.raises(TransferFailedError):
+        await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
+    await offer.withdraw()
+    await quiet(prefill, decode)
+    gates = prefill._site.gates
+    assert gates._free
+    assert {await gates.revoke(number) for number in gates._free} == {Revoked.IDLE}
+
+
+async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatch):
+    """Route `pull`: the peer kept its blocks until it heard that nothing is read any more."""
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    monkeypatch.setattr("kvxfer.processes.process_of", lambda handle: process.pid)
+    try:
+        prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
+        prefill.offer("r", [1, 2], tokens=8)
+        fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=Gate())
+        await eventually(lambda: received(decode, "Want"))
+        prefill._listener.close()
+        for link in list(decode._links):
+            link._transport.abort()
+        with pytest.raises(PeerLostError):
+            await fetch
+        assert fetch.memory_safe
+        assert decode._receiver._incoming  # it may come back, and ask
+    finally:
+        process.kill()
+        await process.wait()
+    await eventually(lambda: not decode._receiver._incoming)
+    assert decode._site.gates.allot() == SHARED_GATE + 1
+    await eventually(lambda: not decode._site.tasks)
+
+
+class Broken:
+    """An event of the caller's that cannot be queried."""
+
+    def query(self):
+        raise RuntimeError("it cannot be queried")
+
+
+async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
+    gates = decode._site.gates
+    for number in range(6):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        with pytest.raises(TransferFailedError, match="cannot be queried"):
+            await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8), after=Broken())
+    await quiet(decode)
+    assert gates.allot() == SHARED_GATE + 1
+
+
+class Words:
+    """Gates in memory of a GPU, as their owner sees them."""
+
+    def __init__(self):
+        self.writers, self.generations = {}, {}
+
+    async def look(self, address, raised):
+        self.generations[address] = self.generations.get(address, 1) + raised
+        return self.writers.get(address, 0)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+async def test_both_generations_of_a_gate_are_raised_or_neither(locked):
+    words = Words()
+    locks = LockFile(GATES) if locked else None
+    gates = Gates(1 << 40, locks, words.look)
+    number = gates.allot()
+    granted, address = gates.granted(number), (1 << 40) + 128 * number
+    words.writers[address] = 2
+    if locks is not None:
+        passage = Key(locks.handle).passage(number, granted & 0xFFFF_FFFF)
+        assert passage.enter()
+        assert await gates.revoke(number) is None
+        assert (gates.granted(number), words.generations) == (granted, {})
+        passage.leave()
+    assert await gates.revoke(number) is Revoked.IDLE
+    assert (gates.granted(number), words.generations[address]) == (granted + 1, 2)
+    assert await gates.inside(number) == 2
+    words.writers.clear()
+    assert await gates.inside(number) == 0
+    assert words.generations[address] == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_gate_is_not_allotted_again_while_its_word_is_being_raised(fails):
+    """That takes a thread and the GPU; the peer may answer meanwhile, and who came next would be kept out."""
+    raised, words = asyncio.Event(), {}
+
+    async def look(address, raise_it):
+        if raise_it:
+            await raised.wait()
+            if fails:
+                raise FabricError("the device is broken")
+            words[address] = words.get(address, 1) + 1
+        return 0
+
+    gates = Gates(1 << 40, LockFile(GATES), look)
+    number = gates.allot()
+    revoking = asyncio.create_task(gates.revoke(number))
+    await asyncio.sleep(0)
+    gates.give_back(number)
+    other = gates.allot()
+    assert other != number
+    raised.set()
+    await asyncio.gather(revoking, return_exceptions=True)
+    again = gates.allot()
+    assert (again == number) is not fails  # of one whose word may be behind, nothing is granted any more
+    assert gates.granted(again) & 0xFFFF_FFFF == words.get((1 << 40) + 128 * again, 1)
+
+
+async def test_the_shared_gate_is_never_raised_and_one_in_which_a_writer_died_never_allotted_again():
+    words = Words()
+    gates = Gates(1 << 40, None, words.look)
+    numbers = [gates.allot() for _ in range(GATES)]
+    assert numbers[-1] == gates.allot() == SHARED_GATE
+    assert await gates.revoke(SHARED_GATE) is None
+    gates.retire(numbers[0])
+    for number in numbers[:2]:
+        gates.give_back(number)
+    gates.give_back(SHARED_GATE)
+    assert [gates.allot(), gates.allot()] == [numbers[1], SHARED_GATE]

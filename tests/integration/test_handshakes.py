@@ -1,0 +1,206 @@
+"""Streams to prefill ranks: one handshake for many fetches, bounded at each stage, and no more than are needed."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import contextlib
+
+import pytest
+from stage import Cache, Copied, Tap, quiet
+from wire import play
+
+from kvxfer import KvxferError, Released, UnreachableError
+from kvxfer.protocol.framing import FrameReader, encode
+from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
+
+BLOCK = range(4)
+
+
+async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, monkeypatch):
+    tap = Tap(monkeypatch)
+    sources = [Cache(blocks=100, heads=heads) for heads in (range(2), range(2, 4))]
+    ranks, _ = await stage.engine("prefill", sources)
+    target = Cache(blocks=100)
+    decode = await stage.worker("decode", target)
+    opened = []
+    session = type(decode).session
+
+    def counted(self, role, **options):
+        opened.append((self, role.value))
+        return session(self, role, **options)
+
+    monkeypatch.setattr(type(decode), "session", counted)
+    offers = [rank.offer(f"r{n}", [n], tokens=4) for rank in ranks for n in range(100)]
+    copied = Copied(target)
+    for source in sources:
+        copied.bring(source, [*range(100)], [*range(100)], range(400))
+    ticket = ranks[0].engine.ticket
+    await asyncio.gather(*(decode.fetch(ticket(f"r{n}"), [n], tokens=BLOCK, timeout=20) for n in range(100)))
+    copied.check()
+    assert sorted(role for worker, role in opened if worker is decode) == ["client"] * 2
+    assert len(opened) == 4
+    assert not tap.of(Goodbye)
+    assert {type(await offer.released()) for offer in offers} == {Released}
+    await quiet(decode, *ranks)
+
+
+class Stranger:
+    """Somebody at an endpoint who takes part in a handshake up to a stage, and then says nothing.
+
+    Attributes:
+        streams: How many were opened to it.
+    """
+
+    def __init__(self, stage, like):
+        self.stage, self.like, self.streams = stage, like, 0
+
+    async def __call__(self, reader, writer):
+        self.streams += 1
+        frames, answers = FrameReader(), {"connect": [], "Hello": [], "Welcome": [Hello]}[self.stage]
+        if self.stage == "refuses":
+            writer.close()
+            return
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                for message in frames.feed(data):
+                    if type(message) in answers:
+                        writer.write(encode(self.like))
+        writer.close()
+
+
+def welcome_of(worker):
+    """What a prefill worker would say."""
+    site = worker._site
+    epoch = bytes.fromhex(site.issuer.card.epoch)
+    return Welcome(1, 1, "x", "prefill", epoch, site.incarnation, 0, 1, 0, bytes(32), 2000)
+
+
+@pytest.mark.parametrize("silent_after", ["connect", "Hello", "Welcome"])
+def test_a_prefill_rank_that_falls_silent_in_its_handshake(tmp_path, silent_after):
+    """Whatever the stage, the fetch hears of it within the same bound, and of the stage."""
+
+    async def scenario(one):
+        await one.pair(decode={"handshake_timeout": 7})
+        stranger = Stranger(silent_after, welcome_of(one.prefill))
+        server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
+        ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
+        began = one.now
+        transfers = [one.decode.start_fetch(ticket, [n], tokens=BLOCK) for n in range(3)]
+        errors = await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
+        assert {type(error) for error in errors} == {UnreachableError}
+        assert 7 <= one.now - began < 7.5
+        where = "greeted" if silent_after == "Welcome" else "new"
+        assert f"no handshake within 7 s (it stopped at '{where}')" in str(errors[0])
+        assert stranger.streams == 1
+        assert not one.decode._links | one.decode._greeting
+        server.close()
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("says", [0, 1, 2])
+def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
+    """It says nothing, `Hello`, or `Hello` and half of what follows; the prefill rank lets it go."""
+
+    async def scenario(one):
+        await one.pair(prefill={"handshake_timeout": 7})
+        hello = encode(Hello(1, 1, "x", "decode", b"e" * 32, b"i" * 16, 0, 1, 0, bytes(32), 2000))
+        agent = encode(Agent([("model", "m")], b"", b""))
+        began = one.now
+        reader, writer = await asyncio.open_unix_connection(one.prefill.card.endpoint.removeprefix("unix:"))
+        for data in (hello, agent[:7])[:says]:
+            writer.write(data)
+        while await reader.read(65536):
+            pass
+        assert 7 <= one.now - began < 7.5
+        assert not one.prefill._greeting
+        writer.close()
+        await one.bring("r")
+
+    play(scenario, tmp_path)
+
+
+def test_who_refuses_handshakes_over_and_over_is_left_in_peace(tmp_path):
+    """Ten seconds of fetches, one every 10 ms: each hears at once, and there are few attempts."""
+
+    async def scenario(one):
+        await one.pair()
+        stranger = Stranger("refuses", None)
+        server = await asyncio.start_unix_server(stranger, tmp_path / "stranger")
+        ticket = one.ticket("r") | {"endpoints": {"prefix": f"unix:{tmp_path}/stranger"}}
+        began, fetches, wait = one.now, 0, 0.0
+        while one.now < began + 10:
+            error, waited = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+            assert isinstance(error, UnreachableError)
+            assert waited < 0.1
+            wait = error.retry_after or 0.0
+            assert 0 < wait <= 2
+            fetches += 1
+            await asyncio.sleep(0.01)
+        assert fetches > 500
+        assert 5 <= stranger.streams <= 20
+        # who follows the hint gets through to another attempt
+        before = stranger.streams
+        await asyncio.sleep(wait)
+        await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+        assert stranger.streams == before + 1
+        server.close()
+
+    play(scenario, tmp_path)
+
+
+def test_an_engine_that_has_restarted_is_met_at_once(tmp_path):
+    """A ticket of a new epoch tells that somebody is there again: no wait for the last failure's end."""
+
+    async def scenario(one):
+        await one.pair(prefill={"listen": f"unix:{tmp_path}/p"})
+        ticket = one.prefill.engine.ticket("r")
+        await one.prefill.aclose()
+        for _ in range(8):
+            error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+            assert isinstance(error, UnreachableError)
+            assert one.decode._peers._away
+            await asyncio.sleep(error.retry_after or 0.0)
+        error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
+        assert error.retry_after > 0.5
+        again = await one.worker("again", one.source, engine="prefill", listen=f"unix:{tmp_path}/p")
+        again.offer("r", [1, 2], tokens=8)
+        copied = Copied(one.target).bring(one.source, [1, 2], [3, 4], range(8))
+        await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
+        copied.check()
+        assert not one.decode._peers._away
+
+    play(scenario, tmp_path)
+
+
+async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
+    from kvxfer import peers
+
+    monkeypatch.setattr(peers, "_REMEMBERED", 3)
+    prefill, decode = await stage.pair(Cache(), Cache())
+    for n in range(6):
+        with pytest.raises(KvxferError):
+            await decode.fetch(
+                {**prefill.engine.ticket("r"), "endpoints": {"prefix": f"unix:/nowhere{n}"}}, [1], tokens=BLOCK
+            )
+    assert list(decode._peers._away) == [f"unix:/nowhere{n}" for n in (3, 4, 5)]
+
+
+def test_claims_that_reach_nobody_are_said_once_and_go_on(tmp_path, caplog):
+    """Many claims, many renewals: one line, few attempts, and the leases are renewed when the rank is back."""
+
+    async def scenario(one):
+        await one.pair(decode={"heartbeat": 1})
+        one.wire.cut()
+        claims = [one.decode.claim(one.ticket(f"r{n}")) for n in range(50)]
+        await asyncio.sleep(30)
+        lines = [record.kvxfer for record in caplog.records if record.getMessage().startswith("claim_not_sent")]
+        assert [line["count"] for line in lines] == [50]
+        assert not one.prefill.describe()["metrics"]["frames_received"].get("Claim")
+        await one.wire_to(one.prefill)
+        await one.until(lambda: one.prefill.describe()["metrics"]["frames_received"].get("Claim"), seconds=5)
+        assert len(one.prefill._sender.book._early) == 50
+        for claim in claims:
+            claim.close()
+
+    play(scenario, tmp_path)

@@ -1,0 +1,204 @@
+"""More than a worker can take: it refuses and says when to come again, does not grow, and no peer shuts out others."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+from stage import Cache, Copied, eventually, quiet
+from wire import play
+
+from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released, claims, polling
+from kvxfer.fabric.loopback import LoopbackTransport
+
+BLOCK = range(4)
+
+
+def sending(worker):
+    return worker.describe()["sending"]
+
+
+async def test_one_peer_does_not_take_every_transfer(stage):
+    prefill = await stage.worker("prefill", Cache(), max_transfers=16, max_parked=16)
+    greedy = await stage.worker("greedy", Cache(blocks=32))
+    modest = await stage.worker("modest", Cache())
+    ticket = prefill.engine.ticket
+    waiting = [greedy.start_fetch(ticket(f"g{n}"), [n], tokens=BLOCK) for n in range(30)]
+    await eventually(lambda: sum(transfer.done for transfer in waiting) == 18)
+    assert sending(prefill) == 12
+    prefill.offer("m", [1], tokens=4)
+    await modest.fetch(ticket("m"), [1], tokens=BLOCK, timeout=5)
+    parked = modest.start_fetch(ticket("later"), [2], tokens=BLOCK)
+    await eventually(lambda: sending(prefill) == 13)
+    errors = await asyncio.gather(*(one.outcome for one in waiting if one.done), return_exceptions=True)
+    assert {(type(error), error.reason, error.retry_after) for error in errors if isinstance(error, RefusedError)} == {
+        (RefusedError, Code.TOO_MANY, 1.0)
+    }
+    for transfer in (*waiting, parked):
+        transfer.cancel()
+    await quiet(prefill, greedy, modest)
+    assert len(prefill._sender._places) == len(prefill._sender.book._places) == len(prefill._sender.book._early) == 0
+
+
+async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
+    prefill = await stage.worker("prefill", Cache(), max_parked=16, unclaimed_timeout=0.3)
+    greedy, modest = await stage.worker("greedy", Cache()), await stage.worker("modest", Cache())
+    book = prefill._sender.book
+    for n in range(30):
+        greedy.claim(prefill.engine.ticket(f"g{n}")).close()
+    heard = lambda: prefill.describe()["metrics"]["frames_received"]  # noqa: E731
+    await eventually(lambda: heard().get("Claim"))
+    assert len(book._early) == 12
+    await modest.decline(prefill.engine.ticket("m"))
+    await eventually(lambda: heard().get("Release"))
+    assert isinstance(await prefill.offer("m", [1], tokens=4).released(), Released)  # it was kept
+    await eventually(lambda: not book._early)  # what no offer follows is forgotten
+    assert len(book._places) == 0
+
+
+def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
+    """Three decode workers want 240 requests of a prefill worker that takes eight transfers at a time."""
+    clients, each, limit = 3, 80, 8
+
+    async def scenario(one):
+        await one.pair(prefill={"max_transfers": limit, "max_parked": limit}, source=Cache(blocks=each))
+        caches = [Cache(blocks=each) for _ in range(clients)]
+        decodes = [await one.worker(f"decode{n}", cache, fetch_timeout=60) for n, cache in enumerate(caches)]
+        copied = [Copied(cache).bring(one.source, [*range(each)], [*range(each)], range(4 * each)) for cache in caches]
+        most, refused, done = Counter(), Counter(), Counter()
+
+        def measure():
+            sender, book = one.prefill._sender, one.prefill._sender.book
+            share = one.prefill._site.send_desk.share.snapshot()
+            now = {
+                "transfers": len(sender._transfers),
+                "early": len(book._early),
+                "timers": len(book._ends),
+                "waiting": share.waiting_requests,
+                "unsent": sum(link._transport.get_write_buffer_size() for link in one.prefill._links),
+                "tasks": len(one.prefill._site.tasks),
+            }
+            for name, value in now.items():
+                most[name] = max(most[name], value)
+
+        received = one.prefill.received
+
+        def counted(link, message):
+            received(link, message)
+            measure()
+
+        one.prefill.received = counted
+
+        async def fetch(client, number):
+            request = f"r{client}-{number}"
+            while True:
+                try:
+                    await decodes[client].fetch(one.ticket(request), [number], tokens=BLOCK)
+                except RefusedError as error:
+                    refused[client, error.reason] += 1
+                    await asyncio.sleep(error.retry_after * (1 + number / each))
+                else:
+                    done[client] += 1
+                    return
+
+        wanted = asyncio.gather(*(fetch(client, n) for client in range(clients) for n in range(each)))
+        await asyncio.sleep(0.5)  # all have asked; nothing is on offer yet
+        assert most["transfers"] == most["early"] <= limit
+        offers = [one.prefill.offer(f"r{client}-{n}", [n], tokens=4) for client in range(clients) for n in range(each)]
+        await wanted
+        assert {type(await offer.released()) for offer in offers} == {Released}
+        for expected in copied:
+            expected.check()
+        assert done == dict.fromkeys(range(clients), each)
+        assert refused.keys() == {(client, Code.TOO_MANY) for client in range(clients)}
+        assert most["transfers"] <= limit
+        assert most["early"] <= limit
+        assert most["waiting"] <= limit * one.prefill.config.window
+        assert most["unsent"] < 65536
+        assert most["timers"] <= 2 * (len(offers) + limit)
+        assert sending(one.prefill) == 0
+
+    play(scenario, tmp_path)
+
+
+def test_a_parked_fetch_whose_time_has_passed_is_dropped(tmp_path):
+    """Though its decode rank says nothing: it frees its place long before the offer would have to come."""
+
+    async def scenario(one):
+        await one.pair(revoke_timeout=50, peer_timeout=200, unclaimed_timeout=500)
+        transfer = one.start("r", timeout=5)
+        await one.until(lambda: sending(one.prefill))
+        one.wire.silence()
+        began = one.now
+        await one.until(lambda: not sending(one.prefill))
+        assert 5 <= one.now - began <= 5 + one.prefill.config.heartbeat + 0.1
+        assert not one.prefill._sender.book._early
+        (error,) = await asyncio.gather(transfer.outcome, return_exceptions=True)
+        assert isinstance(error, KvxferError)
+
+    play(scenario, tmp_path)
+
+
+async def test_thousands_of_claims_in_one_frame(stage):
+    """One frame, no lag to speak of, and each of them renews its lease."""
+    count = 4096
+    prefill = await stage.worker("prefill", Cache(), max_offers=count, max_parked=2 * count, offer_lease=30)
+    decode = await stage.worker("decode", Cache())
+    offers = [prefill.offer(f"r{n}", [1], tokens=4) for n in range(count)]
+    kept = [decode.claim(prefill.engine.ticket(f"r{n}")) for n in range(count)]
+    await eventually(lambda: all(offer.engine is not None for offer in offers), timeout=30)
+    before = [offer.lease for offer in offers]
+    lags = []
+
+    async def watch():
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            lags.append(time.thread_time() - began)
+
+    watching = asyncio.create_task(watch())
+    sent = decode.describe()["metrics"]["frames_sent"]["Claim"]
+    assert sent <= 3  # what is claimed in one turn is said in one frame
+    decode._receiver._claims._renew()
+    await eventually(lambda: all(offer.lease > lease for offer, lease in zip(offers, before, strict=True)))
+    watching.cancel()
+    assert decode.describe()["metrics"]["frames_sent"]["Claim"] - sent <= 2  # a heartbeat may have come in between
+    for claim in kept:
+        claim.close()
+    assert max(lags) < 0.5
+
+
+async def test_claims_are_bounded(stage, monkeypatch):
+    monkeypatch.setattr(claims, "_MAX_CLAIMS", 2)
+    prefill, decode = await stage.pair(Cache(), Cache())
+    ticket = prefill.engine.ticket
+    kept = [decode.claim(ticket(f"r{n}")) for n in range(2)]
+    with pytest.raises(BusyError, match="2 claims") as caught:
+        decode.claim(ticket("r2"))
+    assert caught.value.retry_after is not None
+    decode.claim(ticket("r1"))  # one that is kept already
+    kept[0].close()
+    decode.claim(ticket("r2"))
+
+
+def test_events_that_nobody_polls_are_bounded(network, monkeypatch):
+    monkeypatch.setattr(polling, "MAX_EVENTS", 2)
+    transport = lambda: LoopbackTransport("p", network)  # noqa: E731
+    with BlockingWorker(Config(engine="p", arena_bytes="64KiB", chunk_bytes="2KiB"), transport=transport) as worker:
+        worker.register(Cache().tensors)
+        offers = [worker.offer(f"r{n}", [1], tokens=4) for n in range(2)]
+        with pytest.raises(BusyError, match=r"0 events wait for poll\(\), 2 are to come"):
+            worker.offer("r2", [1], tokens=4)
+        for offer in offers:
+            offer.withdraw()
+        events = []
+        while not worker.idle:
+            time.sleep(0.001)
+        with pytest.raises(BusyError, match="2 events"):
+            worker.offer("r2", [1], tokens=4)
+        events += worker.poll(1)
+        assert len(events) == 2
+        worker.offer("r2", [1], tokens=4).withdraw()
+        assert worker.poll(5)

@@ -1,0 +1,318 @@
+"""Control streams over TCP with TLS: between two workers, with strangers, and while certificates are renewed."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+import time
+
+import pytest
+from certificates import Authority
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import ConfigError, ProtocolError, UnreachableError
+from kvxfer import link as link_module
+from kvxfer.link import Link
+
+HERE = "tcp:127.0.0.1:0"
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def said(caplog):
+    """Every event of kvxfer's, as (name, data)."""
+    caplog.set_level(logging.DEBUG, "kvxfer")
+    return lambda name: [r.kvxfer for r in caplog.records if getattr(r, "kvxfer", {}).get("event") == name]
+
+
+async def pair(stage, prefill, decode, **config):
+    """Two workers over TCP with these settings `tls`, and what brings a request from one to the other."""
+    source, target = Cache(), Cache()
+    first = await stage.worker("prefill", source, listen=HERE, tls=prefill, **config)
+    second = await stage.worker("decode", target, tls=decode, **config)
+
+    async def bring(request):
+        copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+        first.offer(request, [1, 2], tokens=8)
+        await second.fetch(first.engine.ticket(request), [3, 4], tokens=range(8), timeout=10)
+        copied.check()
+
+    return first, second, bring
+
+
+@contextlib.asynccontextmanager
+async def stranger(worker):
+    """A plain TCP stream to a worker."""
+    _, host, port = worker.card.endpoint.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def refused(awaitable, error: type[Exception] = UnreachableError):
+    """What the error said, which must come at once."""
+    began = time.monotonic()
+    with pytest.raises(error) as caught:
+        await awaitable
+    assert time.monotonic() - began < 1.5
+    return str(caught.value)
+
+
+async def test_many_requests_over_one_stream(stage, authority, monkeypatch):
+    monkeypatch.setattr(link_module, "TURN_SECONDS", 0.0)  # reading is paused behind every frame
+    paused = []
+    go_on = Link._go_on
+    monkeypatch.setattr(Link, "_go_on", lambda link: (paused.append(link.encrypted), go_on(link))[1])
+    first, second, _ = await pair(stage, authority.issue(), authority.issue(), route="staged")
+    source = first._assembly.tensors[0].tensor
+    before = source.clone()
+    ids = [[number] for number in range(16)]
+    for request, blocks in enumerate(ids):
+        first.offer(f"r{request}", blocks, tokens=4)
+    await asyncio.gather(
+        *(
+            second.fetch(first.engine.ticket(f"r{request}"), blocks, tokens=range(4), timeout=10)
+            for request, blocks in enumerate(ids)
+        )
+    )
+    assert (second._assembly.tensors[0].tensor == before).all()
+    await quiet(first, second)
+    assert len(second.describe()["peers"]) == 1
+    assert True in paused
+
+
+async def test_a_stream_that_was_cut_is_opened_again(stage, authority):
+    first, second, bring = await pair(stage, authority.issue(), authority.issue())
+    await bring("r")
+    (link,) = second._links
+    link._transport.abort()
+    await eventually(lambda: not first._links and not second._links)
+    await bring("s")
+
+
+async def test_closing_says_goodbye(stage, authority, said):
+    _, second, bring = await pair(stage, authority.issue(), authority.issue())
+    await bring("r")
+    await second.aclose()
+    await eventually(lambda: said("peer_disconnected"))
+    assert all(
+        "closed the control stream" in event["reason"] or "was closed" in event["reason"]
+        for event in said("peer_disconnected")
+    )
+
+
+# --- what is refused, on both sides with what to set
+
+
+async def test_a_plain_peer_is_told_what_to_set(stage, authority, said):
+    first, _, bring = await pair(stage, authority.issue(), {})
+    assert "set tls.authorities" in await refused(bring("r"))
+    await eventually(lambda: said("handshake_failed") and not first._greeting)
+    (event,) = said("handshake_failed")
+    assert "does not speak TLS; set tls.authorities there" in event["error"]
+    assert event["peer"].startswith("tcp:127.0.0.1:")
+
+
+async def test_a_plain_listener_is_told_what_to_set(stage, authority, said):
+    _, second, bring = await pair(stage, {}, authority.issue())
+    assert "set tls.authorities there" in await refused(bring("r"))
+    await eventually(lambda: said("protocol_violated") and not second._greeting)
+    (event,) = said("protocol_violated")
+    assert "TLS" in event["error"]
+
+
+async def test_a_peer_that_answers_with_an_alert_speaks_tls(stage):
+    async def alert(_, writer):
+        writer.write(bytes.fromhex("15030300020246"))
+        await writer.drain()
+        writer.close()
+
+    decode = await stage.worker("decode", Cache())
+    server = await asyncio.start_server(alert, "127.0.0.1", 0)
+    stage.stack.callback(server.close)
+    host, port = server.sockets[0].getsockname()
+    ticket = decode.engine.ticket("r") | {"endpoints": {"prefix": f"tcp:{host}:{port}"}}
+    assert "TLS" in await refused(decode.fetch(ticket, [3], tokens=range(4)), ProtocolError)
+
+
+async def test_without_a_certificate_one_is_refused(stage, authority, said):
+    first, second, bring = await pair(stage, authority.issue(), authority.trusted)
+    assert "tls.certificate" in await refused(bring("r"))
+    await eventually(lambda: said("handshake_failed") and not first._greeting and not second._greeting)
+    assert "shows no certificate" in said("handshake_failed")[0]["error"]
+
+
+@pytest.mark.parametrize("expired", ["prefill", "decode"])
+async def test_an_expired_certificate_is_refused(stage, authority, said, expired):
+    sides = {"prefill": authority.issue(), "decode": authority.issue(file="other")}
+    sides[expired] = authority.issue(file="old", expired=True)
+    _, _, bring = await pair(stage, **sides)
+    text = await refused(bring("r"))
+    if expired == "decode":  # who is refused may only know that it was
+        await eventually(lambda: said("handshake_failed"))
+        text = said("handshake_failed")[0]["error"]
+    assert "certificate has expired" in text
+
+
+# --- time-outs and strangers
+
+
+async def test_a_listener_that_says_nothing_is_left_in_time(stage, authority):
+    """The kernel connects at once, so the bound is that of the handshake and not that of connecting."""
+    decode = await stage.worker("decode", Cache(), tls=authority.issue(), handshake_timeout=0.5, connect_timeout=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        host, port = deaf.getsockname()
+        ticket = decode.engine.ticket("r") | {"endpoints": {"prefix": f"tcp:{host}:{port}"}}
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="handshake"):
+            await decode.fetch(ticket, [3], tokens=range(4))
+        assert 0.4 < time.monotonic() - began < 1.5
+    await eventually(lambda: not decode._greeting)
+
+
+async def test_a_stranger_that_says_nothing_is_cut_off_in_time(stage, authority):
+    first, _, bring = await pair(stage, authority.issue(), authority.issue(), handshake_timeout=0.5)
+    async with stranger(first) as (reader, _):
+        await eventually(lambda: len(first._greeting) == 1)
+        await bring("r")  # others are served meanwhile
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    await eventually(lambda: not first._greeting)
+
+
+async def test_who_only_looks_whether_the_port_is_open_is_no_warning(stage, authority, said):
+    first, _, _ = await pair(stage, authority.issue(), authority.issue())
+    async with stranger(first):
+        pass
+    await eventually(lambda: said("handshake_failed"))
+    await eventually(lambda: not first._greeting)
+    assert not said("task_failed")
+
+
+async def test_closing_ends_handshakes_under_way(stage, authority):
+    first, _, _ = await pair(stage, authority.issue(), authority.issue(), handshake_timeout=20)
+    async with stranger(first) as (reader, _):
+        await eventually(lambda: len(first._greeting) == 1)
+        began = time.monotonic()
+        await first.aclose(drain=False)
+        assert time.monotonic() - began < 1
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    assert not first._site.tasks
+    with pytest.raises(ConnectionRefusedError):
+        async with stranger(first):
+            pass
+
+
+async def test_accepting_goes_on_when_descriptors_are_free_again(stage, authority, said, monkeypatch):
+    loop, failures = asyncio.get_running_loop(), [OSError(24, "Too many open files")]
+    accept = loop.sock_accept
+
+    async def scarce(sock):
+        if failures:
+            raise failures.pop()
+        return await accept(sock)
+
+    class Scarce:  # uvloop's methods cannot be replaced
+        def __getattr__(self, name):
+            return scarce if name == "sock_accept" else getattr(loop, name)
+
+    from kvxfer import streams
+
+    monkeypatch.setattr(streams, "_ACCEPT_PAUSE", 0.01)
+    monkeypatch.setattr(streams.asyncio, "get_running_loop", Scarce)
+    _, _, bring = await pair(stage, authority.issue(), authority.issue())
+    monkeypatch.undo()
+    await bring("r")
+    assert [event["error"] for event in said("stream_not_accepted")] == ["[Errno 24] Too many open files"]
+
+
+# --- renewal
+
+
+def replace(settings, by):
+    """Put other files where the settings point, each at once, as who renews certificates does."""
+    for name, path in settings.items():
+        shutil.copy(by[name], f"{path}.new")
+        shutil.move(f"{path}.new", path)
+
+
+async def test_renewed_files_count_from_the_next_handshake_on(stage, authority, tmp_path, said):
+    ours, new = authority.issue(), Authority(tmp_path, "new").issue()
+    first, second, bring = await pair(stage, ours, ours)
+    await bring("r")
+    replace(ours, new)
+    await bring("s")
+    assert not said("certificates_renewed"), "the stream that is open goes on"
+    (link,) = second._links
+    link._transport.abort()
+    await eventually(lambda: not first._links and not second._links)
+    await bring("t")
+    assert len(said("certificates_renewed")) == 2
+    old = await stage.worker("old", Cache(), tls=Authority(tmp_path, "old").issue())
+    first.offer("u", [1], tokens=4)
+    await refused(old.fetch(first.engine.ticket("u"), [3], tokens=range(4)))
+
+
+async def test_files_that_cannot_be_used_change_nothing(stage, authority, tmp_path, said):
+    ours = authority.issue()
+    _, _, bring = await pair(stage, ours, ours)
+    other = Authority(tmp_path, "other").issue()
+    replace({"key": ours["key"]}, other)  # renewed in part: it does not belong to the certificate yet
+    await bring("r")
+    events = said("certificates_not_renewed")
+    assert len(events) == 2
+    assert "does not belong to the certificate" in events[0]["error"]
+
+
+async def test_a_worker_does_not_open_when_files_went_away(stage, authority, tmp_path):
+    from kvxfer import Config, Worker
+
+    config = Config(listen=HERE, tls=authority.issue())
+    (tmp_path / "authority.pem").unlink()
+    with pytest.raises(ConfigError, match=r"tls.authorities is '.*authority.pem', which cannot be read"):
+        await stage.stack.enter_async_context(Worker(Cache().tensors, config))
+
+
+# --- what guards an endpoint
+
+EVERYWHERE = {"listen": "tcp:0.0.0.0:0", "advertise": "tcp:127.0.0.1:0"}
+
+
+@pytest.mark.parametrize(
+    ("given", "event", "about"),
+    [
+        (EVERYWHERE, "endpoint_not_guarded", "neither TLS nor a secret"),
+        (EVERYWHERE | {"tls": {"mutual": False}}, "endpoint_not_guarded", "tls.mutual is off"),
+        (EVERYWHERE | {"secret": "drawn at random"}, "endpoint_not_encrypted", "when a stream begins"),
+        (EVERYWHERE | {"secret": "drawn at random", "tls": {"mutual": False}}, None, ""),
+        (EVERYWHERE | {"tls": {}}, None, ""),
+        ({"listen": HERE}, None, ""),
+        ({"listen": "tcp:[::1]:0"}, None, ""),
+        ({"listen": "unix"}, None, ""),
+    ],
+)
+async def test_what_guards_an_endpoint_is_said(stage, authority, said, given, event, about):
+    if given["listen"] == "tcp:[::1]:0" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    given = dict(given)
+    if "tls" in given:
+        given["tls"] = authority.issue() | given["tls"]
+    if "secret" in given:
+        given["secret"] = "drawn at random, so it is long"
+    worker = await stage.worker("worker", Cache(), **given)
+    for name in ("endpoint_not_guarded", "endpoint_not_encrypted"):
+        events = said(name)
+        assert len(events) == (name == event)
+        if events:
+            assert about in events[0]["reason"]
+            assert events[0]["endpoint"].rpartition(":")[2] == worker.card.endpoint.rpartition(":")[2]

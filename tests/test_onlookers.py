@@ -1,0 +1,76 @@
+"""Waiting that a cancellation cannot turn into harm."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.onlookers import follow, see_through
+
+
+async def turns(count=5):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_the_wait_goes_on_however_often_it_is_cancelled():
+    go, hurried = asyncio.Event(), []
+    work = asyncio.create_task(go.wait())
+    waiting = asyncio.create_task(see_through(work, lambda: hurried.append(1)))
+    await turns()
+    for _ in range(3):
+        waiting.cancel()
+        await turns()
+        assert not waiting.done()
+        assert not work.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.result()
+    assert hurried == [1]
+
+
+async def test_without_a_cancellation_it_is_the_task_s_result_or_error():
+    async def fail():
+        raise KeyError("x")
+
+    assert await see_through(asyncio.create_task(asyncio.sleep(0, "done"))) == "done"
+    with pytest.raises(KeyError):
+        await see_through(asyncio.create_task(fail()))
+
+
+async def test_an_error_of_the_task_is_the_cause_of_the_cancellation():
+    go = asyncio.Event()
+
+    async def fail():
+        await go.wait()
+        raise KeyError("x")
+
+    waiting = asyncio.create_task(see_through(asyncio.create_task(fail())))
+    await turns()
+    waiting.cancel()
+    await turns()
+    go.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await waiting
+    assert isinstance(caught.value.__cause__, KeyError) or waiting.cancelled()
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_follower_ends_as_what_it_follows(early):
+    loop = asyncio.get_running_loop()
+    for value, error in ((7, None), (None, KeyError("x"))):
+        followed = loop.create_future()
+        follower = None if early else follow(followed)
+        followed.set_result(value) if error is None else followed.set_exception(error)
+        follower = follow(followed) if follower is None else follower
+        await turns()
+        assert (follower.exception(), None if error else follower.result()) == (error, value)
+
+
+async def test_cancelling_a_follower_leaves_the_rest_alone():
+    followed = asyncio.get_running_loop().create_future()
+    first, second = follow(followed), follow(followed)
+    first.cancel()
+    followed.set_result(7)
+    assert await second == 7
+    assert followed.result() == 7

@@ -1,0 +1,26 @@
+"""How many schedules a run plays; all of them are numbered, and a number alone replays one.
+
+make test                       # 20,000: SIMULATIONS of whole workers, the rest models
+make simulate                   # ten times as many
+make simulate SEED=1234         # that one of each, with everything that was done in it
+"""
+
+import os
+
+TIMES = int(os.environ.get("SIMULATE_TIMES", "1"))
+SEED = os.environ.get("SIMULATE_SEED")
+
+CROWDS = 100 * TIMES
+"""Models that hypothesis draws, and shrinks what it finds; it draws 500 in `tests/protocol/test_pair.py` as well."""
+SIMULATIONS = 1_400
+MODELS = 20_000 - 600 - SIMULATIONS
+"""Models that a number draws."""
+BATCH = 100
+"""Simulations in one test: a batch takes some seconds."""
+
+
+def batches(count, size):
+    """Ranges of numbers; one of a single number if `SEED` says which."""
+    if SEED is not None:
+        return [range(int(SEED), int(SEED) + 1)]
+    return [range(first, min(first + size, count * TIMES)) for first in range(0, count * TIMES, size)]

@@ -1,0 +1,324 @@
+"""What protects memory, one row a guard: how to take it away, and the scene that then goes wrong.
+
+A new guard is a new row; `test_guards` plays every scene with the guard in its place and without it. Take away what
+makes the decision, and nothing else: a scene that fails because something else breaks proves nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import crowd
+import pytest
+import scenes
+
+from kvxfer import ahead, incoming, shipment
+from kvxfer.copy.port import FREELY
+from kvxfer.desk import Desk
+from kvxfer.fabric.port import Cell, CellState, Outcome
+from kvxfer.mapped.locks import Key, LockFile, Revoked
+from kvxfer.memory import Custody
+from kvxfer.offers import Offer
+from kvxfer.protocol.messages import Landed, Route, Status
+from kvxfer.protocol.receiving import ReceiveState, Receiving, _Chunk
+from kvxfer.protocol.sending import Sending, build_result
+from kvxfer.receiver import Receiver
+from kvxfer.sender import Sender
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One row.
+
+    Attributes:
+        name: What it is.
+        remove: Takes it away.
+        check: Goes wrong without it, for some seed of `SEEDS`: gets a folder and the seed.
+    """
+
+    name: str
+    remove: Callable[[Patch], None]
+    check: Callable[[Path, int], None]
+
+
+def scene(one, **settings):
+    """A scene with workers of these settings."""
+    return lambda folder, seed: scenes.play(one, folder, seed=seed, **settings)
+
+
+def crowds(folder, seed):
+    """Models: enough of them to see whatever happens often."""
+    del folder
+    for number in range(seed * 200, seed * 200 + 200):
+        crowd.play(number)
+
+
+def no_lease(patch):
+    made = Cell.__init__
+    patch.setattr(Cell, "__init__", lambda cell, deadline, *rest: made(cell, float("inf"), *rest))
+
+
+def no_cell(patch):
+    """What is said to be stopped is posted all the same."""
+    patch.setattr(Cell, "kill", lambda cell: cell.state is CellState.QUEUED)
+    patch.setattr(shipment.Shipment, "stop", lambda one: one.end(shipment.Moved(Outcome.STOPPED)))
+
+
+def no_permit(patch):
+    """Of copies into memory of a peer that is mapped here."""
+    made = shipment.CopyJob
+
+    def job(plan, done, after, permit=FREELY, *rest, **options):
+        return made(plan, done, after, FREELY, *rest, **options)
+
+    patch.setattr(shipment, "CopyJob", job)
+
+
+def no_quarantine(patch):
+    patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
+    patch.setattr(ahead.Ahead, "settle", lambda one, *, lost: one.void())
+
+
+def early_terminal(patch):
+    complete = Sending._complete
+
+    def at_once(sending):
+        moving, sending._moving = sending._moving, 0
+        try:
+            return complete(sending)
+        finally:
+            sending._moving = moving
+
+    patch.setattr(Sending, "_complete", at_once)
+
+
+def forgotten_transfers(patch):
+    lost = Sender.lost
+
+    def forget(sender, link):
+        lost(sender, link)
+        sender._transfers.clear()
+
+    patch.setattr(Sender, "lost", forget)
+
+
+def forgotten_doubts(patch):
+    ended = Sender._ended
+
+    def forget(sender, outgoing):
+        ended(sender, outgoing)
+        sender._doubtful.clear()
+
+    patch.setattr(Sender, "_ended", forget)
+
+
+def any_incarnation(patch):
+    opened = Receiver.opened
+
+    def resume(receiver, link):
+        opened(receiver, link)
+        for one in list(receiver._incoming.values()):
+            if one.is_lost:
+                one.resume(link)
+
+    patch.setattr(Receiver, "opened", resume)
+
+
+def answered_grants_only(patch):
+    patch.setattr(Receiving, "exposed", property(lambda one: _Chunk.GRANTED in one._chunks))
+
+
+def no_doubt_of_reads(patch):
+    patch.setattr(shipment.Moved, "may_read", property(lambda moved: False))
+
+
+def no_doubt_of_offers(patch):
+    left = Offer.left
+    patch.setattr(
+        Offer, "left", lambda offer, transfer, *, in_doubt="", moved=False: left(offer, transfer, moved=moved)
+    )
+
+
+def cancel_at_once(patch):
+    settle = incoming.Incoming._settle
+
+    def say(one):
+        unsaid, one._unsaid = one._unsaid, []
+        one.link.send(*unsaid)
+        settle(one)
+
+    patch.setattr(incoming.Incoming, "_settle", say)
+
+
+def no_confirmation(patch):
+    say = incoming.Incoming.say
+
+    def confirm(one, *messages):
+        say(one, *messages)
+        for message in messages:
+            if isinstance(message, Landed):
+                (chunk,) = one.machine.granted
+                nbytes = int(one._chunks[chunk]._pieces.nbytes.sum())
+                one.result(build_result(one.transfer, Status.OK, chunk=chunk, nbytes=nbytes, last=True))
+
+    patch.setattr(incoming.Incoming, "say", confirm)
+
+
+def no_custody(patch):
+    patch.setattr(Custody, "doubt", lambda custody, holder, blocks=None: custody.release(holder))
+    patch.setattr(Custody, "settle", lambda custody, holder: None)
+
+
+def no_holding(patch):
+    patch.setattr(Custody, "check", lambda custody, blocks: None)
+
+
+def unwatched_copies(patch):
+    def theirs(one):
+        return one._own_doubt or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+
+    patch.setattr(incoming.Incoming, "in_doubt", property(theirs))
+
+
+def unchecked_ends(patch):
+    """A fetch is told as over when the peer has not said so."""
+    quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
+    patch.setattr(incoming.Incoming, "quiet", property(lambda one: one.machine.state in quiet))
+    patch.setattr(incoming.Incoming, "in_doubt", property(lambda one: False))
+
+
+def stale_results(patch):
+    result = Receiving.result
+
+    def take(receiving, message):
+        landed = result(receiving, message)
+        known = message.chunk < len(receiving._chunks) and message.status is Status.OK
+        if landed is None and known and receiving._chunks[message.chunk] is not _Chunk.DONE:
+            receiving._chunks[message.chunk] = _Chunk.LANDED
+            return message.chunk
+        return landed
+
+    patch.setattr(Receiving, "result", take)
+
+
+def early_success(patch):
+    complete = Receiving._complete
+
+    def at_once(receiving):
+        done, receiving._done = receiving._done, len(receiving._chunks)
+        complete(receiving)
+        receiving._done = done
+
+    patch.setattr(Receiving, "_complete", at_once)
+
+
+def any_generation(patch):
+    """Whoever was granted a gate once gets in for ever."""
+    enter = Key.enter
+    patch.setattr(Key, "enter", lambda key, number, generation: enter(key, number, key._words[2 * number] + 1))
+
+
+def no_lock(patch):
+    """A gate is closed though somebody is inside."""
+
+    def revoke(file, number):
+        file._words[2 * number] += 1
+        return Revoked.IDLE
+
+    patch.setattr(LockFile, "revoke", revoke)
+
+
+def short_lock(patch):
+    """A gate is left as soon as something was posted."""
+    enter = Key.enter
+
+    def in_and_out(key, number, generation):
+        entered = enter(key, number, generation)
+        if entered:
+            leave(key, number)
+        return entered
+
+    leave = Key.leave
+    patch.setattr(Key, "enter", in_and_out)
+    patch.setattr(Key, "leave", lambda key, number: None)
+
+
+def unread_at_once(patch):
+    """A prefill rank that stops does not wait until nothing is read any more."""
+    stop = Sending.stop
+
+    def forget(sending, failure):
+        sending._announced = 0
+        return stop(sending, failure)
+
+    patch.setattr(Sending, "stop", forget)
+
+
+SEEDS = range(3)
+
+GUARDS = [
+    Guard(
+        "lease before the post",
+        no_lease,
+        scene(scenes.its_event_fires_after_the_lease, route="staged", grant_lease=0.02),
+    ),
+    Guard("lease, direct", no_lease, scene(scenes.its_event_fires_after_the_lease, route="direct", grant_lease=0.02)),
+    Guard("cell, staged", no_cell, scene(scenes.cancelled_before_its_post, route="staged")),
+    Guard("cell, direct", no_cell, scene(scenes.cancelled_before_its_post, route="direct")),
+    Guard("cell, mapped", no_cell, scene(scenes.cancelled_before_its_post, route="mapped")),
+    Guard("lease, mapped", no_permit, scene(scenes.its_event_fires_after_the_lease, route="mapped", grant_lease=0.02)),
+    Guard("quarantine", no_quarantine, scene(scenes.bytes_of_a_silent_peer, route="staged")),
+    Guard(
+        "terminal result last, staged",
+        early_terminal,
+        scene(scenes.cancelled_while_bytes_are_in_flight, route="staged"),
+    ),
+    Guard(
+        "terminal result last, direct",
+        early_terminal,
+        scene(scenes.cancelled_while_bytes_are_in_flight, route="direct"),
+    ),
+    Guard(
+        "transfers outlive sessions", forgotten_transfers, scene(scenes.asked_again_after_a_lost_stream, route="direct")
+    ),
+    Guard("doubts outlive transfers", forgotten_doubts, scene(scenes.asked_again_after_a_doubt, route="staged")),
+    Guard("incarnation", any_incarnation, scene(scenes.another_incarnation_answers, route="direct", locks=False)),
+    Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
+    Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
+    Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
+    Guard("offers in doubt", no_doubt_of_offers, scene(scenes.our_own_post_is_stuck, route="direct")),
+    Guard("Cancel after our reads", cancel_at_once, scene(scenes.our_own_read_is_in_flight, route="pull")),
+    Guard("confirmation of reads", no_confirmation, scene(scenes.read_from_a_peer_that_is_no_more, route="pull")),
+    Guard("custody of doubts", no_custody, scene(scenes.blocks_in_doubt, route="direct")),
+    Guard("custody of fetches", no_holding, scene(scenes.two_fetches_into_the_same_blocks, route="staged")),
+    Guard("own scatters", unwatched_copies, scene(scenes.cancelled_while_it_is_scattered, route="staged")),
+    Guard(
+        "end of a fetch",
+        unchecked_ends,
+        scene(scenes.cancelled_while_bytes_are_in_flight, route="direct", locks=False),
+    ),
+    Guard(
+        "generation of a gate, staged",
+        any_generation,
+        scene(scenes.posted_after_its_grant_was_taken_back, route="staged"),
+    ),
+    Guard(
+        "generation of a gate, direct",
+        any_generation,
+        scene(scenes.posted_after_its_grant_was_taken_back, route="direct"),
+    ),
+    Guard(
+        "generation of a gate, mapped",
+        any_generation,
+        scene(scenes.posted_after_its_grant_was_taken_back, route="mapped"),
+    ),
+    Guard("lock of a gate", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="direct")),
+    Guard("lock of a gate, staged", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="staged")),
+    Guard("lock held to the end", short_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="direct")),
+    Guard("terminal result last, model", early_terminal, crowds),
+    Guard("stale results", stale_results, crowds),
+    Guard("last result of a success", early_success, crowds),
+    Guard("Cancel while we read, model", unread_at_once, crowds),
+]

@@ -1,0 +1,250 @@
+"""Whose bytes are whose: a ledger that sees every byte moved, and says at once what nobody was entitled to move.
+
+    books = ledger.cache("decode0", cache)          # the blocks of one rank; nobody may touch them yet
+    ledger.arena("decode0", worker)                 # its staging memory; the worker's own books say whose it is
+    books.writes(ids, tag); ...; books.writes(ids, 0)
+
+Two pairs of eyes: every copy and every post is checked against the ledger when it is made and when its bytes land, and
+freed memory is filled with a canary that must still be there when it is taken again.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvxfer.copy import host
+from kvxfer.fabric.loopback import LoopbackNetwork, Part
+from kvxfer.fabric.port import Operation
+from kvxfer.memory import Extent, ExtentState, Share
+
+CANARY = 0xA5
+_WRITABLE = (ExtentState.WRITING, ExtentState.QUARANTINED)
+_generations = itertools.count(1)
+
+
+class BlockBooks:
+    """Who may write and who may read the blocks of one rank: numbers, 0 for nobody.
+
+    Attributes:
+        alive: Whether its process is; nobody answers for the memory of one that was killed.
+    """
+
+    def __init__(self, name, cache):
+        self.name, self.cache, self.alive = name, cache, True
+        blocks = cache.view(cache.layers[0]).shape[1]
+        self.writer = np.zeros(blocks, np.int64)
+        self.reader = np.zeros(blocks, np.int64)
+        self._readers = np.zeros(blocks, np.int64)
+        self._spare = {}  # what spare blocks hold
+        self._cover = 0
+        self.spare(range(blocks))
+
+    def writes(self, ids, tag):
+        """A fetch of this number may write these blocks from now on; 0: nobody may."""
+        self.writer[list(ids)] = tag
+
+    def offered(self, ids):
+        """One more offer names these blocks."""
+        for block in set(ids):
+            self._readers[block] += 1
+            self.reader[block] = self.reader[block] or next(_generations)
+
+    def released(self, ids):
+        """One offer less."""
+        for block in set(ids):
+            self._readers[block] -= 1
+            if not self._readers[block]:
+                self.reader[block] = 0
+
+    def spare(self, ids):
+        """Nobody uses these blocks: they hold a canary from now on."""
+        self._cover += 1
+        for block in ids:
+            for number, layer in enumerate(self.cache.layers):
+                view = self.cache.view(layer)[:, block]
+                view.fill_(-(1 + block + 1000 * (number + 10 * self._cover)))
+                self._spare[block, layer] = view.clone()
+
+    def take(self, ids):
+        """The same blocks are used again; returns what was written meanwhile."""
+        ids = list(ids)
+        return [
+            f"block {block} of layer {layer} of {self.name} was written while it was spare"
+            for block in ids
+            for layer in self.cache.layers
+            if (before := self._spare.pop((block, layer), None)) is not None
+            and not before.equal(self.cache.view(layer)[:, block])
+        ]
+
+    def untaken(self):
+        """What was written into blocks that are spare."""
+        return self.take({block for block, _ in self._spare}) if self.alive else []
+
+
+class _Layer:
+    """One layer of a cache as addresses."""
+
+    def __init__(self, books, memory, blocks):
+        self.books, self.base, self.item = books, memory.data_ptr(), memory.element_size()
+        self.end = self.base + memory.numel() * self.item
+        self._blocks = blocks
+
+    def claim(self, address, length, *, write):
+        """Who may do that with all of these bytes, as something that can be compared; None if nobody."""
+        first, last = (address - self.base) // self.item, -(-(address + length - self.base) // self.item)
+        tags = (self.books.writer if write else self.books.reader)[self._blocks[first:last]]
+        return tuple(tags.tolist()) if tags.all() or not self.books.alive else None
+
+    def __str__(self):
+        return f"blocks of {self.books.name}"
+
+
+class _Staging:
+    """One share of an arena."""
+
+    def __init__(self, name, share: Share):
+        self.name, self.share, self.base, self.end = name, share, share.base, share.base + share.capacity
+
+    def claim(self, address, length, *, write):
+        for extent in self.share.extents():
+            if extent.address <= address and address + length <= extent.address + extent.length:
+                allowed = not write or extent.state in _WRITABLE
+                return extent.generation if allowed else None
+        return None
+
+    def __str__(self):
+        return f"{self.share.name} memory of {self.name}"
+
+
+class Ledger:
+    """All memory of a simulation.
+
+    Attributes:
+        faults: What was seen that must not be, in the order in which it was.
+        alarmed: Called with each.
+    """
+
+    def __init__(self, alarmed: Callable[[str], None] = lambda _: None):
+        self.faults: list[str] = []
+        self.alarmed = alarmed
+        self._areas: list[_Layer | _Staging] = []
+
+    def say(self, faults: Iterable[str]):
+        for fault in faults:
+            self.faults.append(fault)
+            self.alarmed(fault)
+
+    def cache(self, name, cache) -> BlockBooks:
+        books = BlockBooks(name, cache)
+        for layer in cache.layers:
+            memory = cache.memory[layer]
+            shape = cache.view(layer).shape
+            numbers = np.broadcast_to(np.arange(shape[1])[None, :, None, None, None], shape)
+            order = np.argsort(cache._order)
+            self._areas.append(_Layer(books, memory, np.ascontiguousarray(numbers.transpose(order)).reshape(-1)))
+        return books
+
+    def arena(self, name, worker):
+        for desk in (worker._site.send_desk, worker._site.receive_desk):
+            if desk.share.base:
+                self._areas.append(_Staging(name, desk.share))
+                ctypes.memset(desk.share.base, CANARY, desk.share.capacity)
+
+    def forget_arena(self, name):
+        """Its memory is given back to the system."""
+        self._areas = [area for area in self._areas if not (isinstance(area, _Staging) and area.name == name)]
+
+    def claim(self, address, length, *, write):
+        """Who is entitled to these bytes, and in which memory they are."""
+        for area in self._areas:
+            if area.base <= address < area.end:
+                return area.claim(address, length, write=write), area
+        return None, None
+
+    def check(self, what, source, target, length, expected=None):
+        """Bytes are about to be moved.
+
+        Args:
+            what: By whom.
+            source: Address that is read; None if it was read before.
+            target: Address that is written.
+            length: How many.
+            expected: What this said when the post was made: it must still be so.
+
+        Returns:
+            Who is entitled to both sides.
+        """
+        claims = []
+        for address, write in ((source, False), (target, True)):
+            if address is None:
+                claims.append(None)
+                continue
+            claim, area = self.claim(address, length, write=write)
+            claims.append(claim)
+            doing = "writes" if write else "reads"
+            if area is None:
+                self.say([f"{what} {doing} {length} bytes that nobody knows"])
+            elif claim is None:
+                self.say([f"{what} {doing} {length} bytes of the {area} that are nobody's"])
+            elif expected is not None and expected[write] is not None and claim != expected[write]:
+                self.say([f"{what} {doing} {length} bytes of the {area} that are somebody else's by now"])
+        return claims
+
+
+class WatchedNetwork(LoopbackNetwork):
+    """A loopback network of which a ledger sees every byte."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+        self._entitled: dict[Part, list] = {}
+
+    @staticmethod
+    def _ways(part):
+        for here, there, length in part.copies:
+            here = here if part.carried is None else None  # noqa: PLW2901 - it was read already
+            yield (here, there, length) if part.operation is Operation.WRITE else (there, here, length)
+
+    def _begin(self, part):
+        what = f"a {part.operation.value} that {part.src.name} posts to {part.dst}"
+        self._entitled[part] = [self.ledger.check(what, *way) for way in self._ways(part)]
+        super()._begin(part)
+
+    def _land(self, part, limit=None):
+        target = self._agents.get(part.dst)
+        if limit != 0 and target is not None and part.keys <= target.keys() | part.src.keys():
+            what = f"a {part.operation.value} of {part.src.name} that lands at {part.dst}"
+            for way, entitled in zip(self._ways(part), self._entitled.pop(part, ()), strict=False):
+                self.ledger.check(what, *way, entitled)
+        super()._land(part, limit)
+
+
+def watch(monkeypatch, ledger: Ledger):
+    """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
+    run, move, reserve = host.run, Share._move, Share._reserve
+
+    def watched_run(plan):
+        pieces = plan.enumerate()
+        for source, target, length in zip(
+            pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True
+        ):
+            ledger.check("a copy", source, target, length)
+        run(plan)
+
+    def watched_move(share: Share, extent: Extent, target: ExtentState):
+        move(share, extent, target)
+        if target is ExtentState.FREE and share.base:
+            ctypes.memset(extent.address, CANARY, extent.length)
+
+    def watched_reserve(share: Share, peer, nbytes, length):
+        extent = reserve(share, peer, nbytes, length)
+        held = ctypes.string_at(extent.address, length) if share.base else b""
+        if held.strip(bytes([CANARY])):
+            ledger.say([f"{share.name} memory was written while it was free"])
+        return extent
+
+    monkeypatch.setattr(host, "run", watched_run)
+    monkeypatch.setattr(Share, "_move", watched_move)
+    monkeypatch.setattr(Share, "_reserve", watched_reserve)

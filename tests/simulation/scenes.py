@@ -1,0 +1,341 @@
+"""Small scenes on which one guard of the memory decides, each in virtual time and under the eyes of the ledger.
+
+A scene passes while its guard stands, and fails (`AssertionError`) when it is taken away: what the ledger saw, or what
+the scene itself asserts.
+"""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from ownership import Ledger, watch
+from schedule import Quiet
+from stage import Gate
+from world import World
+
+from kvxfer import READY, Expired, KvxferError, MemoryInDoubtError, Withdrawn, exports
+from kvxfer.errors import BlocksError, FabricError
+from kvxfer.offers import Ending
+from kvxfer.testing import simulate
+
+IDS, INTO, TOKENS = [3, 4], [7, 8], range(8)
+
+
+class Scene:
+    """Two engines of one rank, `a` that offers and `b` that fetches, and blocks of 4 tokens.
+
+    Attributes:
+        world: Both of them.
+        a: The prefill rank.
+        b: The decode rank.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self.a, self.b = world.ranks
+        self.network, self.streams = world.network, world.streams
+
+    def offer(self, request="r", ids=IDS, after=READY):
+        """Offer blocks, which the ledger lets be read until `released` has returned."""
+        self.a.books.take(ids)
+        self.a.books.offered(ids)
+        return self.a.worker.offer(request, ids, tokens=len(TOKENS), after=after)
+
+    def fetch(self, request="r", ids=INTO, after=READY, **options):
+        """Fetch into blocks, which the ledger lets be written until it has returned or raised."""
+        self.b.books.take(ids)
+        self.b.books.writes(ids, next(self.world.tags))
+        ticket = self.world.engines[0].issuer.ticket(request)
+        transfer = self.b.worker.start_fetch(ticket, ids, tokens=TOKENS, after=after, **options)
+
+        def ended(outcome):
+            if outcome.cancelled() or not isinstance(outcome.exception(), MemoryInDoubtError):
+                self.b.books.writes(ids, 0)
+
+        transfer.outcome.add_done_callback(ended)
+        return transfer
+
+    async def until(self, condition):
+        """Let virtual time pass until a condition holds."""
+        end = self.world.now + 2.0
+        while not condition():
+            if self.world.now >= end:
+                raise TimeoutError("it did not come to pass")  # the scene is wrong: no verdict on the guard
+            await asyncio.sleep(1e-4)
+
+    async def in_flight(self, **options):
+        """An offer and a fetch whose bytes are kept in flight."""
+        self.network.hold("*")
+        offer = self.offer()
+        transfer = self.fetch(**options)
+        await self.until(lambda: self.network.held("*"))
+        return offer, transfer
+
+    async def failure(self, transfer) -> BaseException:
+        """How a fetch fails."""
+        with contextlib.suppress(KvxferError, asyncio.CancelledError):
+            await transfer
+            pytest.fail("it succeeded")
+        await asyncio.sleep(1e-5)  # until the ledger knows
+        return transfer.outcome.exception() if not transfer.outcome.cancelled() else asyncio.CancelledError()
+
+    async def ending(self, offer, *, withdraw=False) -> Ending | MemoryInDoubtError:
+        """How an offer ends; without a doubt its blocks are not to be read any more."""
+        try:
+            ending = await (offer.withdraw() if withdraw else offer.released())
+        except MemoryInDoubtError as error:
+            return error
+        self.a.books.released(IDS)
+        return ending
+
+    async def land(self):
+        """What is in flight lands, and everybody has time to do something about it."""
+        self.network.release("*")
+        await asyncio.sleep(0.3)
+
+    def cut(self):
+        """Reset every control stream."""
+        for rank in (self.a, self.b):
+            for link in list(rank.worker._links):
+                self.streams.cut(link)
+
+    def clear(self):
+        """See that nothing was touched that belongs to nobody."""
+        faults = [*self.world.ledger.faults, *(one for rank in (self.a, self.b) for one in rank.books.untaken())]
+        assert not faults, "\n".join(faults)
+
+
+def refused(gates):
+    """Two workers that share no locks, as those on two hosts."""
+    raise FabricError("they are said to be on two hosts")
+
+
+def play(scene, folder, *, seed=0, locks=True, **settings):
+    """Run `scene(Scene)`.
+
+    Args:
+        scene: What happens.
+        folder: For sockets.
+        seed: Of the order of what happens at once.
+        locks: Whether memory may be taken back without an answer.
+        **settings: Of both workers.
+    """
+    for old in folder.iterdir():
+        old.unlink()
+    with pytest.MonkeyPatch.context() as patch, Quiet() as logs:
+        ledger = Ledger()
+        watch(patch, ledger)
+        if not locks:
+            patch.setattr(exports, "LockFile", refused)
+
+        async def run(runtime):
+            world = World(runtime, random.Random(7), ledger, folder)
+            world.settings |= {"arena_bytes": "16KiB", "chunk_bytes": "4KiB", "in_place_chunk_bytes": "4KiB"}
+            world.settings |= {"max_in_place_bytes": "1MiB", "grant_lease": 1.0, "window": 4, **settings}
+            world.layouts, world.layers, world.block_tokens, world.shared = ["NHD", "HND"], 2, [4], True
+            await world.open(patch, (1, 1))
+            one = Scene(world)
+            try:
+                await scene(one)
+                one.clear()
+            finally:
+                one.network.release("*")
+                await world.end()
+
+        try:
+            simulate(run, seed=seed, limit=30.0)
+        finally:
+            if logs.lines:
+                raise RuntimeError("\n".join(logs.lines))  # a defect, also of whoever took a guard away
+
+
+# --- what happens
+
+
+async def cancelled_before_its_post(scene):
+    """The caller gives up while the chunk waits for its event; then the event fires."""
+    gate = Gate()
+    scene.offer(after=gate)
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.a.worker._sender._transfers)
+    await asyncio.sleep(0.01)
+    transfer.cancel()
+    await scene.failure(transfer)
+    assert transfer.memory_safe
+    gate.fired = True
+    await asyncio.sleep(0.05)
+
+
+async def its_event_fires_after_the_lease(scene):
+    """A grant is not used after its lease."""
+    gate = Gate()
+    scene.offer(after=gate)
+    transfer = scene.fetch()
+    await asyncio.sleep(0.05)
+    moved = len(scene.network.log)
+    gate.fired = True
+    assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    assert len(scene.network.log) == moved, "it was posted after its lease"
+
+
+async def bytes_of_a_silent_peer(scene):
+    """The stream is lost while bytes are in flight, and they land later."""
+    _, transfer = await scene.in_flight()
+    scene.streams.silence(scene.a.worker)
+    scene.streams.silence(scene.b.worker)
+    await scene.failure(transfer)
+    await scene.land()
+
+
+async def meet(scene):
+    """One request goes through, so that both sides know which gates the other passes."""
+    scene.offer("warm-up", [13, 14])
+    await scene.fetch("warm-up", [11, 12])
+    await asyncio.sleep(0.01)
+
+
+async def bytes_of_a_silent_peer_behind_a_gate(scene):
+    """The same where the gate that they came through could be closed."""
+    await meet(scene)
+    await bytes_of_a_silent_peer(scene)
+
+
+async def posted_after_its_grant_was_taken_back(scene):
+    """A silent peer writes nothing; it is about to begin when its memory is taken back."""
+    await meet(scene)
+    gate = Gate()
+    scene.offer(after=gate)
+    transfer = scene.fetch()
+    await asyncio.sleep(0.01)
+    scene.streams.silence(scene.b.worker)
+    await asyncio.sleep(scene.b.worker.config.peer_timeout / 4)
+    scene.streams.silence(scene.a.worker)  # hears so much longer of the other one
+    assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    gate.fired = True
+    await asyncio.sleep(0.01)
+    await scene.land()
+
+
+async def cancelled_while_bytes_are_in_flight(scene):
+    """The peer says that it is through only when it is."""
+    _, transfer = await scene.in_flight()
+    transfer.cancel()
+    await scene.failure(transfer)
+    await scene.land()
+
+
+async def asked_again_after_a_lost_stream(scene):
+    """The stream is lost and found while bytes are in flight: the peer still knows of them."""
+    _, transfer = await scene.in_flight()
+    scene.cut()
+    await scene.failure(transfer)
+    await scene.until(lambda: scene.b.worker._links)
+    await asyncio.sleep(0.05)
+    await scene.land()
+
+
+async def asked_again_after_a_doubt(scene):
+    """A post was given up as in doubt; a peer that asks again must not hear that it is over."""
+    _, transfer = await scene.in_flight()
+    await asyncio.sleep(0.2)
+    assert transfer.done
+    scene.cut()
+    await asyncio.sleep(0.1)  # a stream is opened again, to ask
+    await scene.land()
+
+
+async def another_incarnation_answers(scene):
+    """The prefill worker is killed with bytes in flight, and another one answers at the same place."""
+    _, transfer = await scene.in_flight()
+    scene.world.kill(scene.a)
+    scene.world.engines[0] = await scene.world.engine("a", 1)
+    assert isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    await scene.until(lambda: scene.b.worker._links)
+    await asyncio.sleep(0.05)
+    assert scene.b.worker.describe()["custody"].doubtful_blocks, "who knows nothing of it said that it is over"
+    await scene.land()
+
+
+async def granted_with_the_request(scene):
+    """What a fetch grants from the start may be written before any answer was heard."""
+    transfer = scene.fetch("warm-up", [11, 12], timeout=0.02)
+    await scene.failure(transfer)
+    scene.network.hold("*")
+    scene.offer()
+    scene.streams.silence(scene.b.worker)
+    transfer = scene.fetch(timeout=0.02)
+    await scene.until(lambda: scene.network.held("*"))
+    await scene.failure(transfer)
+    await scene.land()
+
+
+async def our_own_post_is_stuck(scene):
+    """A post of ours is given up: what it reads is nobody's to write."""
+    offer, transfer = await scene.in_flight()
+    ending = asyncio.create_task(scene.ending(offer))
+    await scene.failure(transfer)
+    await ending
+    await scene.land()
+
+
+async def our_own_read_is_in_flight(scene):
+    """Cancel says that nothing is read any more, so it waits for our own reads."""
+    offer, transfer = await scene.in_flight()
+    transfer.cancel()
+    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
+    await asyncio.sleep(0.02)
+    await scene.land()
+    await scene.failure(transfer)
+    assert isinstance(await ending, Withdrawn)
+
+
+async def read_from_a_peer_that_is_no_more(scene):
+    """What was read counts only when the peer has confirmed that it was held meanwhile."""
+    _, transfer = await scene.in_flight()
+    scene.streams.silence(scene.b.worker)
+    scene.world.kill(scene.a)
+    for memory in scene.a.cache.memory.values():
+        memory.fill_(0)  # somebody else's by now
+    await scene.land()
+    await scene.failure(transfer)
+
+
+async def blocks_in_doubt(scene):
+    """Blocks that a silent peer may still write are refused to everybody."""
+    _, transfer = await scene.in_flight()
+    scene.streams.silence(scene.a.worker)
+    scene.streams.silence(scene.b.worker)
+    assert isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    for use in (lambda: scene.fetch("other"), lambda: scene.b.worker.offer("other", INTO, tokens=8, after=READY)):
+        with pytest.raises(BlocksError):
+            use()
+
+
+async def two_fetches_into_the_same_blocks(scene):
+    """Blocks that a fetch writes are refused to another one."""
+    _, transfer = await scene.in_flight()
+    with pytest.raises(BlocksError):
+        scene.fetch("other")
+    transfer.cancel()
+    await scene.failure(transfer)
+    await scene.land()
+
+
+async def cancelled_while_it_is_scattered(scene):
+    """A fetch ends only when its own copies have."""
+    scene.offer()
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.b.worker._receiver._incoming)
+    (incoming,) = scene.b.worker._receiver._incoming.values()
+    while not incoming._writing and not transfer.done:  # noqa: ASYNC110 - to the very turn
+        await asyncio.sleep(0)
+    assert not transfer.done
+    transfer.cancel()
+    await scene.failure(transfer)
+    await asyncio.sleep(0.05)
+
+
+async def an_offer_expires(scene):
+    """Nobody fetches; the blocks are the caller's again."""
+    assert isinstance(await scene.ending(scene.offer()), Expired)

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check unit format schema errors clean
+.PHONY: demo test check unit fuzz simulate network cancel faults soak format schema errors clean
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -14,11 +14,35 @@ test: check unit
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+# ten times the schedules of `make test`; SEED=1234 replays that one of each, and says what was done in it
+simulate: $(STAMP)
+	SIMULATE_TIMES=10 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(BIN)/python -m pytest tests/simulation \
+		$(if $(SEED),-k test_schedules -s) $(ARGS)
+
+# every scene on every route; `make test` plays a part of them
+network: $(STAMP)
+	NETWORK_SCENES=all $(BIN)/python -m pytest tests/network $(ARGS)
+
+cancel: $(STAMP)
+	CANCELLATIONS=all $(BIN)/python -m pytest tests/integration/test_cancel_awaits.py --timeout=1800 $(ARGS)
+
+# every fault at every step on every route, and stalls of ten seconds; `make unit` takes 40 of them
+faults: $(STAMP) network
+	FAULTS=all $(BIN)/python -m pytest tests/faults $(ARGS)
+
+# ARGS="10000 --json soak.json" for fewer, and for figures
+soak: $(STAMP)
+	$(BIN)/python tests/faults/soak.py $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright
+
+# the full count of what `make test` plays a tenth of
+fuzz: $(STAMP)
+	FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz -s --timeout=3600 $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

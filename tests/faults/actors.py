@@ -1,0 +1,250 @@
+"""Processes that can be stopped at a step, told to go on, frozen and killed.
+
+    actor = Actor(environment={"UCX_TLS": "tcp"})    # a fresh process; some 50 ms, for torch and nixl are there already
+    card = await actor.open("prefill", ...)          # any method of `ranks.Ranks`, several at a time
+    await actor.halt("leased")                       # it stands still at this step when it gets there
+    await actor.reached("leased")                    # and says so
+    actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on
+    actor.end()                                      # killed and reaped
+
+Processes are forked off a server that has imported everything slow, and has neither threads nor an agent.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 20.0
+_PRELOADED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.host", "kvxfer.mapped.shared"]
+
+
+_SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
+"""Of the server alone: threads would be forked without their locks, and nixl reads its level when it is imported."""
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    kept = {name: os.environ.get(name) for name in _SERVER}
+    os.environ.update(_SERVER)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+class ActorFailedError(Exception):
+    """A call failed over there."""
+
+
+class Actor:
+    """A process with `Ranks`, each method of which can be awaited here.
+
+    Args:
+        environment: Variables that it gets besides ours.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        context = _context()
+        self.folder = Path(tempfile.mkdtemp(prefix="actor-"))
+        self._wire, theirs = context.Pipe()
+        go, self._go = context.Pipe(duplex=False)
+        said = {name: os.environ[name] for name in ("FAULTS_LOG",) if name in os.environ}
+        given = {**said, **(environment or {}), "TMPDIR": str(self.folder)}
+        self.process = context.Process(target=_serve, args=(theirs, go, given), daemon=True)
+        self.process.start()
+        theirs.close()
+        go.close()
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._steps: dict[str, asyncio.Future[float]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self._call(name, arguments, options)
+
+    async def reached(self, step: str) -> float:
+        """Wait until it stands still there; when that was."""
+        self._listen()
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await asyncio.shield(self._step(step))
+
+    def proceed(self, what: str = "") -> None:
+        """Let it go on from the step at which it stands, doing this first (`cut`: its control streams)."""
+        self._go.send(what)
+
+    def kill(self) -> float:
+        """SIGKILL, and wait until it is gone; when it was sent."""
+        at = time.monotonic()
+        self.process.kill()
+        self.process.join(20)
+        return at
+
+    def stop(self) -> float:
+        """SIGSTOP, and wait until all of it stands still; when it was sent."""
+        at = time.monotonic()
+        os.kill(self.process.pid, signal.SIGSTOP)
+        until = at + ANSWER_SECONDS
+        while _state(self.process.pid) != "T":
+            if time.monotonic() > until:
+                raise TimeoutError("it does not stop")
+        return at
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kill, reap, and leave nothing behind. Idempotent."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._wire.fileno())
+            self._loop = None
+        with contextlib.suppress(ValueError):
+            self.kill()
+            self.process.close()  # raises if it still runs
+        self._wire.close()
+        self._go.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def leave_loop(self) -> None:
+        """Forget the event loop of the test that has ended; another one may follow."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._wire.fileno())
+            self._loop = None
+        self._calls.clear()
+        self._steps.clear()
+
+    async def _call(self, name: str, arguments: Any, options: Any) -> Any:
+        self._listen()
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._wire.send_bytes(pickle.dumps((number, name, arguments, options)))
+        async with asyncio.timeout(ANSWER_SECONDS):
+            value, error = await answer
+        if error:
+            raise ActorFailedError(f"{name} failed over there: {error}")
+        return value
+
+    def _step(self, step: str) -> "asyncio.Future[float]":
+        return self._steps.setdefault(step, asyncio.get_running_loop().create_future())
+
+    def _listen(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._wire.fileno(), self._hear)
+
+    def _hear(self) -> None:
+        try:
+            what, *rest = pickle.loads(self._wire.recv_bytes())
+        except (EOFError, OSError):
+            if self._loop is not None:
+                self._loop.remove_reader(self._wire.fileno())
+            for waiting in [*self._calls.values(), *self._steps.values()]:
+                if not waiting.done():
+                    waiting.set_exception(ActorFailedError("the process is gone"))
+                    waiting.exception()  # nobody may be waiting any more
+            return
+        if what == "reached":
+            step, at = rest
+            if not self._step(step).done():
+                self._step(step).set_result(at)
+            return
+        number, value, error = rest
+        answer = self._calls.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result((value, error))
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+class Halts:
+    """The actor's side of the pipes: answers calls, and stands still where it was told to."""
+
+    def __init__(self, wire: Connection, go: Connection) -> None:
+        self._wire = wire
+        self._go = go
+        self._lock = threading.Lock()
+        self.armed: set[str] = set()
+
+    def halt(self, step: str) -> str:
+        """Stand still in this thread until told to go on, if this step was asked for; what to do first."""
+        if step not in self.armed:
+            return ""
+        self.armed.discard(step)
+        self.send(("reached", step, time.monotonic()))
+        return str(self._go.recv())
+
+    def send(self, item: object) -> None:
+        with self._lock:
+            self._wire.send_bytes(pickle.dumps(item))
+
+    async def answer_all(self, target: Any) -> None:
+        """Run every call as a task of its own, until the pipe is closed."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        over = loop.create_future()
+
+        def receive() -> None:
+            try:
+                number, name, arguments, options = pickle.loads(self._wire.recv_bytes())
+            except (EOFError, OSError):
+                loop.remove_reader(self._wire.fileno())
+                over.set_result(None)
+                return
+            task = loop.create_task(self._answer(number, target, name, arguments, options))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        loop.add_reader(self._wire.fileno(), receive)
+        await over
+
+    async def _answer(self, number: int, target: Any, name: str, arguments: Any, options: Any) -> None:
+        value, error = None, ""
+        try:
+            value = getattr(target, name)(*arguments, **options)
+            if asyncio.iscoroutine(value):
+                value = await value
+        except Exception as raised:  # noqa: BLE001 - whoever called hears of it
+            value, error = None, repr(raised)
+        self.send(("answer", number, value, error))
+
+
+def _serve(wire: Connection, go: Connection, environment: Mapping[str, str]) -> None:
+    """The process: one loop, until the pipe is closed."""
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "FAULTS_LOG" in environment:
+        logging.basicConfig(level=environment["FAULTS_LOG"], format=f"%(relativeCreated)d {os.getpid()} %(message)s")
+    import staff
+
+    halts = Halts(wire, go)
+
+    async def run() -> None:
+        await halts.answer_all(staff.Ranks(halts))
+        os._exit(0)  # whoever started it is gone, or wants no more of it: nothing is waited for
+
+    asyncio.run(run())

@@ -1,0 +1,474 @@
+"""One fault at one step of a transfer between two processes, beside others that must not notice; and what must hold.
+
+Three processes over NIXL: the *victim*, to which it happens; the *survivor*, with which it was transferring; and a
+*third*, with which the survivor goes on transferring all the time.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from actors import Actor
+from steps import STEPS, Step
+
+from kvxfer import Config
+
+QUICK: dict[str, Any] = {
+    "heartbeat": 0.2,
+    "peer_timeout": 1.0,
+    "revoke_timeout": 0.5,
+    "grant_lease": 1.5,
+    "offer_lease": 0.8,
+    "unclaimed_timeout": 1.5,
+    "no_progress_timeout": 0.8,
+    "connect_timeout": 1.0,
+    "handshake_timeout": 1.0,
+    "drain_timeout": 0.0,
+    "close_timeout": 10.0,
+}
+PATIENT: dict[str, Any] = dict.fromkeys(
+    ["peer_timeout", "revoke_timeout", "grant_lease", "offer_lease", "unclaimed_timeout", "handshake_timeout"], 15.0
+) | {"no_progress_timeout": 15.0}
+"""A pause ends when others have moved a few times, however long these cores take for that."""
+SIZES: dict[str, Any] = {
+    "arena_bytes": "512KiB",
+    "chunk_bytes": "16KiB",
+    "in_place_chunk_bytes": "16KiB",
+    "fabric": {"max_post_bytes": "4KiB", "max_descriptors": 64},
+}
+"""Several chunks a transfer, and several posts a chunk."""
+STARVED_SECONDS = 2.0
+"""Scheduling comes on top of every bound, and all these processes share their cores."""
+SENDER_SEED, RECEIVER_SEED, THIRD_SEED = 1, 2, 3
+LANES = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}
+FAULTS = ("kill", "stop", "cut", "pause")
+_HANDSHAKE = frozenset({"hello came", "agent came", "hello sent", "welcome came"})
+_BESIDE = 3
+"""Transfers beside it that are waited for before and after."""
+
+
+class Ends(IntEnum):
+    """When memory that a fault puts in doubt is its owner's again."""
+
+    HEARD = 0
+    """When the caller hears of it, or within `revoke_timeout` after."""
+    BACK = 1
+    """When the process goes on after a freeze."""
+    CLOSED = 2
+    """When the worker is closed: until then it is in quarantine, with a reason."""
+
+
+def doubt_ends(side: str, route: str, lane: str, fault: str) -> Ends:
+    """When it ends at the latest if memory was in the victim's hands: the table that more evidence sharpens."""
+    return _DOUBT_ENDS[side, route, lane, fault]
+
+
+_DOUBT_ENDS = {
+    # the sender is struck: staging memory (staged) or blocks (direct, mapped) of the receiver that it may write
+    ("sender", "staged", "cma", "kill"): Ends.CLOSED,
+    ("sender", "staged", "cma", "stop"): Ends.BACK,
+    ("sender", "staged", "tcp", "kill"): Ends.CLOSED,
+    ("sender", "staged", "tcp", "stop"): Ends.BACK,
+    ("sender", "direct", "cma", "kill"): Ends.CLOSED,
+    ("sender", "direct", "cma", "stop"): Ends.BACK,
+    ("sender", "direct", "tcp", "kill"): Ends.CLOSED,
+    ("sender", "direct", "tcp", "stop"): Ends.BACK,
+    # heard, but where it dies in its copy before its answer was: that might have named another route
+    ("sender", "mapped", "cma", "kill"): Ends.CLOSED,
+    ("sender", "mapped", "cma", "stop"): Ends.BACK,
+    # on pull our own reads write our blocks; one that needs the other process to get on stands still while that does
+    ("sender", "pull", "cma", "kill"): Ends.CLOSED,
+    ("sender", "pull", "cma", "stop"): Ends.CLOSED,
+    ("sender", "pull", "tcp", "kill"): Ends.CLOSED,
+    ("sender", "pull", "tcp", "stop"): Ends.CLOSED,
+    # the receiver is struck: our own posts end or fail; on pull it may still read
+    ("receiver", "staged", "cma", "kill"): Ends.HEARD,
+    ("receiver", "staged", "cma", "stop"): Ends.CLOSED,
+    ("receiver", "staged", "tcp", "kill"): Ends.HEARD,
+    ("receiver", "staged", "tcp", "stop"): Ends.CLOSED,
+    ("receiver", "direct", "cma", "kill"): Ends.HEARD,
+    ("receiver", "direct", "cma", "stop"): Ends.CLOSED,
+    ("receiver", "direct", "tcp", "kill"): Ends.HEARD,
+    ("receiver", "direct", "tcp", "stop"): Ends.CLOSED,
+    ("receiver", "mapped", "cma", "kill"): Ends.HEARD,
+    ("receiver", "mapped", "cma", "stop"): Ends.HEARD,
+    ("receiver", "pull", "cma", "kill"): Ends.HEARD,
+    ("receiver", "pull", "cma", "stop"): Ends.BACK,
+    ("receiver", "pull", "tcp", "kill"): Ends.HEARD,
+    ("receiver", "pull", "tcp", "stop"): Ends.BACK,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to whom, where."""
+
+    side: str
+    step: str
+    route: str
+    fault: str
+    lane: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} {self.side} {self.step} {self.route} {self.lane}".replace(", ", " ").replace(" ", "-")
+
+    @property
+    def taken(self) -> Step:
+        """The step."""
+        return STEPS[self.side, self.step]
+
+    @property
+    def ends(self) -> Ends:
+        """When a doubt that it leaves must have ended."""
+        if self.fault in ("cut", "pause") or not self.taken.exposed:
+            return Ends.HEARD
+        return doubt_ends(self.side, self.route, self.lane, self.fault)
+
+
+def every_case() -> list[Case]:
+    """All of them. No transport moves anything on `mapped`, so there is one lane."""
+    return [
+        Case(side, name, route, fault, lane)
+        for (side, name), step in STEPS.items()
+        for route in sorted(step.routes)
+        for lane in LANES
+        if not (route == "mapped" and lane == "tcp")
+        for fault in FAULTS
+    ]
+
+
+def spread(cases: list[Case], count: int) -> list[Case]:
+    """So many of them, in which each value and each pair of values is met about as often; always the same ones."""
+
+    def pairs(case: Case) -> list[tuple[Any, ...]]:
+        return list(itertools.combinations(enumerate([case.side, case.route, case.fault, case.lane]), 2))
+
+    chosen: list[Case] = []
+    times: Counter[Any] = Counter()
+    left = {case: ((case.side, case.step), pairs(case)) for case in cases}
+
+    def cost(case: Case) -> int:
+        step, met = left[case]
+        return count * times[step] + sum(times[pair] for pair in met)
+
+    while left and len(chosen) < count:
+        best = min(left, key=cost)
+        step, met = left.pop(best)
+        times.update([step, *met])
+        chosen.append(best)
+    return chosen
+
+
+async def play(case: Case, survivor: Actor, third: Actor, victim: Actor) -> None:
+    """Let it happen, and check everything."""
+    scene = (SenderStruck if case.side == "sender" else ReceiverStruck)(case, survivor, third, victim)
+    await scene.play()
+
+
+class Scene:
+    """What both sides have in common.
+
+    Attributes:
+        ours: Name of the survivor's worker.
+        theirs: Name of the victim's.
+    """
+
+    ours = theirs = ""
+    card: dict[str, Any]
+    """Of the sender's engine."""
+    acquainted = False
+    """Whether the two have transferred before, so that the transports are connected."""
+
+    def __init__(self, case: Case, survivor: Actor, third: Actor, victim: Actor) -> None:
+        self.case, self.survivor, self.third, self.victim = case, survivor, third, victim
+        patience = PATIENT if case.fault == "pause" else {}
+        self.settings = {**QUICK, **patience, **SIZES, "route": case.route}
+        self.bounds = Config(**self.settings).bounds()
+        self.alive = case.fault != "kill"
+
+    async def play(self) -> None:
+        """Beside it, before, the fault, what is heard, what comes back, afterwards."""
+        await self.raise_curtain()
+        await self.survivor.moved(self.ours, _BESIDE)
+        await self.begin()
+        await self.victim.reached(self.case.step)
+        struck = await self.strike()
+        await self.hear(struck)
+        await self.come_back()
+        await self.survivor.moved(self.ours, _BESIDE)
+        if self.alive:
+            await self.again()
+        await self.fall_curtain()
+
+    async def strike(self) -> float:
+        """The fault; when it began."""
+        case, victim = self.case, self.victim
+        if case.fault == "kill":
+            return victim.kill()
+        if case.fault == "stop":
+            return victim.stop()
+        if case.fault == "cut":
+            at = asyncio.get_running_loop().time()
+            victim.proceed("cut")
+            return at
+        victim.stop()
+        await self.survivor.moved(self.ours, _BESIDE)
+        victim.proceed()
+        victim.thaw()
+        return asyncio.get_running_loop().time()
+
+    async def come_back(self) -> None:
+        """Memory that was in doubt is its owner's again when the table says so, and a frozen process does no harm."""
+        case = self.case
+        if case.fault == "stop" and case.ends is Ends.HEARD:
+            await self.whole("while the other process is frozen")
+        if case.fault == "stop":
+            self.victim.proceed()
+            self.victim.thaw()
+            await self.thawed()
+            if case.ends is not Ends.CLOSED:
+                await self.whole("after the other process was thawed")
+        elif case.ends is not Ends.CLOSED:
+            await self.whole(f"after {case.fault}")
+        state = await self.survivor.quiet(self.ours, doubts=False, within=STARVED_SECONDS)
+        assert not state["busy"], state
+
+    async def whole(self, when: str) -> None:
+        """Nothing is held or in doubt at the survivor."""
+        within = self.settings["revoke_timeout"] + STARVED_SECONDS
+        state = await self.survivor.quiet(self.ours, doubts=True, within=within)
+        assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), f"{when}: {state}"
+
+    async def fall_curtain(self) -> None:
+        """Every byte is as it should be, and nothing is left in any process."""
+        await self.stop_beside()
+        await self.check_bytes()
+        actors = {self.survivor: self.ours, self.third: "third"} | ({self.victim: self.theirs} if self.alive else {})
+        shared = [Path(path) for actor in actors for path in await actor.shared()]
+        left = await asyncio.gather(*(actor.close(name) for actor, name in actors.items()))
+        assert left == [{}] * len(left)
+        assert not [path for path in shared if path.exists()]
+
+    async def raise_curtain(self) -> None:
+        """Survivor and third transfer."""
+        raise NotImplementedError
+
+    async def move_beside(self, prefix: str) -> None:
+        """Transfers between survivor and third, one after the other, until they are told to stop."""
+        raise NotImplementedError
+
+    def fetcher_first(self) -> list[tuple[Actor, str]]:
+        """The two that go on, so that nobody waits for what is not offered any more."""
+        both = [(self.survivor, self.ours), (self.third, "third")]
+        return both if self.case.side == "sender" else both[::-1]
+
+    async def stop_beside(self) -> None:
+        """They stop; every one of them went well."""
+        for actor, name in self.fetcher_first():
+            wrong = await actor.stop_traffic(name)
+            assert wrong == [], name
+
+    async def begin(self) -> None:
+        """The transfer begins that is struck."""
+        raise NotImplementedError
+
+    async def meet(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:
+        """Transfer something, so that the transports are connected; that may take longer than a short lease."""
+        for attempt in range(10):
+            await giver[0].offer(giver[1], f"before-{attempt}")
+            if (await taker[0].fetch(taker[1], self.card, f"before-{attempt}"))["ok"]:
+                break
+        await taker[0].restore(taker[1])
+
+    async def hear(self, struck: float) -> None:
+        """What the survivor's caller hears, and when; then what may be reused is."""
+        raise NotImplementedError
+
+    async def thawed(self) -> None:
+        """The victim goes on, and comes to an end."""
+
+    async def again(self) -> None:
+        """Another transfer between the two."""
+        raise NotImplementedError
+
+    async def check_bytes(self) -> None:
+        """What both hold."""
+        raise NotImplementedError
+
+
+class SenderStruck(Scene):
+    """A prefill process is struck."""
+
+    ours, theirs = "decode", "prefill"
+    fetching: "asyncio.Task[dict[str, Any]]"
+    heard: dict[str, Any]
+    content = "kept"
+
+    async def raise_curtain(self) -> None:
+        self.third_card = await self.third.open("third", seed=THIRD_SEED, layout="NHD", **self.settings)
+        await self.survivor.open("decode", seed=RECEIVER_SEED, layout="HND", **self.settings)
+        await self.move_beside("beside-")
+
+    async def move_beside(self, prefix: str) -> None:
+        await self.third.serve("third", prefix)
+        await self.survivor.keep_fetching("decode", self.third_card, prefix, THIRD_SEED)
+
+    async def begin(self) -> None:
+        case, victim = self.case, self.victim
+        self.card = await victim.open("prefill", seed=SENDER_SEED, layout="NHD", **self.settings)
+        if self.acquainted:
+            await self.meet(giver=(victim, "prefill"), taker=(self.survivor, "decode"))
+        await victim.halt(case.side, case.step)
+        if case.taken.how != "parked":
+            await victim.offer("prefill", "r", streamed=case.taken.how == "streamed")
+        self.fetching = asyncio.create_task(self.survivor.fetch("decode", self.card, "r"))
+        if case.taken.how == "streamed":
+            await victim.ready("prefill", "r", 0)
+
+    async def hear(self, struck: float) -> None:
+        case, survivor = self.case, self.survivor
+        if case.fault in ("cut", "pause"):
+            if case.taken.how == "parked":
+                await self.victim.offer("prefill", "r")
+            elif case.taken.how == "streamed":
+                await self.victim.ready("prefill", "r", 1)
+        self.heard = heard = await self.fetching
+        kinds = {"kill": "dead_peer", "cut": "dead_peer", "stop": "silent_peer", "pause": "silent_peer"}
+        kind = "handshake" if case.step in _HANDSHAKE else kinds[case.fault]
+        late = heard["heard"] - struck
+        assert late <= self.bounds[kind] + STARVED_SECONDS, f"heard {late:.2f} s after it: {heard}"
+        assert heard["ok"] or case.fault != "pause", heard
+        self.content = "fetched" if heard["ok"] else "partly"
+        if case.fault in ("kill", "stop") and not heard["ok"]:
+            if heard["safe"]:
+                await self.reuse()
+            else:
+                assert await survivor.refuses("decode")
+
+    async def reuse(self) -> None:
+        """Our blocks are ours: somebody else uses them."""
+        assert not await self.survivor.refuses("decode")
+        await self.survivor.reuse("decode")
+        self.content = "canary"
+
+    async def thawed(self) -> None:
+        await self.victim.quiet("prefill", doubts=False, within=STARVED_SECONDS)
+
+    async def come_back(self) -> None:
+        await super().come_back()
+        unsafe = not self.heard["ok"] and not self.heard["safe"]
+        if unsafe and self.case.ends is not Ends.CLOSED:
+            assert await self.survivor.settled("decode", "r", STARVED_SECONDS)
+            await self.reuse()
+        elif unsafe:
+            assert await self.survivor.refuses("decode")
+
+    async def again(self) -> None:
+        await self.check_bytes()
+        if await self.survivor.refuses("decode"):
+            return
+        await self.survivor.restore("decode")
+        await self.victim.offer("prefill", "again")
+        assert (await self.survivor.fetch("decode", self.card, "again", 10))["ok"]
+        self.content = "fetched"
+
+    async def check_bytes(self) -> None:
+        assert await self.survivor.wrong("decode", self.content, SENDER_SEED) == []
+        assert await self.third.wrong("third", "kept") == []
+        if self.alive:
+            assert await self.victim.wrong("prefill", "kept") == []
+
+
+class ReceiverStruck(Scene):
+    """A decode process is struck."""
+
+    ours, theirs = "prefill", "decode"
+    fetching: "asyncio.Task[dict[str, Any]]"
+    releasing: "asyncio.Task[tuple[str, float, bool]]"
+    content = "kept"
+    fetched = "partly"
+
+    async def raise_curtain(self) -> None:
+        self.card = await self.survivor.open("prefill", seed=SENDER_SEED, layout="NHD", **self.settings)
+        await self.third.open("third", seed=THIRD_SEED, layout="HND", **self.settings)
+        await self.move_beside("beside-")
+
+    async def move_beside(self, prefix: str) -> None:
+        await self.survivor.serve("prefill", prefix)
+        await self.third.keep_fetching("third", self.card, prefix, SENDER_SEED)
+
+    async def begin(self) -> None:
+        case, victim = self.case, self.victim
+        await victim.open("decode", seed=RECEIVER_SEED, layout="HND", **self.settings)
+        if self.acquainted:
+            await self.meet(giver=(self.survivor, "prefill"), taker=(victim, "decode"))
+        await victim.halt(case.side, case.step)
+        if case.taken.how != "parked":
+            await self.survivor.offer("prefill", "r")
+        self.fetching = asyncio.create_task(victim.fetch("decode", self.card, "r", late=case.taken.how == "late"))
+
+    async def hear(self, struck: float) -> None:
+        case, survivor = self.case, self.survivor
+        if case.fault == "kill":
+            await asyncio.wait({self.fetching})
+        if case.taken.how == "parked":
+            await survivor.offer("prefill", "r")
+            struck = asyncio.get_running_loop().time()
+        ending, at, safe = await survivor.released("prefill", "r")
+        bound = max(self.bounds["released_by_lease"], self.bounds["unclaimed_offer"])
+        assert at - struck <= bound + STARVED_SECONDS, f"{ending} was heard {at - struck:.2f} s after it"
+        self.safe = safe
+        if case.fault == "pause":
+            assert ending == "Released", ending
+        if case.fault in ("kill", "stop"):
+            if safe:
+                await self.reuse()
+            else:
+                assert await survivor.refuses("prefill")
+        if case.fault in ("cut", "pause"):
+            await self.ended()
+
+    async def reuse(self) -> None:
+        """The offered blocks are ours again."""
+        assert not await self.survivor.refuses("prefill")
+        await self.survivor.reuse("prefill")
+        self.content = "canary"
+
+    async def ended(self) -> None:
+        """The victim's own caller hears of it too, and is never told that what is not whole has arrived."""
+        outcome = await self.fetching
+        assert outcome["ok"] or self.case.fault != "pause", outcome
+        self.fetched = "fetched" if outcome["ok"] else "partly"
+        assert await self.victim.wrong("decode", self.fetched, SENDER_SEED) == []
+
+    async def thawed(self) -> None:
+        await self.ended()
+
+    async def come_back(self) -> None:
+        await super().come_back()
+        if not self.safe and self.case.ends is not Ends.CLOSED:
+            assert await self.survivor.settled("prefill", "r", STARVED_SECONDS)
+            await self.reuse()
+        elif not self.safe:
+            assert await self.survivor.refuses("prefill")
+
+    async def again(self) -> None:
+        await self.check_bytes()
+        if await self.survivor.refuses("prefill"):
+            return
+        await self.survivor.restore("prefill")
+        await self.victim.restore("decode")
+        await self.survivor.offer("prefill", "again")
+        outcome = await self.victim.fetch("decode", self.card, "again", 10)
+        assert outcome["ok"], outcome
+        self.content, self.fetched = "kept", "fetched"
+
+    async def check_bytes(self) -> None:
+        assert await self.survivor.wrong("prefill", self.content) == []
+        assert await self.third.wrong("third", "kept") == []
+        if self.alive:
+            assert await self.victim.wrong("decode", self.fetched, SENDER_SEED) == []

@@ -1,0 +1,59 @@
+"""Ten seconds in which a process does nothing, by default settings: its interpreter is held, or it is stopped."""
+
+import asyncio
+
+from actors import Actor
+from faults import RECEIVER_SEED, SENDER_SEED, SIZES
+from steps import ROUTES
+
+SECONDS = 10.0
+
+
+async def play(side: str, kind: str, *, seconds: float = SECONDS) -> None:
+    """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole.
+
+    Args:
+        side: `sender` or `receiver`.
+        kind: `held` (the interpreter) or `stopped` (the process).
+        seconds: How long.
+    """
+    sender, receiver = Actor(), Actor()
+    try:
+        card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES)
+        for route in ROUTES:
+            await receiver.open(route, seed=RECEIVER_SEED, layout="HND", route=route, **SIZES)
+            await sender.offer("prefill", f"before-{route}")
+            assert (await receiver.fetch(route, card, f"before-{route}"))["ok"]
+            await receiver.restore(route)
+            await sender.offer("prefill", route, streamed=True)
+            await sender.ready("prefill", route, 0)
+        fetches = [asyncio.create_task(receiver.fetch(route, card, route)) for route in ROUTES]
+        await asyncio.gather(*(receiver.layer_landed(route, route, 0) for route in ROUTES))
+        stalled = {"sender": sender, "receiver": receiver}[side]
+        at = asyncio.get_running_loop().time()
+        if kind == "stopped":
+            stalled.stop()
+            for route in ROUTES if side == "receiver" else ():
+                await sender.ready("prefill", route, 1)
+            await asyncio.sleep(seconds)
+            stalled.thaw()
+        else:
+            for route in ROUTES if side == "receiver" else ():
+                await sender.ready("prefill", route, 1)
+            await stalled.hold_interpreter(seconds)
+        lasted = asyncio.get_running_loop().time() - at
+        assert lasted >= seconds
+        for route in ROUTES if side == "sender" else ():
+            await sender.ready("prefill", route, 1)
+        for route, outcome in zip(ROUTES, await asyncio.gather(*fetches), strict=True):
+            assert outcome["ok"], f"{route}: {outcome}"
+            assert await receiver.wrong(route, "fetched", SENDER_SEED) == []
+        for route in ROUTES:
+            state = await receiver.quiet(route, doubts=True, within=5)
+            assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+            assert await receiver.close(route) == {}
+        assert await sender.wrong("prefill", "kept") == []
+        assert await sender.close("prefill") == {}
+    finally:
+        sender.end()
+        receiver.end()

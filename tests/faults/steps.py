@@ -1,0 +1,215 @@
+"""The steps of a transfer at which a fault may strike, by name, and how a process is made to stand still there.
+
+Each is reached by a hook around one function of the product, put there in the process that is to stand still: no time
+passes in reaching it, and nothing else differs. A hook holds up the very thread in which the step is taken.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvxfer.copy import host
+from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.port import Operation
+from kvxfer.fetching import Fetching
+from kvxfer.incoming import Incoming
+from kvxfer.landing import Landing, Reading
+from kvxfer.link import Link
+from kvxfer.outgoing import Outgoing
+from kvxfer.protocol.session import Role
+from kvxfer.sender import Sender
+from kvxfer.shipment import DirectShipment, MappedShipment, Shipment, StagedShipment
+from kvxfer.worker import Worker
+
+ROUTES = ("staged", "direct", "pull", "mapped")
+PUSHED = frozenset({"staged", "direct", "mapped"})
+EVERY = frozenset(ROUTES)
+Halt = Callable[[], None]
+Hook = Callable[[Halt], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        side: `sender` or `receiver`: who stands still.
+        routes: On which it exists.
+        hook: Puts the hook there; given what to call at the step.
+        how: `whole`: all is on offer before it is fetched; `parked`: it is fetched before; `streamed`: layer by layer;
+            `late`: the blocks may be written only a while after they were asked for, so chunks are granted one by one.
+        exposed: The receiver's memory is in the sender's hands (on `pull`: the sender's in the receiver's) and nobody
+            has said yet that it is not any more.
+    """
+
+    side: str
+    routes: frozenset[str]
+    hook: Hook
+    how: str = "whole"
+    exposed: bool = False
+
+
+def _before(owner: Any, name: str, only: Callable[..., bool] = lambda *_: True) -> Hook:
+    def put(halt: Halt) -> None:
+        original = getattr(owner, name)
+
+        def hooked(*arguments: Any, **options: Any) -> Any:
+            if only(*arguments):
+                halt()
+            return original(*arguments, **options)
+
+        setattr(owner, name, hooked)
+
+    return put
+
+
+def _after(owner: Any, name: str, only: Callable[..., bool] = lambda *_: True) -> Hook:
+    """In the next turn of the loop: what the function says has been sent by then."""
+
+    def put(halt: Halt) -> None:
+        original = getattr(owner, name)
+
+        def hooked(*arguments: Any, **options: Any) -> Any:
+            value = original(*arguments, **options)
+            if only(*arguments):
+                asyncio.get_running_loop().call_soon(halt)
+            return value
+
+        setattr(owner, name, hooked)
+
+    return put
+
+
+def _each(hooks: Iterable[Hook]) -> Hook:
+    every = list(hooks)
+
+    def put(halt: Halt) -> None:
+        for hook in every:
+            hook(halt)
+
+    return put
+
+
+def _server(link: Link, *_: Any) -> bool:
+    return link.role is Role.SERVER
+
+
+def _server_met(_: Worker, link: Link, *__: Any) -> bool:
+    return link.role is Role.SERVER
+
+
+def _client(link: Link, *_: Any) -> bool:
+    return link.role is Role.CLIENT
+
+
+def _client_met(_: Worker, link: Link, *__: Any) -> bool:
+    return link.role is Role.CLIENT
+
+
+def _post(operation: Operation, part: int, *, posted: bool = False) -> Hook:
+    """Around the post of a chunk's n-th part: its lease has been checked, and the cell is locked."""
+
+    def put(halt: Halt) -> None:
+        original = NixlTransport.post
+        parts = 0
+
+        def hooked(transport: Any, peer: str, what: Operation, *sides: Any) -> Any:
+            nonlocal parts
+            mine = what is operation and threading.current_thread().name == "kvxfer-fabric"
+            parts += mine
+            strikes = mine and parts == part
+            if strikes and not posted:
+                halt()
+            handle = original(transport, peer, what, *sides)
+            if strikes and posted:
+                halt()
+            return handle
+
+        NixlTransport.post = hooked  # type: ignore[method-assign]
+
+    return put
+
+
+def _copy(thread: str, *, half: bool = True) -> Hook:
+    """Before a copy, or in the midst of it."""
+
+    def put(halt: Halt) -> None:
+        original = host.run
+
+        def hooked(plan: Any) -> None:
+            if not plan.segments or threading.current_thread().name != f"kvxfer-{thread}":
+                original(plan)
+                return
+            if half:
+                halves = [slice(0, len(plan.segments[0].regions) // 2), slice(len(plan.segments[0].regions) // 2, None)]
+                first, second = (
+                    replace(plan, segments=tuple(replace(s, regions=s.regions[part]) for s in plan.segments))
+                    for part in halves
+                )
+                original(first)
+                halt()
+                original(second)
+            else:
+                halt()
+                original(plan)
+
+        host.run = hooked
+
+    return put
+
+
+_NOT_MAPPED = frozenset({"staged", "direct"})
+_MAPPED = frozenset({"mapped"})
+_STAGED = frozenset({"staged"})
+_PULL = frozenset({"pull"})
+
+_WRITTEN = (StagedShipment, DirectShipment)
+
+SENDER = {
+    "hello came": Step("sender", EVERY, _before(Link, "data_received", _server)),
+    "agent came": Step("sender", EVERY, _before(Worker, "opened", _server_met)),
+    "fetch parked": Step("sender", EVERY, _after(Sender, "fetch"), "parked"),
+    "planned": Step("sender", EVERY, _before(Outgoing, "_accept"), exposed=True),
+    "accept sent": Step("sender", EVERY, _after(Outgoing, "_accept"), exposed=True),
+    "announced": Step("sender", _PULL, _after(Outgoing, "_want"), exposed=True),
+    "layer announced": Step("sender", PUSHED, _after(Outgoing, "_want"), "streamed", exposed=True),
+    "granted": Step("sender", PUSHED, _before(Shipment, "begin"), exposed=True),
+    "in the midst of the gather": Step("sender", _STAGED, _copy("gather"), exposed=True),
+    "lease checked": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 1), exposed=True),
+    "lease checked, mapped": Step("sender", _MAPPED, _copy("gather", half=False), exposed=True),
+    "in the midst of the write": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2), exposed=True),
+    "in the midst of the write, mapped": Step("sender", _MAPPED, _copy("gather"), exposed=True),
+    "posted": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2, posted=True), exposed=True),
+    "written": Step("sender", _NOT_MAPPED, _each(_before(kind, "_posted") for kind in _WRITTEN), exposed=True),
+    "written, mapped": Step("sender", _MAPPED, _before(MappedShipment, "_copied"), exposed=True),
+    "first result sent": Step("sender", PUSHED, _after(Outgoing, "_reported"), exposed=True),
+    "read, not confirmed": Step("sender", _PULL, _before(Outgoing, "landed")),
+    "last result sent": Step("sender", EVERY, _after(Outgoing, "_finish")),
+    "release came": Step("sender", EVERY, _before(Sender, "release")),
+}
+
+RECEIVER = {
+    "hello sent": Step("receiver", EVERY, _after(Link, "connection_made", _client)),
+    "welcome came": Step("receiver", EVERY, _before(Worker, "opened", _client_met)),
+    "fetch sent": Step("receiver", EVERY, _after(Incoming, "start"), exposed=True),
+    "fetch sent, to wait": Step("receiver", EVERY, _after(Incoming, "start"), "parked"),
+    "accept came": Step("receiver", EVERY, _before(Incoming, "accepted"), exposed=True),
+    "chunks announced": Step("receiver", frozenset({"staged", "pull"}), _before(Incoming, "wanted"), exposed=True),
+    "granted": Step("receiver", PUSHED, _after(Landing, "_grant"), "late", exposed=True),
+    "lease checked, to read": Step("receiver", _PULL, _post(Operation.READ, 1), exposed=True),
+    "in the midst of the read": Step("receiver", _PULL, _post(Operation.READ, 2), exposed=True),
+    "read posted": Step("receiver", _PULL, _post(Operation.READ, 2, posted=True), exposed=True),
+    "read": Step("receiver", _PULL, _before(Reading, "_has_read"), exposed=True),
+    "landed sent": Step("receiver", _PULL, _after(Reading, "_has_read"), exposed=True),
+    "first result came": Step("receiver", EVERY, _before(Incoming, "result"), exposed=True),
+    "in the midst of the scatter": Step("receiver", _STAGED, _copy("scatter")),
+    "scattered": Step("receiver", _STAGED, _before(Landing, "_scattered")),
+    "to be released": Step("receiver", EVERY, _before(Fetching, "_release")),
+    "release sent": Step("receiver", EVERY, _after(Fetching, "_release")),
+}
+
+STEPS = {("sender", name): step for name, step in SENDER.items()} | {
+    ("receiver", name): step for name, step in RECEIVER.items()
+}

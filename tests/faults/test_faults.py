@@ -1,0 +1,27 @@
+"""A process is killed, frozen or cut off at each step of a transfer, on each route, over NIXL; see `faults.play`."""
+
+import os
+
+import pytest
+from faults import every_case, play, spread
+
+pytestmark = pytest.mark.timeout(60)
+
+FEW = 40
+CASES = every_case()
+ASKED = os.environ.get("FAULTS", str(FEW))
+CHOSEN = CASES if ASKED == "all" else spread(CASES, int(ASKED))
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+async def test_a_fault(company, case):
+    with company.case(case.lane) as actors:
+        await play(case, *actors)
+
+
+def test_the_few_are_well_spread():
+    assert len(CASES) >= 300
+    few = spread(CASES, FEW)
+    assert {case.route for case in few} == {case.route for case in CASES}
+    assert {(case.side, case.fault) for case in few} == {(case.side, case.fault) for case in CASES}
+    assert {(case.side, case.step) for case in few} == {(case.side, case.step) for case in CASES}

@@ -1,0 +1,100 @@
+"""A process is frozen after its lease check and before its post, for more than three leases, and thawed.
+
+Memory that it may still write is not used again meanwhile; what may be used again is, and holds a canary afterwards.
+"""
+
+import asyncio
+
+import pytest
+from company import Company
+from faults import SENDER_SEED, Case, ReceiverStruck, SenderStruck
+
+pytestmark = pytest.mark.timeout(60)
+
+LEASE_SECONDS = 0.6
+LEASES = 3
+WRITERS = [
+    Case("sender", "lease checked", "staged", "stop", "cma"),
+    Case("sender", "lease checked", "staged", "stop", "tcp"),
+    Case("sender", "lease checked", "direct", "stop", "cma"),
+    Case("sender", "lease checked", "direct", "stop", "tcp"),
+    Case("sender", "lease checked, mapped", "mapped", "stop", "cma"),
+]
+READERS = [
+    Case("receiver", "lease checked, to read", "pull", "stop", "cma"),
+    Case("receiver", "lease checked, to read", "pull", "stop", "tcp"),
+]
+
+
+class FrozenWriter(SenderStruck):
+    """The prefill process is frozen; the decode process uses all that it may for something else."""
+
+    acquainted = True
+
+    async def hear(self, struck):
+        await super().hear(struck)
+        assert not self.heard["ok"]
+        await leases_end(struck)
+        await self.stop_beside()
+        await self.survivor.fill_arena("decode")
+        assert await self.survivor.arena_intact("decode")
+        await self.survivor.stay_awake("decode")
+
+    async def thawed(self):
+        await super().thawed()
+        assert await self.survivor.arena_intact("decode"), "staging memory was written that others had by then"
+        assert await self.survivor.wrong("decode", self.content, SENDER_SEED) == []
+        await self.survivor.empty_arena("decode")
+        await self.move_beside("after-")
+
+
+class FrozenReader(ReceiverStruck):
+    """The decode process is frozen before it reads; the prefill process uses the blocks again if it may."""
+
+    acquainted = True
+
+    async def hear(self, struck):
+        await super().hear(struck)
+        await leases_end(struck)
+        await self.stop_beside()  # else it would make progress for others, from which this read profits
+
+    async def thawed(self):
+        await super().thawed()
+        await self.whole("after the other process was thawed")
+        await self.move_beside("after-")
+
+
+async def leases_end(struck):
+    """Time passes: it is what the test is about."""
+    await asyncio.sleep(max(0.0, struck + LEASES * LEASE_SECONDS - asyncio.get_running_loop().time()))
+
+
+async def play(scene, case, company, *, careless=False):
+    with company.case(case.lane) as (survivor, third, victim):
+        if careless:
+            await survivor.forget_doubts()
+        playing = scene(case, survivor, third, victim)
+        playing.settings["grant_lease"] = LEASE_SECONDS
+        await playing.play()
+
+
+@pytest.mark.parametrize("case", WRITERS, ids=str)
+async def test_a_frozen_writer(company, case):
+    await play(FrozenWriter, case, company)
+
+
+@pytest.mark.parametrize("case", READERS, ids=str)
+async def test_a_frozen_reader(company, case):
+    await play(FrozenReader, case, company)
+
+
+@pytest.mark.parametrize("case", WRITERS, ids=str)
+async def test_who_gives_memory_back_when_a_peer_is_silent_is_found_out(case, everything):
+    if not everything and case.lane == "tcp":
+        pytest.skip("only one lane; `make faults` breaks it on both")
+    company = Company()
+    try:
+        with pytest.raises(AssertionError, match=r"staging memory was written|differs in"):
+            await play(FrozenWriter, case, company, careless=True)
+    finally:
+        company.end()

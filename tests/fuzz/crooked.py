@@ -1,0 +1,209 @@
+"""A wire between two workers on which one side's frames are changed once the handshake is through.
+
+So the other side meets a rank that does almost all of the protocol right, with real tickets, agreements, addresses and
+transfer numbers, and lies somewhere.
+"""
+
+import asyncio
+import contextlib
+import struct
+from pathlib import Path
+from random import Random
+
+import msgpack
+from mutation import SPOKEN, VALID, Mutator, frame, pack
+
+from kvxfer.errors import ProtocolError
+from kvxfer.protocol.framing import decode
+from kvxfer.protocol.messages import Fetch, Probe, Reserve, Route
+from kvxfer.protocol.packing import unpack_u32
+from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Role
+
+HANDSHAKE = 2
+"""Frames of each side that pass as they are: a greeting and `Agent`."""
+KEPT = 200
+"""Frames that are remembered, to be said again."""
+KNOWN = 300
+"""Numbers of frames that went by: transfers, chunks, addresses, lengths."""
+
+
+class Liar(Mutator):
+    """Changes frames that went by, with numbers that went by."""
+
+    def __init__(self, role: Role):
+        super().__init__([*VALID, *SPOKEN])
+        self.legal = RECEIVED_WHEN_OPEN[role]
+        legal = {kind.__struct_config__.tag for kind in self.legal}
+        self.anything = self.trees[:]
+        self.golden = [tree for tree in self.trees if isinstance(tree, list) and tree and tree[0] in legal]
+        self.trees = self.golden
+        self.known = [0]
+
+    def listen(self, payload: bytes, *, own: bool):
+        """Learn from a frame."""
+        with contextlib.suppress(ValueError, msgpack.UnpackException):
+            tree = msgpack.unpackb(payload, strict_map_key=False)
+            if own:
+                self.trees = [*self.trees[-KEPT:], tree]
+            self.known = (self.known + numbers(tree))[-KNOWN:]
+
+    def number(self, draw, value):
+        if type(value) is int and draw.random() < 0.4:
+            return max(0, value + draw.choice((-512, -8, -1, 1, 8, 512)))
+        if draw.random() < 0.5:
+            return draw.choice(self.known) + draw.choice((0, 0, 0, -1, 1, 8, 1 << 20))
+        return super().number(draw, value)
+
+    def lie(self, draw: Random, payload: bytes | None = None) -> bytes:
+        """A frame made of this one or of an earlier one; mostly one that can be decoded."""
+        tree = draw.choice(draw.choice((self.golden, *[self.trees] * 9)))
+        if draw.random() < 0.02:  # it ends the session: that is soon said
+            tree = draw.choice(self.anything)
+        elif payload is not None:
+            tree = msgpack.unpackb(payload, strict_map_key=False)
+        for _ in range(8):
+            changed = pack(self.changed(draw, tree), draw)
+            try:
+                message = decode(changed)
+            except ProtocolError:
+                message = None
+            if (type(message) in self.legal) or draw.random() < 0.01:
+                return changed
+        return pack(tree, draw)
+
+
+def numbers(tree) -> list[int]:
+    """Every number in a tree."""
+    if isinstance(tree, list):
+        return [number for entry in tree for number in numbers(entry)]
+    return [tree] if type(tree) is int else []
+
+
+class CrookedWire:
+    """A Unix socket that leads to a worker, and lies in one direction.
+
+    Args:
+        path: Where it listens.
+        target: Endpoint of the worker behind it.
+        draw: Decides what is changed.
+        from_far: Whether the worker behind it lies, or who connects.
+
+    Attributes:
+        said: Frames of the liar's that were passed on or made up.
+        honest: It does not lie any more.
+        grants: Staging memory that they allowed to write: by its address, the length of each grant.
+        lent: Staging memory that may be written as one likes: address and length.
+        blocks: Destination blocks that they named.
+        in_place: Whether they allowed to write those.
+    """
+
+    def __init__(self, path: Path, target: str, draw: Random, *, from_far: bool):
+        self.endpoint = f"unix:{path}"
+        self.said = 0
+        self.honest = False
+        self.grants: dict[int, list[int]] = {}
+        self.lent: list[tuple[int, int]] = []
+        self.blocks: set[int] = set()
+        self.in_place = False
+        self._path, self._target = path, target.removeprefix("unix:")
+        self._draw, self._from_far = draw, from_far
+        self._liar = Liar(Role.CLIENT if from_far else Role.SERVER)
+        self._lines: list[asyncio.StreamWriter] = []  # on which lies can be told: the handshake is through
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self):
+        self._server = await asyncio.start_unix_server(self._connected, self._path)
+
+    async def close(self):
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def interrupt(self):
+        """Say something unasked, on every line."""
+        for writer in self._lines:
+            for _ in range(self._draw.randrange(1, 4)):
+                self._send(writer, self._liar.lie(self._draw))
+
+    def cut(self):
+        """Close every stream; new ones are welcome."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _connected(self, reader, writer):
+        try:
+            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers += [writer, far_writer]
+        for source, sink, from_far in ((reader, far_writer, False), (far_reader, writer, True)):
+            pump = asyncio.create_task(self._pump(source, sink, lies=from_far is self._from_far))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, reader, writer, *, lies):
+        passed = 0
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                (length,) = struct.unpack("<I", await reader.readexactly(4))
+                payload = await reader.readexactly(length)
+                passed += 1
+                if passed > HANDSHAKE:
+                    self._liar.listen(payload, own=lies)
+                if passed == HANDSHAKE and lies:
+                    self._lines.append(writer)
+                if lies and passed > HANDSHAKE and not self.honest:
+                    self._tell(writer, payload)
+                else:
+                    self._heed(payload)
+                    writer.write(frame(payload))
+                await writer.drain()
+        if writer in self._lines:
+            self._lines.remove(writer)
+        writer.close()
+
+    def _tell(self, writer, payload: bytes):
+        draw = self._draw
+        while draw.random() < 0.3:
+            self._send(writer, self._liar.lie(draw))
+        match draw.randrange(20):
+            case 0:
+                self._send(writer, payload, payload)
+            case 1:
+                pass
+            case 2 | 3:
+                self._send(writer, self._liar.lie(draw, payload))
+            case 4:
+                self._send(writer, payload, self._liar.lie(draw, payload))
+            case _:
+                self._send(writer, payload)
+
+    def _send(self, writer, *payloads: bytes):
+        for payload in payloads:
+            self.said += 1
+            self._heed(payload)
+            writer.write(frame(payload))
+
+    def _heed(self, payload: bytes):
+        """Note what a frame allows to be written."""
+        try:
+            message = decode(payload)
+        except ProtocolError:
+            return
+        match message:
+            case Reserve(grants=grants):
+                for grant in grants:
+                    self.grants.setdefault(grant.address, []).append(grant.length)
+            case Probe():
+                self.lent.append((message.address, message.bytes))
+            case Fetch():
+                self.grants.setdefault(message.staging_address, []).append(message.staging_bytes)
+                self.blocks |= {int(block) for span in message.spans for block in unpack_u32(span.ids)}
+                self.in_place |= bool({Route.DIRECT, Route.MAPPED} & set(message.routes))
+            case _:
+                pass

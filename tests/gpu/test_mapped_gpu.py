@@ -20,9 +20,9 @@ from kvxfer.copy import READY, CopyJob, Direction  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
+from kvxfer.gates import GATE_BYTES, first_words  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
-from kvxfer.mappings import GATE_BYTES, Gates  # noqa: E402
 from kvxfer.memory import allocate  # noqa: E402
 from kvxfer.memory.driver import call, load, upload  # noqa: E402
 from kvxfer.runtime import ThreadRuntime  # noqa: E402
@@ -88,8 +88,8 @@ def flipped(memory, row=64 << 10):
 
 def gate_words(device):
     """Gates as a worker makes them, and a view of the first."""
-    backing = allocate("cuda", len(Gates.memory()), device)
-    upload(device, backing.address, Gates.memory())
+    backing = allocate("cuda", len(first_words()), device)
+    upload(device, backing.address, first_words())
     return backing
 
 
@@ -123,6 +123,42 @@ def test_a_gate_in_the_memory_of_the_other_gpu(generation):
     assert outcome.stopped is not fits
     assert torch.equal(target.to("cuda:0"), flipped(source) if fits else torch.full_like(source, CANARY))
     assert word_of(address, 1) == GENERATION << 32
+    words.close()
+
+
+def test_a_gate_that_is_raised_lets_those_inside_end_and_nobody_else_in():
+    """With copies of GPU 0 on their way into memory of GPU 1, whose owner takes it back in their midst."""
+    connect()
+    source = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:1")
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    words = gate_words(1)
+    address, what = words.address + 5 * GATE_BYTES, plan(source.data_ptr(), target.data_ptr())
+    with copies(0) as writing, copies(1) as owning:
+        owner = owning.executor
+        assert owner.inside(address, raised=False) == 0  # and is compiled
+        under_way = [writing.begin(what, Gate(address, GENERATION)) for _ in range(200)]
+        assert under_way[5][0].wait(20)
+        began = time.monotonic()
+        seen = [owner.inside(address, raised=True)]
+        while seen[-1]:
+            seen.append(owner.inside(address, raised=False))
+        took = time.monotonic() - began
+        target.fill_(CANARY)  # it is its owner's now
+        torch.cuda.synchronize(1)
+        stopped = []
+        for ended, outcomes in under_way:
+            assert ended.wait(60)
+            assert outcomes[0].error is None
+            stopped.append(outcomes[0].stopped)
+        assert stopped == sorted(stopped)
+        assert (stopped[0], stopped[-1]) == (False, True)
+        assert bool((target == CANARY).all())
+        assert word_of(address, 1) == (GENERATION + 1) << 32
+        assert not writing.run(what, Gate(address, GENERATION + 1)).stopped
+        assert not target.any()
+    print(f"\n{seen[0]} thread blocks inside when it was raised; empty after {len(seen)} looks, {took * 1e6:.0f} us")
     words.close()
 
 

@@ -19,6 +19,7 @@ from far import Far, Ranks, Strangers, idle, now_on  # noqa: E402  # pyright: ig
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CONVERSIONS,
     IDS,
+    INTO,
     LAYERS,
     ONE_TO_TWO,
     SIZES,
@@ -31,6 +32,7 @@ from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     tickets,
 )
 
+from kvxfer import IntegrityError  # noqa: E402
 from kvxfer.testing import LoopbackNetwork  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -158,6 +160,34 @@ async def test_layers_arrive_as_they_become_ready(far, near, there, here, route)
         move.bring([layer]).check()  # this layer is there, and nothing of the next
     await far.finish(0, "r", b"end")
     assert (await transfer).payload == b"end"
+
+
+@needs_nixl
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_what_arrived_is_compared_with_its_source(far, near, there, here, route):
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, integrity="full")
+    await bring(far, issuer, move, "r", {route})
+    decode, cache = near.workers[0], near.caches[0]
+    checked = decode.describe()["metrics"]["chunks_checked"]
+    assert checked["ok"] > 1
+    assert len(checked) == 1
+    executor = decode._site.executor
+    submit = executor.submit
+
+    def spoil_and_submit(job, direction):
+        if job.sums is not None:  # everything of this chunk has been written, and is about to be read back
+            cache.view(1)[1, INTO[0], 11, 2, 0] += 1
+            if here != "cpu":
+                torch.cuda.synchronize(here)
+        submit(job, direction)
+
+    executor.submit = spoil_and_submit
+    await far.offer(0, "s", IDS, tokens=len(IDS) * 16)
+    (transfer,) = move.fetch(issuer.ticket("s"), timeout=60)
+    with pytest.raises(IntegrityError) as caught:
+        await transfer
+    assert (caught.value.layers, caught.value.damaged) == ((1,), {"default": (INTO[0],)})
 
 
 @needs_nixl

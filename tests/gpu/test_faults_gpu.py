@@ -1,0 +1,152 @@
+"""Processes that are killed or stopped, and fetches that are cancelled, in the midst of traffic over NIXL.
+
+    python -m pytest tests/gpu/test_faults_gpu.py
+
+The same tests run on CPU memory wherever NIXL is installed.
+"""
+
+import asyncio
+import copy
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parent.parent / "integration"))
+sys.path.append(str(Path(__file__).parent))
+
+from far import Far, Ranks, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
+from scene import IDS, SIZES, begin, sources, tickets  # noqa: E402  # pyright: ignore[reportMissingImports]
+from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.errors import KvxferError, MemoryInDoubtError  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(300), needs_nixl]
+ROUTES = ["mapped", "staged", "direct"]
+TIMES = {"heartbeat": 0.1, "peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
+CANARY = 0x5A
+
+
+@pytest.fixture
+async def near():
+    ranks = Ranks()
+    yield ranks
+    await ranks.close()
+
+
+@pytest.fixture
+async def far():
+    far = Far()
+    yield far
+    far.end()
+
+
+@pytest.fixture
+async def survivor():
+    far = Far()
+    yield far
+    far.end()
+
+
+async def met(far, near, there, here, route, **config):
+    """A decode rank here and a prefill rank there, after one request that made connections and kernels."""
+    issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route=route, **{**TIMES, **config})
+    await bring(far, issuer, move, "warm")
+    await bring(far, issuer, move, "again")  # by now each knows what the other passes
+    return issuer, move
+
+
+async def survived(survivor, move, there, route):
+    """Another prefill engine, in a process of its own, for requests into the same blocks."""
+    theirs = sources(ONE_TO_ONE[0])
+    issuer = tickets(await survivor.open("other", theirs, device=there, route=route, **SIZES, **TIMES))
+    kept = copy.copy(move)
+    kept.sources = theirs
+    await bring(survivor, issuer, kept, "before")
+    return issuer, kept
+
+
+async def bring(far, issuer, move, request):
+    """Fetch and compare every byte."""
+    await far.offer(0, request, IDS, tokens=len(IDS) * 16)
+    await asyncio.gather(*move.fetch(issuer.ticket(request), timeout=30))
+    move.bring().check()
+
+
+async def granted(far, issuer, move, request):
+    """A fetch whose first layer has landed and whose others were never computed."""
+    await far.offer(0, request, IDS, tokens=len(IDS) * 16, streaming=True)
+    await far.ready(0, request, layers=[0])
+    (transfer,) = move.fetch(issuer.ticket(request), timeout=60)
+    await transfer.layers(0, 1)
+    return transfer
+
+
+async def settled(near, seconds=20):
+    """Wait until nothing is under way, held or in doubt here."""
+    async with asyncio.timeout(seconds):
+        while not idle(near.quiet()):  # noqa: ASYNC110 - nobody sets an event for it
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, near, there, here, route):
+    issuer, move = await met(far, near, there, here, route)
+    other, kept = await survived(survivor, move, there, route)
+    transfer = await granted(far, issuer, move, "r")
+    far.kill()
+    with pytest.raises(KvxferError) as caught:
+        await transfer
+    assert not isinstance(caught.value, MemoryInDoubtError)
+    await settled(near)
+    for request in "abc":
+        await bring(survivor, other, kept, request)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_a_prefill_process_that_is_stopped_writes_nothing_when_it_goes_on(far, near, there, here, route):
+    issuer, move = await met(far, near, there, here, route)
+    transfer = await granted(far, issuer, move, "r")
+    os.kill(far.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(KvxferError) as caught:
+            await transfer
+        assert not isinstance(caught.value, MemoryInDoubtError)
+        await settled(near)
+        cache = near.caches[0]
+        for memory in cache.memory.values():
+            memory.view(torch.uint8).fill_(CANARY)
+        if here != "cpu":
+            torch.cuda.synchronize(here)
+    finally:
+        os.kill(far.process.pid, signal.SIGCONT)
+    await far.ready(0, "r")  # the rest of the layers, for a fetch that is over
+    await far.finish(0, "r")
+    async with asyncio.timeout(20):
+        while any(rank["sending"] for rank in await far.quiet()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert all(bool((memory.view(torch.uint8) == CANARY).all()) for memory in cache.memory.values())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_fetches_that_are_cancelled_anywhere(far, near, there, here, route):
+    issuer, move = await met(far, near, there, here, route)
+    draw = random.Random(7)
+    for number in range(24):
+        request = f"c{number}"
+        await far.offer(0, request, IDS, tokens=len(IDS) * 16)
+        (transfer,) = move.fetch(issuer.ticket(request), timeout=30)
+        await asyncio.sleep(draw.random() * 0.004)
+        transfer.cancel()
+        await asyncio.gather(transfer, return_exceptions=True)
+        assert transfer.memory_safe
+        if number % 6 == 5:
+            await bring(far, issuer, move, f"after {number}")
+    await settled(near)

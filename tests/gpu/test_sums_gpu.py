@@ -1,0 +1,147 @@
+"""Sums made on a GPU: the same as on a CPU, of what has just been copied, at any address; and how fast.
+
+    python -m pytest tests/gpu/test_sums_gpu.py -s
+
+prints the figures; nothing here asserts a speed.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
+
+from sum_plans import pair_of  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.copy import READY, CopyJob, Direction, host  # noqa: E402
+from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+from kvxfer.copy.sums import total  # noqa: E402
+from kvxfer.geometry import CacheGeometry, CacheTensor, CopyPlan, PairPlan, Span, SumPlan, common, damage  # noqa: E402
+from kvxfer.runtime import ThreadRuntime  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 interprets kernels"),
+]
+NOTHING = CopyPlan(())
+GIB = 1 << 30
+
+
+@pytest.fixture
+def run():
+    """Run a job on the first GPU, and give its outcome."""
+    executor = CudaExecutor(ThreadRuntime(), 0)
+
+    def job(plan, sums=None, direction=Direction.GATHER):
+        ended, outcomes = threading.Event(), []
+
+        def done(outcome):
+            outcomes.append(outcome)
+            ended.set()
+
+        executor.submit(CopyJob(plan, done, READY, sums=sums), direction)
+        assert ended.wait(60)
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
+        return outcomes[0]
+
+    job.executor = executor  # type: ignore[attr-defined]
+    yield job
+    assert executor.close(30)
+
+
+@pytest.mark.parametrize("converting", [False, True], ids=["bytes", "converted"])
+def test_random_layouts_add_up_as_on_a_cpu(run, converting):
+    for seed in range(40):
+        *here, expected = pair_of(seed, converting=converting)
+        *there, chunk = pair_of(seed, converting=converting, device="cuda:0")
+        torch.cuda.synchronize()
+        want = total(SumPlan.at_source(expected), host.run)
+        assert run(NOTHING, SumPlan.at_source(chunk)).sums == want, seed
+        # the copy and the sums of what it wrote are one job
+        assert run(chunk.copy(), SumPlan.at_destination(chunk), Direction.SCATTER).sums == want, seed
+        del here, there
+
+
+def large(blocks, device="cuda:0"):
+    """One layer of K and V, NHD and HND, 32 KiB a block, and a transfer of some of its blocks."""
+    memory = [torch.zeros(2, blocks, *shape, 128, dtype=torch.bfloat16, device=device) for shape in ((16, 8), (8, 16))]
+    axes = ("kv block token head dim", "kv block head token dim")
+    ends = [
+        CacheGeometry.of([CacheTensor(held, order, layers=[0], heads=range(8))])
+        for held, order in zip(memory, axes, strict=True)
+    ]
+    return memory, PairPlan(ends[0], ends[1], common(ends[0], ends[1]))
+
+
+def test_blocks_beyond_4_gib_and_damage_there(run):
+    blocks = 100_000  # 3.05 GiB of K
+    memory, pair = large(blocks)
+    memory[0][:, -9:].view(torch.int16).random_()
+    spans = {"default": Span(list(range(blocks - 9, blocks)))}
+    chunk = pair.bind(spans, spans, range(3, 9 * 16 - 1)).whole
+    torch.cuda.synchronize()
+    theirs = run(chunk.copy(), SumPlan.at_source(chunk)).sums
+    assert theirs == run(NOTHING, SumPlan.at_destination(chunk)).sums
+    memory[1].view(torch.int16)[1, blocks - 2, 7, 15, 127] ^= 1
+    torch.cuda.synchronize()
+    found = damage(chunk, run(NOTHING, SumPlan.at_destination(chunk)).sums, theirs)
+    assert (found.layers, found.tensors, found.blocks) == ((0,), ("default/v",), {"default": (blocks - 2,)})
+
+
+def test_sums_and_copies_under_way_together(run):
+    """Many jobs in the rings at once: each has its own tables and sums."""
+    pairs = [pair_of(seed, device="cuda:0") for seed in range(8)]
+    torch.cuda.synchronize()
+    want = [run(chunk.copy(), SumPlan.at_source(chunk)).sums for _, _, chunk in pairs]
+    lock, found, ended = threading.Lock(), [], threading.Event()
+    count = 400
+
+    def note(number, outcome):
+        with lock:
+            found.append((number, outcome.error, outcome.sums))
+            if len(found) == count:
+                ended.set()
+
+    for number in range(count):
+        chunk = pairs[number % 8][2]
+        plan = SumPlan.at_source(chunk) if number % 3 else SumPlan.at_destination(chunk)
+        direction = Direction.GATHER if number % 2 else Direction.SCATTER
+        done = lambda outcome, number=number: note(number, outcome)  # noqa: E731
+        run.executor.submit(CopyJob(NOTHING, done, sums=plan, owner=number % 5), direction)
+    assert ended.wait(60)
+    assert all(error is None and sums == want[number % 8] for number, error, sums in found)
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_how_fast(run, side):
+    memory, pair = large(20_000)
+    memory[0].view(torch.int16).random_()
+    ids = torch.randperm(20_000)[:16_384].tolist()
+    spans = {"default": Span(ids)}
+    chunk = pair.bind(spans, spans, range(16_384 * 16)).whole
+    plan = SumPlan.at_source(chunk) if side == "source" else SumPlan.at_destination(chunk)
+    torch.cuda.synchronize()
+    assert chunk.bytes == GIB
+    for ctas in (24, 132):
+        run.executor.occupy(ctas)
+        run(chunk.copy(), plan)  # compiled
+        took = {}
+        for name, copy, sums in (("copy", chunk.copy(), None), ("sums", NOTHING, plan)):
+            times = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                run(copy, sums)
+                times.append(time.perf_counter() - begin)
+            took[name] = sorted(times)[2]
+        ratio = took["sums"] / took["copy"]
+        print(f"{side}, {ctas} CTAs: sums {chunk.bytes / took['sums'] / 1e9:.0f} GB/s, {ratio:.2f} x a copy's time")

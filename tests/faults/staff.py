@@ -229,6 +229,7 @@ class Ranks:
             "error": "" if error is None else f"{type(error).__name__}: {error}",
             "heard": time.monotonic(),
             "safe": not isinstance(error, MemoryInDoubt),
+            "retry_after": (isinstance(error, KvxferError) and error.retry_after) or 0.0,
         }
 
     async def layer_landed(self, name: str, request: str, layer: int) -> None:

@@ -290,7 +290,7 @@ async def _body(
     """
     staging = parts.staging
     exports = parts.exports
-    await exports.open(parts.config, geometry, parts.tensors if blocks else (), parts.runtime)
+    await exports.open(parts.config, geometry, parts.runtime, in_place=bool(blocks))
     bounded = await asyncio.wrap_future(fabric.metadata(staging.reachable))
     full = await asyncio.wrap_future(fabric.metadata([*staging.reachable, *blocks])) if blocks else bounded
     limit = parts.config.chunk_bytes

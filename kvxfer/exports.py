@@ -1,13 +1,15 @@
 """What of a worker's memory peers on this host may map: its cache, and the gates in front of what they may write."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from kvxfer.config import Config
 from kvxfer.errors import FabricError, MissingExtraError
 from kvxfer.gates import GATE_BYTES, GATES, first_words
-from kvxfer.geometry import CacheGeometry, CacheTensor
+from kvxfer.geometry import CacheGeometry
+from kvxfer.limits import MAX_TENSORS
 from kvxfer.mapped import Export, export
+from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.locks import LockFile
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.driver import upload
@@ -32,39 +34,42 @@ class Exports:
         self.frames: list[MappedMemory] = []
         self.locks: LockFile | None = None
         self._gates: Backing | None = None
+        self._files: Final = Descriptors()
 
     @property
     def gates(self) -> int:
         """Address of the gates; 0 without any."""
         return self._gates.address if self._gates is not None else 0
 
-    async def open(
-        self, config: Config, geometry: CacheGeometry, tensors: Sequence[CacheTensor], runtime: Runtime
-    ) -> None:
+    async def open(self, config: Config, geometry: CacheGeometry, runtime: Runtime, *, in_place: bool) -> None:
         """Export the cache. Memory that cannot be mapped is no error: other routes are taken, and the log says why.
 
         Args:
             config: Settings.
             geometry: Of the cache.
-            tensors: The cache, if peers may write it in place.
             runtime: CUDA is called in a thread.
+            in_place: Whether peers may write the cache.
         """
         if config.trust != "none":
             try:
                 self.locks = LockFile(GATES)
             except FabricError as error:
                 _log.warning("locks_refused", reason=str(error))
-        if not config.max_in_place_bytes or not tensors:
+        if not config.max_in_place_bytes or not in_place:
             return
-        addresses = [tensor.tensor.untyped_storage().data_ptr() for tensor in tensors]
+        spans = [range(spec.base, spec.base + spec.extent_bytes) for spec in geometry.tensors]
         kind, device = geometry.kind, geometry.device
 
         def make() -> list[Export]:
-            found = export(kind, device, addresses)
+            found = export(kind, device, spans, self._files)
             if kind == "cuda":
-                self._gates = allocate("cuda", GATES * GATE_BYTES, device)
-                upload(device, self._gates.address, first_words())
-                found += export(kind, device, [self._gates.address])
+                gates = self._gates = allocate("cuda", GATES * GATE_BYTES, device)
+                upload(device, gates.address, first_words())
+                found += export(kind, device, [range(gates.address, gates.address + gates.length)], self._files)
+            if len(found) > MAX_TENSORS:
+                raise FabricError(
+                    f"its memory is {len(found)} allocations, and a peer is told of {MAX_TENSORS} at most"
+                )
             return found
 
         try:
@@ -89,6 +94,7 @@ class Exports:
         self.locks = None  # its file stays open
 
     def _end(self, end: Callable[[Backing], None]) -> None:
+        self._files.close()  # what peers have opened stays open there
         gates, self._gates = self._gates, None
         if gates is not None:
             end(gates)

@@ -4,6 +4,7 @@ from typing import Final
 
 __all__ = [
     "MAX_FACTS",
+    "MAX_HANDLE",
     "MAX_LAYERS",
     "MAX_NAME",
     "MAX_PLACES",
@@ -27,6 +28,9 @@ MAX_NAME: Final = 128
 
 MAX_TENSORS: Final = 16_384
 """Cache tensors of a rank at most."""
+
+MAX_HANDLE: Final = 256
+"""Bytes of a handle at most, by which a peer opens memory or a file."""
 
 MAX_LAYERS: Final = 16_384
 """Layers of a model at most."""

@@ -10,7 +10,7 @@ from kvxfer.errors import FabricError, KvxferError, MismatchError
 from kvxfer.gates import GATE_BYTES, GATES
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import once
-from kvxfer.mapped import Export, Window, Windows, open_window, unlike
+from kvxfer.mapped import Export, Window, Windows, joined, open_window, unlike
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime
@@ -120,11 +120,13 @@ class Mappings:
         own = peer.identity.incarnation in _here
         opened: list[Window] = []
         try:
-            for given in peer.body.mapped:
-                if given.address + given.length > _ADDRESSES or given.address > _ADDRESSES:
-                    raise FabricError(f"{given.length} bytes at {given.address:#x} are no memory of a process")
-                export = Export(given.kind, given.device, given.address, given.length, given.handle)
-                opened.append(open_window(export, kind, device, own=own))
+            for one in peer.body.mapped:
+                if one.address + one.length > _ADDRESSES or one.address > _ADDRESSES:
+                    raise FabricError(f"{one.length} bytes at {one.address:#x} are no memory of a process")
+            told = (Export(one.kind, one.device, one.address, one.length, one.handle) for one in peer.body.mapped)
+            for given in joined(told):
+                window = open_window(given, kind, device, own=own)
+                opened.append(window)
             windows = Windows(opened)
             self._check(windows, theirs)
             if peer.body.gates:

@@ -86,6 +86,17 @@ def plain(value: object) -> object:
     return to_json(int(value) if isinstance(value, Route | Status | Code) else value)
 
 
+def _pieces() -> list[MappedMemory]:
+    """Three pieces that adjoin: two by open files, told in one entry, and one by a fabric handle."""
+    gpu, base, size = "00112233445566778899aabbccddeeff", 0x7F00_0000_0000, 20 << 20
+    files = b"".join(struct.pack("<IIQI", 4711, 1, size, number) for number in (57, 58))
+    fabric = struct.pack("<IIQ", 4711, 8, size) + bytes(range(64))
+    return [
+        MappedMemory("cuda_vmm", gpu, base, 2 * size, files),
+        MappedMemory("cuda_vmm", gpu, base + 2 * size, size, fabric),
+    ]
+
+
 def _through_gates() -> Iterator[tuple[str, Message]]:
     """Messages that name gates, or who passes them."""
     gate = 6 << 32 | 2
@@ -108,6 +119,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "welcome", Welcome(*hello, able, bytes(range(32)), 2000, bytes(range(32, 64)))
     yield "welcome_without_secret", Welcome(*hello, able, bytes(range(32)), 2000)
     yield "agent", Agent([("attention/k.dtype", "bfloat16"), ("model", "m")], encode_body(BODY), bytes(range(32)))
+    yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())))
     yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])))
     yield "ping", Ping()
     yield "claim", Claim([TICKET, TicketRef("req-2", 3, MAC)])

@@ -1,14 +1,17 @@
 """Memory of one process that another one on the same host can address.
 
-    home      which host and which namespace of processes this is          (home.py)
-    window    what an owner says of its memory, and what a peer makes of it (window.py)
-    shared    CPU memory: anonymous files that both processes map           (shared.py)
-    ipc       GPU memory: CUDA IPC handles                                  (ipc.py)
+    home          which host and which namespace of processes this is              (home.py)
+    window        what an owner says of its memory, and what a peer makes of it    (window.py)
+    shared        CPU memory: anonymous files that both processes map              (shared.py)
+    cuda          GPU memory: which handle fits, what two GPUs must be able to do  (cuda.py)
+    ipc           allocations of cudaMalloc: CUDA IPC handles                      (ipc.py)
+    vmm           memory of cuMemMap: fabric handles, or open files                (vmm.py)
+    descriptors   open files that another process may take                         (descriptors.py)
 
 Importing this package imports neither torch nor CUDA.
 """
 
 from kvxfer.mapped.home import here, unlike
-from kvxfer.mapped.window import Export, Window, Windows, export, open_window
+from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
-__all__ = ["Export", "Window", "Windows", "export", "here", "open_window", "unlike"]
+__all__ = ["Export", "Window", "Windows", "export", "here", "joined", "open_window", "unlike"]

@@ -91,20 +91,20 @@ def _forget(file: _File) -> None:
     os.close(file.descriptor)
 
 
-def export_shared(addresses: Sequence[int]) -> list[Export]:
+def export_shared(spans: Sequence[range]) -> list[Export]:
     """The shared files in which these addresses lie, each once.
 
     Raises:
         FabricError: If one lies in other memory.
     """
-    found = {file.address: file for file in _holding(addresses)}
+    found = {file.address: file for file in _holding(spans)}
     return [_export(found[address]) for address in sorted(found)]
 
 
-def _holding(addresses: Sequence[int]) -> Iterator[_File]:
+def _holding(spans: Sequence[range]) -> Iterator[_File]:
     files = list(_files.copy().values())
-    for address in addresses:
-        file = next((file for file in files if file.address <= address < file.address + file.length), None)
+    for span in spans:
+        file = next((f for f in files if f.address <= span.start and span.stop <= f.address + f.length), None)
         if file is None:
             raise FabricError("its memory is private to its process; allocate the cache with kvxfer.shared_empty(...)")
         yield file

@@ -2,15 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
+from kvxfer.mapped.descriptors import Descriptors
 
-__all__ = ["CPU", "CUDA", "Export", "Window", "Windows", "export", "open_window"]
+__all__ = ["CPU", "CUDA", "VMM", "Export", "Window", "Windows", "export", "joined", "open_window"]
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -18,14 +19,17 @@ _KEPT: Final = 1024
 """Arrays of regions whose translation is kept."""
 CPU: Final = "shm"
 CUDA: Final = "cuda_ipc"
+VMM: Final = "cuda_vmm"
+_KINDS: Final = {"cpu": (CPU,), "cuda": (CUDA, VMM)}
+"""Of exports, by what a process copies with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """One allocation that its owner lets others map.
+    """One allocation that its owner lets others map, or several pieces of memory that lie side by side.
 
     Attributes:
-        kind: `CPU` or `CUDA`.
+        kind: `CPU`, `CUDA`, or `VMM` for pieces.
         device: Identity of the GPU; empty for CPU memory.
         address: First byte, as the owner addresses it.
         length: Bytes.
@@ -116,31 +120,60 @@ class Windows:
             window.close()
 
 
-def export(kind: str, device: int, addresses: Sequence[int]) -> list[Export]:
+def export(kind: str, device: int, spans: Sequence[range], files: Descriptors) -> list[Export]:
     """Make the allocations that hold these addresses available to other processes; each allocation once.
 
     Args:
         kind: "cpu" or "cuda".
         device: Index of the GPU.
-        addresses: In memory of this process.
+        spans: Addresses of memory of this process, each from the first byte to behind the last.
+        files: Keeps files open that peers need; the caller closes it when none will come any more, also after an error.
 
     Raises:
         FabricError: If one of them lies in memory that cannot be mapped elsewhere; it says what to do about it.
     """
     if kind == "cuda":
-        from kvxfer.mapped.ipc import export_cuda
+        from kvxfer.mapped.cuda import export_cuda
 
-        return export_cuda(device, addresses)
+        return export_cuda(device, spans, files)
     from kvxfer.mapped.shared import export_shared
 
-    return export_shared(addresses)
+    return export_shared(spans)
+
+
+def joined(exports: Iterable[Export], most: int | None = None) -> list[Export]:
+    """Exports in the order of their addresses, those of pieces that lie side by side as one.
+
+    Args:
+        exports: As they were made, or as a peer named them.
+        most: Bytes that a handle may get, if that is bounded.
+    """
+    runs: list[list[Export]] = []
+    size = 0  # of the handles of the last run
+    for one in sorted(exports, key=lambda export: export.address):
+        last = runs[-1][-1] if runs else None
+        size += len(one.handle)
+        if last is None or not _adjoin(last, one) or (most is not None and size > most):
+            runs.append([])
+            size = len(one.handle)
+        runs[-1].append(one)
+    return [
+        replace(run[0], length=sum(one.length for one in run), handle=b"".join(one.handle for one in run))
+        for run in runs
+    ]
+
+
+def _adjoin(one: Export, other: Export) -> bool:
+    return (one.kind, one.device) == (other.kind, other.device) == (VMM, one.device) and (
+        one.address + one.length == other.address
+    )
 
 
 def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> Window:
-    """Map an allocation of another process.
+    """Map an allocation of another process, or pieces of its memory that lie side by side.
 
     Args:
-        given: As its owner said.
+        given: As its owner said; `joined`, else a tensor that lies in two pieces is not found in one window.
         kind: "cpu" or "cuda": what this process copies with.
         device: Index of the GPU that will address it.
         own: Whether its owner is this process, so that there is nothing to map.
@@ -148,10 +181,10 @@ def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> 
     Raises:
         FabricError: If that cannot be done, with the reason.
     """
-    if given.kind != {"cuda": CUDA, "cpu": CPU}[kind]:
+    if given.kind not in _KINDS[kind]:
         raise FabricError(f"its cache is {given.kind} memory, and this one copies with the {kind}")
-    if given.kind == CUDA:
-        from kvxfer.mapped.ipc import open_cuda
+    if kind == "cuda":
+        from kvxfer.mapped.cuda import open_cuda
 
         return open_cuda(given, device, own=own)
     from kvxfer.mapped.shared import open_shared

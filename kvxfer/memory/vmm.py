@@ -1,17 +1,19 @@
-"""GPU memory with a fabric handle: CUDA's virtual memory management, as far as an arena needs it.
+"""CUDA's virtual memory management: GPU memory with a fabric handle for an arena, and how memory is mapped.
 
 cudaMalloc memory can be opened by other processes of one host only. Memory that was made for fabric handles can be
 opened by every host of an NVLink domain. Which memory a transport (UCX) can export is decided when it is made, so it
 must be asked for here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvxfer.errors import FabricError, KvxferError
 from kvxfer.memory.driver import call, load
 
-__all__ = ["allocate"]
+__all__ = ["admit", "allocate", "lay_out"]
 
 
 def allocate(nbytes: int, device: int) -> tuple[int, Callable[[], None]]:
@@ -39,7 +41,7 @@ def allocate(nbytes: int, device: int) -> tuple[int, Callable[[], None]]:
     try:
         # whether a handle can be exported is known only now: that takes an IMEX channel, and the attribute shows none
         call(cuda, "cuMemExportToShareableHandle", handle, properties.requestedHandleTypes, 0)
-        return _mapped(cuda, handle, size, properties.location)
+        return lay_out(cuda, [(handle, size)], device)
     finally:
         call(cuda, "cuMemRelease", handle)  # a mapping keeps the memory; without one it is given back here
 
@@ -62,10 +64,25 @@ def _properties(cuda: Any, device: int) -> Any:
     return properties
 
 
-def _mapped(cuda: Any, handle: Any, size: int, location: Any) -> tuple[int, Callable[[], None]]:
-    """Map memory where this GPU may read and write it."""
-    reserved = call(cuda, "cuMemAddressReserve", size, 0, 0, 0)
-    undo: list[Callable[[], object]] = [lambda: call(cuda, "cuMemAddressFree", reserved, size)]
+def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[int, Callable[[], None]]:
+    """Map memory side by side, where one GPU may read and write it. That GPU is current in this thread.
+
+    Args:
+        cuda: CUDA's driver.
+        pieces: Handles of memory and their bytes, in the order in which they are to lie. The handles stay the caller's;
+            a mapping keeps the memory without them.
+        device: Index of that GPU.
+
+    Returns:
+        The first address, and what unmaps all of it; that is called once, in a thread in which the GPU is current.
+
+    Raises:
+        ArenaError: there is not enough memory.
+        FabricError: CUDA failed.
+    """
+    size = sum(length for _, length in pieces)
+    reserved = int(call(cuda, "cuMemAddressReserve", size, 0, 0, 0))
+    undo: list[Callable[[], object]] = [partial(call, cuda, "cuMemAddressFree", reserved, size)]
 
     def free() -> None:
         failed: KvxferError | None = None
@@ -78,13 +95,33 @@ def _mapped(cuda: Any, handle: Any, size: int, location: Any) -> tuple[int, Call
             raise failed
 
     try:
-        call(cuda, "cuMemMap", reserved, size, 0, handle, 0)
-        undo.append(lambda: call(cuda, "cuMemUnmap", reserved, size))
-        access = cuda.CUmemAccessDesc()
-        access.location = location
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call(cuda, "cuMemSetAccess", reserved, size, [access], 1)
+        at = reserved
+        for handle, length in pieces:
+            call(cuda, "cuMemMap", at, length, 0, handle, 0)
+            undo.append(partial(call, cuda, "cuMemUnmap", at, length))  # a range of several mappings may be refused
+            at += length
+        admit(cuda, reserved, size, device)
     except KvxferError:
-        free()
+        with suppress(KvxferError):
+            free()
         raise
-    return int(reserved), free
+    return reserved, free
+
+
+def admit(cuda: Any, address: int, size: int, device: int) -> None:
+    """Let a GPU read and write memory that is mapped in this process.
+
+    Args:
+        cuda: CUDA's driver.
+        address: Where the first mapping begins.
+        size: Bytes, to the end of the last one.
+        device: Index of that GPU.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(cuda, "cuMemSetAccess", address, size, [access], 1)

@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvxfer.errors import Code
-from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS
+from kvxfer.limits import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS
 
 __all__ = [
     "FOREVER_MS",
@@ -208,13 +208,13 @@ class MemorySpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MappedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation that a trusted peer on the same host may map, with what it needs for that."""
+    """An allocation, or pieces of one, that a trusted peer on the same host may map, with what it needs for that."""
 
     kind: Name
     device: Name
     address: U64
     length: U64
-    handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+    handle: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE)]
 
 
 class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -261,7 +261,7 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     host: Name = ""
     mapped: Annotated[list[MappedMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
     gates: U64 = 0
-    locks: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
+    locks: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE)] = b""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):

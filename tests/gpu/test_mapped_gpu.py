@@ -23,7 +23,8 @@ from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.gates import GATE_BYTES, first_words  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
-from kvxfer.memory import allocate  # noqa: E402
+from kvxfer.mapped.descriptors import Descriptors  # noqa: E402
+from kvxfer.memory import Backing, allocate  # noqa: E402
 from kvxfer.memory.driver import call, load, upload  # noqa: E402
 from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
@@ -188,12 +189,19 @@ def test_what_the_gate_costs():
 # ---- another process
 
 
+def exported(device, *memories, files=None):
+    """What is told of the memory in which these tensors and backings lie."""
+    spans = [(m.address, m.length) if isinstance(m, Backing) else (m.data_ptr(), m.nbytes) for m in memories]
+    kept = Descriptors() if files is None else files
+    return export("cuda", device, [range(start, start + length) for start, length in spans], kept)
+
+
 def owner(device, answer):
     """Allocate as torch does, export, and fill with a canary; then wait."""
     memory = torch.full((SIZE,), CANARY, dtype=torch.uint8, device=f"cuda:{device}")
     torch.cuda.synchronize(device)
     words = gate_words(device)
-    exports = export("cuda", device, [memory.data_ptr(), words.address])
+    exports = exported(device, memory, words)
     answer.send((exports, memory.data_ptr(), words.address))
     while answer.recv() == "sum":
         answer.send(int(memory.to(torch.int64).sum()))
@@ -243,7 +251,7 @@ def test_memory_of_another_process_is_written_and_unmapped(device):
 
 def test_an_address_inside_of_what_torch_allocated_is_found():
     memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
-    (given,) = export("cuda", 0, [memory[12345:].data_ptr(), memory.data_ptr()])
+    (given,) = exported(0, memory[12345:], memory)
     assert given.address <= memory.data_ptr()
     assert memory.data_ptr() + memory.numel() <= given.address + given.length
 
@@ -251,24 +259,7 @@ def test_an_address_inside_of_what_torch_allocated_is_found():
 def test_memory_without_a_handle_is_refused_by_name():
     pinned = torch.zeros(MIB, dtype=torch.uint8, pin_memory=True)
     with pytest.raises(FabricError, match="cudaMalloc"):
-        export("cuda", 0, [pinned.data_ptr()])
-
-
-def expandable(answer):
-    """A cache from an allocator whose memory has no handle."""
-    memory = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
-    try:
-        export("cuda", 0, [memory.data_ptr()])
-    except FabricError as error:
-        answer.send(str(error))
-    else:
-        answer.send("exported")
-
-
-def test_expandable_segments_are_refused_by_name(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with process(expandable) as (_, pipe):
-        assert "expandable_segments" in pipe.recv()
+        exported(0, pinned)
 
 
 def test_a_handle_of_nobody_is_refused():
@@ -323,7 +314,7 @@ def test_nothing_lands_after_the_writer_has_died_under_its_kernel():
     memory = torch.full((SIZE,), CANARY, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize(0)
     words = gate_words(0)
-    exports = export("cuda", 0, [memory.data_ptr(), words.address])
+    exports = exported(0, memory, words)
     with process(writer, exports, memory.data_ptr(), words.address) as (child, pipe):
         assert pipe.recv() == "writing"
         gone = os.pidfd_open(int(child.pid or 0))

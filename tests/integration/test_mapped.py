@@ -182,6 +182,21 @@ async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(
     assert "are no memory of a process" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["cuda_vmm", "of a later version"])
+async def test_a_kind_of_memory_that_a_peer_does_not_know_is_not_mapped_and_another_route_is_taken(
+    stage, source, target, kind, caplog
+):
+    prefill, decode = await stage.pair(source, target)
+    for trusted, body in list(decode._site.body.items()):
+        told = decode_body(body)
+        odd = [msgspec.structs.replace(memory, kind=kind) for memory in told.mapped]
+        decode._site.body[trusted] = encode_body(msgspec.structs.replace(told, mapped=odd))
+    ours, _ = await bring(prefill, decode, source, target)
+    assert ours.stats.route in {"staged", "direct"}
+    assert f"its cache is {kind} memory" in caplog.text
+    await quiet(prefill, decode)
+
+
 async def test_chunks_that_must_be_larger_than_was_wished_for_are(stage, target):
     source = Cache(layout="NHD", heads=range(4))
     prefill, decode = await stage.pair(source, target, prefill={"in_place_chunk_bytes": 512})

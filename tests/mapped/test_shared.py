@@ -13,9 +13,16 @@ import torch
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
 from kvxfer.mapped import Window, Windows, export, open_window, unlike
 from kvxfer.mapped import home as home_module
+from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.shared import _files
 
 CONTEXT = mp.get_context("spawn")
+
+
+def exported(*tensors):
+    """What is told of the memory in which these lie."""
+    spans = [range(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+    return export("cpu", 0, spans, Descriptors())
 
 
 def add_one(given, elements, answer):
@@ -44,7 +51,7 @@ def test_another_process_writes_into_it():
     tensor = shared_empty((3, 5), dtype=torch.int32)
     assert torch.equal(tensor, torch.zeros(3, 5, dtype=torch.int32))
     tensor[:] = torch.arange(15).reshape(3, 5)
-    (given,) = export("cpu", 0, [tensor.data_ptr(), tensor[1].data_ptr()])
+    (given,) = exported(tensor, tensor[1])
     assert (given.address, given.length) == (tensor.data_ptr(), 60)
     assert elsewhere(given, 15)
     assert torch.equal(tensor, torch.arange(1, 16, dtype=torch.int32).reshape(3, 5))
@@ -52,7 +59,7 @@ def test_another_process_writes_into_it():
 
 def test_within_one_process_it_is_itself_and_nobody_else_can_name_it():
     tensor = shared_empty((4,), dtype=torch.int32)
-    (given,) = export("cpu", 0, [tensor.data_ptr()])
+    (given,) = exported(tensor)
     window = open_window(given, "cpu", 0, own=True)
     assert window.local == tensor.data_ptr()
     window.close()
@@ -85,7 +92,7 @@ def test_memory_that_is_collected_in_the_midst_of_an_export_is_given_back(monkey
     cycle: list[object] = [shared_empty((4,))]
     cycle.append(cycle)
     del cycle
-    export("cpu", 0, [kept.data_ptr()])
+    exported(kept)
     assert set(files) == before
 
 
@@ -125,7 +132,7 @@ def test_more_than_there_is_is_refused():
 
 def test_private_memory_is_not_exported():
     with pytest.raises(FabricError, match=r"private to its process.*shared_empty"):
-        export("cpu", 0, [torch.zeros(4).data_ptr()])
+        exported(torch.zeros(4))
 
 
 def open_elsewhere(given, answer):
@@ -151,7 +158,7 @@ def said_elsewhere(given):
 
 def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     tensor = shared_empty((4,))
-    (given,) = export("cpu", 0, [tensor.data_ptr()])
+    (given,) = exported(tensor)
     process, number, device, inode = struct.unpack("<IIQQ", given.handle)
 
     def opened(*handle, **changes):

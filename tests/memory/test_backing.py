@@ -195,7 +195,7 @@ class DriverStandIn(StandIn):
         return self.made[-1]
 
     def CUmemAccessDesc(self):
-        return types.SimpleNamespace()
+        return types.SimpleNamespace(location=types.SimpleNamespace())
 
     def cuInit(self, flags):
         return self._answer("cuInit", flags)

@@ -41,6 +41,7 @@ __all__ = [
     "read_arguments",
     "read_environment",
     "read_file",
+    "shown_path",
     "translate",
 ]
 
@@ -66,6 +67,7 @@ _DURATIONS: Final = {
 _CPUS: Final = 100_000  # more than a kernel can be built for
 _CPU_LIST: Final = re.compile(r"\d{1,5}(-\d{1,5})?(\s*,\s*\d{1,5}(-\d{1,5})?)*")
 _SHOWN_CHARACTERS: Final = 80
+_PATH_CHARACTERS: Final = 4096
 _NOT_CALLED: Final = "default_factory_not_called"
 """What pydantic says of a default that is made of other settings when one of them is wrong: that one is named."""
 _ADVICE: Final = {  # by pydantic's type of error, whose bounds fill the braces
@@ -304,7 +306,7 @@ def read_file(model: type[BaseModel], path: Path) -> Reading:
                 raise ConfigError(f"configuration file {path} has the suffix {other!r}; name it .toml or .json")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"configuration file {path} cannot be read: {reason}; check the path") from error
+        raise ConfigError(f"configuration file {shown_path(path)} cannot be read: {reason}; check the path") from error
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # bad TOML, bad JSON, not UTF-8 (all say where), or nested too deeply
@@ -355,9 +357,17 @@ def _advice(kind: str, context: Mapping[str, Any], message: str) -> str:
     return advice.format(**context) if advice else f"{message[:1].lower()}{message[1:]}; correct the value"
 
 
+def shown_path(path: Path) -> str:
+    """A path as a message quotes it: whole, if there can be such a file."""
+    return _cut(str(path), _PATH_CHARACTERS)
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return _cut(repr(value), _SHOWN_CHARACTERS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def _number(text: str, units: Mapping[str, object], hint: str) -> tuple[Fraction, str]:

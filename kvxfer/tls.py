@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NoReturn, Self, TypeAlias
 from pydantic import BeforeValidator, model_validator
 
 from kvxfer.errors import ConfigError
-from kvxfer.settings import SettingsGroup, parse_optional
+from kvxfer.settings import SettingsGroup, parse_optional, shown_path
 
 __all__ = ["Contexts", "Credentials", "TlsConfig"]
 
@@ -152,7 +152,8 @@ def _read(name: str, path: Path, marker: bytes) -> bytes:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"tls.{name} is {str(path)!r}, which cannot be read: {reason}; correct the path, or let this user read it"
+            f"tls.{name} is {shown_path(path)!r}, which cannot be read: {reason}; correct the path, or let this user "
+            "read it"
         ) from error
     if marker not in content:
         kind = "certificate" if marker is _CERTIFICATE else "private key"

@@ -108,6 +108,12 @@ def test_the_file_can_be_named_by_a_variable_and_an_argument_wins(environment, t
     assert Config(config_file=None).window == 4
 
 
+def test_a_path_that_no_file_can_have_is_not_quoted_whole():
+    with pytest.raises(ConfigError, match=r"file xxx.*\.\.\. cannot be read: File name too long") as error:
+        Config(config_file="x" * 100_000)
+    assert len(str(error.value)) < 5_000
+
+
 def test_an_empty_variable_names_no_file(environment):
     environment(KVXFER_CONFIG_FILE="")
     assert Config().config_file is None

@@ -44,6 +44,13 @@ def test_a_file_that_is_not_there(ours, tmp_path):
         assert "correct the path" in text
 
 
+def test_a_path_that_no_file_can_have_is_not_quoted_whole(ours):
+    for name in ours:
+        text = refusal(**{**ours, name: "x" * 100_000})
+        assert f"tls.{name} is 'xxx" in text
+        assert len(text) < 5_000
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(ours):
     Path(ours["key"]).chmod(0)

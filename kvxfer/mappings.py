@@ -20,8 +20,6 @@ __all__ = ["Mappings"]
 
 _log: Final = logger("kvxfer.send")
 
-_ADDRESSES: Final = 1 << 62
-"""No address of a process is beyond; sums of two numbers up to it fit into 64 bits."""
 _MAPPED: Final = int(Capability.MAPPED)
 _here: Final[set[bytes]] = set()
 """Incarnations of the workers of this process: nobody else may name its memory."""
@@ -120,17 +118,13 @@ class Mappings:
         own = peer.identity.incarnation in _here
         opened: list[Window] = []
         try:
-            for one in peer.body.mapped:
-                if one.address + one.length > _ADDRESSES or one.address > _ADDRESSES:
-                    raise FabricError(f"{one.length} bytes at {one.address:#x} are no memory of a process")
             told = (Export(one.kind, one.device, one.address, one.length, one.handle) for one in peer.body.mapped)
             for given in joined(told):
-                window = open_window(given, kind, device, own=own)
-                opened.append(window)
+                opened.append(open_window(given, kind, device, own=own))  # noqa: PERF401 - closed if a later one fails
             windows = Windows(opened)
             self._check(windows, theirs)
             if peer.body.gates:
-                windows.locate(min(peer.body.gates, _ADDRESSES), GATES * GATE_BYTES)
+                windows.locate(peer.body.gates, GATES * GATE_BYTES)
         except BaseException:
             for window in opened:
                 window.close()
@@ -140,7 +134,7 @@ class Mappings:
     @staticmethod
     def _check(windows: Windows, theirs: CacheGeometry) -> None:
         for spec in theirs.tensors:
-            windows.locate(min(spec.base, _ADDRESSES), spec.extent_bytes)
+            windows.locate(spec.base, spec.extent_bytes)
 
     def why_not(self, peer: PeerInfo) -> str:
         """Why nothing is mapped of a peer; empty if that is not known, or something is."""

@@ -17,6 +17,8 @@ I64: TypeAlias = NDArray[np.int64]
 
 _KEPT: Final = 1024
 """Arrays of regions whose translation is kept."""
+_ADDRESSES: Final = 1 << 62
+"""No address of a process is beyond; sums of two numbers up to it fit into 64 bits."""
 CPU: Final = "shm"
 CUDA: Final = "cuda_ipc"
 VMM: Final = "cuda_vmm"
@@ -61,10 +63,19 @@ class Window:
 
 
 class Windows:
-    """All windows onto one peer. Whoever opened them owns them, and closes them once."""
+    """All windows onto one peer. Whoever opened them owns them, and closes them once.
+
+    Args:
+        windows: Each onto another allocation of the peer.
+
+    Raises:
+        FabricError: If one reaches beyond the addresses that a process has.
+    """
 
     def __init__(self, windows: Iterable[Window]) -> None:
         self._windows: Final = sorted(windows, key=lambda window: window.address)
+        for window in self._windows:
+            _check(window.address, window.length)
         self._starts: Final = np.asarray([window.address for window in self._windows], np.int64)
         self._stops: Final = np.asarray([window.address + window.length for window in self._windows], np.int64)
         self._shifts: Final = np.asarray([window.local - window.address for window in self._windows], np.int64)
@@ -108,6 +119,7 @@ class Windows:
         Raises:
             FabricError: If they do not lie in one window.
         """
+        _check(address, length)
         ends = np.asarray([address, address + max(length, 1) - 1], np.int64)
         first, last = self.local(ends).tolist()
         if last - first != ends[1] - ends[0]:
@@ -118,6 +130,12 @@ class Windows:
         """Unmap all of them."""
         for window in self._windows:
             window.close()
+
+
+def _check(address: int, length: int) -> None:
+    """See that these bytes may be memory of a process: both numbers are a peer's, of any size."""
+    if not (0 <= address <= _ADDRESSES and 0 <= length <= _ADDRESSES - address):
+        raise FabricError(f"{length} bytes at {address:#x} are no memory of a process")
 
 
 def export(kind: str, device: int, spans: Sequence[range], files: Descriptors) -> list[Export]:
@@ -181,6 +199,7 @@ def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> 
     Raises:
         FabricError: If that cannot be done, with the reason.
     """
+    _check(given.address, given.length)
     if given.kind not in _KINDS[kind]:
         raise FabricError(f"its cache is {given.kind} memory, and this one copies with the {kind}")
     if kind == "cuda":

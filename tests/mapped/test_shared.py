@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvxfer import ArenaError, FabricError, GeometryError, shared_empty
-from kvxfer.mapped import Window, Windows, export, open_window, unlike
+from kvxfer.mapped import Export, Window, Windows, export, open_window, unlike
 from kvxfer.mapped import home as home_module
 from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.shared import _files
@@ -213,6 +213,20 @@ def test_what_spans_two_windows_is_refused():
     found, _ = windows((1000, 50, 7_000), (1050, 50, 9_000))
     with pytest.raises(FabricError, match="100 bytes at address 0x3e8 of the peer do not lie in one allocation"):
         found.locate(1000, 100)
+
+
+@pytest.mark.parametrize(("address", "length"), [((1 << 63) - 50, 100), (1 << 63, 1), (1000, 1 << 64), (-1, 4)])
+def test_numbers_beyond_all_memory_are_refused(address, length):
+    odd = Export("shm", "", address, length, bytes(24))
+    found, _ = windows((1000, 50, 7_000))
+    for use in (
+        lambda: open_window(odd, "cpu", 0),
+        lambda: open_window(odd, "cpu", 0, own=True),
+        lambda: windows((address, length, 7_000)),
+        lambda: found.locate(address, length),
+    ):
+        with pytest.raises(FabricError, match="are no memory of a process"):
+            use()
 
 
 def test_without_windows_nothing_is_found():

@@ -20,6 +20,7 @@ import msgspec
 from kvxfer.dtypes import convertible
 from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.lazy import lazy
+from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.messages import (
     WIRE_MIN,
@@ -387,7 +388,7 @@ class Session:
             raise MismatchError(
                 f"no common protocol version: {ours} here, {other} there", fields={"wire": (ours, other)}
             )
-        if not (theirs.world >= 1 and theirs.rank < theirs.world and len(theirs.incarnation) >= 8):
+        if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world and len(theirs.incarnation) >= 8):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible, or the incarnation is too short")
         self._theirs = theirs
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting

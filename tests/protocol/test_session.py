@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
 from kvxfer.protocol.messages import (
@@ -228,7 +229,10 @@ def test_an_illegal_message_does_not_undo_what_came_before_it():
     assert next(events, None) is None
 
 
-@pytest.mark.parametrize("wrong", [{"world": 0}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}], ids=str)
+IMPOSSIBLE = [{"world": 0}, {"world": MAX_WORLD + 1}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}]
+
+
+@pytest.mark.parametrize("wrong", IMPOSSIBLE, ids=str)
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_impossible_greetings_are_refused(role, wrong):
     liar = dataclasses.replace(WHO[role], **wrong)

@@ -14,8 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.copy import CopyJob, CopyOutcome, Direction
 from kvxfer.errors import Code, KvxferError, TransferFailedError
 from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.geometry.copyplan import Blank, CopyPlan
 from kvxfer.link import Link
 from kvxfer.memory import Extent
 from kvxfer.planning import staging_pieces
@@ -162,6 +164,7 @@ class Gauging:
         site = self._site
         self._release = site.lanes.hold(self.peer)
         lane = await asyncio.shield(site.lanes.connect(self.peer))
+        await self._clear(extent, room)
         write = partial(self._write, lane, extent.address)
         await write(_Shape.whole(_PIECE_BYTES))  # wires the two agents up, where nothing has yet
         samples: list[Sample] = []
@@ -175,6 +178,21 @@ class Gauging:
             if site.now() - began > _BUDGET_S:
                 break
         return samples
+
+    async def _clear(self, extent: Extent, room: int) -> None:
+        """Zero what is about to be written: it held other requests, which are none of the peer's business.
+
+        Raises:
+            KvxferError: If it could not be.
+        """
+        site, done = self._site, self._site.loop.create_future()
+        plan = CopyPlan((), (Blank(extent.address, room),))
+        site.executor.submit(CopyJob(plan, partial(site.hand_over, resolve, done), nbytes=room), Direction.GATHER)
+        self._reading = True  # until it has ended, nobody else may have that memory
+        outcome: CopyOutcome = await done
+        self._reading = False
+        if outcome.error is not None:
+            raise outcome.error
 
     async def _write(self, lane: str, address: int, shape: _Shape) -> Sample:
         """Write once.

@@ -193,7 +193,7 @@ class CudaExecutor:
         """Launch one job. False if its tables have to wait for room in the ring."""
         started = self._runtime.now()
         job, tables, sums = packed.job, packed.tables, packed.sums
-        if not tables.launches and sums is None:
+        if not tables.launches and not job.plan.blanks and sums is None:
             self._backlog.report(job, started)
             return True
         try:
@@ -209,6 +209,8 @@ class CudaExecutor:
             running.nbytes = packed.nbytes
             running.first = lane.first_mark(packed.nbytes)
             lane.upload(slot, packed.words)
+            for blank in job.plan.blanks:
+                lane.stream.clear(blank)
             for one in tables.launches:
                 self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
             if sums is not None:

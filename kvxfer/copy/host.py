@@ -134,6 +134,8 @@ class _Step:
 
 def run(plan: CopyPlan) -> None:
     """Copy now, in the calling thread. The plan's addresses must be valid CPU memory of this process."""
+    for blank in plan.blanks:
+        _view(blank.address, [blank.lines, blank.width], [blank.pitch, 1], "u1")[:] = 0
     for segment in plan.segments:
         if segment.stencil.box.token_bytes and len(segment.regions):
             offsets = segment.stencil.offsets

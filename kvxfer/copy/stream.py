@@ -1,4 +1,4 @@
-"""One CUDA stream as the executor uses it: copies of tables, marks, and how long it took between two of them.
+"""One CUDA stream as the executor uses it: copies of tables, zeroing, marks, and how long it took between two of them.
 
 Calls go through cuda-bindings: a copy of tables by way of torch costs several times the rest of a small launch.
 """
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from kvxfer.geometry.copyplan import Blank
 from kvxfer.memory.driver import call, load
 
 __all__ = ["Stream"]
@@ -48,6 +49,14 @@ class Stream:
     def download(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy from the device to pinned memory, where it is once a mark behind it has passed."""
         call(self._driver, "cuMemcpyDtoHAsync", target, source, nbytes, self.handle)
+
+    def clear(self, blank: Blank) -> None:
+        """Queue the zeroing of memory, on the device or pinned."""
+        if blank.lines == 1:
+            call(self._driver, "cuMemsetD8Async", blank.address, 0, blank.width, self.handle)
+        else:
+            size = blank.width, blank.lines
+            call(self._driver, "cuMemsetD2D8Async", blank.address, blank.pitch, 0, *size, self.handle)
 
     def mark(self) -> Any:
         """An event behind everything that was queued so far."""

@@ -3,7 +3,7 @@
 The staging buffer is just one more strided array, so all three are the same tables with other base addresses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import Box, CopyPlan, Pieces, Segment, Stencil, fold
+from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Pieces, Segment, Stencil, fold
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import SegmentKey
@@ -26,6 +26,9 @@ F32: TypeAlias = NDArray[np.float32]
 
 STAGING_ALIGNMENT: Final = 16
 """Segments begin at multiples of this many bytes in staging, so that the widest accesses stay aligned."""
+
+_MOST_BLANKS: Final = 8
+"""Where more places would have to be zeroed, all of a chunk is: each costs a call."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,15 @@ class ChunkPart:
         stencil = self.rows.stencils.get((self.slice.number, "scatter"))
         return self._staged(self.slice.scattered, stencil or self._staging_stencil("scatter"), 0, staging)
 
+    def blanks(self, staging: int) -> Iterator[Blank]:
+        """What of its room from address `staging` on no segment writes, and whole rows where a part of them is."""
+        rows, row_bytes, nbytes = self.rows.table, self.slice.row_bytes, self.staged_bytes
+        cut = np.flatnonzero(rows[:, 4] * self.slice.token_bytes != row_bytes)  # at most the first and the last
+        for row in cut.tolist():
+            yield Blank(staging + row * row_bytes, row_bytes, len(self.slice.bases), len(rows) * row_bytes)
+        if rest := -nbytes % STAGING_ALIGNMENT:
+            yield Blank(staging + nbytes, rest)
+
     def _staged(self, folded: _Folded, stencil: Stencil, side: int, staging: int) -> Segment:
         """With the regions behind each other in staging, which is the source or destination as `side` says."""
         regions = folded.regions.copy()
@@ -296,11 +308,21 @@ class ChunkPlan:
         return plan.enumerate().merged()
 
     def gather(self, staging: int) -> CopyPlan:
-        """Source blocks into staging at address `staging`."""
+        """Source blocks into staging at address `staging`, every byte of which is written: zero where nothing belongs.
+
+        What was there before is another request's, and would travel with this one.
+        """
         placed = zip(self.parts, self._offsets, strict=True)
-        return CopyPlan(tuple([part.gathered(staging + offset) for part, offset in placed]))
+        segments = tuple([part.gathered(staging + offset) for part, offset in placed])
+        return CopyPlan(segments, self._blanks(staging) if self.staged_bytes > self.bytes else ())
 
     def scatter(self, staging: int) -> CopyPlan:
         """Staging at address `staging` into destination blocks."""
         placed = zip(self.parts, self._offsets, strict=True)
         return CopyPlan(tuple([part.scattered(staging + offset) for part, offset in placed]))
+
+    def _blanks(self, staging: int) -> tuple[Blank, ...]:
+        """What of staging no segment of a gather writes, or more."""
+        placed = zip(self.parts, self._offsets, strict=True)
+        found = [blank for part, offset in placed for blank in part.blanks(staging + offset)]
+        return tuple(found) if len(found) <= _MOST_BLANKS else (Blank(staging, self.staged_bytes),)

@@ -26,7 +26,7 @@ from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.lazy import lazy
 
-__all__ = ["MAX_OUTER_AXES", "Box", "CopyPlan", "Pieces", "Segment", "Stencil", "fold"]
+__all__ = ["MAX_OUTER_AXES", "Blank", "Box", "CopyPlan", "Pieces", "Segment", "Stencil", "fold"]
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
@@ -244,11 +244,29 @@ def _run_ends(src: I64, dst: I64, nbytes: I64) -> NDArray[np.bool_]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A rectangle of bytes at a destination that is zeroed before anything is copied.
+
+    Attributes:
+        address: Its first byte.
+        width: Bytes in a line.
+        lines: Number of lines.
+        pitch: Bytes from one line to the next; at least `width`.
+    """
+
+    address: int
+    width: int
+    lines: int = 1
+    pitch: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """Segments to copy, in any order; no two write the same byte."""
+    """What to zero, and then segments to copy, in any order; no two segments write the same byte."""
 
     segments: tuple[Segment, ...]
+    blanks: tuple[Blank, ...] = ()
 
     @property
     def bytes(self) -> int:

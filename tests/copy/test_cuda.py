@@ -14,7 +14,7 @@ from kvxfer.copy.cuda import CudaExecutor, recorded
 from kvxfer.copy.port import FREELY, Gate
 from kvxfer.errors import ClosedError, TransferFailedError
 from kvxfer.geometry import SumPlan
-from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.copyplan import Blank, CopyPlan
 
 
 class Mark:
@@ -37,8 +37,8 @@ class FakeLane(cuda._Lane):
 
     def __init__(self, device, ring_words, *, urgent):
         words = torch.zeros(ring_words, dtype=torch.int64)
-        self.timed = []
-        stream = SimpleNamespace(mark=lambda: self.timed.append(len(self.running)))
+        self.timed, self.cleared = [], []
+        stream = SimpleNamespace(mark=lambda: self.timed.append(len(self.running)), clear=self.cleared.append)
         vars(self).update(host_ring=words, device_ring=words, handle=0, stream=stream)
         self.urgent = urgent
         self.prepare(ring_words)
@@ -292,6 +292,27 @@ def test_a_broken_device_fails_every_job_once_and_gives_every_slot_back(world):
     assert world.order == ["running", "behind", "next"]
     assert all("illegal address" in str(outcome.error) for outcome in world.outcomes.values())
     assert len(world.gather._ring) == 0
+
+
+def test_gaps_are_cleared_before_anything_is_copied(world):
+    blanks = (Blank(1 << 20, 64), Blank(1 << 21, 32, 3, 96))
+    plan = replace(contiguous_rows(0, 1 << 20, rows=2, regions=1, row_bytes=64, pool=2), blanks=blanks)
+    cleared_at = []
+    kernel = world.executor._kernel
+    launch = kernel.launch
+    kernel.launch = lambda *given: (cleared_at.append(len(world.gather.cleared)), launch(*given))
+    world.submit("with gaps", plan=plan)
+    world.step()
+    assert world.gather.cleared == list(blanks)
+    assert cleared_at == [2]
+    world.submit("gaps alone", plan=CopyPlan((), blanks[:1]))
+    world.step()
+    assert world.gather.cleared == [*blanks, blanks[0]]
+    assert world.outcomes == {}, "until the device has come past them"
+    for mark in world.gather.marks:
+        mark.fired = True
+    world.step()
+    assert world.order == ["with gaps", "gaps alone"]
 
 
 def test_what_copies_nothing_is_done_at_once(world):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvxfer.copy import READY, CopyJob, Direction, host
 from kvxfer.copy.host import HostExecutor, run
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
-from kvxfer.geometry.copyplan import CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Blank, CopyPlan, Segment, Stencil
 from kvxfer.runtime import ThreadRuntime
 
 NBYTES = 1 << 20
@@ -68,6 +69,19 @@ def test_common_layouts(make, flat):
     want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
     run(plan)
     np.testing.assert_array_equal(dst, want)
+
+
+def test_blanks_are_cleared_and_then_written_over():
+    dst, cleared = canvas(), canvas()
+    at = dst.ctypes.data
+    plan = contiguous_rows(SRC.ctypes.data, at, rows=3, regions=1, row_bytes=64, pool=4)
+    cleared[:4096] = 0
+    for line in range(3):
+        cleared[8192 + 256 * line :][:100] = 0
+    want = expected(plan, SRC, SRC.ctypes.data, cleared, at)
+    run(replace(plan, blanks=(Blank(at, 4096), Blank(at + 8192, 100, 3, 256))))
+    np.testing.assert_array_equal(dst, want)
+    assert (want != cleared).any()
 
 
 def test_an_empty_plan_and_rows_without_tokens_copy_nothing():

@@ -23,6 +23,7 @@ from kvxfer.geometry import (
     resolve,
 )
 from kvxfer.geometry.chunks import ChunkPart, ChunkPlan, Slice
+from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.rows import Meeting, Rows, row_grid
 
 CANARY = -(1 << 62)
@@ -211,7 +212,10 @@ def check_chunks(
         gather, scatter = give.gather(STAGING), take.scatter(STAGING)
         assert gather.bytes == scatter.bytes == give.bytes
         assert all((segment.stencil.rows[:, 4] > 0).all() for segment in (*gather.segments, *scatter.segments))
+        assert bool(gather.blanks) == (give.staged_bytes > give.bytes)
+        clear(gather, cells[GUARD:-GUARD])
         filled = run(gather.enumerate(), data, staging)[1]
+        assert (cells[GUARD:-GUARD] != CANARY).all(), "what staging held before would travel"
         assert np.array_equal(by_destination(table_pairs(gather)), by_destination(byte_pairs(gather.enumerate())))
         assert (cells[:GUARD] == CANARY).all()
         assert (cells[GUARD + give.staged_bytes :] == CANARY).all()
@@ -222,6 +226,16 @@ def check_chunks(
     assert total == len(mine)
     assert np.array_equal(np.sort(np.concatenate(everything)), mine[:, 1])
     assert np.array_equal(memory.cells, expected)
+
+
+def clear(gather: CopyPlan, room: I64) -> None:
+    """Zero what a gather zeroes, in the cells of staging."""
+    for blank in gather.blanks:
+        at = blank.address - STAGING
+        assert at >= 0
+        assert at + (blank.lines - 1) * blank.pitch + blank.width <= len(room)
+        for line in range(blank.lines):
+            room[at + line * blank.pitch :][: blank.width] = 0
 
 
 def scattered(pair: PairPlan, count: int) -> ChunkPlan:

@@ -97,6 +97,11 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
         gather = give.gather(at)
         assert gather.bytes == give.bytes  # the narrower side's
         host.run(gather)
+        room = staging[at - staging.ctypes.data :][: give.staged_bytes]
+        once = room.copy()
+        room[:] = 0xA5
+        host.run(gather)
+        assert np.array_equal(room, once), "what staging held before would travel"
         edge = at - staging.ctypes.data
         assert (staging[:edge] == 0x5A).all()
         assert (staging[edge + give.staged_bytes :] == 0x5A).all()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd
 from kvxfer.copy import READY, CopyJob, Direction, host, tables  # noqa: E402
 from kvxfer.copy.cuda import CudaExecutor, recorded  # noqa: E402
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError  # noqa: E402
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
+from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.geometry.factor import BoxAxis  # noqa: E402
 from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
@@ -287,6 +288,33 @@ def test_axes_and_tokens_with_strides_beyond_32_bits(runner):
     for _, to in pairs:
         dst[to : to + 4096] = CANARY
     assert all(bool((part == CANARY).all()) for part in dst.split(GIB))
+
+
+@pytest.mark.parametrize("memory", ["device", "to pinned"])
+def test_blanks_are_cleared_and_then_written_over(runner, memory):
+    """Also where nothing is copied, at odd addresses, and with lines that are far apart; again and again."""
+    nbytes = 64 * MIB
+    src = noise(nbytes)
+    dst = canvas(nbytes)
+    if memory == "to pinned":
+        dst = dst.cpu().pin_memory()
+    lines = Blank(dst.data_ptr() + 3, 1001, 5, 9 * MIB + 1)
+    run_of_bytes = Blank(dst.data_ptr() + 50 * MIB, 12 * MIB + 7)
+    plan = contiguous_rows(src.data_ptr(), dst.data_ptr(), rows=64, regions=4, row_bytes=32 * KIB, pool=128)
+    plan = replace(plan, blanks=(lines, run_of_bytes))
+    cleared = np.full(nbytes, CANARY, np.uint8)
+    for line in range(lines.lines):
+        cleared[3 + line * lines.pitch :][: lines.width] = 0
+    cleared[50 * MIB :][: run_of_bytes.width] = 0
+    settle()
+    runner.copy(CopyPlan((), plan.blanks))
+    np.testing.assert_array_equal(dst.cpu().numpy(), cleared)
+    want = expected(plan, src.cpu().numpy(), src.data_ptr(), cleared, dst.data_ptr())
+    for _ in range(20):
+        dst.fill_(CANARY)
+        settle()
+        runner.copy(plan)
+        np.testing.assert_array_equal(dst.cpu().numpy(), want)
 
 
 @two_gpus

@@ -231,6 +231,9 @@ def watch(monkeypatch, ledger: Ledger):
             pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True
         ):
             ledger.check("a copy", source, target, length)
+        for blank in plan.blanks:
+            for line in range(blank.lines):
+                ledger.check("a gather that clears its gaps", None, blank.address + line * blank.pitch, blank.width)
         run(plan)
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):

@@ -11,18 +11,19 @@ __all__ = ["greeting"]
 _NONCE_BYTES: Final = 32
 
 
-def greeting(site: Site, role: Role, *, local: bool, since: float) -> tuple[Session, bool]:
+def greeting(site: Site, role: Role, *, process: int | None, since: float) -> tuple[Session, bool]:
     """A fresh session for a new stream, and whether its peer is trusted with addresses.
 
     Args:
         site: The worker.
         role: Which side of the stream this is.
-        local: Whether the peer is a process of the same user on this host, by the credentials of a Unix socket.
+        process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in another
+            namespace of processes; None if the peer is not such a process.
         since: When the stream began, by the worker's clock: the handshake is bounded from then on.
     """
     config = site.config
     secret = config.secret.get_secret_value().encode() if config.secret is not None else None
-    trusted = {"full": True, "none": False, "auto": local or secret is not None}[config.trust]
+    trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
     epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
     identity = Identity(
         config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
@@ -36,4 +37,5 @@ def greeting(site: Site, role: Role, *, local: bool, since: float) -> tuple[Sess
         peer_timeout=config.peer_timeout,
         handshake_timeout=config.handshake_timeout,
     )
-    return Session(role, identity, terms, nonce=site.runtime.token(_NONCE_BYTES), now=since), trusted
+    nonce = site.runtime.token(_NONCE_BYTES)
+    return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted

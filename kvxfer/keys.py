@@ -4,7 +4,7 @@ from typing import Final
 
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Passage
-from kvxfer.mapped import unlike
+from kvxfer.mapped import check_process, unlike
 from kvxfer.mapped.locks import Key
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
@@ -47,6 +47,7 @@ class Keys:
         if incarnation in self._keys or not peer.body.locks or unlike(peer.body.host):
             return
         try:
+            check_process(peer.body.locks, peer.process)
             self._keys[incarnation] = Key(peer.body.locks)
         except FabricError as error:
             self._keys[incarnation] = None

@@ -29,12 +29,13 @@ _log: Final = logger("kvxfer.link")
 class LinkHandler(Protocol):
     """What the worker does with a link."""
 
-    def session(self, role: Role, *, local: bool, endpoint: str, since: float) -> tuple[Session, bool]:
+    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
 
         Args:
             role: Which side of the stream this is.
-            local: Same host and same user, by the credentials of a Unix socket.
+            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
+                another namespace of processes; None if the peer is not such a process.
             endpoint: Where the peer is.
             since: When the stream was opened; TLS may have taken a while.
         """
@@ -151,10 +152,10 @@ class Link(asyncio.Protocol):
             stream.abort()
             return
         self.encrypted = stream.get_extra_info("ssl_object") is not None
-        local = _same_user(stream.get_extra_info("socket"))
+        process = _process(stream.get_extra_info("socket"))
         try:
             self._session, self.trusted = self._handler.session(
-                self.role, local=local, endpoint=self.endpoint, since=self._since
+                self.role, process=process, endpoint=self.endpoint, since=self._since
             )
         except KvxferError as error:
             stream.write(encode(Goodbye(error.code, str(error))))
@@ -307,10 +308,10 @@ def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> Kvxfe
     return UnreachableError(f"{endpoint} closed the stream during the handshake: {error}{hint}", peer=endpoint)
 
 
-def _same_user(sock: socket.socket | None) -> bool:
-    """Whether the other end of a Unix socket is a process of this user on this host (`SO_PEERCRED`)."""
+def _process(sock: socket.socket | None) -> int | None:
+    """The process of this user on this host at the other end of a Unix socket (`SO_PEERCRED`); None if it is none."""
     if sock is None or sock.family != socket.AF_UNIX:
-        return False
+        return None
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return int(uid) == os.geteuid()
+    process, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(process) if uid == os.geteuid() else None

@@ -10,7 +10,7 @@ from kvxfer.errors import FabricError, KvxferError, MismatchError
 from kvxfer.gates import GATE_BYTES, GATES
 from kvxfer.geometry import CacheGeometry
 from kvxfer.lanes import once
-from kvxfer.mapped import Export, Window, Windows, joined, open_window, unlike
+from kvxfer.mapped import Export, Window, Windows, check_process, joined, open_window, unlike
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Runtime
@@ -120,7 +120,8 @@ class Mappings:
         try:
             told = (Export(one.kind, one.device, one.address, one.length, one.handle) for one in peer.body.mapped)
             for given in joined(told):
-                opened.append(open_window(given, kind, device, own=own))  # noqa: PERF401 - closed if a later one fails
+                check_process(given.handle, peer.process)
+                opened.append(open_window(given, kind, device, own=own))
             windows = Windows(opened)
             self._check(windows, theirs)
             if peer.body.gates:

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvxfer.errors import FabricError
 from kvxfer.lanes import once
-from kvxfer.mapped import unlike
+from kvxfer.mapped import check_process, unlike
 from kvxfer.mapped.memfd import process_of
 from kvxfer.protocol.session import PeerInfo
 
@@ -49,6 +49,7 @@ class Processes:
         if not peer.body.locks or unlike(peer.body.host):
             return
         try:
+            check_process(peer.body.locks, peer.process)
             number = process_of(peer.body.locks)
             if number == os.getpid():
                 return

@@ -398,11 +398,11 @@ class Worker:
 
     # --- LinkHandler
 
-    def session(self, role: Role, *, local: bool, endpoint: str, since: float) -> tuple[Session, bool]:
+    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
         if role is Role.SERVER and self._turned_away():
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
-        return greeting(self._open, role, local=local, since=since)
+        return greeting(self._open, role, process=process, since=since)
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""

@@ -82,8 +82,8 @@ class Handler:
     def __init__(self, clock):
         self.clock, self.got, self.lost_with = clock, [], []
 
-    def session(self, role, *, local, endpoint, since):
-        del role, local, endpoint
+    def session(self, role, *, process, endpoint, since):
+        del role, process, endpoint
         self.since = since
         return Frames("peer"), True
 

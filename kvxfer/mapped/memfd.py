@@ -12,7 +12,7 @@ from typing import Final
 
 from kvxfer.errors import FabricError
 
-__all__ = ["create", "handle_of", "open_handle", "process_of"]
+__all__ = ["check_process", "create", "handle_of", "open_handle", "process_of"]
 
 _HANDLE: Final = struct.Struct("<IIQQ")
 """Process, descriptor in it, device and inode of the file."""
@@ -53,6 +53,21 @@ def process_of(handle: bytes) -> int:
     except struct.error as error:
         raise FabricError(f"a handle of {len(handle)} bytes names no shared memory") from error
     return int(process)
+
+
+def check_process(handle: bytes, process: int) -> None:
+    """See that a handle is of its owner's own memory, and not of somebody else's, which it has no right to.
+
+    Args:
+        handle: Of a file, or of GPU memory: both begin with the process.
+        process: The owner's, as the kernel says it; 0 where that is not known, and nothing can be seen.
+
+    Raises:
+        FabricError: If it names another process.
+    """
+    named = int.from_bytes(handle[:4], "little")
+    if process and named != process:
+        raise FabricError(f"it names memory of process {named}, but its own is {process}")
 
 
 def open_handle(handle: bytes, name: str, least: int) -> int:

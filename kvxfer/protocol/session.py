@@ -119,11 +119,13 @@ class PeerInfo:
         wire: Protocol version that both speak.
         identity: As the peer said it.
         body: Its transport and geometry.
+        process: Its process, as the kernel says it; 0 where that is not known.
     """
 
     wire: int
     identity: Identity
     body: AgentBody
+    process: int = 0
 
     @lazy
     def name(self) -> str:
@@ -189,9 +191,12 @@ class Session:
         terms: Facts, secret and times.
         nonce: 32 unpredictable bytes, fresh for this session.
         now: Monotonic seconds.
+        process: The peer's, as the kernel says it; 0 where that is not known.
     """
 
-    def __init__(self, role: Role, identity: Identity, terms: Terms, *, nonce: bytes, now: float) -> None:
+    def __init__(
+        self, role: Role, identity: Identity, terms: Terms, *, nonce: bytes, now: float, process: int = 0
+    ) -> None:
         self.role: Final = role
         self.state = State.NEW
         self.peer: PeerInfo | None = None
@@ -199,6 +204,7 @@ class Session:
         self._identity = identity
         self._terms = terms
         self._nonce = nonce
+        self._process = process
         self._reader = FrameReader()
         self._clock = _Clock(now, now, now)
         self._transcript = b""
@@ -362,7 +368,7 @@ class Session:
             theirs.capabilities,
             theirs.package,
         )
-        self.peer = PeerInfo(min(WIRE_VERSION, theirs.wire), identity, decode_body(message.body))
+        self.peer = PeerInfo(min(WIRE_VERSION, theirs.wire), identity, decode_body(message.body), self._process)
         return Opened(self.peer)
 
     def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:

@@ -1,6 +1,7 @@
 """Route `mapped`: the prefill rank's copies reach the decode rank's blocks; where they cannot, others are taken."""
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 
@@ -60,6 +61,14 @@ async def test_auto_maps_what_can_be_mapped(stage, source, target):
     assert (ours.stats.descriptors, ours.stats.gathering, ours.stats.scattering) == (0, 0, 0)
     assert stage.network.log == []  # the transport moved nothing
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("listen", ["unix", "tcp:127.0.0.1:0"])
+async def test_a_peer_is_the_process_that_the_kernel_says(stage, source, target, listen):
+    prefill, decode = await stage.pair(source, target, listen=listen)
+    await bring(prefill, decode, source, target)
+    known = os.getpid() if listen == "unix" else 0
+    assert [link.peer.process for worker in (prefill, decode) for link in worker._links] == [known, known]
 
 
 async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, caplog):
@@ -175,7 +184,7 @@ async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(
     prefill, decode = await stage.pair(source, target)
     for trusted, body in list(decode._site.body.items()):
         told = decode_body(body)
-        odd = [*told.mapped, MappedMemory("shm", "", address, 4096, bytes(24))]
+        odd = [*told.mapped, MappedMemory("shm", "", address, 4096, os.getpid().to_bytes(24, "little"))]
         decode._site.body[trusted] = encode_body(msgspec.structs.replace(told, mapped=odd))
     ours, _ = await bring(prefill, decode, source, target)
     assert ours.stats.route in {"staged", "direct"}

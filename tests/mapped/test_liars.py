@@ -1,0 +1,85 @@
+"""A peer that names memory or gates of another process: nothing of that one is opened, and its end is no evidence."""
+
+import asyncio
+import multiprocessing as mp
+import os
+from contextlib import contextmanager
+
+import pytest
+
+from kvxfer import shared_empty
+from kvxfer.geometry import CacheGeometry, CacheTensor
+from kvxfer.keys import Keys
+from kvxfer.mapped import export, here
+from kvxfer.mapped.locks import LockFile
+from kvxfer.mappings import Mappings
+from kvxfer.processes import Processes
+from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
+from kvxfer.protocol.session import Identity, PeerInfo
+from kvxfer.runtime import ThreadRuntime
+
+CONTEXT = mp.get_context("spawn")
+
+
+def cache():
+    tensor = shared_empty((4, 4, 2, 8))
+    return CacheGeometry.of([CacheTensor(tensor, "block token head dim", kv="k", layers=[0], heads=range(2))]), tensor
+
+
+def victim(pipe):
+    """Another process, with memory to map and gates of its own, until it hears that it may end."""
+    geometry, tensor = cache()
+    gates = LockFile(4)
+    pipe.send((geometry, export("cpu", 0, [tensor.data_ptr()]), gates.handle))
+    pipe.recv()
+    gates.close()
+
+
+@contextmanager
+def another_process():
+    ours, its = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=victim, args=(its,))
+    child.start()
+    its.close()
+    try:
+        yield child, *ours.recv()
+        ours.send("end")
+    finally:
+        child.join(60)
+        child.kill()
+        child.join()
+        ours.close()
+
+
+@pytest.fixture(scope="module")
+def told():
+    """The process that a peer may name, and a peer that is (by the word of the kernel) this process."""
+    with another_process() as (child, geometry, exports, locks):
+
+        def peer(process):
+            mapped = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]
+            body = AgentBody("x", b"", [], host=here(), mapped=mapped, locks=locks)
+            who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.MAPPED), "")
+            return PeerInfo(1, who, body, process)
+
+        yield child.pid, peer, geometry
+
+
+@pytest.mark.parametrize("whose", ["its own", "nobody knows", "another's"])
+async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
+    named, peer_of, theirs = told
+    peer = peer_of({"its own": named, "nobody knows": 0, "another's": os.getpid()}[whose])
+    lies = whose == "another's"
+    mappings = Mappings(cache()[0], ThreadRuntime(), lambda windows: windows.close(), b"this")
+    await mappings.open(peer, theirs)
+    assert len(mappings) == (not lies)
+    keys, processes = Keys(), Processes(asyncio.get_running_loop())
+    keys.met(peer)
+    processes.met(peer)
+    assert keys.has(peer) is not lies
+    assert (len(processes._processes) == 0) is lies
+    if lies:
+        assert mappings.why_not(peer) == f"it names memory of process {named}, but its own is {os.getpid()}"
+    mappings.close()
+    keys.close(forced=True)
+    processes.close()

@@ -16,18 +16,20 @@ from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 
 KEY = bytes(range(32))
+SOON = {"revoke_timeout": 0.3}
+"""For scenes in which the answer stays away, and nothing but the end of that time is waited for."""
 DEFAULTS = {
     "arena_bytes": "64KiB",
     "chunk_bytes": "2KiB",
     "in_place_chunk_bytes": "2KiB",
     "trust": "full",
-    "revoke_timeout": 0.3,
+    "revoke_timeout": 5.0,
     "close_timeout": 2.0,
     "drain_timeout": 2.0,
-    "connect_timeout": 1.0,
-    "handshake_timeout": 2.0,
+    "connect_timeout": 20.0,
+    "handshake_timeout": 20.0,
     "heartbeat": 0.5,
-    "peer_timeout": 5.0,
+    "peer_timeout": 20.0,
 }
 
 
@@ -203,8 +205,8 @@ class Tap:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
-async def eventually(condition, timeout=3.0):
-    """Wait until a condition holds that no event tells of."""
+async def eventually(condition, timeout=30.0):
+    """Wait until a condition holds that no event tells of; the time-out is for what never comes."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110 - nobody sets an event for it
             await asyncio.sleep(0.001)

@@ -16,7 +16,7 @@ ROUTES = ["staged", "direct", "pull"]
 async def test_after_that_fires_late_begins_nothing(stage, route):
     """A chunk has landed in staging memory and waits for `after=` when the offer is withdrawn."""
     source, target = Cache(), Cache()
-    prefill, decode = await stage.pair(source, target, route=route)
+    prefill, decode = await stage.pair(source, target, route=route, drain_timeout=20, close_timeout=20)
     gate = Gate()
     offer = prefill.offer("r", streaming=True)
     offer.extend([1, 2], tokens=range(8))
@@ -35,7 +35,7 @@ async def test_after_that_fires_late_begins_nothing(stage, route):
     await asyncio.sleep(0)
     ended = time.monotonic()
     await decode.aclose()
-    assert time.monotonic() - ended < 1
+    assert time.monotonic() - ended < 10
     assert all((tensor.tensor == old).all() for tensor, old in zip(target.tensors, before, strict=True))
 
 

@@ -60,7 +60,7 @@ async def near():
 
 
 async def all_idle(far, near):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not (idle(await far.quiet()) and idle(near.quiet())):  # noqa: ASYNC110 - nobody sets an event for it
             await asyncio.sleep(0.005)
 

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from stage import Cache, Copied, eventually, quiet
+from stage import Cache, Copied, eventually, is_quiet, quiet
+from wire import play
 
 from kvxfer import (
     BlocksError,
@@ -69,18 +70,21 @@ async def test_a_fetch_may_come_before_its_offer(pair, source, target):
     await quiet(*pair)
 
 
-async def test_a_claim_may_come_before_its_offer(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill=FAST, decode=FAST)
-    claim = decode.claim(prefill.engine.ticket("r"))
-    await parked(prefill, "Claim")
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    await parked(prefill, "Claim", 12)  # many renewals: longer than any lease
-    assert not offer.wait_end().done()
-    claim.close()
-    claim.close()
-    ending = await offer.released()
-    assert isinstance(ending, Expired)
-    assert "stopped renewing" in ending.reason
+def test_a_claim_may_come_before_its_offer(tmp_path):
+    async def scenario(one):
+        await one.pair(**FAST)
+        claim = one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        await one.until(lambda: frames(one.prefill, "Claim") >= 12)  # many renewals: longer than any lease
+        assert not offer.wait_end().done()
+        claim.close()
+        claim.close()
+        ending = await offer.released()
+        assert isinstance(ending, Expired)
+        assert "stopped renewing" in ending.reason
+
+    play(scenario, tmp_path)
 
 
 async def test_a_release_may_come_before_its_offer(pair):
@@ -103,7 +107,7 @@ async def test_a_fetch_that_was_cancelled_before_its_offer_does_not_hold_it(pair
     copied = Copied(target).bring(source, [1], [4], range(4))
     await decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4), timeout=5)
     copied.check()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Released)
 
 
@@ -114,7 +118,7 @@ async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair)
     transfer.cancel()
     await quiet(*pair)
     offer = prefill.offer("r", [1], tokens=4)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert isinstance(await offer.withdraw(), Withdrawn)
 
 
@@ -139,7 +143,7 @@ async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, sour
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
     offer = prefill.offer("r", [1], tokens=4)
     await decode.decline(prefill.engine.ticket("r"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Released)
     waiting.cancel()
 
@@ -147,36 +151,42 @@ async def test_claims_and_releases_are_heard_when_transfers_are_many(stage, sour
 # --- leases
 
 
-async def test_an_offer_that_nobody_claims_expires(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill=FAST)
-    offer = prefill.offer("r", [1], tokens=4)
-    ending = await offer.released()
-    assert isinstance(ending, Expired)
-    assert "nobody claimed it" in ending.reason
-    with refused(Code.TICKET_EXPIRED):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
+def test_an_offer_that_nobody_claims_expires(tmp_path):
+    async def scenario(one):
+        await one.pair(prefill=FAST)
+        offer = one.prefill.offer("r", [1], tokens=4)
+        ending = await offer.released()
+        assert isinstance(ending, Expired)
+        assert "nobody claimed it" in ending.reason
+        with refused(Code.TICKET_EXPIRED):
+            await one.start("r", [1], range(4))
+
+    play(scenario, tmp_path)
 
 
-async def test_a_fetch_whose_offer_never_comes_is_told_so(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill=FAST)
-    with refused(Code.NEVER_OFFERED):
-        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    await quiet(prefill, decode)
+def test_a_fetch_whose_offer_never_comes_is_told_so(tmp_path):
+    async def scenario(one):
+        await one.pair(prefill=FAST)
+        with refused(Code.NEVER_OFFERED):
+            await one.start("r", [1], range(4))
+        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
+
+    play(scenario, tmp_path)
 
 
-async def test_a_transfer_at_work_keeps_its_offer(stage, source, target):
-    prefill, decode = await stage.pair(source, target, prefill=FAST, route="staged")
-    stage.network.hold("decode")
-    offer = prefill.offer("r", [1], tokens=4)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4), timeout=5)
-    loop = asyncio.get_running_loop()
-    beyond = loop.create_future()
-    loop.call_later(0.4, beyond.set_result, None)  # two leases
-    await beyond
-    assert not offer.wait_end().done()
-    stage.network.release("decode")
-    await transfer
-    assert isinstance(await offer.released(), Released)
+def test_a_transfer_at_work_keeps_its_offer(tmp_path):
+    async def scenario(one):
+        await one.pair(prefill=FAST, route="staged")
+        one.network.hold("decode")
+        offer = one.prefill.offer("r", [1], tokens=4)
+        transfer = one.start("r", [1], range(4))
+        await asyncio.sleep(2.5 * FAST["offer_lease"])
+        assert not offer.wait_end().done()
+        one.network.release("decode")
+        await transfer
+        assert isinstance(await offer.released(), Released)
+
+    play(scenario, tmp_path)
 
 
 async def test_decline_frees_at_once_though_a_transfer_runs(stage, pair):
@@ -185,7 +195,7 @@ async def test_decline_frees_at_once_though_a_transfer_runs(stage, pair):
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
     await parked(prefill)
     await decode.decline(prefill.engine.ticket("r"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Released)
     with pytest.raises(TransferFailedError) as caught:
         await transfer
@@ -225,7 +235,7 @@ async def test_withdraw(stage, source, target, route, state):
         await asyncio.sleep(0)
         assert not withdrawing.done()  # our post still reads the blocks, or the peer does
         stage.network.release("*")
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         ending = await withdrawing
     assert isinstance(ending, Released if state == "released" else Withdrawn)
     if transfer is not None:
@@ -489,25 +499,29 @@ async def test_a_fetch_that_ends_before_the_state_is_refused(stage):
 
 
 @pytest.mark.parametrize("ending", [Released, Expired, Withdrawn])
-async def test_streaming_goes_on_after_an_offer_has_ended_by_itself(stage, source, target, ending):
+def test_streaming_goes_on_after_an_offer_has_ended_by_itself(tmp_path, ending):
     """A model's hooks cannot know that the decode engine needs no more, or gave up."""
-    prefill, decode = await stage.pair(source, target, prefill=FAST)
-    offer = prefill.offer("r", streaming=True)
-    offer.extend([1], tokens=range(4))
-    if ending is Released:
-        await decode.decline(prefill.engine.ticket("r"))
-    elif ending is Withdrawn:
-        await offer.withdraw()
-    assert isinstance(await offer.released(), ending)
-    calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
-    for call in calls:
-        if ending is Withdrawn:
-            with pytest.raises(RequestError, match="is ended"):
+
+    async def scenario(one):
+        await one.pair(prefill=FAST)
+        offer = one.prefill.offer("r", streaming=True)
+        offer.extend([1], tokens=range(4))
+        if ending is Released:
+            await one.decode.decline(one.ticket("r"))
+        elif ending is Withdrawn:
+            await offer.withdraw()
+        assert isinstance(await offer.released(), ending)
+        calls = (lambda: offer.extend([2], tokens=range(4, 8)), offer.ready, offer.finish)
+        for call in calls:
+            if ending is Withdrawn:
+                with pytest.raises(RequestError, match="is ended"):
+                    call()
+            else:
                 call()
-        else:
-            call()
-    assert offer.tokens == 4
-    await quiet(prefill, decode)
+        assert offer.tokens == 4
+        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
+
+    play(scenario, tmp_path)
 
 
 async def test_cancelling_released_changes_nothing(pair):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from stage import DEFAULTS, Cache, Copied, Gate, eventually, quiet
+from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import Config, PeerLostError, Released, Worker
@@ -98,7 +98,7 @@ async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
         await fetch
     assert fetch.memory_safe
     await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8), timeout=5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert isinstance(await offer.released(), Released)
     await quiet(prefill, decode)
 
@@ -122,7 +122,7 @@ async def test_who_only_asks_what_became_of_a_read_keeps_nobody_awake(stage):
 @pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
-    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route, **SOON)
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("*")
     fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)

@@ -156,7 +156,7 @@ class FabricConfig(SettingsGroup):
     scatter_lists: bool = False
     """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
-    """Bytes in one post at most, on lanes that copy inside the post."""
+    """Bytes in one post at most, on lanes that copy inside the post; see `no_progress_timeout` for slow links."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -251,7 +251,8 @@ class Config(BaseSettings):
     connect_timeout: Duration = 5.0
     """To open the stream."""
     no_progress_timeout: Duration = 30.0
-    """How long a posted write or read may stand still."""
+    """How long a posted write or read may stand still: no part of it (4 at once, of `fabric.max_post_bytes`) ends. On a
+    link so slow that it does not move within that time what is under way to a peer, raise it, or make parts smaller."""
     drain_timeout: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 10.0
     """How long transfers may go on after a drain began; 0 cancels them at once."""
     close_timeout: Duration = 5.0

@@ -439,6 +439,25 @@ async def closing_with_an_event_that_never_fires(play):
     await raised(transfer, KvxferError)
 
 
+@pytest.mark.parametrize("moves", [1.1, 0.9])
+def test_a_link_is_slow_and_not_stuck_if_it_moves_in_time_what_is_under_way(tmp_path, moves):
+    """Two chunks of one part each: the second one ends when both have moved."""
+
+    async def scenario(play):
+        await play.pair(route="staged", **TIMES)
+        play.network.pace("*", moves * 4096 / CONFIG.no_progress_timeout, lambda: play.now)
+        play.prefill.offer("r", [1, 2], tokens=8)
+        outcome, waited = await play.timed(play.start("r"))
+        if moves > 1:
+            assert outcome.stats.bytes == 4096
+            assert waited > CONFIG.no_progress_timeout / 2  # it was slow
+        else:
+            assert isinstance(outcome, TransferFailedError)
+            assert "no progress for 13 s" in str(outcome)
+
+    play(scenario, tmp_path)
+
+
 def parameters():
     for case in CASES:
         marks = [pytest.mark.xfail(reason=case.defect, strict=True, raises=AssertionError)] if case.defect else []

@@ -5,7 +5,7 @@ from typing import Final
 from kvxfer.copy.port import READY
 from kvxfer.desk import Desk
 from kvxfer.geometry import ChunkGrid, PairPlan, cut_digest
-from kvxfer.landing import Host
+from kvxfer.landing import Host, seen
 from kvxfer.memory import Extent, ExtentState
 from kvxfer.need import Need
 from kvxfer.protocol.messages import Accept, KvAgentResult, Route
@@ -121,7 +121,7 @@ class Ahead:
             self._left -= 1
             if not self._left:
                 self.void()
-            host.landed(message.chunk, message.bytes)
+            seen(host, message.chunk, message.bytes)
 
     def give_up(self) -> None:
         """It waits for nothing."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -10,6 +11,7 @@ from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces, SumPlan
+from kvxfer.mapped import elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import Bound, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
@@ -19,9 +21,10 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.tally import Tally
 
-__all__ = ["Copied", "Host", "Landing", "Reading"]
+__all__ = ["Copied", "Host", "Landing", "Reading", "seen"]
 
 _T = TypeVar("_T")
+_FLUSH: Final = CopyPlan((), from_nic=True)
 Copied: TypeAlias = Callable[[CopyOutcome], None]
 """What goes on with how a copy ended."""
 
@@ -155,7 +158,7 @@ class Landing:
             host.run(host.when_writable, self._scatter)
         else:
             self._desk.release(extent)
-            host.landed(self._chunk, part.bytes)
+            seen(host, self._chunk, part.bytes)
 
     def give_up(self) -> None:
         """Wait for nothing any more."""
@@ -226,7 +229,10 @@ class Landing:
             self._drop()
             return
         try:
-            self._host.write(part.scatter(extent.address), part.bytes, self._scattered)
+            plan = part.scatter(extent.address)
+            if _by_nic(self._host, staged=True):
+                plan = replace(plan, from_nic=True)
+            self._host.write(plan, part.bytes, self._scattered)
         except KvxferError:
             self._drop()
             raise
@@ -283,7 +289,7 @@ class Reading:
         if message.bytes != nbytes:
             host.stop(_differs(self._chunk, nbytes, message.bytes))
         elif host.moving:
-            host.landed(self._chunk, nbytes)
+            seen(host, self._chunk, nbytes)
 
     def give_up(self) -> None:
         """Post nothing any more."""
@@ -330,6 +336,28 @@ class Reading:
             host.stop(Failure(Status.FAILED, Code.FABRIC if result.error else Code.TIMEOUT, reason))
         elif host.moving:
             host.say(*host.machine.landed([self._chunk]))
+
+
+def seen(host: Host, chunk: int, nbytes: int) -> None:
+    """A chunk is in the caller's blocks, and has landed once the device sees it too."""
+
+    def flushed(outcome: CopyOutcome) -> None:
+        if outcome.error is not None:
+            raise outcome.error
+        host.landed(chunk, nbytes)
+
+    if _by_nic(host, staged=False):
+        host.write(_FLUSH, 0, flushed)
+    else:
+        host.landed(chunk, nbytes)
+
+
+def _by_nic(host: Host, *, staged: bool) -> bool:
+    """Whether a NIC writes what comes from the peer into memory of a GPU."""
+    site = host.site
+    if staged and (site.staging is None or site.staging.kind != "VRAM"):
+        return False
+    return site.geometry.kind == "cuda" and elsewhere(host.peer.body.host)
 
 
 def _differs(chunk: int, here: int, there: int) -> Failure:

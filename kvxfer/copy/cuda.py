@@ -27,8 +27,10 @@ from kvxfer.copy.tables import Tables, pack, variants
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
+from kvxfer.memory.flush import Arrival, arrival, flush
 from kvxfer.pace import Linear, Pace
 from kvxfer.runtime import Runtime
+from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:  # importing the kernel imports triton
     from kvxfer.copy.kernel import Kernel
@@ -37,6 +39,7 @@ __all__ = ["CudaExecutor", "recorded"]
 
 I64: TypeAlias = NDArray[np.int64]
 
+_log: Final = logger("kvxfer.receive")
 _SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
 _NO_GATE: Final = (0, 0, 0)
 
@@ -97,6 +100,7 @@ class CudaExecutor:
         }
         self._kernel = _load_kernel(self._lanes[Direction.GATHER].device_ring)
         self._idle_polls = 0
+        self._arrival: Arrival | None = None  # once it had to be known
         self._service = runtime.start(f"kvxfer-copy-{self._device}", self._step, setup=self._enter_device)
 
     @property
@@ -193,7 +197,7 @@ class CudaExecutor:
         """Launch one job. False if its tables have to wait for room in the ring."""
         started = self._runtime.now()
         job, tables, sums = packed.job, packed.tables, packed.sums
-        if not tables.launches and not job.plan.blanks and sums is None:
+        if not tables.launches and not job.plan.blanks and not job.plan.from_nic and sums is None:
             self._backlog.report(job, started)
             return True
         try:
@@ -209,6 +213,8 @@ class CudaExecutor:
             running.nbytes = packed.nbytes
             running.first = lane.first_mark(packed.nbytes)
             lane.upload(slot, packed.words)
+            if job.plan.from_nic:
+                self._see_writes()
             for blank in job.plan.blanks:
                 lane.stream.clear(blank)
             for one in tables.launches:
@@ -230,6 +236,15 @@ class CudaExecutor:
             running.error = running.error or as_kvxfer_error("a copy failed on the device", caught)
         lane.running.append(running)
         return True
+
+    def _see_writes(self) -> None:
+        """Let the device see what NICs have written into its memory."""
+        if self._arrival is None:
+            self._arrival = arrival(self._device.index)
+            if self._arrival is Arrival.UNKNOWN:
+                _log.warning("writes_not_flushed", device=str(self._device), reason="the device has no way to do it")
+        if self._arrival is Arrival.FLUSHED:
+            flush()
 
     def _reap(self, lane: "_Lane") -> int:
         """Report the copies that have ended. Those of a stream end in order, so only the oldest is asked."""

@@ -263,10 +263,17 @@ class Blank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
-    """What to zero, and then segments to copy, in any order; no two segments write the same byte."""
+    """Segments to copy, in any order, and what comes before; no two segments write the same byte.
+
+    Attributes:
+        segments: To copy.
+        blanks: To zero before anything is copied.
+        from_nic: Whether a NIC wrote what is read, or what others read when this has run: on a GPU it is flushed first.
+    """
 
     segments: tuple[Segment, ...]
     blanks: tuple[Blank, ...] = ()
+    from_nic: bool = False
 
     @property
     def bytes(self) -> int:

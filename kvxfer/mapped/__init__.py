@@ -11,8 +11,19 @@
 Importing this package imports neither torch nor CUDA.
 """
 
-from kvxfer.mapped.home import here, unlike
+from kvxfer.mapped.home import elsewhere, here, unlike
 from kvxfer.mapped.memfd import check_process
 from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
-__all__ = ["Export", "Window", "Windows", "check_process", "export", "here", "joined", "open_window", "unlike"]
+__all__ = [
+    "Export",
+    "Window",
+    "Windows",
+    "check_process",
+    "elsewhere",
+    "export",
+    "here",
+    "joined",
+    "open_window",
+    "unlike",
+]

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-__all__ = ["here", "unlike"]
+__all__ = ["elsewhere", "here", "unlike"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -30,3 +30,9 @@ def unlike(theirs: str) -> str:
     if namespace != own_namespace:
         return "it is in another PID namespace; containers need a common one (hostPID, or one pod with a shared one)"
     return ""
+
+
+def elsewhere(theirs: str) -> bool:
+    """Whether a process that said so is on another host, as far as is known: then a NIC writes what it sends."""
+    ours = here()
+    return not ours or not theirs or ours.partition(" ")[0] != theirs.partition(" ")[0]

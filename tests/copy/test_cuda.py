@@ -12,9 +12,10 @@ from sum_plans import pair_of
 from kvxfer.copy import READY, CopyJob, Direction, cuda
 from kvxfer.copy.cuda import CudaExecutor, recorded
 from kvxfer.copy.port import FREELY, Gate
-from kvxfer.errors import ClosedError, TransferFailedError
+from kvxfer.errors import ClosedError, FabricError, TransferFailedError
 from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import Blank, CopyPlan
+from kvxfer.memory.flush import Arrival
 
 
 class Mark:
@@ -313,6 +314,45 @@ def test_gaps_are_cleared_before_anything_is_copied(world):
         mark.fired = True
     world.step()
     assert world.order == ["with gaps", "gaps alone"]
+
+
+@pytest.mark.parametrize("how", list(Arrival))
+def test_what_a_nic_wrote_is_flushed_before_it_is_read(world, monkeypatch, how, caplog):
+    steps, asked = [], []
+    monkeypatch.setattr(cuda, "arrival", lambda device: (asked.append(device), how)[1])
+    monkeypatch.setattr(cuda, "flush", lambda: steps.append("flush"))
+    kernel = world.executor._kernel
+    launch = kernel.launch
+    kernel.launch = lambda *given: (steps.append("copy"), launch(*given))
+    plan = contiguous_rows(0, 1 << 20, rows=2, regions=1, row_bytes=64, pool=2)
+    for name in "ab":
+        world.submit(name, plan=replace(plan, from_nic=True), direction=Direction.SCATTER)
+        world.step()
+    world.submit("from this host", plan=plan, direction=Direction.SCATTER)
+    world.step()
+    world.submit("in place", plan=CopyPlan((), from_nic=True), direction=Direction.SCATTER)
+    world.step()
+    flush = ["flush"] * (how is Arrival.FLUSHED)
+    assert steps == [*flush, "copy", *flush, "copy", "copy", *flush]
+    assert len(asked) == 1
+    assert caplog.text.count("writes_not_flushed") == (how is Arrival.UNKNOWN)
+
+
+def test_a_flush_that_fails_fails_its_job_alone(world, monkeypatch):
+    def broken():
+        raise FabricError("cuFlushGPUDirectRDMAWrites() failed")
+
+    monkeypatch.setattr(cuda, "arrival", lambda device: Arrival.FLUSHED)
+    monkeypatch.setattr(cuda, "flush", broken)
+    world.submit("broken", plan=CopyPlan((), from_nic=True))
+    world.submit("next")
+    world.step()
+    for mark in world.gather.marks:
+        mark.fired = True
+    world.step()
+    assert isinstance(world.outcomes["broken"].error, FabricError)
+    assert world.outcomes["next"].error is None
+    assert len(world.launched) == 1
 
 
 def test_what_copies_nothing_is_done_at_once(world):

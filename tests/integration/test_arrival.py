@@ -1,0 +1,50 @@
+"""What a NIC writes into a GPU is flushed before it is scattered or said to have landed: as if this CPU were one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stage import Cache, Copied, quiet
+
+from kvxfer import landing
+from kvxfer.copy.port import Direction
+from kvxfer.landing import _by_nic
+from kvxfer.mapped import here
+from kvxfer.mapped import home as home_module
+
+
+@pytest.mark.parametrize("by_nic", [True, False])
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_each_chunk_is_flushed_once(stage, monkeypatch, route, by_nic):
+    monkeypatch.setattr(landing, "_by_nic", lambda host, *, staged: by_nic)
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route)
+    submit, flushed = decode._site.executor.submit, []
+
+    def watched(job, direction):
+        if job.plan.from_nic:
+            flushed.append((direction, len(job.plan.segments) > 0))
+        submit(job, direction)
+
+    decode._site.executor.submit = watched
+    prefill.offer("r", [1, 2], tokens=8)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+    copied.check()
+    assert flushed == [(Direction.SCATTER, route == "staged")] * (result.stats.chunks if by_nic else 0)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize(("staging", "staged"), [("VRAM", True), ("DRAM", False), (None, False)])
+@pytest.mark.parametrize(("cache", "in_place"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize(("host", "away"), [("this", False), ("another pid:[1]", True), ("", True)])
+def test_where_it_is_needed(monkeypatch, staging, staged, cache, in_place, host, away):
+    monkeypatch.setattr(home_module, "here", lambda: "boot pid:[1]")
+    site = SimpleNamespace(
+        staging=SimpleNamespace(kind=staging) if staging else None, geometry=SimpleNamespace(kind=cache)
+    )
+    told = "boot pid:[2]" if host == "this" else host  # of another container
+    one: Any = SimpleNamespace(site=site, peer=SimpleNamespace(body=SimpleNamespace(host=told)))
+    assert _by_nic(one, staged=True) is (staged and in_place and away)  # memory of a GPU is staged for caches of GPUs
+    assert _by_nic(one, staged=False) is (in_place and away)
+    assert here()

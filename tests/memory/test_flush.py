@@ -1,0 +1,72 @@
+"""What a GPU needs before it reads what a NIC wrote: the table of its attributes, with a driver that is none."""
+
+from enum import IntEnum
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.errors import FabricError
+from kvxfer.memory import flush as module
+from kvxfer.memory.flush import Arrival, arrival, flush
+
+PREFIX = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_"
+ORDERING, OPTION = "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_", "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_"
+Ordering = IntEnum("Ordering", {ORDERING + "NONE": 0, ORDERING + "OWNER": 100, ORDERING + "ALL_DEVICES": 200})
+Options = IntEnum("Options", {OPTION + "HOST": 1, OPTION + "MEMOPS": 2})
+Target = IntEnum("Target", {"CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX": 0})
+Scope = IntEnum("Scope", {"CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER": 100})
+Code = IntEnum("Code", {"CUDA_SUCCESS": 0, "CUDA_ERROR_NOT_SUPPORTED": 801})
+
+
+class Driver:
+    """The part of `cuda.bindings.driver` that is called."""
+
+    CUdevice_attribute = SimpleNamespace(
+        **{PREFIX + name: name for name in ("WRITES_ORDERING", "FLUSH_WRITES_OPTIONS")}
+    )
+    CUGPUDirectRDMAWritesOrdering = Ordering
+    CUflushGPUDirectRDMAWritesOptions = Options
+    CUflushGPUDirectRDMAWritesTarget = Target
+    CUflushGPUDirectRDMAWritesScope = Scope
+
+    def __init__(self, **attributes):
+        self.attributes, self.flushed, self.code = attributes, [], Code.CUDA_SUCCESS
+
+    def cuDeviceGet(self, index):
+        return Code.CUDA_SUCCESS, f"gpu {index}"
+
+    def cuDeviceGetAttribute(self, name, gpu):
+        assert gpu == "gpu 3"
+        return Code.CUDA_SUCCESS, self.attributes[name]
+
+    def cuFlushGPUDirectRDMAWrites(self, target, scope):
+        self.flushed.append((int(target), int(scope)))
+        return (self.code,)
+
+
+@pytest.mark.parametrize(
+    ("ordering", "options", "needs"),
+    [
+        (0, 0, Arrival.UNKNOWN),
+        (0, 1, Arrival.FLUSHED),
+        (0, 2, Arrival.UNKNOWN),
+        (0, 3, Arrival.FLUSHED),
+        (100, 0, Arrival.ORDERED),
+        (100, 3, Arrival.ORDERED),
+        (200, 1, Arrival.ORDERED),
+    ],
+)
+def test_what_a_device_needs(monkeypatch, ordering, options, needs):
+    driver = Driver(WRITES_ORDERING=ordering, FLUSH_WRITES_OPTIONS=options)
+    monkeypatch.setattr(module, "load", lambda name, purpose: driver)
+    assert arrival(3) is needs
+
+
+def test_a_flush_is_for_the_device_whose_context_is_current(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(module, "load", lambda name, purpose: driver)
+    flush()
+    assert driver.flushed == [(0, 100)]
+    driver.code = Code.CUDA_ERROR_NOT_SUPPORTED
+    with pytest.raises(FabricError, match=r"cuFlushGPUDirectRDMAWrites.*CUDA_ERROR_NOT_SUPPORTED"):
+        flush()

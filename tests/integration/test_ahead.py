@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, is_quiet, quiet, taken
 from wire import play
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
@@ -189,20 +189,23 @@ async def test_no_lease_is_longer_than_a_frame_can_say(stage, tap):
     assert tap.of(Fetch)[0].lease_ms == FOREVER_MS
 
 
-async def test_the_lease_counts_from_the_fetch(stage, tap):
-    source, target = caches()
-    prefill, decode = await stage.pair(source, target, route="direct")
-    after = Gate()
-    prefill.offer("r", HELD, tokens=30, after=after)
-    tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=200)
-    transfer = begin(prefill, decode)
-    await eventually(lambda: tap.of(Accept))
-    assert tap.of(Accept)[0].ahead
-    await asyncio.sleep(0.25)
-    after.fired = True
-    with pytest.raises(TransferFailedError, match="lease ran out"):
-        await transfer
-    await quiet(prefill, decode)
+def test_the_lease_counts_from_the_fetch(tmp_path, tap):
+    async def scenario(one):
+        source, target = caches()
+        await one.pair(source=source, target=target, route="direct")
+        after = Gate()
+        one.prefill.offer("r", HELD, tokens=30, after=after)
+        tap.change[Fetch] = lambda fetch: replace(fetch, lease_ms=200)
+        transfer = begin(one.prefill, one.decode)
+        await one.until(lambda: tap.of(Accept))
+        assert tap.of(Accept)[0].ahead
+        await asyncio.sleep(0.25)
+        after.fired = True
+        with pytest.raises(TransferFailedError, match="lease ran out"):
+            await transfer
+        await one.until(lambda: is_quiet(one.prefill) and is_quiet(one.decode))
+
+    play(scenario, tmp_path)
 
 
 async def test_a_fetch_that_is_cancelled_at_once_leaves_nothing(stage):

@@ -11,6 +11,7 @@ from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
 from kvxfer.keys import Keys
 from kvxfer.mapped import export, here
+from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.locks import LockFile
 from kvxfer.mappings import Mappings
 from kvxfer.processes import Processes
@@ -30,7 +31,8 @@ def victim(pipe):
     """Another process, with memory to map and gates of its own, until it hears that it may end."""
     geometry, tensor = cache()
     gates = LockFile(4)
-    pipe.send((geometry, export("cpu", 0, [tensor.data_ptr()]), gates.handle))
+    span = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+    pipe.send((geometry, export("cpu", 0, [span], Descriptors()), gates.handle))
     pipe.recv()
     gates.close()
 

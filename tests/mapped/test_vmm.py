@@ -438,7 +438,7 @@ def test_a_tensor_across_what_is_told_in_several_handles_is_in_one_window(cuda):
         assert len(exports) == 3
         told = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]
         peer = SimpleNamespace(
-            identity=SimpleNamespace(incarnation=b"theirs"), body=SimpleNamespace(mapped=told, gates=0)
+            identity=SimpleNamespace(incarnation=b"theirs"), body=SimpleNamespace(mapped=told, gates=0), process=0
         )
         theirs = SimpleNamespace(tensors=[SimpleNamespace(base=base + 5, extent_bytes=29 * GRANULE)])
         mappings = Mappings(

@@ -5,11 +5,13 @@ removed agent are no evidence: after each of them bytes were seen to land.
 """
 
 import asyncio
+from functools import partial
 from typing import Final, Protocol
 
+from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.site import Site
+from kvxfer.site import Callback, Site, resolve
 
 __all__ = ["Exposed", "seek"]
 
@@ -40,38 +42,47 @@ class Exposed(Protocol):
         """Whether nothing of it goes on, or does harm, when the peer's process has ended."""
         ...
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is known already that the peer is through with it."""
-        ...
-
     def safe(self, why: str) -> None:
         """There is evidence. To no effect if the peer has answered meanwhile."""
         ...
 
 
-def seek(site: Site, exposed: Exposed, name: str) -> "asyncio.Task[None]":
+def seek(site: Site, exposed: Exposed, name: str) -> Callback:
     """Close the gate that a peer was granted, or see its process end, in a task of the worker's.
 
-    The task ends when either is evidence. Nothing but cancelling ends it otherwise: a peer that is stopped inside of
-    its gate may go on at any time.
+    The task ends when either is evidence. A peer that is stopped inside of its gate may go on at any time, so nothing
+    else ends it but what is returned: to be called when the doubt has ended otherwise. A worker that is closing looks
+    once more.
     """
+    over: asyncio.Future[None] = site.loop.create_future()
     leave = site.processes.hold(exposed.peer)  # now: the last link to the peer may be gone when the task begins
-    task = site.tasks.spawn(_seek(site, exposed), name)
+    task = site.lookouts.spawn(_seek(site, exposed, over), name)
     task.add_done_callback(lambda _: leave())
-    return task
+    return partial(resolve, over, None)
 
 
-async def _seek(site: Site, exposed: Exposed) -> None:
+async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]") -> None:
     delay, found = _SECONDS, None
-    while not exposed.ended:
+    while not over.done():
+        last = site.closing.done()
         if found is None and exposed.fenced:
             found = await site.gates.revoke(exposed.gate)
         if why := await _evidence(site, exposed, found):
             exposed.safe(why)
             return
-        await site.processes.wait(exposed.peer, delay)
+        if last:
+            return
+        news = [over, site.closing]
+        if exposed.ends_with_process and (gone := site.processes.ended(exposed.peer)) is not None:
+            news.append(gone)
+        pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
+        await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         delay = min(2 * delay, _SECONDS_MAX)
+
+
+def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:
+    """Whether there is a gate that is worth another look: where a process has died in it, nothing more will show."""
+    return exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
 
 
 async def _evidence(site: Site, exposed: Exposed, found: Revoked | None) -> str:

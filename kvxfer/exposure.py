@@ -1,67 +1,86 @@
-"""What a decode rank may be reading of ours (route `pull`): the gate before it, and how that ends without its word."""
+"""What a peer may be touching of ours: the gate before it, and how that ends without a word of the peer."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Final
 
 from kvxfer.evidence import seek
+from kvxfer.gates import SHARED_GATE
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.telemetry import logger
 
 __all__ = ["Exposure"]
 
-_log: Final = logger("kvxfer.send")
+_log: Final = logger("kvxfer.worker")
 
 
 class Exposure:
-    """The blocks of one transfer that are announced to be read.
+    """Memory that one transfer, or one loan, lets a peer write or read.
 
     Attributes:
-        peer: Who reads.
-        gate: What every announcement leads through.
-        fenced: Whether the reader passes it, or reads nothing.
-        ends_with_process: Always: a dead reader makes nothing of what it reads.
-        ended: Nobody reads any more.
+        peer: Who.
+        gate: What every grant leads through; there is one from the first grant on.
+        fenced: Whether the peer passes it, or touches nothing.
+        ends_with_process: Whether nothing of it goes on, or does harm, when the peer's process has ended.
+        ended: Nobody touches it any more.
 
     Args:
         site: The worker.
-        peer: The decode rank.
-        unread: Called if there is evidence that nobody reads any more, without a word of the reader.
+        peer: Who.
+        name: What it is, for logs.
+        safe: Called once if there is evidence that nobody touches it any more, other than the peer's word.
+        ends_with_process: As the attribute.
     """
 
-    def __init__(self, site: Site, peer: PeerInfo, unread: Callable[[], None]) -> None:
+    def __init__(
+        self, site: Site, peer: PeerInfo, name: str, safe: Callable[[], None], *, ends_with_process: bool
+    ) -> None:
         self.peer: Final = peer
-        self.gate: Final = site.gates.allot()
-        self.generation: Final = site.granted(peer, self.gate, mapped=False)
-        self.fenced: Final = self.generation > 0
-        self.ends_with_process: Final = True
+        self.gate = SHARED_GATE
+        self.fenced = False
+        self.ends_with_process = ends_with_process
         self.ended = False
         self._site: Final = site
-        self._unread = unread
-        self._seeking: asyncio.Task[None] | None = None
+        self._name: Final = name
+        self._safe = safe
+        self._granted = False
+        self._found: Callable[[], None] | None = None
 
-    def stop(self) -> None:
-        """Nothing may be read any more: see to it that nothing is."""
-        if self._seeking is None and not self.ended:
-            self._seeking = seek(self._site, self, f"kvxfer end reads of {self.peer.name}")
+    def grant(self, *, mapped: bool) -> int:
+        """What a grant says of the gate that it leads through: 0 where the peer passes none.
+
+        Args:
+            mapped: Whether the peer's own copies write there.
+        """
+        if self.gate == SHARED_GATE:
+            self.gate = self._site.gates.allot()
+        generation = self._site.granted(self.peer, self.gate, mapped=mapped)
+        self.fenced = (self.fenced or not self._granted) and generation > 0
+        self._granted = True
+        return generation
+
+    def void(self) -> None:
+        """The peer touches nothing under what was granted so far."""
+        self._granted = self.fenced = False
+
+    def seek(self) -> None:
+        """Nothing more is granted, or the peer says nothing: look for evidence, until there is some or it has ended."""
+        if self._found is None and not self.ended:
+            self._found = seek(self._site, self, f"kvxfer look after {self._name}")
 
     def safe(self, why: str) -> None:
-        """There is evidence, other than the reader's word."""
+        """There is evidence, other than the peer's word. To no effect if it has ended meanwhile."""
         if not self.ended:
-            _log.info("doubt_ended", peer=self.peer.name, reason=why)
-            unread = self._unread
+            _log.info("doubt_ended", peer=self.peer.name, transfer=self._name, reason=why)
+            safe = self._safe
             self.end()
-            unread()
+            safe()
 
     def end(self) -> None:
-        """Nobody reads any more. Idempotent."""
+        """Nobody touches it any more. Idempotent."""
         if not self.ended:
             self.ended = True
-            self._unread = no_hold  # without a cycle, the transfer is freed at once
+            self._safe = no_hold  # without a cycle, the transfer is freed at once
             self._site.gates.give_back(self.gate)
-
-    def close(self) -> None:
-        """The worker is closing: seek no longer."""
-        if self._seeking is not None:
-            self._seeking.cancel()
+            if self._found is not None:
+                self._found()

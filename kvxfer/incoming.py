@@ -12,12 +12,14 @@ from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.encoding import joined_spans
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step
 from kvxfer.events import Until
-from kvxfer.fabric.port import Cell, Outcome, Post, PostResult
+from kvxfer.exposure import Exposure
+from kvxfer.fabric.port import Cell, Post, PostResult
 from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan, SumPlan
 from kvxfer.landing import Copied, Landing, Reading
 from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
+from kvxfer.ownwork import OwnWork
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
     Accept,
@@ -34,11 +36,9 @@ from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
-from kvxfer.telemetry import logger
 
 __all__ = ["Incoming"]
 
-_log: Final = logger("kvxfer.receive")
 _NOTHING: Final = CopyPlan(())
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
@@ -53,8 +53,7 @@ class Incoming(Steps):
         tally: Counts.
         route: As the sender chose it.
         why: Why it chose that.
-        gate: What every grant leads through.
-        fenced: Whether the sender passes it, or writes nothing.
+        exposure: What the sender may write, and the gate before it.
         checking: Compares what arrived with what the peer holds, if that is wanted.
     """
 
@@ -70,10 +69,11 @@ class Incoming(Steps):
         self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
         # of a peer that was lost since it was looked up nothing is known any more
         self._ahead: Final = Ahead.of(site, self.peer, need, self._asked) if link.is_open else None
-        self.gate: Final = site.gates.allot()  # last: what raises before has none to give back
+        # on `pull` the peer writes nothing, and with its process nobody is left who waits for an answer
+        name, pull = f"{site.incarnation.hex()[:8]}-{transfer}", Route.PULL in self._asked
+        self.exposure: Final = Exposure(site, self.peer, name, self._safe, ends_with_process=pull)
         if self._ahead is not None:
-            self._ahead.generation = site.granted(self.peer, self.gate, mapped=Route.MAPPED in self._asked)
-        self.fenced = self._ahead is not None and self._ahead.generation > 0
+            self._ahead.generation = self.exposure.grant(mapped=Route.MAPPED in self._asked)
         staging = self._ahead is not None and self._ahead.staged
         self.machine: Final = Receiving(transfer, ahead=self._ahead is not None, staging=staging)
         self._bound: Bound | None = None
@@ -83,11 +83,10 @@ class Incoming(Steps):
         self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
         self._queue: deque[tuple[int, float, int]] = deque()  # chunks that are ready; until when, through what to read
         self._chunks: dict[int, Landing | Reading | Ahead] = {}  # under way
-        self._writing = 0  # copies and reads of ours that may write the caller's blocks
+        self._own: Final = OwnWork(self, self._settle)
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
         self._given_up = False
-        self._own_doubt = False
         self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._awake: Callable[[], None] = no_hold
 
@@ -124,18 +123,10 @@ class Incoming(Steps):
         return self.machine.state is ReceiveState.LOST
 
     @property
-    def ends_with_process(self) -> bool:
-        """Whether it is over with the peer's process: nothing more lands, or nobody is left who waits for an answer.
-
-        What a process left to a socket may still land.
-        """
-        return self.route is Route.MAPPED or self.owes_an_answer
-
-    @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
         theirs = self.machine.exposed and not self.machine.ended and self._in_place
-        return self._own_doubt or self._writing > 0 or theirs
+        return self._own.writes or theirs
 
     @property
     def _in_place(self) -> bool:
@@ -167,11 +158,6 @@ class Incoming(Steps):
     def moving(self) -> bool:
         """Whether anything new may be begun."""
         return self.machine.state is ReceiveState.MOVING and not self._given_up
-
-    @property
-    def generation(self) -> int:
-        """What a grant says of the gate that it leads through: 0 where the peer passes none."""
-        return self.site.granted(self.peer, self.gate, mapped=self.route is Route.MAPPED)
 
     @property
     def patience(self) -> float:
@@ -211,7 +197,8 @@ class Incoming(Steps):
         self.tally.predicted = message.predicted_us / 1e6 if message.predicted_us else None
         self.site.heard(self.peer, fenced=message.fenced)
         if not message.ahead:
-            self.fenced = message.route is not Route.PULL and self.generation > 0
+            self.exposure.void()
+        self.exposure.ends_with_process = message.route in (Route.MAPPED, Route.PULL)
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         if self._ahead is not None and message.ahead:
@@ -264,13 +251,6 @@ class Incoming(Steps):
         self._give_up()
         self.machine.lost(failure)
         self._settle()
-
-    def safe(self, why: str) -> None:
-        """There is evidence, other than the peer's word, that nothing of it is written any more."""
-        if not self.ended:
-            self.machine.safe()
-            _log.info("doubt_ended", peer=self.peer.name, transfer=self.machine.transfer, reason=why)
-            self._settle()
 
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of the transfer."""
@@ -406,16 +386,17 @@ class Incoming(Steps):
             after = Until(self._need.after, lambda: self._given_up)
             self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
 
+    def gate(self) -> int:
+        """What a grant says of the gate that it leads through: 0 where the peer passes none."""
+        return self.exposure.grant(mapped=self.route is Route.MAPPED)
+
     def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
-        self.copy(plan, Direction.SCATTER, partial(self._wrote, then), nbytes=nbytes, sums=sums)
-        self._writing += 1
+        self._own.copy(plan, nbytes, then, sums)
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
-        wanted = post(partial(self.site.hand_over, self.run, self._read, then))
-        self._writing += 1
-        self.site.fabric.post(wanted)
+        self._own.read(post, then)
 
     def _became_writable(self, outcome: CopyOutcome) -> None:
         waiting, self._when_writable = self._when_writable, []
@@ -425,19 +406,6 @@ class Incoming(Steps):
         self._settle()
         if outcome.error is not None:
             raise outcome.error
-
-    def _wrote(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
-        self._writing -= 1
-        then(outcome)
-        self._settle()
-
-    def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
-        # where the transport says that the peer is gone, it has ended its own work too
-        gone = result.error is not None and result.error.disconnected
-        self._own_doubt = self._own_doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
-        self._writing -= 1
-        then(result)
-        self._settle()
 
     # --- ending
 
@@ -453,6 +421,11 @@ class Incoming(Steps):
         for chunk in self._holders():
             chunk.give_up()
 
+    def _safe(self) -> None:
+        """There is evidence, other than the peer's word, that nothing of it is written any more."""
+        self.machine.safe()
+        self._settle()
+
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
@@ -461,7 +434,7 @@ class Incoming(Steps):
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more
-        if self._unsaid and not (self.route is Route.PULL and (self._writing or self._own_doubt)):
+        if self._unsaid and not self._own.reads:
             # on `pull` it also says that nothing is read any more
             unsaid, self._unsaid = self._unsaid, []
             self.link.send(*unsaid)
@@ -471,6 +444,8 @@ class Incoming(Steps):
                 chunk.settle(lost=lost)
             self._awake()
             self._awake = no_hold
+        if machine.ended:
+            self.exposure.end()
         if machine.ended or lost or machine.failure is not None:
             self._owner.changed()
         if lost and (not self.finished or self.owes_an_answer):

@@ -57,8 +57,7 @@ class Host(Protocol):
         """Whether anything new may be begun."""
         ...
 
-    @property
-    def generation(self) -> int:
+    def gate(self) -> int:
         """What a grant says of the gate that it leads through."""
         ...
 
@@ -221,7 +220,7 @@ class Landing:
         self._granted_at = now
         lease = host.site.lease_ms(share.held_bytes(host.peer.name))
         place = (extent.address, extent.nbytes) if self._staged else (0, 0)
-        host.say(*host.machine.grant([Grant(self._chunk, *place)], lease, host.generation))
+        host.say(*host.machine.grant([Grant(self._chunk, *place)], lease, host.gate()))
 
     def _scatter(self, writable: bool) -> None:
         extent, part = self._landed, self._part

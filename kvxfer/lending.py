@@ -10,16 +10,15 @@ from collections.abc import Callable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
+from kvxfer.exposure import Exposure
 from kvxfer.gauging import loan_bytes
 from kvxfer.link import Link
 from kvxfer.memory import Extent, ExtentState
 from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
 from kvxfer.site import Site, no_hold, resolve
-from kvxfer.telemetry import logger
 
 __all__ = ["Lender", "Loan"]
 
-_log: Final = logger("kvxfer.receive")
 _LEASE_S: Final = 5.0
 """Seconds after which memory is asked back: a hundred times as many as measuring takes."""
 _DECIDED_BETWEEN: Final = frozenset({Route.STAGED, Route.DIRECT})
@@ -35,9 +34,7 @@ class Loan:
         link: The control stream; replaced when the same incarnation is reached again.
         peer: The prefill rank.
         transfer: Its number.
-        gate: What it is written through.
-        fenced: Whether the peer passes that, or writes nothing.
-        ends_with_process: Never: what a dead process left to a socket may still land.
+        exposure: The gate before it. What a dead process left to a socket may still land.
         is_lost: The session is gone, or the peer is silent; it may still write.
         ended: The memory is this side's again.
         over: Resolves with the one or the other.
@@ -58,9 +55,7 @@ class Loan:
         self.is_lost = False
         self.ended = False
         self.over: Final[asyncio.Future[None]] = site.loop.create_future()
-        self.gate: Final = site.gates.allot()
-        self.fenced: Final = site.granted(link.peer, self.gate, mapped=False) > 0
-        self.ends_with_process: Final = False
+        self.exposure: Final = Exposure(site, link.peer, str(transfer), self._take_back, ends_with_process=False)
         self._doubted: Final = doubted
         self._ended: Final = over
         self._site: Final = site
@@ -80,7 +75,7 @@ class Loan:
         site.receive_desk.share.write(extent)
         self._awake = site.fabric.hold_awake()  # over TCP the target moves the data
         lease = min(site.config.grant_lease, _LEASE_S)
-        granted = site.granted(self.peer, self.gate, mapped=False)
+        granted = self.exposure.grant(mapped=False)
         if self.link.send(Probe(self.transfer, extent.address, extent.nbytes, int(lease * 1000), granted)):
             self._timer = site.at(site.now() + lease, self.cancel)
         else:
@@ -118,12 +113,6 @@ class Loan:
                 self._site.receive_desk.quarantine(self._extent, f"{self.peer.name} is silent")
             self._doubted(self)
 
-    def safe(self, why: str) -> None:
-        """There is evidence, other than the peer's word, that it writes nothing any more."""
-        if not self.ended:
-            _log.info("doubt_ended", peer=self.peer.name, transfer=self.transfer, reason=why)
-            self._take_back()
-
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of it."""
         self.link, self.is_lost = link, False
@@ -143,7 +132,7 @@ class Loan:
         desk = self._site.receive_desk
         give_back = desk.settle if self._extent.state is ExtentState.QUARANTINED else desk.release
         give_back(self._extent)
-        self._site.gates.give_back(self.gate)
+        self.exposure.end()
         self._ended(self)
         resolve(self.over, None)
 

@@ -178,19 +178,12 @@ class Outgoing(Steps):
             bound = self.site.now() + self.site.config.revoke_timeout
             self._unread_timer = self.site.at(bound, self._unanswered)
             if self._exposure is not None:
-                self._exposure.stop()
+                self._exposure.seek()
         self._say(messages)
 
     def _unanswered(self) -> None:
         """Route `pull`: the decode rank has not said in time that it reads nothing any more."""
         self._say(self.machine.unread(in_doubt=True))
-        if self.site.draining:
-            self.forsake()
-
-    def forsake(self) -> None:
-        """The worker is closing: whatever is in doubt stays so."""
-        if self._exposure is not None:
-            self._exposure.close()
 
     def cancelled(self, failure: Failure) -> None:
         """The decode rank gave up, or asks (after a lost session) what became of the transfer.
@@ -298,7 +291,9 @@ class Outgoing(Steps):
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
             self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
-            self._exposure = Exposure(self.site, self.peer, self.unread_at_last)
+            self._exposure = Exposure(
+                self.site, self.peer, self.name, self.unread_at_last, ends_with_process=True
+            )  # a dead reader makes nothing of what it reads
         else:
             self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
         self._say(self.machine.accept(message))
@@ -361,7 +356,7 @@ class Outgoing(Steps):
             if offer.spans is not self._said:  # an offer that grows gets new lists
                 news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
                 self._said = offer.spans
-            generation = self._exposure.generation if self._exposure is not None else 0
+            generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
             self._say(self.machine.ready(chunks, lease_ms, news, generation))
 
     def _announce_readable(self, bound: Bound, chunk: int) -> None:

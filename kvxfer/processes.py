@@ -57,7 +57,7 @@ class Processes:
         except (AttributeError, OSError, FabricError):
             return  # without it, only the peer's word and its gates are left
         process = self._processes[key] = _Process(descriptor, self._loop.create_future())
-        self._loop.add_reader(descriptor, self._ended, process)
+        self._loop.add_reader(descriptor, self._has_ended, process)
 
     def hold(self, peer: PeerInfo) -> Callable[[], None]:
         """Keep an eye on a peer's process, whether or not a link leads to it, until the returned function is called."""
@@ -73,30 +73,37 @@ class Processes:
 
         return once(leave)
 
-    def when_gone(self, peer: PeerInfo, then: Callable[[], None]) -> None:
-        """Call `then` once the process of a peer has ended, if that can be known."""
-        process = self._processes.get(peer.identity.incarnation)
-        if process is not None:
-            leave = self.hold(peer)
+    def when_gone(self, peer: PeerInfo, then: Callable[[], None]) -> Callable[[], None]:
+        """Call `then` once the process of a peer has ended, if that can be known.
 
-            def ended(_: "asyncio.Future[None]") -> None:
-                leave()
-                then()
+        Returns:
+            What takes that back.
+        """
+        ended = self.ended(peer)
+        if ended is None:
+            return lambda: None
+        leave = self.hold(peer)
 
-            process.ended.add_done_callback(ended)
+        def told(_: "asyncio.Future[None]") -> None:
+            leave()
+            then()
+
+        def withdraw() -> None:
+            ended.remove_done_callback(told)
+            leave()
+
+        ended.add_done_callback(told)
+        return withdraw
 
     def gone(self, peer: PeerInfo) -> bool:
         """Whether the process of a peer is known to have ended. Call it under `hold`."""
-        process = self._processes.get(peer.identity.incarnation)
-        return process is not None and process.ended.done()
+        ended = self.ended(peer)
+        return ended is not None and ended.done()
 
-    async def wait(self, peer: PeerInfo, seconds: float) -> None:
-        """Return when the process of a peer has ended, or after so many seconds."""
+    def ended(self, peer: PeerInfo) -> "asyncio.Future[None] | None":
+        """Done once the process of a peer has ended; None if that cannot be known. Call it under `hold`."""
         process = self._processes.get(peer.identity.incarnation)
-        if process is None or process.ended.done():
-            await asyncio.sleep(seconds)
-            return
-        await asyncio.wait({process.ended}, timeout=seconds)
+        return None if process is None else process.ended
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
@@ -112,7 +119,7 @@ class Processes:
             self._drop(process)
         self._processes.clear()
 
-    def _ended(self, process: _Process) -> None:
+    def _has_ended(self, process: _Process) -> None:
         self._drop(process)
         if not process.ended.done():
             process.ended.set_result(None)

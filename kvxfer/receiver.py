@@ -173,8 +173,13 @@ class Receiver:
                 incoming.lost(failure)
         self._lender.lost(link)
 
+    def abandon_all(self) -> None:
+        """Wait for no peer any longer; for shutdown, after `cancel_all`."""
+        for fetching in list(self._fetches):
+            fetching.abandon()
+
     def close(self) -> None:
-        """Stop renewing; for shutdown, after `cancel_all`."""
+        """Stop renewing, and say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
         self._claims.close()
         for fetching in list(self._fetches):
             fetching.abandon()
@@ -219,5 +224,5 @@ class Receiver:
             for incoming in fetching.incoming:
                 if incoming not in owing:
                     self._incoming.pop(incoming.machine.transfer, None)
-                    self._site.gates.give_back(incoming.gate)
+                    incoming.exposure.end()
             fetching.incoming[:] = owing  # they know the fetch: without a cycle, all of it is freed at once

@@ -5,7 +5,7 @@ from typing import Final, Protocol
 
 from kvxfer.backoff import Backoff
 from kvxfer.errors import KvxferError
-from kvxfer.evidence import Exposed, seek
+from kvxfer.exposure import Exposure
 from kvxfer.link import Link
 from kvxfer.peers import Peers
 from kvxfer.site import Site
@@ -18,7 +18,7 @@ _ASK_SECONDS: Final = 0.5
 _ASK_SECONDS_MAX: Final = 10.0
 
 
-class Owed(Exposed, Protocol):
+class Owed(Protocol):
     """A transfer, or a loan, whose peer may still write what it was granted, and has not said what became of it.
 
     Or it is the peer that waits for an answer (`pull`).
@@ -27,6 +27,11 @@ class Owed(Exposed, Protocol):
     @property
     def transfer(self) -> int:
         """Its number."""
+        ...
+
+    @property
+    def exposure(self) -> Exposure:
+        """What the peer may touch."""
         ...
 
     @property
@@ -50,7 +55,7 @@ class Owed(Exposed, Protocol):
 
 
 class Recoveries:
-    """What is in doubt, each with two tasks of the worker's, which go on until one of them has ended the doubt.
+    """What is in doubt: peers are asked, and evidence is sought, until either has ended the doubt.
 
     Args:
         site: The worker.
@@ -60,33 +65,27 @@ class Recoveries:
     def __init__(self, site: Site, peers: Peers) -> None:
         self._site: Final = site
         self._peers: Final = peers
-        self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
+        self._asking: dict[int, asyncio.Task[None]] = {}
         self._over = False
 
     def begin(self, owed: Owed) -> None:
         """Something is in doubt: do what ends that, unless it is being done already."""
-        if self._over:
-            return
-        ask, look = (owed.transfer, "ask"), (owed.transfer, "look")
-        if ask not in self._tasks:
-            self._keep(ask, self._site.tasks.spawn(self._ask(owed), f"kvxfer ask about {owed.transfer}"))
-        if look not in self._tasks:
-            self._keep(look, seek(self._site, owed, f"kvxfer look after {owed.transfer}"))
+        owed.exposure.seek()
+        if owed.transfer not in self._asking and not self._over:
+            task = self._site.tasks.spawn(self._ask(owed), f"kvxfer ask about {owed.transfer}")
+            self._asking[owed.transfer] = task
+            task.add_done_callback(lambda _: self._asking.pop(owed.transfer, None))
 
     def cancel(self) -> None:
-        """Give up; for shutdown."""
+        """Ask nobody any more; for shutdown."""
         self._over = True
-        for task in self._tasks.values():
+        for task in self._asking.values():
             task.cancel()
-
-    def _keep(self, key: tuple[int, str], task: "asyncio.Task[None]") -> None:
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _ask(self, owed: Owed) -> None:
         """Reach the same incarnation again, so that it can say what became of its writes."""
         backoff = Backoff(self._site.runtime.token, least=_ASK_SECONDS, most=_ASK_SECONDS_MAX)
-        while not owed.ended and not self._over:
+        while not owed.exposure.ended:
             if owed.is_lost:
                 try:
                     link = await self._peers.link(owed.link.endpoint, None)
@@ -94,7 +93,7 @@ class Recoveries:
                     link = None
                 if link is not None and link.is_open and self._replaced(owed, link):
                     if owed.finished:
-                        owed.safe("nobody is left who waits to hear that nothing is read")
+                        owed.exposure.safe("nobody is left who waits to hear that nothing is read")
                     return
                 # on the stream on which it was asked already, the answer will come or will not
                 if link is not None and link.is_open and link is not owed.link and owed.is_lost:
@@ -104,7 +103,8 @@ class Recoveries:
     @staticmethod
     def _replaced(owed: Owed, link: Link) -> bool:
         """Whether another incarnation has taken the peer's place, which knows nothing of what its predecessor did."""
-        if link.peer.identity.incarnation == owed.peer.identity.incarnation:
+        before = owed.exposure.peer
+        if link.peer.identity.incarnation == before.identity.incarnation:
             return False
-        _log.warning("peer_replaced", peer=owed.peer.name, incarnation=link.peer.name)
+        _log.warning("peer_replaced", peer=before.name, incarnation=link.peer.name)
         return True

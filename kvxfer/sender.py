@@ -209,8 +209,6 @@ class Sender:
         for gauging in self._gaugings.values():
             gauging.stop(failure)
         self.refuse_parked()
-        for outgoing in self._doubtful.values():
-            outgoing.forsake()
         ends = [offer.wait_end() for offer in self.book.offers]
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer withdraw all")

@@ -28,7 +28,7 @@ from kvxfer.runtime import HandOver, Runtime
 from kvxfer.telemetry import Metrics, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Site", "Tasks", "no_hold", "resolve"]
+__all__ = ["Callback", "Site", "Tasks", "no_hold", "resolve"]
 
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
@@ -135,9 +135,11 @@ class Site:
         fenced: Incarnations of peers that pass the gates that grants name.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
+        lookouts: Tasks that look for evidence: closing does not wait for them, but has them look once more.
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
+        closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
     """
 
@@ -169,12 +171,15 @@ class Site:
     fenced: set[bytes] = field(default_factory=set[bytes])
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
+    lookouts: Tasks = field(default_factory=Tasks)
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
+    closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.closing = self.loop.create_future()
         self.now = self.runtime.now
 
     def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:

@@ -384,12 +384,16 @@ class Worker:
         sender.withdraw_all()
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
         await site.tasks.drain(until - site.now())
+        receiver.abandon_all()
+        site.closing.set_result(None)  # whoever looks for evidence looks once more
         site.tasks.cancel()
         await site.tasks.drain(site.config.close_timeout)
         links = [*self._links, *self._greeting]
         for link in links:
             link.close("the worker was closed")
         await asyncio.gather(*(link.wait_gone(site.config.close_timeout) for link in links))
+        if not await site.lookouts.drain(site.config.close_timeout):
+            site.lookouts.cancel()
         receiver.close()
         sender.book.close()
         await self._assembly.dismantle(site, max(0.0, until - site.now()))

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from stage import Cache, Gate, Tap, eventually, quiet
 from wire import play
 
-from kvxfer.errors import FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
+from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.gates import GATES, SHARED_GATE, Gates
 from kvxfer.mapped.locks import Key, LockFile, Revoked
-from kvxfer.protocol.messages import Accept, Fetch, Probe, Reserve
+from kvxfer.protocol.messages import Accept, Fetch, Probe, Reserve, Want
 
 TIMES = {"heartbeat": 1, "peer_timeout": 3, "revoke_timeout": 5, "handshake_timeout": 1}
 ROUTES = ["mapped", "direct", "staged"]
@@ -40,6 +40,14 @@ def received(worker, kind):
 
 def unchanged(target, before):
     return all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
+
+
+def leaks(monkeypatch):
+    """What workers that close leave to the process's end."""
+    leaked = []
+    monkeypatch.setattr("kvxfer.assembly._leaked", leaked)
+    monkeypatch.setattr("kvxfer.staging.Staging.leak", lambda staging: leaked.append(staging) or staging.close())
+    return leaked
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -163,6 +171,63 @@ def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize("route", ["direct", "staged"])
+def test_a_worker_that_closes_takes_back_what_a_silent_peer_was_granted(tmp_path, monkeypatch, route):
+    """The doubt begins while the worker is closing: one look at the gate ends it."""
+    leaked = leaks(monkeypatch)
+
+    async def scenario(play):
+        await play.pair(route=route, **TIMES, **caches(route))
+        await play.bring("r0")
+        computed = Gate()
+        play.prefill.offer("r", [1, 2], tokens=8, after=computed)
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Accept") == 2)
+        play.wire.silence()
+        await play.decode.aclose(drain=False)
+        with pytest.raises(ClosedError):
+            await transfer
+        assert transfer.memory_safe
+        before = frozen(play.target)
+        computed.fired = True
+        await play.until(lambda: not play.prefill.describe()["sending"])
+        assert unchanged(play.target, before)
+
+    play(scenario, tmp_path)
+    assert not leaked
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_worker_that_closes_looks_once_more_at_what_is_in_doubt(tmp_path, monkeypatch, stuck):
+    """What was in doubt for long is looked at once a second; closing does not wait for the next look."""
+    leaked = leaks(monkeypatch)
+
+    async def scenario(play):
+        await play.pair(route="direct", **TIMES, **caches("direct"))
+        await play.bring("r0")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        play.network.hold("*")
+        transfer = play.start("r")
+        await play.until(lambda: received(play.decode, "Accept") == 2)
+        play.wire.silence()
+        with pytest.raises(MemoryInDoubtError) as caught:
+            await transfer
+        await asyncio.sleep(10)
+        if not stuck:
+            play.network.release("*")
+            await play.until(lambda: not play.prefill.describe()["sending"])
+        _, seconds = await play.timed(play.decode.aclose(drain=False))
+        assert seconds < 0.5
+        if stuck:
+            with pytest.raises(ClosedError, match="never reuse"):
+                await caught.value.settled()
+        else:
+            await caught.value.settled()
+
+    play(scenario, tmp_path)
+    assert bool(leaked) is stuck
+
+
 def test_a_stream_that_was_cut_is_no_doubt_where_nothing_is_written(tmp_path):
     async def scenario(play):
         await play.pair(route="direct", **TIMES)
@@ -186,6 +251,16 @@ async def test_the_first_grant_of_all_names_a_gate(stage, tap):
     assert all(fetch.generation >> 32 > SHARED_GATE for fetch in tap.of(Fetch))
     assert [(accept.fenced, accept.ahead) for accept in tap.of(Accept)] == [(True, True)] * 2
     await quiet(prefill, decode)
+
+
+async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, tap):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
+    prefill.offer("a", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
+    assert {want.generation >> 32 for want in tap.of(Want)} == {SHARED_GATE + 1}
+    await quiet(prefill, decode)
+    assert prefill._site.gates._free == [SHARED_GATE + 1]
+    assert (decode._site.gates._free, decode._site.gates.allot()) == ([], SHARED_GATE + 1)  # the first of all
 
 
 async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):

@@ -226,6 +226,7 @@ class World:
         worker._site.draining = True
         worker._receiver._recoveries.cancel()
         worker._site.tasks.cancel()
+        worker._site.lookouts.cancel()
         worker._watch.stop()
         worker._closing = asyncio.create_task(asyncio.sleep(0))  # it cannot be closed any more
         self.left.append(rank)

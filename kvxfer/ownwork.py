@@ -1,0 +1,69 @@
+"""What a transfer itself does in the caller's blocks: copies, sums and reads, which are over before it is."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvxfer.copy.port import CopyOutcome, Direction
+from kvxfer.fabric.port import Outcome, Post, PostResult
+from kvxfer.geometry import CopyPlan, SumPlan
+from kvxfer.steps import Steps
+
+__all__ = ["OwnWork"]
+
+
+class OwnWork:
+    """Counts what of our own is under way.
+
+    Args:
+        steps: The transfer.
+        changed: Called after each end of something, when whoever waited for it was told.
+    """
+
+    def __init__(self, steps: Steps, changed: Callable[[], None]) -> None:
+        self._steps: Final = steps
+        self._changed: Final = changed
+        self._copies = 0
+        self._reads = 0
+        self._doubt = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether a read of ours may be under way at the peer."""
+        return self._reads > 0 or self._doubt
+
+    @property
+    def writes(self) -> bool:
+        """Whether something of ours may write the caller's blocks."""
+        return self._copies > 0 or self.reads
+
+    def copy(
+        self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None], sums: SumPlan | None = None
+    ) -> None:
+        """Copy about so many bytes into the caller's blocks, or add up what is there.
+
+        Raises:
+            KvxferError: If the executor takes no more copies; nothing is copied then.
+        """
+        self._steps.copy(plan, Direction.SCATTER, partial(self._copied, then), nbytes=nbytes, sums=sums)
+        self._copies += 1
+
+    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+        """Post a read into the caller's blocks."""
+        site = self._steps.site
+        wanted = post(partial(site.hand_over, self._steps.run, self._read, then))
+        self._reads += 1
+        site.fabric.post(wanted)
+
+    def _copied(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
+        self._copies -= 1
+        then(outcome)
+        self._changed()
+
+    def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
+        # where the transport says that the peer is gone, it has ended its own work too
+        gone = result.error is not None and result.error.disconnected
+        self._doubt = self._doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
+        self._reads -= 1
+        then(result)
+        self._changed()

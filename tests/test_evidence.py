@@ -1,0 +1,127 @@
+"""How often evidence is looked for: while looking may find some, and not otherwise."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.evidence import seek
+from kvxfer.gates import SHARED_GATE
+from kvxfer.mapped.locks import Revoked
+from kvxfer.site import Tasks
+from kvxfer.testing import simulate
+
+OWN = SHARED_GATE + 1
+
+
+class Looked:
+    """A worker whose gates and processes count how often they are looked at.
+
+    Args:
+        found: What is found at the lock of a gate.
+        inside: How many are inside of its word.
+        process: Whether the peer's process can be watched.
+    """
+
+    def __init__(self, *, found=None, inside=0, process=False):
+        self.loop = asyncio.get_running_loop()
+        self.closing = self.loop.create_future()
+        self.lookouts = Tasks()
+        self.geometry = SimpleNamespace(kind="cpu")
+        self.gates = self.processes = self
+        self.process = self.loop.create_future() if process else None
+        self.looks = 0
+        self._found, self._inside = found, inside
+
+    async def revoke(self, number):
+        self.looks += 1
+        return self._found
+
+    async def inside(self, number):
+        self.looks += 1
+        return self._inside
+
+    def retire(self, number):
+        pass
+
+    def hold(self, peer):
+        return lambda: None
+
+    def ended(self, peer):
+        self.looks += 1
+        return self.process
+
+    def gone(self, peer):
+        return self.process is not None and self.process.done()
+
+
+class Doubt:
+    """Something in doubt."""
+
+    def __init__(self, *, gate=OWN, fenced=True, ends_with_process=True):
+        self.peer, self.gate, self.fenced, self.ends_with_process = "peer", gate, fenced, ends_with_process
+        self.why = ""
+
+    def safe(self, why):
+        self.why = why
+
+
+def hour(doubt, ending, **found):
+    """Looks in an hour of doubt, and its reason if `ending(site, found)` ends it then."""
+
+    async def scenario(runtime):
+        site = Looked(**found)
+        over = seek(site, doubt, "look")
+        await asyncio.sleep(3600)
+        looks = site.looks
+        ending(site, over)
+        assert await site.lookouts.drain(5)
+        return looks
+
+    return simulate(scenario)
+
+
+def closes(site, over):
+    site.closing.set_result(None)
+
+
+def dies(site, over):
+    site.process.set_result(None)
+
+
+def answers(site, over):
+    over()
+
+
+@pytest.mark.parametrize("ending", [closes, dies, answers])
+@pytest.mark.parametrize("doubt", [{"fenced": False}, {"gate": SHARED_GATE}])
+def test_where_only_the_end_of_a_process_can_show_nobody_looks(doubt, ending):
+    one = Doubt(**doubt)
+    assert hour(one, ending, process=True) <= 3
+    assert one.why == ("its process has ended" if ending is dies else "")
+
+
+@pytest.mark.parametrize("ending", [closes, answers])
+@pytest.mark.parametrize("found", [None, Revoked.DIED])
+def test_where_nothing_can_show_nobody_looks(found, ending):
+    """A peer on another host; or one that died in its gate, and what it had left to a socket may still land."""
+    one = Doubt(fenced=found is not None, ends_with_process=False)
+    assert hour(one, ending, found=found) <= 3
+    assert not one.why
+
+
+@pytest.mark.parametrize("found", [{"found": None}, {"found": Revoked.IDLE, "inside": 1}])
+def test_a_gate_that_somebody_is_in_is_looked_at_once_a_second(found):
+    one = Doubt()
+    assert 3600 <= hour(one, closes, process=True, **found) < 5 * 3600
+    assert not one.why
+
+
+def test_a_worker_that_closes_looks_once_more():
+    def empties(site, over):
+        site._inside = 0
+        closes(site, over)
+
+    one = Doubt()
+    hour(one, empties, found=Revoked.IDLE, inside=1)
+    assert one.why == "its gate was empty"

@@ -87,7 +87,6 @@ class Incoming(Steps):
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
         self._given_up = False
-        self._unsaid: list[Message] = []  # a Cancel that waits for our own reads
         self._awake: Callable[[], None] = no_hold
 
     @lazy
@@ -243,7 +242,7 @@ class Incoming(Steps):
     def stop(self, failure: Failure) -> None:
         """Give up; `quiet` becomes true when memory is safe."""
         self._give_up()
-        self._unsaid += self.machine.cancel(failure)
+        self.say(*self.machine.cancel(failure, reading=self._own.reads))
         self._settle()
 
     def lost(self, failure: Failure) -> None:
@@ -258,7 +257,7 @@ class Incoming(Steps):
         if self.machine.state is ReceiveState.LOST:
             if self.route is not Route.PULL and not self.finished:  # what the peer has posted may need this side to end
                 self._awake = self.site.fabric.hold_awake()
-            self._unsaid = self.machine.resume()
+            self.say(*self.machine.resume(reading=self._own.reads))
             self._settle()
 
     # --- accepting
@@ -374,7 +373,8 @@ class Incoming(Steps):
 
     def say(self, *messages: Message) -> None:
         """Send to the prefill rank."""
-        self.link.send(*messages)
+        if messages:
+            self.link.send(*messages)
 
     def when_writable(self, then: Callable[[bool], None]) -> None:
         """Go on with True once `after` has fired, with False if the transfer was given up before."""
@@ -429,15 +429,13 @@ class Incoming(Steps):
     def _settle(self) -> None:
         """Give back what the peer is through with; quarantine what it may still write."""
         machine = self.machine
-        if machine.state is ReceiveState.MOVING and machine.failure is None and not self._unsaid:
+        if machine.state is ReceiveState.MOVING and machine.failure is None:
             return  # all goes well
         hopeless = machine.failure is not None or machine.state not in _HOPEFUL
         if hopeless and not self._given_up:
             self._give_up()  # whoever ended it: no scatter begins any more
-        if self._unsaid and not self._own.reads:
-            # on `pull` it also says that nothing is read any more
-            unsaid, self._unsaid = self._unsaid, []
-            self.link.send(*unsaid)
+        if not self._own.reads:
+            self.say(*machine.unread())
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
             for chunk in self._holders():

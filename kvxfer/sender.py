@@ -10,6 +10,7 @@ from kvxfer.offerbook import OfferBook
 from kvxfer.offers import Offer, Withdrawn
 from kvxfer.outgoing import RETRY_MS, Outgoing
 from kvxfer.protocol.messages import (
+    Abandon,
     Cancel,
     Check,
     Claim,
@@ -32,6 +33,7 @@ from kvxfer.telemetry import logger
 __all__ = ["Sender"]
 
 _log: Final = logger("kvxfer.send")
+_CANCELLED: Final = "cancelled by the decode rank"
 
 
 class Sender:
@@ -68,6 +70,8 @@ class Sender:
                 self.fetch(link, message)
             case Cancel():
                 self.cancel(link, message)
+            case Abandon():
+                self.abandon(link, message)
             case Claim():
                 self.claim(link, message)
             case Release():
@@ -111,7 +115,7 @@ class Sender:
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
         key = (link.peer.identity.incarnation, message.transfer)
-        failure = Failure(Status.CANCELLED, message.code, "cancelled by the decode rank")
+        failure = Failure(Status.CANCELLED, message.code, _CANCELLED)
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
@@ -128,6 +132,13 @@ class Sender:
                 link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=outgoing.machine.failure))
                 return
         link.send(_terminal(message.transfer, failure))
+
+    def abandon(self, link: Link, message: Abandon) -> None:
+        """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
+        outgoing = self._transfers.get((link.peer.identity.incarnation, message.transfer))
+        if outgoing is not None:
+            outgoing.link = link
+            outgoing.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
 
     def claim(self, link: Link, message: Claim) -> None:
         """Requests still wait for a place at the decode rank."""

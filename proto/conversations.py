@@ -16,6 +16,7 @@ from kvxfer.protocol.framing import encode, encode_body
 from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
     WHOLE,
+    Abandon,
     Accept,
     Agent,
     AgentBody,
@@ -265,6 +266,22 @@ _PAYLOAD_LATER: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 
+_ABANDONED: list[Line] = [
+    *_PULL[:3],
+    ("decode", Abandon(TRANSFER)),  # the caller cancelled; both chunks are being read
+    ("prefill", KvAgentResult(TRANSFER, 0, Status.CANCELLED, 0, False, Code.CANCELLED, "cancelled by the decode rank")),
+    # one read does not end; the prefill rank has waited long enough
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.IN_DOUBT, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
+    ),
+    ("decode", Cancel(TRANSFER)),  # it has ended after all
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
+    ),
+]
+
 _GROWING: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     # 16 of 32 tokens are computed: the offer has one block
@@ -328,6 +345,8 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("lane_measured", "staging memory is lent, written, and given back", "done", _PROBED),
     ("chunks_summed", "what arrived adds up to what was sent (sums here are fixed numbers)", "done", _SUMS_AGREE),
     ("chunk_damaged", "what arrived adds up to something else, and its sender hears of it", "stopped", _SUMS_DIFFER),
+    ("abandoned_while_it_is_read", "a reader gives up, and a read of it stands still", "stopped",
+     [*HANDSHAKE, *_ABANDONED]),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",

@@ -15,6 +15,7 @@ from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, 
 from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
     WHOLE,
+    Abandon,
     Accept,
     Agent,
     AgentBody,
@@ -162,6 +163,8 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "goodbye_with_a_reason", Goodbye(Code.CLOSED, "out of service")
     yield "probe", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000)
     yield from _sums()
+    yield "abandon", Abandon(1)
+    yield "abandon_for_a_time_out", Abandon(MAX_U64, Code.TIMEOUT)
 
 
 def _sums() -> Iterator[tuple[str, Message]]:

@@ -71,7 +71,7 @@ def hour(doubt, ending, **found):
 
     async def scenario(runtime):
         site = Looked(**found)
-        over = seek(site, doubt, "look")
+        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
         await asyncio.sleep(3600)
         looks = site.looks
         ending(site, over)

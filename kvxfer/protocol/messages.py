@@ -5,13 +5,29 @@ not known are ignored, missing ones have defaults: so fields are appended, and n
 as packed little-endian u32 (`packing`), addresses and byte counts as u64, durations in milliseconds, instants never.
 """
 
-from enum import IntEnum, IntFlag, unique
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from kvxfer.errors import Code
-from kvxfer.limits import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS
+from kvxfer.limits import MAX_FACTS, MAX_HANDLE, MAX_TENSORS
+from kvxfer.protocol.fields import (
+    I64,
+    U32,
+    U64,
+    Capability,
+    Hash,
+    Ids,
+    Name,
+    Packed64,
+    Payload,
+    Reason,
+    RequestId,
+    Route,
+    Scale,
+    Status,
+    check_ids,
+)
 
 __all__ = [
     "FOREVER_MS",
@@ -25,6 +41,7 @@ __all__ = [
     "WHOLE",
     "WIRE_MIN",
     "WIRE_VERSION",
+    "Abandon",
     "Accept",
     "Agent",
     "AgentBody",
@@ -80,69 +97,10 @@ MAX_SELECTIONS: Final = 4096
 MAX_SPANS: Final = 1024
 """Most layer groups, and so most spans of one side."""
 
-U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
-# msgspec's bounds are signed 64-bit; every u64 of the protocol is an address or a count and stays below 2^63
-U64 = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
-I64 = Annotated[int, msgspec.Meta(ge=-0x8000_0000_0000_0000, le=0x7FFF_FFFF_FFFF_FFFF)]
-Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Reason = Annotated[str, msgspec.Meta(max_length=1024)]
-Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
-Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
-# four bytes a number; one a head at most
-Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
-# a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
-Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
-Packed64 = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_SUMS, description="u64 numbers, little-endian, packed")]
 Chunks = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 Axes = Annotated[list[U32], msgspec.Meta(max_length=16)]
 Strides = Annotated[list[I64], msgspec.Meta(max_length=16)]
 Spans = Annotated[list["Span"], msgspec.Meta(max_length=MAX_SPANS)]
-
-
-@unique
-class Route(IntEnum):
-    """How the bytes of one transfer travel."""
-
-    UNKNOWN = 0
-    STAGED = 1
-    DIRECT = 2
-    PULL = 3
-    MAPPED = 4
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Route | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
-
-
-@unique
-class Status(IntEnum):
-    """Outcome of a chunk, or of a whole transfer."""
-
-    UNKNOWN = 0
-    OK = 1
-    FAILED = 2
-    CANCELLED = 3
-    EXPIRED = 4
-    IN_DOUBT = 5
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Status | None":
-        return cls.UNKNOWN if isinstance(value, int) else None
-
-
-class Capability(IntFlag):
-    """What one side can do; bits are appended in `proto/registry.toml`. Unknown bits are ignored."""
-
-    STAGED = 1 << 0
-    DIRECT = 1 << 1
-    PULL = 1 << 2
-    MAPPED = 1 << 3
-    STREAMING = 1 << 4
-    CONVERT = 1 << 5
-    PROBE = 1 << 6
-    SUMS = 1 << 7
-    GATES = 1 << 8
 
 
 class TicketRef(msgspec.Struct, frozen=True, array_like=True):
@@ -167,7 +125,7 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
     head_stop: U32
 
     def __post_init__(self) -> None:
-        _check_ids(self.layers)
+        check_ids(self.layers)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -178,7 +136,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     ids: Ids
 
     def __post_init__(self) -> None:
-        _check_ids(self.ids)
+        check_ids(self.ids)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -246,8 +204,8 @@ class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
     scale: Scale = b""
 
     def __post_init__(self) -> None:
-        _check_ids(self.layers)
-        _check_ids(self.scale)
+        check_ids(self.layers)
+        check_ids(self.scale)
 
 
 class AgentBody(msgspec.Struct, frozen=True, array_like=True):
@@ -382,7 +340,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
     generation: U64 = 0
 
     def __post_init__(self) -> None:
-        _check_ids(self.chunks)
+        check_ids(self.chunks)
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -401,7 +359,7 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):
     chunks: Ids
 
     def __post_init__(self) -> None:
-        _check_ids(self.chunks)
+        check_ids(self.chunks)
 
 
 class KvAgentResult(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -471,6 +429,13 @@ class Sums(msgspec.Struct, frozen=True, array_like=True, tag=131):
     sums: Packed64
 
 
+class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=132):
+    """`pull` only: the transfer is given up while reads of it are under way. `Cancel` follows when they have ended."""
+
+    transfer: U64
+    code: Code = Code.CANCELLED
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -490,11 +455,6 @@ Message: TypeAlias = (
     | Probe
     | Check
     | Sums
+    | Abandon
 )
 """Every message of version 1."""
-
-
-def _check_ids(packed: bytes) -> None:
-    """Refuse a torn list; msgspec turns the error into its own while decoding, so the frame is refused."""
-    if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes are no whole number of words of 4")

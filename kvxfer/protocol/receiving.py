@@ -11,6 +11,7 @@ from typing import Final
 from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
     WHOLE,
+    Abandon,
     Accept,
     Cancel,
     Grant,
@@ -100,6 +101,7 @@ class Receiving:
         self._done = 0
         self._accepted = False
         self._last = False
+        self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
 
     @property
     def ended(self) -> bool:
@@ -228,10 +230,14 @@ class Receiving:
         self._done += 1
         self._complete()
 
-    def cancel(self, failure: Failure) -> list[Message]:
+    def cancel(self, failure: Failure, *, reading: bool = False) -> list[Message]:
         """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent.
 
         After the last result there is nothing to ask: the peer is through, and only our own copies are stopped.
+
+        Args:
+            failure: Why.
+            reading: Route `pull`: whether a read of ours may be under way. `Cancel` follows then by `unread`.
         """
         if self.ended or self.state is ReceiveState.LOST:
             return []
@@ -241,7 +247,12 @@ class Receiving:
             self._event("terminal")
             return []
         self._event("cancel")
-        return [] if again else [Cancel(self.transfer, failure.code)]
+        return [] if again else self._part(failure.code, reading=reading)
+
+    def unread(self) -> list[Message]:
+        """Route `pull`: nothing is read any more. The `Cancel` that waited for that, if there is one."""
+        unsaid, self._unsaid = self._unsaid, []
+        return [] if self.ended else unsaid
 
     def lost(self, failure: Failure) -> None:
         """The session is gone. After the last result nothing is in doubt for it, but nothing new is begun either."""
@@ -253,10 +264,15 @@ class Receiving:
         """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""
         self._event("terminal")
 
-    def resume(self) -> list[Message]:
-        """The same incarnation is back: ask what became of the transfer."""
+    def resume(self, *, reading: bool = False) -> list[Message]:
+        """The same incarnation is back: ask what became of the transfer; `reading` as in `cancel`."""
         self._event("resume")
-        return [Cancel(self.transfer, Code.PEER_LOST)]
+        return self._part(Code.PEER_LOST, reading=reading)
+
+    def _part(self, code: Code, *, reading: bool) -> list[Message]:
+        """What ends the transfer here: `Cancel` also says that nothing is read, so while something is, it waits."""
+        self._unsaid = [Cancel(self.transfer, code)]
+        return [Abandon(self.transfer, code)] if reading else self.unread()
 
     def _whole(self, message: KvAgentResult) -> None:
         if self.ended or self._last:

@@ -25,6 +25,7 @@ from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_bod
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
+    Abandon,
     Accept,
     Agent,
     AgentBody,
@@ -92,7 +93,7 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check}),
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check, Abandon}),
     Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""

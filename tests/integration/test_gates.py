@@ -152,6 +152,32 @@ def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(tmp_path):
     play(scenario, tmp_path)
 
 
+def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given_up(tmp_path):
+    """The reader is there, and answers; only that it reads nothing any more it cannot say."""
+
+    async def scenario(play):
+        await play.pair(route="pull", **TIMES, offer_lease=6)
+        await play.bring("r0")
+        offer = play.prefill.offer("r", [1, 2], tokens=8)
+        play.network.hold("*")
+        transfer = play.start("r")
+        await play.until(lambda: play.network.held("*"))
+        transfer.cancel()
+        with pytest.raises(MemoryInDoubtError) as reading:
+            await transfer
+        with pytest.raises(MemoryInDoubtError) as read:
+            await asyncio.wait_for(offer.released(), play.prefill.config.bounds()["released_by_lease"])
+        assert set(read.value.blocks["default"]) == {1, 2}
+        assert received(play.prefill, "Cancel") == 0
+        play.network.release("*")
+        await reading.value.settled()
+        await read.value.settled()
+        await quiet(play.prefill, play.decode)
+        assert not play.prefill._sender._doubtful
+
+    play(scenario, tmp_path)
+
+
 def test_a_worker_closes_though_a_silent_reader_reads(tmp_path):
     async def scenario(play):
         await play.pair(route="pull", **TIMES)

@@ -69,7 +69,8 @@ def test_the_outcome_is_what_the_frames_say(conversation):
     assert (outcome == "refused") == any(isinstance(m, Refuse) for m in messages(conversation))
     assert (outcome == "done") == any(m.last and m.status is Status.OK for m in results)
     assert (outcome == "stopped") == any(m.status not in (Status.OK, Status.IN_DOUBT) for m in whole)
-    assert sum(m.last for m in results) == (outcome in {"done", "stopped"})
+    final = [m for m in results if m.status is not Status.IN_DOUBT]  # which a later one may settle
+    assert sum(m.last for m in final) == (outcome in {"done", "stopped"})
     assert len({m.transfer for m in messages(conversation) if isinstance(m, Fetch)}) <= 1
 
 

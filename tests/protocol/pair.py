@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.errors import Code
 from kvxfer.protocol.messages import (
     WHOLE,
+    Abandon,
     Accept,
     Cancel,
     Fetch,
@@ -52,10 +53,11 @@ class Pair(RuleBasedStateMachine):
         route=st.sampled_from([Route.STAGED, Route.DIRECT, Route.PULL]),
         chunks=st.integers(1, 3),
         ahead=st.booleans(),
+        sticky=st.booleans(),
         troubles=st.integers(0, 3),
         calm=st.integers(0, 30).flatmap(lambda n: st.lists(st.integers(0, 1000), min_size=n, max_size=n)),
     )
-    def begin(self, route, chunks, ahead, troubles, calm):
+    def begin(self, route, chunks, ahead, sticky, troubles, calm):
         self.route, self.chunks = route, chunks
         staging = route is Route.STAGED and chunks == 1
         self.ahead = ahead and (route is Route.DIRECT or staging)  # the prefill side has a grant for everything
@@ -77,7 +79,8 @@ class Pair(RuleBasedStateMachine):
         self.reads = set()
         self.landed = set()
         self.placed = []
-        self.unsaid = []
+        self.sticky = sticky  # the first read does not end
+        self.stuck = set()
         self.given_up = False
         self.work(calm)
 
@@ -136,7 +139,7 @@ class Pair(RuleBasedStateMachine):
         assert not self.hands
         assert not self.zombies
         if self.route is Route.PULL and message.status is not Status.OK:
-            assert not self.reads, "the offer's blocks would be freed while they are read"
+            assert not self.reading, "the offer's blocks would be freed while they are read"
             if self.connected and self.receiver.state is ReceiveState.MOVING:
                 assert not self.readable
                 assert not any(isinstance(frame, Want) for frame in self.to_receiver)
@@ -215,6 +218,8 @@ class Pair(RuleBasedStateMachine):
                 self.sender = Sending(message)
             case Cancel():
                 self.cancelled()
+            case Abandon() if self.live():
+                self.say(self.sender.stop(THEIRS))
             case Reserve() if self.live():
                 self.hands |= {grant.chunk for grant in self.sender.reserve(message)}
             case Landed() if self.live():
@@ -262,14 +267,15 @@ class Pair(RuleBasedStateMachine):
     def read(self, number):
         chunk = chosen(number, self.readable)
         self.receiver.reading([chunk])
-        self.reads.add(chunk)
+        (self.stuck if self.sticky else self.reads).add(chunk)
+        self.sticky = False
 
     def read_ends(self, number):
         chunk = chosen(number, self.reads)
         self.reads.remove(chunk)
         if self.receiver.state is ReceiveState.MOVING:
             self.to_peer(self.receiver.landed([chunk]))
-        self.say_cancel()
+        self.say_unread()
 
     def chunk_done(self, number):
         chunk = chosen(number, self.landed)
@@ -290,16 +296,18 @@ class Pair(RuleBasedStateMachine):
         assert self.receiver.cancel(CALLER) == []
         assert self.snapshot() == before
 
+    @property
+    def reading(self):
+        return bool(self.reads | self.stuck)
+
     def give_up(self, failure):
         self.given_up = True
-        self.unsaid += self.receiver.cancel(failure)
-        self.say_cancel()
+        self.to_peer(self.receiver.cancel(failure, reading=self.reading))
 
-    def say_cancel(self):
+    def say_unread(self):
         """A Cancel says that nothing is read any more."""
-        if not self.reads:
-            self.to_peer(self.unsaid)
-            self.unsaid = []
+        if not self.reading:
+            self.to_peer(self.receiver.unread())
 
     @precondition(lambda self: self.receiver.state is ReceiveState.STOPPING)
     @rule()
@@ -314,7 +322,6 @@ class Pair(RuleBasedStateMachine):
         self.to_sender.clear()
         self.to_receiver.clear()
         self.heard.clear()
-        self.unsaid = []
         self.given_up = True
         self.receiver.lost(GONE)
         if self.live():
@@ -323,8 +330,7 @@ class Pair(RuleBasedStateMachine):
     def resume(self):
         self.connected = True
         if self.receiver.state is ReceiveState.LOST:
-            self.unsaid = self.receiver.resume()
-            self.say_cancel()
+            self.to_peer(self.receiver.resume(reading=self.reading))
 
     @precondition(lambda self: self.heard)
     @rule(which=pick)
@@ -375,6 +381,8 @@ class Pair(RuleBasedStateMachine):
         if not hasattr(self, "receiver"):
             return
         self.drain()
+        if self.stuck:
+            self.without_the_stuck_reads()
         if self.receiver.state is ReceiveState.LOST:  # the same incarnation is asked until it knows
             if self.connected:
                 self.lose_the_session()
@@ -388,16 +396,26 @@ class Pair(RuleBasedStateMachine):
             assert self.receiver.ended
         self.check()
 
+    def without_the_stuck_reads(self):
+        """The transfer is given up if it was not; then the offer waits for no read, and hears when they have ended."""
+        if not self.given_up:
+            self.give_up(CALLER)
+            self.drain()
+        assert self.sender is None or (self.sender.state is SendState.ENDED and self.sender.in_doubt)
+        self.reads, self.stuck = self.stuck, set()
+        self.drain()
+
     def drain(self):
-        """Nobody gives up any more: deliver every frame, do all work."""
+        """Nobody gives up any more: deliver every frame, do all work; then the prefill rank waits no longer."""
         for _ in range(200):
-            if not self.connected and self.live() and self.sender.being_read:
-                self.reader_is_silent()
             if self.live() and self.sender.state is SendState.MOVING:
                 self.say(self.sender.ready(range(self.chunks)))
             due = [(act, arguments) for act, arguments in self.due() if act not in (self.ready, self.resume)]
-            if not due:
+            if due:
+                act, arguments = due[0]
+                act(*[0] * arguments)
+            elif self.live() and self.sender.state is SendState.STOPPING and self.sender.being_read:
+                self.reader_is_silent()
+            else:
                 return
-            act, arguments = due[0]
-            act(*[0] * arguments)
         pytest.fail("it goes on for ever")

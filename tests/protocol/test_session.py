@@ -17,6 +17,7 @@ from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
 from kvxfer.protocol.messages import (
+    Abandon,
     Accept,
     Agent,
     AgentBody,
@@ -83,6 +84,7 @@ SAMPLES = {
         Probe(7, 0x1000, 1 << 20, 30_000),
         Check(16),
         Sums(1, 0, bytes(16)),
+        Abandon(1),
     )
 }
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}

@@ -39,7 +39,7 @@ class Kept(Pair):
         dead: The prefill worker was killed; whoever answers now is another incarnation.
     """
 
-    def start(self, books, name, route, chunks, ahead, troubles):
+    def start(self, books, name, route, chunks, ahead, troubles, sticky):
         """Ask, with memory in the request itself if that is drawn and there is some."""
         self.books, self.name = books, name
         self.granted: dict[int, Extent] = {}
@@ -48,7 +48,8 @@ class Kept(Pair):
         books.custody.hold(name, {"g": [int(name)]})
         self.custody = "held"
         extent = self.take() if ahead and route is Route.STAGED and chunks == 1 else None
-        self.begin(route, chunks, ahead and (route is not Route.STAGED or extent is not None), troubles, [])
+        ahead = ahead and (route is not Route.STAGED or extent is not None)
+        self.begin(route, chunks, ahead, sticky, troubles, [])
         if extent is not None:
             self.granted[0], self.unused = extent, True
 
@@ -100,7 +101,7 @@ class Kept(Pair):
         self.to_sender.clear()
         self.to_receiver.clear()
         self.heard.clear()
-        self.unsaid, self.given_up = [], True
+        self.given_up = True
         self.receiver.lost(GONE)
 
     def resume(self):
@@ -184,7 +185,7 @@ class Kept(Pair):
 
     def _settle_custody(self):
         machine, custody = self.receiver, self.books.custody
-        busy = bool(self.reads or self.landed)
+        busy = self.reading or bool(self.landed)
         exposed = machine.exposed and self.route not in {Route.STAGED, Route.PULL}
         if self.custody == "held" and not busy and (machine.ended or machine.state is ReceiveState.LOST):
             self.custody = "in doubt" if exposed and not machine.ended else "free"
@@ -198,7 +199,7 @@ class Kept(Pair):
     def check(self):
         self.settle()
         super().check()
-        assert self.custody != "free" or not self.reads
+        assert self.custody != "free" or not self.reading
         for chunk in self.hands | self.zombies:
             if self.route is Route.STAGED:
                 assert self.granted[chunk].state in _LIVE, "it could be written outside of a live grant"
@@ -213,6 +214,8 @@ class Kept(Pair):
         if self.receiver.state in {ReceiveState.ASKED, ReceiveState.MOVING}:  # there is no memory for it
             self.give_up(CALLER)
             self.drain()
+        if self.stuck:
+            self.without_the_stuck_reads()
         if not self.connected:
             assert not self.live(), "without its decode rank the prefill rank would keep it for ever"
         if self.receiver.state is ReceiveState.LOST and not self.dead:
@@ -233,14 +236,14 @@ class Kept(Pair):
 
 
 class Crowd:
-    """Transfers at once, each with a number of troubles left."""
+    """Transfers at once, each with a number of troubles left; a read of some does not end."""
 
     def __init__(self, transfers):
         self.books = Books()
         self.transfers: list[Kept] = []
-        for number, (route, chunks, ahead, troubles) in enumerate(transfers):
+        for number, (route, chunks, ahead, troubles, sticky) in enumerate(transfers):
             one = Kept()
-            one.start(self.books, str(number), route, chunks, ahead, troubles)
+            one.start(self.books, str(number), route, chunks, ahead, troubles, sticky)
             self.transfers.append(one)
         self.check()
 
@@ -282,7 +285,13 @@ def play(number):
     draw = random.Random(number)
     try:
         crowd = Crowd(
-            (draw.choice(ROUTES), draw.randint(1, 3), draw.random() < 0.5, draw.choice([0, 1, 1, 2, 3]))
+            (
+                draw.choice(ROUTES),
+                draw.randint(1, 3),
+                draw.random() < 0.5,
+                draw.choice([0, 1, 1, 2, 3]),
+                draw.random() < 0.2,
+            )
             for _ in range(draw.choice([1, 2, 3]))
         )
         for _ in range(draw.choice([5, 20, 40])):

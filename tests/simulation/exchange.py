@@ -257,12 +257,7 @@ class Request:
                 ending.cancel()
                 return False
             since = min(asked, self.quiet_since or float("inf"))
-            if world.now > since + 2 * bounds["released_by_lease"] and _is_read_in_doubt(offer):
-                ending.cancel()
-                return False
-            if world.now > since + bounds["released_by_lease"] + bounds["stuck_link"] + SLACK and not (
-                ending.done() or _is_read_in_doubt(offer)
-            ):
+            if world.now > since + bounds["released_by_lease"] + bounds["stuck_link"] + SLACK and not ending.done():
                 world.say(f"the offer of {plan.name} at {rank.name} has not ended {world.now - since:.2f} s after")
                 ending.cancel()
                 return False
@@ -399,11 +394,6 @@ class Request:
             rank.books.writes(part.ids, 0)
             self._check_untouched(part)
         return rank.books.alive
-
-
-def _is_read_in_doubt(offer):
-    """Whether a decode rank reads it that has given up, and cannot say that it reads nothing any more."""
-    return any(transfer.machine.being_read for transfer in offer.transfers)
 
 
 async def _outcome(transfer):

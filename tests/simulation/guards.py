@@ -142,14 +142,8 @@ def no_doubt_of_offers(patch):
 
 
 def cancel_at_once(patch):
-    settle = incoming.Incoming._settle
-
-    def say(one):
-        unsaid, one._unsaid = one._unsaid, []
-        one.link.send(*unsaid)
-        settle(one)
-
-    patch.setattr(incoming.Incoming, "_settle", say)
+    part = Receiving._part
+    patch.setattr(Receiving, "_part", lambda machine, code, *, reading: part(machine, code, reading=False))
 
 
 def no_confirmation(patch):
@@ -177,7 +171,7 @@ def no_holding(patch):
 
 def unwatched_copies(patch):
     def theirs(one):
-        return one._own_doubt or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+        return one._own._doubt or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
 
     patch.setattr(incoming.Incoming, "in_doubt", property(theirs))
 

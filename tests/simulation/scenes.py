@@ -328,7 +328,7 @@ async def cancelled_while_it_is_scattered(scene):
     transfer = scene.fetch()
     await scene.until(lambda: scene.b.worker._receiver._incoming)
     (incoming,) = scene.b.worker._receiver._incoming.values()
-    while not incoming._writing and not transfer.done:  # noqa: ASYNC110 - to the very turn
+    while not incoming._own.writes and not transfer.done:  # noqa: ASYNC110 - to the very turn
         await asyncio.sleep(0)
     assert not transfer.done
     transfer.cancel()

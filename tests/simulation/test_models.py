@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.receiving import ReceiveState
 
-kept = st.tuples(st.sampled_from(ROUTES), st.integers(1, 3), st.booleans(), st.integers(0, 3))
+kept = st.tuples(st.sampled_from(ROUTES), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.booleans())
 number = st.integers(0, 1000)
 
 
@@ -52,7 +52,7 @@ def test_schedules(numbers):
 
 @pytest.mark.parametrize("route", sorted(set(ROUTES)), ids=lambda route: route.name.lower())
 def test_undisturbed_all_of_them_succeed(route):
-    crowd = Crowd([(route, 2, True, 0)] * 3)
+    crowd = Crowd([(route, 2, True, 0, False)] * 3)
     crowd.finish()
     assert all(one.receiver.state is ReceiveState.DONE for one in crowd.transfers)
     assert route is not Route.STAGED or not crowd.books.receiving.extents()

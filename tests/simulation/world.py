@@ -227,6 +227,7 @@ class World:
         worker._receiver._recoveries.cancel()
         worker._site.tasks.cancel()
         worker._site.lookouts.cancel()
+        worker._site.closing.set_result(None)  # of what begins yet, nothing stays
         worker._watch.stop()
         worker._closing = asyncio.create_task(asyncio.sleep(0))  # it cannot be closed any more
         self.left.append(rank)

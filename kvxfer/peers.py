@@ -29,7 +29,7 @@ class _Away:
         backoff: How long it is left in peace.
         epoch: Of the ticket that led there; one of a later engine is tried at once, since that has restarted.
         until: When it is tried again.
-        error: What happened.
+        error: What happened: a copy, which keeps alive no frame that it was raised through, nor what that refers to.
     """
 
     backoff: Backoff
@@ -128,7 +128,7 @@ class Peers:
             backoff = Backoff(self._site.runtime.token, least=_RETRY_SECONDS, most=_RETRY_SECONDS_MAX)
         wait = backoff.wait()
         error.retry_after = max(wait, error.retry_after or 0)
-        self._away[endpoint] = _Away(backoff, epoch, self._site.now() + wait, error)
+        self._away[endpoint] = _Away(backoff, epoch, self._site.now() + wait, copy.copy(error))
         if len(self._away) > _REMEMBERED:
             self._away.popitem(last=False)
 

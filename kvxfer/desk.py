@@ -38,6 +38,8 @@ class Desk:
         self._again = False
         self.crowded: Callable[[], object] | None = None
         """Called when a request has to wait: whoever holds memory that nobody asked for gives it back."""
+        self.emptied: Callable[[], object] | None = None
+        """Called when the last extent was given back: for a desk that is kept for those alone."""
 
     def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
@@ -84,6 +86,7 @@ class Desk:
         self.share.release(extent)
         if self._waiting:
             self.advance()
+        self._end_if_empty()
 
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
@@ -96,6 +99,7 @@ class Desk:
         self.share.settle(extent)
         self._metrics.settled(extent.length)
         self.advance()
+        self._end_if_empty()
 
     def advance(self) -> None:
         """Let the books decide who is next, and tell them."""
@@ -115,6 +119,10 @@ class Desk:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def _end_if_empty(self) -> None:
+        if self.emptied is not None and not self.share.extents():
+            self.emptied()
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -21,12 +21,13 @@ from kvxfer.quota import Quota
 from kvxfer.site import Site
 from kvxfer.telemetry import hears_info, logger
 
-__all__ = ["OfferBook"]
+__all__ = ["TOO_MANY_ENGINES", "OfferBook"]
 
 _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
-_EARLY_ENGINES: Final = 16
-"""Decode engines whose claims of one request are kept before its offer: more do not try in vain by then."""
+_ENGINES: Final = 16
+"""Decode engines that one request is kept for, before its offer and after: more do not try in vain by then."""
+TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to others already"
 
 
 @dataclass(slots=True)
@@ -104,9 +105,12 @@ class OfferBook:
         early = self._forget_early(offer.key)
         if early is not None:
             for engine, world in early.claims.items():
-                self.bind(offer, engine, world)
+                self.renew(offer, engine, world)
             for fetch in early.fetches:
                 who = fetch.peer.identity
+                if not self.admits(offer, who.epoch):
+                    fetch.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
+                    continue
                 self.bind(offer, who.epoch, who.world)
                 fetch.attach(offer)
             for who in early.releases.values():
@@ -126,7 +130,7 @@ class OfferBook:
     def claim_early(self, key: OfferKey, who: Identity) -> None:
         """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""
         early = self._keep_early(key, who.incarnation)
-        if early is not None and (who.epoch in early.claims or len(early.claims) < _EARLY_ENGINES):
+        if early is not None and (who.epoch in early.claims or len(early.claims) < _ENGINES):
             early.claims[who.epoch] = who.world
 
     def park(self, key: OfferKey, fetch: OutgoingTransfer) -> bool:
@@ -147,8 +151,14 @@ class OfferBook:
 
     def renew(self, offer: Offer, engine: bytes, world: int) -> None:
         """A decode engine claims the offer. One that was superseded renews in vain: it does not know it yet."""
-        if engine not in offer.superseded:
+        if engine not in offer.superseded and self.admits(offer, engine):
             self.bind(offer, engine, world)
+
+    @staticmethod
+    def admits(offer: Offer, engine: bytes) -> bool:
+        """Whether a decode engine may bind the offer: of those that it was taken over from, a few are remembered."""
+        known = offer.engine in (None, engine) or engine in offer.superseded
+        return known or len(offer.superseded) < _ENGINES
 
     def bind(self, offer: Offer, engine: bytes, world: int) -> None:
         """A decode engine claims or fetches the offer; renews its lease. Another engine takes it over."""
@@ -173,7 +183,8 @@ class OfferBook:
                 self.bind(found, engine, who.world)
             if found.engine != engine:
                 return  # of an engine that was superseded: the offer is another one's now
-            found.released_ranks.add(who.rank)
+            if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
+                found.released_ranks.add(who.rank)
             if len(found.released_ranks) >= found.world:
                 found.end(Released(), Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released"))
         elif found is None:

@@ -1,12 +1,13 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
+from functools import partial
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
 from kvxfer.gauging import Gauging
 from kvxfer.link import Link
-from kvxfer.offerbook import OfferBook
+from kvxfer.offerbook import TOO_MANY_ENGINES, OfferBook
 from kvxfer.offers import Offer, Withdrawn
 from kvxfer.outgoing import RETRY_MS, Outgoing
 from kvxfer.protocol.messages import (
@@ -27,7 +28,7 @@ from kvxfer.protocol.messages import (
 )
 from kvxfer.protocol.sending import Failure, SendState, build_result
 from kvxfer.quota import Quota
-from kvxfer.site import Site
+from kvxfer.site import Callback, Site
 from kvxfer.telemetry import logger
 
 __all__ = ["Sender"]
@@ -47,8 +48,9 @@ class Sender:
         self.book: Final = OfferBook(site)
         self._site: Final = site
         self._transfers: dict[tuple[bytes, int], Outgoing] = {}
-        self._places: Final = Quota(site.config.max_transfers)  # one a transfer
+        self._places: Final = Quota(site.config.max_transfers)  # one a transfer, until nothing of it is in doubt
         self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
+        self._watched: dict[tuple[bytes, int], Callback] = {}  # of those, what ends the watch over the peer's process
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured, or left in doubt
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
@@ -228,8 +230,11 @@ class Sender:
 
     def _attach(self, outgoing: Outgoing, offer: Offer) -> None:
         who = outgoing.peer.identity
-        self.book.bind(offer, who.epoch, who.world)
-        outgoing.attach(offer)
+        if self.book.admits(offer, who.epoch):
+            self.book.bind(offer, who.epoch, who.world)
+            outgoing.attach(offer)
+        else:
+            outgoing.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
 
     def _refusal(self, ref: TicketRef) -> Code | None:
         """Why a ticket is not honoured here, or None."""
@@ -263,17 +268,25 @@ class Sender:
 
     def _ended(self, outgoing: Outgoing) -> None:
         key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)
-        if self._transfers.pop(key, None) is not None:
-            self._places.give(key[0])
         if outgoing.offer is None:
             ticket = outgoing.machine.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), outgoing)
         if outgoing.in_doubt:
+            del self._transfers[key]
             self._doubtful[key] = outgoing
+            self._watched[key] = self._site.processes.when_gone(outgoing.peer, partial(self._forget, key))
             if key[0] in self._here:
                 outgoing.help_to_read()
+        elif self._transfers.pop(key, None) is not None:
+            self._places.give(key[0])
         else:
-            self._doubtful.pop(key, None)
+            self._forget(key)
+
+    def _forget(self, key: tuple[bytes, int]) -> None:
+        """Nothing of a transfer is in doubt any more, or nobody is left who could ask what became of it."""
+        if self._doubtful.pop(key, None) is not None:
+            self._watched.pop(key)()
+            self._places.give(key[0])
 
 
 _REASONS: Final = {

@@ -207,6 +207,8 @@ class Site:
                 fields={"integrity": (self.config.integrity, "none")},
             )
         self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
+        if (desk := self.in_place_desks.get(peer.identity.incarnation)) is not None:
+            desk.emptied = None
         self.mappings.met(peer, self.plans.geometry(peer))
         self.keys.met(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
@@ -347,6 +349,8 @@ class Site:
         desk = self.in_place_desks.get(key)
         if desk is not None and not desk.share.extents():
             del self.in_place_desks[key]
+        elif desk is not None:  # what is in doubt counts, should the peer come back
+            desk.emptied = partial(self.in_place_desks.pop, key, None)
 
     @property
     def arena(self) -> MemorySpan:

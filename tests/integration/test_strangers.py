@@ -1,0 +1,154 @@
+"""Peers that come as somebody else each time: what they leave behind does not grow with their number."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+from stage import Cache, eventually
+
+from kvxfer import Code, RefusedError, UnreachableError
+from kvxfer.limits import MAX_WORLD
+from kvxfer.outgoing import Outgoing
+from kvxfer.peers import Peers
+from kvxfer.protocol.messages import Fetch, Refuse, Route
+
+MANY = 3000
+
+
+class Stranger:
+    """A link to a peer as it was met once, now of another incarnation and engine."""
+
+    trusted = is_open = True
+
+    def __init__(self, peer, number):
+        name = number.to_bytes(16, "big")
+        self.peer = replace(peer, identity=replace(peer.identity, incarnation=name, epoch=name))
+        self.heard = []
+
+    def send(self, *messages):
+        self.heard += messages
+        return True
+
+    @property
+    def refused(self):
+        """Whether it was told that there is no room for it."""
+        return any(isinstance(one, Refuse) and one.code is Code.TOO_MANY for one in self.heard)
+
+
+async def met(stage, **config):
+    """Two workers that know each other, and the decode rank as the prefill rank sees it."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), **config)
+    offer = prefill.offer("met", [1], tokens=4)
+    await decode.fetch(prefill.engine.ticket("met"), [1], tokens=range(4))
+    await offer.released()
+    (link,) = prefill._links
+    return prefill, decode, link.peer
+
+
+async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stage, monkeypatch):
+    """Nobody else could ask what became of them; and whoever leaves many gets no more."""
+    prefill, _, peer = await met(stage, max_transfers=64)
+    sender, processes = prefill._sender, {}
+    future = asyncio.get_running_loop().create_future
+    monkeypatch.setattr(Outgoing, "in_doubt", True)
+    monkeypatch.setattr(
+        "kvxfer.processes.Processes.ended", lambda _, peer: processes.setdefault(peer.identity.incarnation, future())
+    )
+    ref, refused = prefill._site.issuer.ref("r", 0), 0
+    for number in range(MANY):
+        link = Stranger(peer, number)
+        sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
+        refused += link.refused
+        sender.lost(link)
+    assert (len(sender._doubtful), len(sender._places), len(processes), refused) == (64, 64, 64, MANY - 64)
+    for process in processes.values():
+        process.set_result(None)
+    await eventually(lambda: not sender._doubtful)
+    assert (len(sender._places), sender._watched) == (0, {})
+
+
+async def test_admission_in_place_is_kept_of_a_lost_peer_while_it_is_in_doubt(stage):
+    _, decode, peer = await met(stage)
+    site = decode._site
+    before = len(site.in_place_desks)
+    for number in range(MANY):
+        stranger = Stranger(peer, number).peer
+        desk = site.in_place_desk(stranger)
+        extent = desk.take(stranger.name, 64)
+        desk.share.write(extent)
+        desk.quarantine(extent, "it is silent")
+        site.forget(stranger)
+        assert site.in_place_desk(stranger) is desk  # should it come back, what it holds counts
+        desk.settle(extent)
+        assert len(site.in_place_desks) == before
+
+
+async def test_few_engines_take_an_offer_from_each_other(stage):
+    prefill, decode, peer = await met(stage)
+    book, offer = prefill._sender.book, prefill.offer("r", [1], tokens=4)
+    for number in range(MANY):
+        book.renew(offer, Stranger(peer, number).peer.identity.epoch, 1)
+    assert len(offer.superseded) == 16
+    bound = offer.engine
+    with pytest.raises(RefusedError, match="decode engines have lost this request") as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
+    assert caught.value.reason is Code.TOO_MANY
+    assert offer.engine == bound
+    await offer.withdraw()
+
+
+async def test_fetches_of_few_engines_wait_for_an_offer_in_vain(stage):
+    prefill, _, peer = await met(stage)
+    ref, links = prefill._site.issuer.ref("r", 0), [Stranger(peer, number) for number in range(40)]
+    for number, link in enumerate(links):
+        prefill._sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
+    offer = prefill.offer("r", [1], tokens=4)
+    assert len(offer.superseded) == 16
+    assert [link for link in links if link.refused] == links[17:]
+    await offer.withdraw()
+
+
+async def test_the_ranks_of_an_engine_that_never_ends_are_counted_to_a_bound(stage):
+    prefill, _, peer = await met(stage)
+    book, offer = prefill._sender.book, prefill.offer("r", [1], tokens=4)
+    for rank in range(MAX_WORLD + MANY):
+        book.release(offer.key, replace(peer.identity, rank=rank, world=0xFFFF_FFFF))
+    assert len(offer.released_ranks) == MAX_WORLD
+    await offer.withdraw()
+
+
+class Held:
+    """What the caller of a fetch has in its frames."""
+
+
+async def test_who_cannot_be_reached_keeps_no_frame_alive(stage):
+    """An error that is kept must not keep the tensors of whoever it was raised to."""
+    _, decode, _ = await met(stage)
+    frames = []
+
+    async def connect(endpoint):
+        held = Held()
+        frames.append(weakref.ref(held))
+        raise UnreachableError("nobody answers there", peer=endpoint)
+
+    async def reach(peers):
+        held = Held()
+        frames.append(weakref.ref(held))
+        with pytest.raises(UnreachableError, match="nobody answers there"):
+            await peers.link("unix:/nowhere", None)
+
+    peers = Peers(decode._site, connect)
+    await reach(peers)
+    await reach(peers)  # the same again, at once
+    assert list(peers._away) == ["unix:/nowhere"]
+    assert len(frames) == 3
+
+    def alive():
+        gc.collect()
+        return [frame() for frame in frames if frame() is not None]
+
+    await eventually(lambda: not alive())  # the loop itself holds the last one for a turn

@@ -110,9 +110,8 @@ def _through_gates() -> Iterator[tuple[str, Message]]:
     yield "probe_through_a_gate", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000, gate)
 
 
-def _messages() -> Iterator[tuple[str, Message]]:
-    """Messages that encode to the bytes of their vector, exactly."""
-    yield from _through_gates()
+def _greetings() -> Iterator[tuple[str, Message]]:
+    """How a stream begins."""
     hello = (1, 1, "kvxfer 0.1.0", "decode", EPOCH, bytes(range(16)), 1, 2)
     able = int(Capability.STAGED | Capability.STREAMING)
     yield "hello", Hello(*hello, able, bytes(range(32)), 2000)
@@ -122,6 +121,12 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "agent", Agent([("attention/k.dtype", "bfloat16"), ("model", "m")], encode_body(BODY), bytes(range(32)))
     yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())))
     yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])))
+
+
+def _messages() -> Iterator[tuple[str, Message]]:
+    """Messages that encode to the bytes of their vector, exactly."""
+    yield from _through_gates()
+    yield from _greetings()
     yield "ping", Ping()
     yield "claim", Claim([TICKET, TicketRef("req-2", 3, MAC)])
     yield "claim_of_nothing", Claim([])

@@ -33,6 +33,7 @@ class Fault:
         after_bytes: Bytes that land before it does.
         at_post: Whether the call that posts fails, or a poll.
         disconnected: Whether the error says that the peer is gone.
+        lingers: Whether the rest of the bytes stays in flight.
         damage: It ends as if nothing were, but a bit of this byte is flipped on the way.
     """
 
@@ -41,6 +42,7 @@ class Fault:
     after_bytes: int = 0
     at_post: bool = False
     disconnected: bool = False
+    lingers: bool = False
     damage: int | None = None
 
 
@@ -77,6 +79,16 @@ class Part:
     error: FabricError | None = None
     carried: list[bytes] | None = None
     damage: int | None = None
+
+    def owing(self, nbytes: int) -> list[tuple[int, int, int]]:
+        """What it owes once so many bytes of it have landed."""
+        rest: list[tuple[int, int, int]] = []
+        for here, there, length in self.copies:
+            gone = min(nbytes, length)
+            nbytes -= gone
+            if gone < length:
+                rest.append((here + gone, there + gone, length - gone))
+        return rest
 
     def leave(self) -> None:
         """Have no more to do with the initiator's memory: what a write carries was read, a read carries nothing."""

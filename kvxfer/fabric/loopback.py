@@ -122,7 +122,14 @@ class LoopbackNetwork:
             self._of(peer).coming.append(Fault(skip, refuse=True))
 
     def break_next(
-        self, peer: str, *, after_bytes: int = 0, skip: int = 0, at_post: bool = False, disconnected: bool = False
+        self,
+        peer: str,
+        *,
+        after_bytes: int = 0,
+        skip: int = 0,
+        at_post: bool = False,
+        disconnected: bool = False,
+        lingers: bool = False,
     ) -> None:
         """Fail a coming post in the middle.
 
@@ -132,9 +139,10 @@ class LoopbackNetwork:
             skip: Posts that pass first.
             at_post: The call that posts fails, instead of a poll.
             disconnected: The error says that the peer is gone.
+            lingers: The rest of its bytes stays in flight until `release`; no later post to the peer ends before.
         """
         with self._lock:
-            self._of(peer).coming.append(Fault(skip, False, after_bytes, at_post, disconnected))
+            self._of(peer).coming.append(Fault(skip, False, after_bytes, at_post, disconnected, lingers))
 
     def damage_next(self, peer: str, *, byte: int = 0, skip: int = 0) -> None:
         """Flip a bit of a coming post on its way, and let it end as if nothing were.
@@ -199,13 +207,17 @@ class LoopbackNetwork:
             self._check_alive(part.dst, in_doubt=True)
             if part.error is not None:
                 raise part.error
-            if part.held or part.wedged or part in self._flying:
+            if part.held or part.wedged or part in self._flying or self._waits(part):
                 return False
             if part.polls > 0:
                 part.polls -= 1
                 return False
             self._land(part)
             return True
+
+    def _waits(self, part: Part) -> bool:
+        """Whether the end of a part waits for one before it that has failed, and of which something is in flight."""
+        return any(one.error is not None and one.src is part.src and one.dst == part.dst for one in self._held)
 
     def _of(self, peer: str) -> Faults:
         return self._faults.setdefault(peer, Faults())
@@ -244,8 +256,13 @@ class LoopbackNetwork:
         if fault is not None and fault.damage is not None:
             part.damage = fault.damage
         elif fault is not None:
+            rest = part.owing(fault.after_bytes)
             self._land(part, fault.after_bytes)
-            part.copies.clear()
+            if fault.lingers:
+                part.copies, part.held = rest, True
+                self._held.append(part)
+                if fault.disconnected:
+                    part.leave()
             words = f"the loopback was told to break a {part.operation.value} to {part.dst}"
             part.error = FabricError(words, disconnected=fault.disconnected, in_doubt=True)
             if fault.at_post:
@@ -334,6 +351,11 @@ class LoopbackTransport:
     def takes_lists(self) -> bool:
         """It copies piece by piece."""
         return False
+
+    @property
+    def orderly(self) -> bool:
+        """A part is done when every earlier one to its peer has ended, but for those that were told to be held."""
+        return True
 
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""

@@ -137,6 +137,11 @@ class NixlTransport:
         said = os.environ.get(_SCATTER_LISTS, "y" if self._scatter_lists else "n")
         return self._device is not None and said.lower() in _YES
 
+    @property
+    def orderly(self) -> bool:
+        """UCX's backend flushes, at the end of a post (`sendXferRange`), the endpoint that it binds to our thread."""
+        return list(self._params) == ["UCX"] and self._params["UCX"].get("num_threads", "0") == "0"
+
     def setup(self) -> None:
         """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.
 

@@ -25,6 +25,7 @@ _SEVERITY: Final = {Outcome.DONE: 0, Outcome.STOPPED: 1, Outcome.FAILED: 2, Outc
 
 
 _UNBOUNDED: Final = 1 << 62
+_FLUSH_BYTES: Final = 64
 _LISTED_MORE: Final = 16
 """How many times as many pieces a part has where they are taken as one list."""
 
@@ -39,6 +40,7 @@ class Limits:
         max_parts_in_flight: Parts of one post that are posted and not yet ended, at most.
         no_progress_timeout: Seconds without any part posted or ended after which a post is given up.
         listed: Whether the pieces of a post between GPUs are taken as one list.
+        flushes: Whether a part that is done says that every earlier one to its peer has ended.
     """
 
     max_descriptors: int
@@ -46,6 +48,7 @@ class Limits:
     max_parts_in_flight: int
     no_progress_timeout: float
     listed: bool = False
+    flushes: bool = False
 
     @lazy
     def between_gpus(self) -> "Limits":
@@ -126,6 +129,10 @@ class LivePost:
     something has gone wrong nothing more is posted, and the result waits until the parts in flight have ended, or have
     made no progress for too long.
 
+    A part that fails, while the peer is there, may have left some of its pieces in flight. If the transport can tell,
+    a few bytes are moved once more then, to and from where they were: when that is done, so is all that came before,
+    and the post has `FAILED`. It is tried once, as a part like any other.
+
     Args:
         post: What to move.
         limits: How to cut it.
@@ -144,6 +151,9 @@ class LivePost:
         self._parts: list[Slice] = []
         self._next = 0
         self._in_flight: deque[Flight] = deque()
+        self._may_flush = limits.flushes  # once at most
+        self._flush_due = False  # as soon as nothing is in flight any more
+        self._flush: Flight | None = None
         self._verdict = Outcome.DONE
         self._error: FabricError | None = None
         self._posted_bytes = 0
@@ -162,6 +172,8 @@ class LivePost:
     @property
     def wants_turn(self) -> bool:
         """Another part could be posted now."""
+        if self._flush_due:
+            return not self._in_flight
         return (
             self._verdict is Outcome.DONE
             and self._next < len(self._parts)
@@ -171,7 +183,8 @@ class LivePost:
     @property
     def settled(self) -> bool:
         """Nothing is in flight and nothing more will be posted: the result can be made."""
-        return not self._in_flight and (self._verdict is not Outcome.DONE or self._next == len(self._parts))
+        over = self._verdict is not Outcome.DONE or self._next == len(self._parts)
+        return over and not self._in_flight and not self._flush_due
 
     def post_part(self, transport: Transport, now: Callable[[], float], clock: float) -> bool:
         """Post the next part, if the cell allows it. True if the transport took it.
@@ -181,20 +194,15 @@ class LivePost:
             now: The runtime's clock, for the lease and for `posting`.
             clock: The pump's clock of lived time, for `silent`.
         """
+        if self._flush_due:
+            return self._post_flush(transport, now)
         local, remote = self._parts[self._next]
         whole = local is self.post.local.pieces
         nbytes = self.post.local.nbytes if whole else int(local[:, 1].sum())
         started = now()
 
-        def make() -> None:
-            post = self.post
-            here = post.local if local is post.local.pieces else replace(post.local, pieces=local)
-            there = post.remote if remote is post.remote.pieces else replace(post.remote, pieces=remote)
-            handle = transport.post(post.peer, post.operation, here, there)
-            self._in_flight.append(Flight.of(handle, post, nbytes, len(local)))
-
         try:
-            allowed = self.post.cell.post(now, make)
+            allowed = self.post.cell.post(now, lambda: self._launch(transport, local, remote, nbytes))
         except FabricError as error:
             self._fail(error, in_doubt=error.in_doubt)
             return False
@@ -212,6 +220,29 @@ class LivePost:
         self._progress_at = clock
         return True
 
+    def _post_flush(self, transport: Transport, now: Callable[[], float]) -> bool:
+        """Move the first few bytes once more. That is no progress: who gives up does so no later for it."""
+        self._flush_due = self._may_flush = False
+        local, remote = (side[:1].copy() for side in self._parts[0])
+        nbytes = local[0, 1] = remote[0, 1] = min(_FLUSH_BYTES, int(local[0, 1]))
+        started = now()
+        try:
+            if not self.post.cell.again(lambda: self._launch(transport, local, remote, nbytes)):
+                return False
+        except FabricError as error:
+            self._fail(error, in_doubt=True)
+            return False
+        self._flush = self._in_flight[-1]
+        self.wire.posted(self._flush, started)
+        return True
+
+    def _launch(self, transport: Transport, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
+        post = self.post
+        here = post.local if local is post.local.pieces else replace(post.local, pieces=local)
+        there = post.remote if remote is post.remote.pieces else replace(post.remote, pieces=remote)
+        handle = transport.post(post.peer, post.operation, here, there)
+        self._in_flight.append(Flight.of(handle, post, nbytes, len(local)))
+
     def poll(self, transport: Transport, release: Release, now: Callable[[], float], clock: float) -> bool:
         """Look at every part in flight and give back those that ended. True if any ended."""
         some_ended = False
@@ -225,11 +256,12 @@ class LivePost:
                 ended = True
             else:
                 if ended:
+                    self._progress_at = clock
                     self.wire.ended(flight, now())
+                    self._flushed(flight)
             self._in_flight.popleft()
             if ended:
                 some_ended = True
-                self._progress_at = clock
                 release(flight.handle)
             else:
                 self._in_flight.append(flight)
@@ -242,6 +274,7 @@ class LivePost:
     def give_up(self, reason: FabricError, release: Release) -> None:
         """Settle it now: `IN_DOUBT` if anything is in flight, `FAILED` if nothing is. Releases every handle."""
         self.post.cell.kill()
+        self._flush_due = False
         if self._in_flight:
             self.may_linger = True
             self._worsen(Outcome.IN_DOUBT, restated(reason, in_doubt=True))
@@ -275,7 +308,14 @@ class LivePost:
     def _fail(self, error: FabricError, *, in_doubt: bool) -> None:
         # a transport that reports the peer gone has ended its own work on that link; any other error says nothing
         self.may_linger |= in_doubt and not error.disconnected
+        self._flush_due = self._may_flush and self.may_linger and not error.disconnected
         self._worsen(Outcome.IN_DOUBT if in_doubt else Outcome.FAILED, error)
+
+    def _flushed(self, flight: Flight) -> None:
+        """If this was the flush, everything before it has ended too."""
+        if flight is self._flush and self._error is not None:
+            self.may_linger = False
+            self._verdict, self._error = Outcome.FAILED, restated(self._error)
 
     def _worsen(self, outcome: Outcome, error: FabricError | None) -> None:
         if _SEVERITY[outcome] > _SEVERITY[self._verdict]:

@@ -141,6 +141,16 @@ class Cell:
             make()
             return True
 
+    def again(self, make: Callable[[], None]) -> bool:
+        """Run `make` (move once more what was moved before), if anything was posted. False if it was not run.
+
+        Neither the lease nor `kill` keeps it out: what it touches may be touched already, until `end`.
+        """
+        with self._lock:
+            if self._state is CellState.POSTED:
+                make()
+            return self._state is CellState.POSTED
+
     def kill(self) -> bool:
         """Make sure that nothing more is posted. True if nothing ever was, and so nothing is in flight."""
         self._stop = True
@@ -167,7 +177,7 @@ class Outcome(StrEnum):
 
     DONE = "done"  # every byte is at its destination
     STOPPED = "stopped"  # killed or past its lease; what had been posted has ended, nothing is in flight
-    FAILED = "failed"  # the transport refused it; nothing is in flight
+    FAILED = "failed"  # the transport refused it, or failed and has been through with it since; nothing is in flight
     IN_DOUBT = "in_doubt"  # the transport failed after posting, or made no progress: bytes may still land
 
 
@@ -228,6 +238,11 @@ class Transport(Protocol):
     @property
     def takes_lists(self) -> bool:
         """Whether pieces between two GPUs are posted as one list, and not one by one. Asked after `setup`."""
+        ...
+
+    @property
+    def orderly(self) -> bool:
+        """Whether it works inside of these calls only, and a part that is done ends with all before it to that peer."""
         ...
 
     def setup(self) -> None:

@@ -273,7 +273,7 @@ class Fabric:
     def _set_up(self) -> None:
         try:
             self._transport.setup()
-            self._limits = replace(self._limits, listed=self._transport.takes_lists)
+            self._limits = replace(self._limits, listed=self._transport.takes_lists, flushes=self._transport.orderly)
         except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the service unseen
             self._defect = error
 

@@ -458,6 +458,21 @@ def test_a_write_to_another_process(settings):
 
 
 @needs_nixl
+@pytest.mark.parametrize(
+    ("settings", "orderly"),
+    [
+        ({}, True),
+        ({"num_workers": 3}, True),
+        ({"backend_params": {"UCX": {"num_threads": "0"}}}, True),
+        ({"backend_params": {"UCX": {"num_threads": "2"}}}, False),
+        ({"backends": ("UCX", "POSIX")}, False),
+    ],
+)
+def test_a_post_that_is_done_says_that_all_before_it_are_where_one_endpoint_carries_them(settings, orderly):
+    assert NixlTransport("a", **settings).orderly is orderly
+
+
+@needs_nixl
 def test_a_peer_that_dies_is_disconnected():
     """Before a write, and in the middle of one: over TCP, 64 MiB stay in flight while the target does not poll."""
     with two_processes(64 * SIZE, backend_params=TCP) as (side, remote):

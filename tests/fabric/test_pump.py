@@ -22,6 +22,8 @@ from kvxfer.runtime import HandOver, ThreadRuntime
 SIZE = 1 << 16
 PART = 1024
 """max_post_bytes of every fabric here."""
+FLUSH = 64
+"""Bytes that are moved once more."""
 
 
 class ManualService:
@@ -121,6 +123,10 @@ class Rig:
     def result(self, tag: str = "x") -> PostResult:
         (result,) = self.results[tag]
         return result
+
+    def moved(self) -> list[int]:
+        """How many bytes, each time that any were."""
+        return [entry.length for entry in self.network.log]
 
     def landed(self, peer: str = "b") -> int:
         return int(np.count_nonzero(self.memory[peer]))
@@ -334,23 +340,124 @@ def test_refused_later_is_failed_once_the_rest_has_ended():
     assert cell.state is CellState.ENDED
 
 
+class Pass:
+    """A way through a gate, which counts who is inside."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+    def enter(self) -> bool:
+        self.inside += 1
+        return True
+
+    def leave(self) -> None:
+        self.inside -= 1
+
+
 @pytest.mark.parametrize("at_post", [True, False])
 @pytest.mark.parametrize("skip", [0, 2])
-def test_an_error_after_bytes_moved_is_in_doubt(at_post, skip):
-    rig = Rig()
-    rig.network.break_next("b", after_bytes=100, skip=skip, at_post=at_post)
-    cell = rig.post()
+@pytest.mark.parametrize("operation", list(Operation))
+def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_write_has_passed_them(at_post, skip, operation):
+    rig, gate = Rig(), Pass()
+    rig.network.break_next("b", after_bytes=100, skip=skip, at_post=at_post, lingers=True)
+    cell = rig.post(cell=Cell(1e9, gate), operation=operation)
     rig.step(10)
+    assert rig.results["x"] == [], "924 bytes of a part are in flight"
+    assert gate.inside == 1
+    assert rig.moved() == [PART] * skip + [100, FLUSH]
+    rig.network.release("b")
+    rig.step(2)
     result = rig.result()
-    assert result.outcome is Outcome.IN_DOUBT
+    assert result.outcome is Outcome.FAILED
     assert result.error is not None
-    assert result.error.in_doubt
-    assert rig.landed() == skip * PART + 100
-    assert cell.state is CellState.POSTED, "it did not end"
+    assert "told to break" in str(result.error)
+    assert (result.error.in_doubt, result.error.disconnected) == (False, False)
+    assert rig.moved() == [PART] * skip + [100, FLUSH, PART - 100]
+    assert cell.state is CellState.ENDED
+    assert gate.inside == 0
     assert rig.transport.open_handles == 0
     rig.post("y")
     rig.step(10)
     assert rig.result("y").outcome is Outcome.DONE
+
+
+def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody_wants_it():
+    rig = Rig()
+    cell = rig.post(cell=Cell(101.0), nbytes=PART)
+    rig.network.break_next("b")
+    rig.network.delay("b", 1)
+    rig.step()
+    cell.kill()
+    rig.runtime.time += 2
+    rig.step(10)
+    assert rig.result().outcome is Outcome.FAILED
+    assert rig.moved() == [FLUSH]
+
+
+def test_what_does_not_end_is_given_up_no_later_than_without_another_write():
+    rig = Rig(no_progress_timeout=5.0)
+    rig.network.delay("b", 4)
+    rig.network.break_next("b", lingers=True)
+    cell = rig.post(nbytes=PART)
+    rig.step(1)
+    for _ in range(5):
+        assert rig.results["x"] == []
+        rig.runtime.time += 1.0
+        rig.step(2)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.in_doubt
+    assert cell.state is CellState.POSTED, "it did not end"
+    assert rig.transport.open_handles == 0
+
+
+@pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
+def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(how):
+    rig = Rig()
+    rig.network.break_next("b")
+    match how:
+        case "refused":
+            rig.network.refuse_next("b", skip=1)
+        case "broken" | "broken at once":
+            rig.network.break_next("b", skip=1, at_post=how != "broken")
+        case _:
+            rig.network.break_next("b", skip=1, disconnected=True)
+    cell = rig.post(nbytes=PART)
+    rig.step(10)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert (result.error.in_doubt, result.error.disconnected) == (True, False)
+    assert cell.state is CellState.POSTED
+    assert rig.fabric._may_linger
+    assert rig.moved() == []
+
+
+def test_a_transport_that_does_not_flush_leaves_the_doubt(monkeypatch):
+    monkeypatch.setattr(LoopbackTransport, "orderly", False)
+    rig = Rig()
+    rig.network.break_next("b", after_bytes=100)
+    rig.post()
+    rig.step(10)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert rig.moved() == [100]
+
+
+@pytest.mark.parametrize("end", ["close", "disconnect"])
+def test_who_ends_before_it_is_known_leaves_the_doubt(end):
+    rig = Rig()
+    rig.network.break_next("b", lingers=True)
+    rig.post(nbytes=PART)
+    rig.step(3)
+    if end == "close":
+        closed = rig.fabric.close(0.0)
+        rig.step()
+        assert not closed.result(0)
+    else:
+        rig.now(rig.fabric.disconnect("b"))
+        rig.step()
+    assert rig.result().outcome is Outcome.IN_DOUBT
 
 
 def test_an_error_waits_for_the_other_parts_in_flight():
@@ -361,8 +468,9 @@ def test_an_error_waits_for_the_other_parts_in_flight():
     rig.step(5)
     assert rig.results["x"] == [], "two parts are still in flight"
     rig.network.release("b")
-    rig.step()
-    assert rig.result().outcome is Outcome.IN_DOUBT
+    rig.step(2)
+    assert rig.result().outcome is Outcome.FAILED
+    assert rig.moved()[-1] == FLUSH, "after all others"
 
 
 def test_a_lost_peer_is_in_doubt_first_and_failed_afterwards():
@@ -382,20 +490,6 @@ def test_a_lost_peer_is_in_doubt_first_and_failed_afterwards():
     closed = rig.fabric.close(1.0)
     rig.step()
     assert closed.result(0), "a transport that reports the peer gone has nothing in flight to it"
-
-
-class Pass:
-    """A way through a gate, which counts who is inside."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-
-    def enter(self) -> bool:
-        self.inside += 1
-        return True
-
-    def leave(self) -> None:
-        self.inside -= 1
 
 
 @pytest.mark.parametrize("operation", list(Operation))

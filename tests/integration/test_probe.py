@@ -332,11 +332,11 @@ async def test_the_stream_is_cut_in_the_middle(stage, tap):
 
 @pytest.mark.parametrize("disconnected", [False, True])
 async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, disconnected):
-    prefill, decode, _, _ = await met(stage)
+    prefill, decode, _, _ = await met(stage, no_progress_timeout=0.2)
     offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
     transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
     await asyncio.wait_for(transfer.outcome, 5)
-    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=disconnected)
+    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=disconnected, lingers=not disconnected)
     await offer.released()
     await eventually(lambda: answers(tap, Status.IN_DOUBT))
     await eventually(lambda: loans(decode, "quarantined"))

@@ -15,6 +15,7 @@ import scenes
 from kvxfer import ahead, incoming, shipment
 from kvxfer.copy.port import FREELY
 from kvxfer.desk import Desk
+from kvxfer.fabric.parts import LivePost
 from kvxfer.fabric.port import Cell, CellState, Outcome
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.memory import Custody
@@ -132,6 +133,18 @@ def answered_grants_only(patch):
 
 def no_doubt_of_reads(patch):
     patch.setattr(shipment.Moved, "may_read", property(lambda moved: False))
+
+
+def no_flush(patch):
+    """What a post that failed has left in flight is taken to have landed."""
+
+    def believe(live, transport, now):
+        del transport, now
+        live._flush_due = live.may_linger = False
+        live._verdict = Outcome.FAILED
+        return False
+
+    patch.setattr(LivePost, "_post_flush", believe)
 
 
 def no_doubt_of_offers(patch):
@@ -282,6 +295,8 @@ GUARDS = [
     Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
     Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
     Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
+    Guard("flush, staged", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="staged")),
+    Guard("flush, direct", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="direct")),
     Guard("offers in doubt", no_doubt_of_offers, scene(scenes.our_own_post_is_stuck, route="direct")),
     Guard("Cancel after our reads", cancel_at_once, scene(scenes.our_own_read_is_in_flight, route="pull")),
     Guard("confirmation of reads", no_confirmation, scene(scenes.read_from_a_peer_that_is_no_more, route="pull")),

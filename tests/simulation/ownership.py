@@ -210,7 +210,11 @@ class WatchedNetwork(LoopbackNetwork):
     def _begin(self, part):
         what = f"a {part.operation.value} that {part.src.name} posts to {part.dst}"
         self._entitled[part] = [self.ledger.check(what, *way) for way in self._ways(part)]
-        super()._begin(part)
+        try:
+            super()._begin(part)
+        finally:
+            if part.error is not None:  # what it owes now lands later, if ever
+                self._entitled[part] = [self.ledger.check(what, *way) for way in self._ways(part)]
 
     def _land(self, part, limit=None):
         target = self._agents.get(part.dst)

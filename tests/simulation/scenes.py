@@ -301,6 +301,17 @@ async def read_from_a_peer_that_is_no_more(scene):
     await scene.failure(transfer)
 
 
+async def a_post_fails_and_leaves_bytes_in_flight(scene):
+    """Nobody hears of it before they have landed."""
+    scene.network.break_next("*", after_bytes=100, lingers=True)
+    scene.offer()
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.network.held("*"))
+    await asyncio.sleep(0.1)
+    await scene.land()
+    assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
+
+
 async def blocks_in_doubt(scene):
     """Blocks that a silent peer may still write are refused to everybody."""
     _, transfer = await scene.in_flight()

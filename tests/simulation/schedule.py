@@ -190,13 +190,17 @@ class Schedule:
     def break_off(self):
         self.hurt = True
         self.world.note("break")
+        agent, lingers = self._agent(), self.rnd.random() < 0.3
         self.world.network.break_next(
-            self._agent(),
+            agent,
             skip=self.rnd.randrange(3),
             after_bytes=self.rnd.choice([0, 100, 600]),
             disconnected=self.rnd.random() < 0.5,
             at_post=self.rnd.random() < 0.3,
+            lingers=lingers,
         )
+        if lingers:
+            self._later([1e-3, 0.02, 0.1, 0.3], self.world.network.release, agent)
 
     def wedge(self):
         self.hurt = True

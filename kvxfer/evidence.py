@@ -87,7 +87,8 @@ def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:
 
 async def _evidence(site: Site, exposed: Exposed, found: Revoked | None) -> str:
     """What shows that nothing is touched any more; empty if nothing does."""
-    ends, own = exposed.ends_with_process, site.geometry.kind != "cuda"
+    ends, spans = exposed.ends_with_process, exposed.peer.body.staging
+    own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
     if found is not None and not await site.gates.inside(exposed.gate):
         if found is Revoked.IDLE:
             return "its gate was empty"

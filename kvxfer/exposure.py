@@ -1,10 +1,12 @@
 """What a peer may be touching of ours: the gate before it, and how that ends without a word of the peer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvxfer.evidence import seek
 from kvxfer.gates import SHARED_GATE
+from kvxfer.link import Link
+from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site, no_hold
 from kvxfer.telemetry import logger
@@ -21,30 +23,38 @@ class Exposure:
         peer: Who.
         gate: What every grant leads through; there is one from the first grant on.
         fenced: Whether the peer passes it, or touches nothing.
-        ends_with_process: Whether nothing of it goes on, or does harm, when the peer's process has ended.
+        routes: Those on which the peer may touch it.
         ended: Nobody touches it any more.
 
     Args:
         site: The worker.
-        peer: Who.
+        link: The control stream on which it is granted.
         name: What it is, for logs.
         safe: Called once if there is evidence that nobody touches it any more, other than the peer's word.
-        ends_with_process: As the attribute.
+        routes: As the attribute.
     """
 
-    def __init__(
-        self, site: Site, peer: PeerInfo, name: str, safe: Callable[[], None], *, ends_with_process: bool
-    ) -> None:
-        self.peer: Final = peer
+    def __init__(self, site: Site, link: Link, name: str, safe: Callable[[], None], routes: Iterable[Route]) -> None:
+        self.peer: Final[PeerInfo] = link.peer
         self.gate = SHARED_GATE
         self.fenced = False
-        self.ends_with_process = ends_with_process
+        self.routes = frozenset(routes)
         self.ended = False
         self._site: Final = site
+        self._granted_over: Final = link
         self._name: Final = name
         self._safe = safe
         self._granted = False
         self._found: Callable[[], None] | None = None
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether nothing of it goes on, or does harm, when the peer's process has ended.
+
+        What a process left to a socket may still land, and that is known of a lane only once it was seen. A reader's
+        end harms nobody.
+        """
+        return self.routes <= {Route.MAPPED, Route.PULL, *self._granted_over.proved}
 
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of the gate that it leads through: 0 where the peer passes none.

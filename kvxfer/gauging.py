@@ -19,7 +19,7 @@ from kvxfer.errors import Code, KvxferError, TransferFailedError
 from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
 from kvxfer.geometry.copyplan import Blank, CopyPlan
 from kvxfer.link import Link
-from kvxfer.memory import Extent
+from kvxfer.memory import Extent, poke
 from kvxfer.planning import staging_pieces
 from kvxfer.protocol.messages import MemorySpan, Probe, Status
 from kvxfer.protocol.sending import Failure, build_result
@@ -27,7 +27,7 @@ from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["LEAST_LOAN", "Gauging", "loan_bytes"]
+__all__ = ["LEAST_LOAN", "Gauging", "loan_bytes", "repeated"]
 
 _log: Final = logger("kvxfer.send")
 
@@ -46,6 +46,8 @@ _BUDGET_S: Final = 0.05
 """No further round is begun after so many seconds."""
 _SHARE: Final = 8
 """At most one part in so many of a side's staging memory is taken."""
+_FEW: Final = 64
+"""Bytes of the first of the two writes of a nonce."""
 
 
 def loan_bytes(chunk_bytes: int, capacity: int) -> int:
@@ -57,6 +59,11 @@ def loan_bytes(chunk_bytes: int, capacity: int) -> int:
     return nbytes if nbytes >= LEAST_LOAN and capacity - nbytes >= 2 * chunk_bytes else 0
 
 
+def repeated(nonce: bytes, nbytes: int) -> bytes:
+    """What is written of a nonce to show that it was."""
+    return (nonce * -(-nbytes // len(nonce)))[:nbytes]
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Pieces of one write: where they begin, and their lengths."""
@@ -65,8 +72,8 @@ class _Shape:
     lengths: NDArray[np.int64]
 
     @classmethod
-    def whole(cls, nbytes: int) -> "_Shape":
-        return cls(np.zeros(1, np.int64), np.asarray([nbytes], np.int64))
+    def whole(cls, nbytes: int, *, offset: int = 0) -> "_Shape":
+        return cls(np.asarray([offset], np.int64), np.asarray([nbytes], np.int64))
 
     @classmethod
     def scattered(cls) -> "_Shape":
@@ -77,7 +84,7 @@ class _Shape:
 
 
 class Gauging:
-    """One measurement, from `Probe` to its answer.
+    """One measurement, from `Probe` to its answer. Or, if the decode rank wants to see who moves the bytes: its nonce.
 
     Attributes:
         link: The control stream; replaced when the decode rank asks over another one.
@@ -135,14 +142,19 @@ class Gauging:
 
     async def _run(self) -> None:
         site, desk = self._site, self._site.send_desk
-        room = min(self._probe.bytes, loan_bytes(site.config.chunk_bytes, desk.share.capacity))
-        extent = desk.take(self.peer.name, room) if room >= LEAST_LOAN else None
+        nonce, capacity = self._probe.nonce, desk.share.capacity
+        if nonce:
+            room, enough = self._probe.bytes, 0 < self._probe.bytes <= capacity // _SHARE
+        else:
+            room = min(self._probe.bytes, loan_bytes(site.config.chunk_bytes, capacity))
+            enough = room >= LEAST_LOAN
+        extent = desk.take(self.peer.name, room) if enough else None
         try:
             if extent is None:
                 self._failure = Failure(Status.CANCELLED, Code.TOO_MANY, "there is no memory to measure with")
             else:
                 desk.share.write(extent)
-                self._learn(await self._samples(extent, room))
+                await (self._show(extent, nonce) if nonce else self._measure(extent, room))
         except KvxferError as error:
             self._failure = self._failure or Failure(Status.FAILED, error.code, str(error))
         except BaseException as error:
@@ -160,12 +172,24 @@ class Gauging:
             self._answer()
             self._ended(self)
 
-    async def _samples(self, extent: Extent, room: int) -> list[Sample]:
-        site = self._site
-        self._release = site.lanes.hold(self.peer)
-        lane = await asyncio.shield(site.lanes.connect(self.peer))
+    async def _connected(self) -> str:
+        self._release = self._site.lanes.hold(self.peer)
+        return await asyncio.shield(self._site.lanes.connect(self.peer))
+
+    async def _show(self, extent: Extent, nonce: bytes) -> None:
+        """Write what the decode rank looks for: few bytes, then many."""
+        arena, nbytes = self._site.arena, self._probe.bytes
+        fill = partial(poke, arena.kind, arena.device, extent.address, repeated(nonce, nbytes))
+        await self._site.runtime.in_thread(fill)
+        lane, few = await self._connected(), min(_FEW, nbytes)
+        await self._write(lane, extent.address, _Shape.whole(few))
+        if nbytes > few:
+            await self._write(lane, extent.address, _Shape.whole(nbytes - few, offset=few))
+
+    async def _measure(self, extent: Extent, room: int) -> None:
+        """Write some pieces, of several sizes, as often as there is time for."""
+        site, write = self._site, partial(self._write, await self._connected(), extent.address)
         await self._clear(extent, room)
-        write = partial(self._write, lane, extent.address)
         await write(_Shape.whole(_PIECE_BYTES))  # wires the two agents up, where nothing has yet
         samples: list[Sample] = []
         began = site.now()
@@ -177,7 +201,7 @@ class Gauging:
                     break
             if site.now() - began > _BUDGET_S:
                 break
-        return samples
+        self._learn(samples)
 
     async def _clear(self, extent: Extent, room: int) -> None:
         """Zero what is about to be written: it held other requests, which are none of the peer's business.

@@ -69,9 +69,8 @@ class Incoming(Steps):
         self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
         # of a peer that was lost since it was looked up nothing is known any more
         self._ahead: Final = Ahead.of(site, self.peer, need, self._asked) if link.is_open else None
-        # on `pull` the peer writes nothing, and with its process nobody is left who waits for an answer
-        name, pull = f"{site.incarnation.hex()[:8]}-{transfer}", Route.PULL in self._asked
-        self.exposure: Final = Exposure(site, self.peer, name, self._safe, ends_with_process=pull)
+        name = f"{site.incarnation.hex()[:8]}-{transfer}"
+        self.exposure: Final = Exposure(site, link, name, self._safe, self._asked if self._ahead is not None else ())
         if self._ahead is not None:
             self._ahead.generation = self.exposure.grant(mapped=Route.MAPPED in self._asked)
         staging = self._ahead is not None and self._ahead.staged
@@ -197,7 +196,7 @@ class Incoming(Steps):
         self.site.heard(self.peer, fenced=message.fenced)
         if not message.ahead:
             self.exposure.void()
-        self.exposure.ends_with_process = message.route in (Route.MAPPED, Route.PULL)
+        self.exposure.routes = frozenset({message.route})
         if self.route is not Route.MAPPED:
             self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
         if self._ahead is not None and message.ahead:

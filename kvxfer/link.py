@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Goodbye, Message
+from kvxfer.protocol.messages import Goodbye, Message, Route
 from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
@@ -66,6 +66,7 @@ class Link(asyncio.Protocol):
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
         encrypted: Whether the stream is TLS.
+        proved: Routes on which the peer itself moves what it writes here, as was seen (`kvxfer.proving`).
         ready: Resolves when the handshake is complete, or with the error that prevented it.
     """
 
@@ -74,6 +75,7 @@ class Link(asyncio.Protocol):
         self.endpoint: Final = endpoint
         self.trusted = False
         self.encrypted = False
+        self.proved: frozenset[Route] = frozenset()
         self._handler = handler
         self._runtime = runtime
         self._since: Final = runtime.now()

@@ -291,9 +291,7 @@ class Outgoing(Steps):
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
             self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
-            self._exposure = Exposure(
-                self.site, self.peer, self.name, self.unread_at_last, ends_with_process=True
-            )  # a dead reader makes nothing of what it reads
+            self._exposure = Exposure(self.site, self.link, self.name, self.unread_at_last, {Route.PULL})
         else:
             self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
         self._say(self.machine.accept(message))

@@ -31,6 +31,7 @@ def overview(
                 "endpoint": link.endpoint,
                 "draining": link.draining,
                 "lane": site.estimates.lane(link.peer.identity.incarnation),
+                "proved": sorted(route.name.lower() for route in link.proved),
             }
             for link in links
         ],

@@ -12,8 +12,9 @@ from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
 from kvxfer.geometry import Blocks
 from kvxfer.incoming import Incoming
-from kvxfer.lending import Lender, Loan
+from kvxfer.lending import Lender
 from kvxfer.link import Link
+from kvxfer.loans import Loan
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Status, Sums, Want
 from kvxfer.protocol.sending import Failure
@@ -192,6 +193,7 @@ class Receiver:
     def cancel_all(self) -> None:
         """Give up every fetch; for shutdown."""
         self._recoveries.cancel()
+        self._lender.prover.close()
         for fetching in list(self._fetches):
             if not fetching.transfer.done:
                 fetching.close()

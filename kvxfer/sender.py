@@ -162,7 +162,7 @@ class Sender:
             self.book.release((message.ticket.request, message.ticket.attempt), who)
 
     def probe(self, link: Link, message: Probe) -> None:
-        """A decode rank lends memory, so that the lane to it can be measured: if nothing else moves there now.
+        """A decode rank lends memory, so that the lane to it can be measured (if nothing else moves there now) or seen.
 
         What is written is whatever lies in the memory to gather into, so only a peer that could read all of it anyway
         gets to see it.
@@ -172,7 +172,8 @@ class Sender:
         if key in self._transfers or key in self._gaugings:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         moving = (to for to, outgoing in self._transfers.items() if outgoing.machine.state is not SendState.PARKED)
-        busy = bool(self._gaugings) or any(incarnation == who.incarnation for incarnation, _ in moving)
+        timed = not message.nonce
+        busy = bool(self._gaugings) or (timed and any(incarnation == who.incarnation for incarnation, _ in moving))
         if busy or self._site.draining or not link.trusted or self._site.sending is None:
             failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
             link.send(_terminal(message.transfer, failure))

@@ -108,6 +108,7 @@ def _through_gates() -> Iterator[tuple[str, Message]]:
     yield "want_through_a_gate", Want(1, pack_u32([5]), 30_000, [], gate)
     yield "reserve_through_a_gate", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000, gate)
     yield "probe_through_a_gate", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000, gate)
+    yield "probe_with_a_nonce", Probe(8, 0x7F10_0000_0000, 1_048_576, 5_000, gate, bytes(range(16)))
 
 
 def _greetings() -> Iterator[tuple[str, Message]]:

@@ -2,12 +2,12 @@
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Operation
 
-__all__ = ["Fault", "Faults", "Initiator", "Part"]
+__all__ = ["Fault", "Faults", "Initiator", "LogEntry", "Part"]
 
 
 class Initiator(Protocol):
@@ -21,6 +21,24 @@ class Initiator(Protocol):
     def keys(self) -> frozenset[int]:
         """Numbers of its registrations that are in force."""
         ...
+
+
+class LogEntry(NamedTuple):
+    """A range of bytes that was touched at the far end of a post, when it was touched.
+
+    Attributes:
+        operation: What the initiator did.
+        src: Agent that posted.
+        dst: Agent whose memory was written or read.
+        address: First byte there.
+        length: Number of bytes.
+    """
+
+    operation: Operation
+    src: str
+    dst: str
+    address: int
+    length: int
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +125,7 @@ class Faults:
         polls: Polls that are answered with "not yet".
         held: Posts wait for `LoopbackNetwork.release`.
         wedged: Posts never end.
+        needs_target: Their bytes land when the far end makes progress.
         bytes_per_second: Speed of the link; 0 for none.
         busy_until: When the link is through with what was posted so far.
     """
@@ -115,5 +134,6 @@ class Faults:
     polls: int = 0
     held: bool = False
     wedged: bool = False
+    needs_target: bool = False
     bytes_per_second: float = 0.0
     busy_until: float = 0.0

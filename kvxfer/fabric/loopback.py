@@ -15,37 +15,19 @@ import ctypes
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.faults import Fault, Faults, Part
+from kvxfer.fabric.faults import Fault, Faults, LogEntry, Part
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 
 __all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
 
 EVERY_PEER: Final = "*"
 """Instead of a name: the fault concerns posts to anybody."""
-
-
-class LogEntry(NamedTuple):
-    """A range of bytes that was touched at the far end of a post, when it was touched.
-
-    Attributes:
-        operation: What the initiator did.
-        src: Agent that posted.
-        dst: Agent whose memory was written or read.
-        address: First byte there.
-        length: Number of bytes.
-    """
-
-    operation: Operation
-    src: str
-    dst: str
-    address: int
-    length: int
 
 
 class LoopbackNetwork:
@@ -62,6 +44,7 @@ class LoopbackNetwork:
         self._faults: dict[str, Faults] = {}
         self._held: list[Part] = []
         self._flying: list[Part] = []
+        self._offered: list[Part] = []  # until the far end makes progress
         self._now: Callable[[], float] = _no_clock
         self._dead: set[str] = set()
         self._keys = iter(range(1, 1 << 62))
@@ -116,6 +99,11 @@ class LoopbackNetwork:
         with self._lock:
             self._of(peer).wedged = True
 
+    def need_target(self, peer: str) -> None:
+        """Let bytes of coming posts land when the agent at the far end makes progress, as TCP does."""
+        with self._lock:
+            self._of(peer).needs_target = True
+
     def refuse_next(self, peer: str, *, skip: int = 0) -> None:
         """Fail a coming post before any byte moved: `skip` posts pass first."""
         with self._lock:
@@ -164,7 +152,7 @@ class LoopbackNetwork:
         with self._lock:
             self._arrive()
             self._dead.add(peer)
-            for part in [*self._held, *self._flying]:
+            for part in [*self._held, *self._flying, *self._offered]:
                 if peer in {EVERY_PEER, part.dst}:
                     part.leave()
 
@@ -207,7 +195,7 @@ class LoopbackNetwork:
             self._check_alive(part.dst, in_doubt=True)
             if part.error is not None:
                 raise part.error
-            if part.held or part.wedged or part in self._flying or self._waits(part):
+            if part.held or part.wedged or self._waits(part):
                 return False
             if part.polls > 0:
                 part.polls -= 1
@@ -216,8 +204,20 @@ class LoopbackNetwork:
             return True
 
     def _waits(self, part: Part) -> bool:
-        """Whether the end of a part waits for one before it that has failed, and of which something is in flight."""
-        return any(one.error is not None and one.src is part.src and one.dst == part.dst for one in self._held)
+        """Whether a part is on its way, or one before it that has failed is."""
+        return (
+            part in self._flying
+            or part in self._offered
+            or any(one.error is not None and one.src is part.src and one.dst == part.dst for one in self._held)
+        )
+
+    def progress(self, agent: str) -> None:
+        """An agent makes progress: what waits for that lands."""
+        with self._lock:
+            arrived = [part for part in self._offered if part.dst == agent]
+            self._offered = [part for part in self._offered if part.dst != agent]
+            for part in arrived:
+                self._land(part)
 
     def _of(self, peer: str) -> Faults:
         return self._faults.setdefault(peer, Faults())
@@ -272,6 +272,8 @@ class LoopbackNetwork:
             self._held.append(part)
         elif part.due and not part.wedged:
             self._flying.append(part)
+        elif any(faults.needs_target for faults in self._both(part.dst)) and not part.wedged:
+            self._offered.append(part)
         elif not part.wedged and part.polls == 0:
             self._land(part)
 
@@ -442,9 +444,10 @@ class LoopbackTransport:
         self.open_handles -= 1
 
     def progress(self) -> None:
-        """Count the call; bytes here move without it."""
+        """Count the call, and take in what waits for it."""
         self._check_open()
         self.progressed += 1
+        self._network.progress(self._name)
 
     def close(self) -> None:
         """Leave the network; no byte moves from or to its memory any more. Idempotent."""

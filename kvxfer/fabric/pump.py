@@ -4,6 +4,7 @@
     register, connect, ...  -> inbox ->   run in order, answered through a future
     post                    -> inbox ->   cut into parts, posted in turn, polled in one pass, `done` called per pass
     hold_awake                            `transport.progress()` while others write into our memory
+    pause                                 no call at all, for a while
 
 A pass of the service: take what came in, post one part for each peer, poll every handle once, give up what is silent,
 deliver the results together. Between passes it sleeps until shortly before the next part in flight should end and looks
@@ -16,12 +17,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from kvxfer.errors import ConfigError, FabricError
+from kvxfer.fabric.calls import Call, broken_by
 from kvxfer.fabric.parts import Limits, LivePost, restated
+from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Handle, Memory, Post, Transport
 from kvxfer.fabric.wire import Paces, Wire
 from kvxfer.runtime import Runtime, Service
@@ -44,14 +47,6 @@ _STEPS_TO_DOUBT: Final = 4
 
 _HOLD_GROWTH: Final = 10_000.0
 """With nothing but a hold the sleep is this fraction of the wait: 0.1 ms for the first second, 1 ms after ten."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A transport call that somebody waits for."""
-
-    run: Callable[[], Any]
-    future: Future[Any]
 
 
 class Fabric:
@@ -105,7 +100,7 @@ class Fabric:
         self._hold_poll = hold_poll_interval
         # shared with the callers' threads, under the lock
         self._lock = threading.Lock()
-        self._inbox: deque[Post | _Call] = deque()
+        self._inbox: deque[Post | Call] = deque()
         self._refusal: FabricError | None = None
         self._closed: Future[bool] | None = None
         self._close_by = 0.0
@@ -119,6 +114,7 @@ class Fabric:
         self._defect: Exception | None = None
         self._may_linger = False
         self._over = False
+        self._pause: Pause | None = None
         self._clock = 0.0
         self._last_pass = self._active_at = runtime.now()
 
@@ -225,6 +221,23 @@ class Fabric:
         self._wake()
         return release
 
+    def pause(self, seconds: float, *, firm: bool = False) -> Future[Pause | None]:
+        """Let the transport be for so long at most, so that it can be seen what lands without its help.
+
+        Returns:
+            The pause once it has begun. It ends at once when a post or another call comes in, and when somebody is to
+            be held awake for, unless it is `firm`. None if something is under way that stands against it, or if the
+            transport works by itself.
+        """
+
+        def run() -> Pause | None:
+            pause = Pause(self._runtime.now() + seconds, firm=firm)
+            if self._transport.orderly and not self._posts and (firm or not self._holds):
+                self._pause = pause
+            return self._pause
+
+        return self._submit(run)
+
     def close(self, timeout: float) -> Future[bool]:
         """Refuse new work, let accepted posts end, then undo every connect and register once and close the transport.
 
@@ -256,7 +269,7 @@ class Fabric:
         with self._lock:
             refusal = self._refusal
             if refusal is None:
-                self._inbox.append(_Call(run, future))
+                self._inbox.append(Call(run, future))
         if refusal is None:
             self._wake()
         else:
@@ -291,6 +304,8 @@ class Fabric:
         self._clock += min(max(now - self._last_pass, 0.0), self._longest_step)
         self._last_pass = now
         self._raise_defect()
+        if self._pause is not None and not self._pause.lasts(now, held=self._holds > 0):
+            self._resume()
         if self._inbox:
             self._take()
         if self._posts:
@@ -299,7 +314,7 @@ class Fabric:
             self._settle()
         if self._ended:
             self._deliver()
-        if self._holds:
+        if self._holds and self._pause is None:
             self._transport.progress()
         self._raise_defect()
         if self._closed is not None:
@@ -313,25 +328,19 @@ class Fabric:
         """Run the calls and queue the posts that came in, in order."""
         while self._inbox:
             item = self._inbox.popleft()
+            self._resume()
             self._active_at = self._last_pass
             if isinstance(item, Post):
                 live = LivePost(item, self._limits, wire=self._peers.get(item.peer))
                 self._posts.setdefault(item.peer, deque()).append(live)
             else:
-                self._run(item)
+                item.make()
 
-    def _run(self, call: _Call) -> None:
-        if not call.future.set_running_or_notify_cancel():
-            return
-        try:
-            value = call.run()
-        except FabricError as error:
-            call.future.set_exception(error)
-        except Exception as error:
-            call.future.set_exception(_broken_by(error))
-            raise
-        else:
-            call.future.set_result(value)
+    def _resume(self) -> None:
+        """The transport is about to be called."""
+        if self._pause is not None:
+            self._pause.intact = False
+            self._pause = None
 
     def _post_round(self) -> None:
         """Post one part for each peer, of that post of the peer whose turn it is."""
@@ -388,7 +397,9 @@ class Fabric:
             return 0.0
         now = self._runtime.now()
         delays = [delay for wire in self._wires() if (delay := wire.delay(now, self._paces)) is not None]
-        if self._holds:
+        if self._pause is not None:
+            delays.append(max(self._pause.until - now, 0.0))
+        elif self._holds:
             delays.append(min(max((now - self._active_at) / _HOLD_GROWTH, self._hold_poll), self._max_poll))
         return min(delays, default=None)
 
@@ -409,7 +420,7 @@ class Fabric:
 
     def _break(self, error: Exception) -> None:
         """Answer everybody, now and from now on, with what went wrong. The service goes on, for `close`."""
-        broken = error if isinstance(error, FabricError) else _broken_by(error)
+        broken = error if isinstance(error, FabricError) else broken_by(error)
         with self._lock:
             self._refusal = self._refusal or broken
         self._end_all(broken)
@@ -418,6 +429,7 @@ class Fabric:
         _log.error("fabric_broken", name=self._transport.name, error=str(broken))
 
     def _end_all(self, error: FabricError) -> None:
+        self._resume()
         for queue in self._posts.values():
             for live in queue:
                 live.give_up(error, self._release)
@@ -425,19 +437,19 @@ class Fabric:
         self._posts.clear()
         self._deliver()
 
-    def _refuse_inbox(self) -> list[Post | _Call]:
+    def _refuse_inbox(self) -> list[Post | Call]:
         with self._lock:
             refused = list(self._inbox)
             self._inbox.clear()
         return refused
 
-    def _turn_away(self, items: Sequence[Post | _Call]) -> None:
+    def _turn_away(self, items: Sequence[Post | Call]) -> None:
         for item in items:
             error = restated(self._refusal or FabricError("the fabric is closed"))
             if isinstance(item, Post):
                 self._ended.append(LivePost(item, self._limits, error))
-            elif item.future.set_running_or_notify_cancel():
-                item.future.set_exception(error)
+            else:
+                item.refuse(error)
         self._deliver()
 
     def _shut(self, closed: Future[bool]) -> None:
@@ -469,9 +481,3 @@ class Fabric:
                 _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
                 clean = False
         return clean
-
-
-def _broken_by(error: Exception) -> FabricError:
-    broken = FabricError(f"the fabric is broken by a defect: {error!r}")
-    broken.__cause__ = error
-    return broken

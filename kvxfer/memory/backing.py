@@ -12,10 +12,10 @@ from typing import Final, Literal
 
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import vmm
-from kvxfer.memory.driver import call, in_thread, load
+from kvxfer.memory.driver import call, in_thread, load, transferred
 from kvxfer.memory.extent import InvariantError
 
-__all__ = ["Backing", "Kind", "allocate"]
+__all__ = ["Backing", "Kind", "allocate", "peek", "poke"]
 
 Kind = Literal["cpu", "cuda", "fabric", "pinned"]
 """Where arena memory lies: pageable host memory, one GPU's memory (plain, or with a fabric handle), or host memory that
@@ -121,6 +121,34 @@ class Backing:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<Backing {self.kind} device={self.device} address={self.address:#x} length={self.length} {state}>"
+
+
+def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
+    """What lies in registered memory now, off the loop: that of a GPU is fetched, past whatever runs there.
+
+    Args:
+        kind: `"DRAM"` or `"VRAM"`, as a transport names it.
+        device: Index of the GPU.
+        address: First byte.
+        nbytes: Length.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    if kind == "DRAM":
+        return ctypes.string_at(address, nbytes)
+    data = ctypes.create_string_buffer(nbytes)
+    transferred(device, ctypes.addressof(data), address, nbytes, to_device=False)
+    return data.raw
+
+
+def poke(kind: str, device: int, address: int, data: bytes) -> None:
+    """Put bytes into registered memory, off the loop. Arguments and errors as of `peek`."""
+    if kind == "DRAM":
+        ctypes.memmove(address, data, len(data))
+        return
+    source = ctypes.create_string_buffer(data, len(data))
+    transferred(device, address, ctypes.addressof(source), len(data), to_device=True)
 
 
 def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:

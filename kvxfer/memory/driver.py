@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 
-__all__ = ["call", "in_thread", "load", "pci_bus_id", "upload"]
+__all__ = ["call", "in_thread", "load", "pci_bus_id", "transferred", "upload"]
 
 T = TypeVar("T")
 
@@ -76,6 +76,35 @@ def upload(device: int, address: int, data: bytes) -> None:
         call(cuda, "cudaSetDevice", device)
         kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         call(cuda, "cudaMemcpy", address, ctypes.addressof(source), len(data), kind)
+
+    in_thread(copy)
+
+
+def transferred(device: int, target: int, source: int, nbytes: int, *, to_device: bool) -> None:
+    """Copy between host memory and a GPU, and wait for it, but for nothing else that runs there.
+
+    Args:
+        device: Index of the GPU.
+        target: Address of the first byte to write.
+        source: Address of the first byte to read.
+        nbytes: Length.
+        to_device: Which way.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    cuda = load("runtime", "copying from or to a GPU")
+    kinds = cuda.cudaMemcpyKind
+    kind = kinds.cudaMemcpyHostToDevice if to_device else kinds.cudaMemcpyDeviceToHost
+
+    def copy() -> None:
+        call(cuda, "cudaSetDevice", device)
+        stream = call(cuda, "cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        try:
+            call(cuda, "cudaMemcpyAsync", target, source, nbytes, kind, stream)
+            call(cuda, "cudaStreamSynchronize", stream)
+        finally:
+            call(cuda, "cudaStreamDestroy", stream)
 
     in_thread(copy)
 

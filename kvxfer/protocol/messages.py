@@ -403,16 +403,14 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=129):
-    """Lends staging memory of this side, to be written as the peer likes, so that it learns what the lane takes.
-
-    Answered by one `KvAgentResult` with `chunk == WHOLE`. Sent only to a peer that says `PROBE`.
-    """
+    """Lends staging memory of this side, so that one of both learns of the lane (PROTOCOL.md section 5.7)."""
 
     transfer: U64
     address: U64
     bytes: U64
     lease_ms: U32
     generation: U64 = 0
+    nonce: Hash = b""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag=130):

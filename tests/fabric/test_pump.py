@@ -682,6 +682,84 @@ def test_a_hold_keeps_the_transport_progressing():
 # ---- calls and defects -----------------------------------------------------------------------------------------------
 
 
+def test_in_a_pause_the_transport_is_not_called():
+    rig = Rig()
+    pause = rig.now(rig.fabric.pause(5.0))
+    before = rig.transport.progressed
+    assert rig.step(3) == pytest.approx(5.0)
+    assert (pause.intact, rig.transport.progressed) == (True, before)
+    rig.runtime.time += 5.0
+    assert rig.step() is None
+    assert not pause.intact, "it is over"
+
+
+def test_a_pause_gives_way_to_a_hold_unless_it_is_firm():
+    rig = Rig()
+    pause = rig.now(rig.fabric.pause(5.0))
+    release = rig.fabric.hold_awake()
+    rig.step()
+    assert not pause.intact
+    assert rig.transport.progressed == 1
+    assert rig.now(rig.fabric.pause(5.0)) is None
+    firm = rig.now(rig.fabric.pause(5.0, firm=True))
+    seen = rig.transport.progressed
+    assert rig.step(3) == pytest.approx(5.0)
+    assert (firm.intact, rig.transport.progressed) == (True, seen)
+    rig.runtime.time += 5.0
+    rig.step()
+    assert (firm.intact, rig.transport.progressed) == (False, seen + 1)
+    release()
+
+
+def test_who_wants_a_pause_no_longer_ends_it():
+    rig = Rig()
+    pause = rig.now(rig.fabric.pause(5.0))
+    pause.until = 0.0
+    assert rig.step() is None
+    assert not pause.intact
+
+
+@pytest.mark.parametrize("what", ["call", "post", "pause", "close"])
+def test_whatever_comes_in_ends_a_pause_before_the_transport_is_called(what, monkeypatch):
+    rig = Rig()
+    pause = rig.now(rig.fabric.pause(5.0, firm=True))
+    seen = []
+    for name in ("metadata", "post", "close"):
+        original = getattr(rig.transport, name)
+
+        def called(*arguments, original=original):
+            seen.append(pause.intact)
+            return original(*arguments)
+
+        monkeypatch.setattr(rig.transport, name, called)
+    match what:
+        case "call":
+            rig.now(rig.fabric.metadata([]))
+        case "post":
+            rig.post(nbytes=PART)
+            rig.step(2)
+            assert rig.result().outcome is Outcome.DONE
+        case "pause":
+            assert rig.now(rig.fabric.pause(5.0)) is not pause
+        case _:
+            rig.fabric.close(1.0)
+            rig.step()
+    assert not pause.intact
+    assert seen == ([] if what == "pause" else [False])
+
+
+def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(monkeypatch):
+    rig = Rig()
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    assert rig.now(rig.fabric.pause(5.0, firm=True)) is None
+    rig.network.release("b")
+    rig.step(2)
+    assert rig.now(rig.fabric.pause(5.0)) is not None
+    monkeypatch.setattr(LoopbackTransport, "orderly", False)
+    assert rig.now(rig.fabric.pause(5.0)) is None
+
+
 def test_calls_are_answered_in_order_and_errors_are_outcomes():
     rig = Rig()
     unknown = rig.fabric.deregister("nonsense")

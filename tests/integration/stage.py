@@ -230,6 +230,12 @@ async def quiet(*workers):
         raise AssertionError([worker.describe() for worker in workers if not is_quiet(worker)]) from None
 
 
+async def looked_into(decode):
+    """Wait until the lanes to a decode rank are known: what is lent for that is given back."""
+    await eventually(lambda: all(peer["proved"] for peer in decode.describe()["peers"] if peer["role"] == "client"))
+    await quiet(decode)
+
+
 def taken(desk):
     """All memory of a desk, taken by somebody else."""
     extents = []

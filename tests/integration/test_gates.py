@@ -82,6 +82,7 @@ def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(tmp_path, ro
     async def scenario(play):
         await play.pair(route=route, **TIMES, **caches(route))
         await play.bring("r0")
+        await play.until(lambda: play.decode.describe()["peers"][0]["proved"])
         play.prefill.offer("r", [1, 2], tokens=8)
         play.network.hold("*")
         transfer = play.start("r")

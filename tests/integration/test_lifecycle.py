@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from stage import KEY, Cache, Copied, Tap, eventually, quiet
+from stage import KEY, Cache, Copied, Tap, eventually, looked_into, quiet
 from wire import play
 
 from kvxfer import Expired, KvxferError, PeerLostError, Released, TransferFailedError
@@ -283,6 +283,7 @@ async def test_nothing_is_kept_of_the_dead(stage, side):
         offer = prefill.offer(f"r{n}", [1], tokens=4)
         await decode.fetch(prefill.engine.ticket(f"r{n}"), [1], tokens=range(4), timeout=5)
         await offer.released()
+        await looked_into(decode)
         await coming.aclose()
         await eventually(lambda: not staying._links)
         sizes.append(kept(staying))

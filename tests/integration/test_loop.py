@@ -5,7 +5,7 @@ import gc
 from collections import Counter
 
 import pytest
-from stage import Cache, eventually, quiet
+from stage import Cache, eventually, looked_into, quiet
 
 from kvxfer.fetching import Fetching
 from kvxfer.incoming import Incoming
@@ -30,6 +30,8 @@ async def bring(prefill, decode, request):
 async def test_a_fetch_over_an_open_link_makes_no_task(stage, route):
     prefill, decode = await stage.pair(Cache(), Cache(), route=route)
     await bring(prefill, decode, "first")
+    if route != "pull":
+        await looked_into(decode)
     made = []
 
     def factory(loop, work, **options):

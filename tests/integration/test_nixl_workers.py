@@ -26,7 +26,7 @@ from scene import (
     tickets,
 )
 
-from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError
+from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError, proving
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
@@ -224,6 +224,27 @@ def untouched_beside(moves):
                 assert torch.equal(found[:, [3, 5, 6, 8]], wanted[:, [3, 5, 6, 8]])
                 assert torch.equal(found[:, INTO[0], :5], wanted[:, INTO[0], :5])
                 assert torch.equal(found[:, INTO[-1], -3:], wanted[:, INTO[-1], -3:])
+
+
+TCP = {"backend_params": {"UCX": {"engine_config": "TLS=tcp"}}}
+
+
+@pytest.mark.parametrize(("fabric", "routes"), [({}, ["direct", "staged"]), (TCP, [])], ids=["cma", "tcp"])
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_who_moves_the_bytes_of_a_lane_is_seen(far, near, route, fabric, routes, caplog, monkeypatch):
+    monkeypatch.setattr(proving, "_APART_S", 0.01)
+    monkeypatch.setattr(proving, "_PAUSE_S", 5.0 if routes else 0.1)
+    with caplog.at_level("INFO"):
+        issuer, move = await begin(far, near, ([range(8)], [range(8)]), route=route, fabric=fabric)
+        await far.offer(0, "r", IDS, tokens=len(IDS) * 16)
+        await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))
+        async with asyncio.timeout(20):
+            while not ("lane_proved" in caplog.text or "lane_not_proved" in caplog.text):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    (peer,) = near.workers[0].describe()["peers"]
+    assert peer["proved"] == routes
+    move.bring().check()
+    await all_idle(far, near)
 
 
 async def test_a_decode_process_that_is_killed_in_the_middle(near):

@@ -51,8 +51,12 @@ def loans(worker, state=None):
     return [extent for extent in extents if state is None or extent.state is STATES[state]]
 
 
+def measurings(tap):
+    return [probe for probe in tap.of(Probe) if not probe.nonce]
+
+
 def answers(tap, status):
-    lent = {probe.transfer for probe in tap.of(Probe)}
+    lent = {probe.transfer for probe in measurings(tap)}
     return [m for m in tap.of(KvAgentResult) if m.transfer in lent and m.status is status]
 
 
@@ -76,11 +80,11 @@ async def probing(stage, **config):
 
 async def test_the_first_transfer_over_a_lane_has_it_measured(stage, tap):
     prefill, decode, source, target = await met(stage)
-    assert not tap.of(Probe)
+    assert not measurings(tap)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: lane(prefill) is not None)
     await quiet(prefill, decode)
-    (probe,) = tap.of(Probe)
+    (probe,) = measurings(tap)
     assert probe.bytes >= LEAST_LOAN
     assert answers(tap, Status.OK) == [KvAgentResult(probe.transfer, WHOLE, Status.OK, 0, True)]
     found = lane(prefill)
@@ -89,7 +93,7 @@ async def test_the_first_transfer_over_a_lane_has_it_measured(stage, tap):
     for number in range(3):
         await moved(prefill, decode, source, target, f"later{number}")
     await quiet(prefill, decode)
-    assert len(tap.of(Probe)) == 1
+    assert len(measurings(tap)) == 1
     assert not decode.describe()["peers"][0]["lane"], "the decode rank does not choose"
 
 
@@ -123,7 +127,7 @@ async def test_where_there_is_nothing_to_choose_or_no_room_nothing_is_lent(stage
     for number in range(2):
         await moved(prefill, decode, source, target, f"r{number}")
     await quiet(prefill, decode)
-    assert not tap.of(Probe)
+    assert not measurings(tap)
 
 
 async def test_mapped_memory_needs_no_lane(stage, tap):
@@ -131,7 +135,7 @@ async def test_mapped_memory_needs_no_lane(stage, tap):
     prefill, decode = await stage.pair(source, target, **LARGE)
     result = await moved(prefill, decode, source, target, "r")
     assert result.stats.route == "mapped"
-    assert not tap.of(Probe)
+    assert not measurings(tap)
 
 
 async def test_a_peer_that_does_not_know_it_is_not_asked(stage, tap, monkeypatch):
@@ -139,7 +143,7 @@ async def test_a_peer_that_does_not_know_it_is_not_asked(stage, tap, monkeypatch
     prefill._site.capabilities &= ~Capability.PROBE
     await moved(prefill, decode, source, target, "r")
     await quiet(prefill, decode)
-    assert not tap.of(Probe)
+    assert not measurings(tap)
 
 
 async def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(stage, tap):
@@ -151,7 +155,7 @@ async def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(stage, tap):
     for number in range(12):
         await moved(prefill, decode, source, target, f"r{number}")
         await eventually(lambda: not loans(decode))
-    assert len(tap.of(Probe)) == len(answers(tap, Status.CANCELLED)) == 8
+    assert len(measurings(tap)) == len(answers(tap, Status.CANCELLED)) == 8
     assert lane(prefill) is None
     assert not moving.done
     moving.cancel()
@@ -225,7 +229,7 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     assert decode._site.fabric._holds == 0
     assert "silent" in str(decode.describe()["arena"]["receive"].reasons)
     await moved(prefill, decode, source, target, "second")
-    assert len(tap.of(Probe)) == 1
+    assert len(measurings(tap)) == 1
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -273,7 +277,7 @@ async def test_a_result_of_a_part_frees_nothing(stage, tap, change, caplog):
 
 async def test_a_number_stands_for_one_thing(stage, tap, caplog):
     prefill, decode, _, _ = await probing(stage)
-    (probe,) = tap.of(Probe)
+    (probe,) = measurings(tap)
     tap.change[Fetch] = lambda fetch: replace(fetch, transfer=probe.transfer)
     prefill.offer("second", BLOCKS, tokens=16)
     transfer = decode.start_fetch(prefill.engine.ticket("second"), BLOCKS, tokens=TOKENS)
@@ -299,7 +303,7 @@ async def test_memory_that_is_needed_is_not_lent(stage, tap):
     desk = decode._site.receive_desk
     everything = taken(desk)
     assert (await moved(prefill, decode, source, target, "first")).stats.route == "direct"
-    assert not tap.of(Probe)
+    assert not measurings(tap)
     desk.release(everything)
     await moved(prefill, decode, source, target, "second")
     await eventually(lambda: answers(tap, Status.OK))

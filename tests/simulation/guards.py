@@ -5,6 +5,7 @@ makes the decision, and nothing else: a scene that fails because something else 
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from kvxfer import ahead, incoming, shipment
 from kvxfer.copy.port import FREELY
 from kvxfer.desk import Desk
 from kvxfer.fabric.parts import LivePost
+from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Cell, CellState, Outcome
+from kvxfer.fabric.pump import Fabric
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.memory import Custody
 from kvxfer.offers import Offer
@@ -145,6 +148,20 @@ def no_flush(patch):
         return False
 
     patch.setattr(LivePost, "_post_flush", believe)
+
+
+def no_pause(patch):
+    """The transport moves bytes all the while, and is said not to."""
+
+    def believe(fabric, seconds, *, firm=False):
+        del firm
+        let_go = fabric.hold_awake()
+        fabric._runtime.loop.call_later(seconds, let_go)
+        known = Future()
+        known.set_result(Pause(float("inf"), firm=True))
+        return known
+
+    patch.setattr(Fabric, "pause", believe)
 
 
 def no_doubt_of_offers(patch):
@@ -295,6 +312,16 @@ GUARDS = [
     Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
     Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
     Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
+    Guard(
+        "pause, staged",
+        no_pause,
+        scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="staged", arena_bytes="128KiB"),
+    ),
+    Guard(
+        "pause, direct",
+        no_pause,
+        scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="direct", arena_bytes="128KiB"),
+    ),
     Guard("flush, staged", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="staged")),
     Guard("flush, direct", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="direct")),
     Guard("offers in doubt", no_doubt_of_offers, scene(scenes.our_own_post_is_stuck, route="direct")),

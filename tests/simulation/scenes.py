@@ -17,6 +17,7 @@ from world import World
 from kvxfer import READY, Expired, KvxferError, MemoryInDoubtError, Withdrawn, exports
 from kvxfer.errors import BlocksError, FabricError
 from kvxfer.offers import Ending
+from kvxfer.processes import Processes
 from kvxfer.testing import simulate
 
 IDS, INTO, TOKENS = [3, 4], [7, 8], range(8)
@@ -310,6 +311,27 @@ async def a_post_fails_and_leaves_bytes_in_flight(scene):
     await asyncio.sleep(0.1)
     await scene.land()
     assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
+
+
+async def its_process_ends_and_bytes_wait_for_this_side(scene):
+    """As in a socket: they land long after the writer's end."""
+    scene.network.need_target("*")
+    offer = scene.offer()
+    await scene.fetch()
+    await offer.released()
+    scene.a.books.released(IDS)
+    await asyncio.sleep(10.0)  # the lane was looked into, as often as it is
+    scene.network.hold("*")
+    scene.offer("s")
+    transfer = scene.fetch("s")
+    await scene.until(lambda: scene.network.held("*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Processes, "gone", lambda processes, peer: peer.name.startswith("a["))
+        scene.streams.silence(scene.b.worker)
+        scene.world.kill(scene.a)
+        await scene.failure(transfer)
+        await asyncio.sleep(1.0)
+        await scene.land()
 
 
 async def blocks_in_doubt(scene):

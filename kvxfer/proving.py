@@ -1,0 +1,158 @@
+"""Finds out whether a prefill rank on this host moves by itself what it writes here (PROTOCOL.md section 5.7).
+
+UCX takes one of several lanes and does not say which: over CMA or CUDA IPC the writer's process moves the bytes,
+through a socket or shared memory ours takes them in. What a process that died had left to the latter may land at any
+later time; the former ends with it. So, once bytes have moved over a lane, the peer is asked to write some that nobody
+could know, few and many, while our transport is not called. If they are there by then, nothing here has moved them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Final
+
+from kvxfer.gauging import repeated
+from kvxfer.link import Link
+from kvxfer.loans import Loan
+from kvxfer.mapped import unlike
+from kvxfer.memory import peek
+from kvxfer.protocol.messages import Capability, Route
+from kvxfer.site import Site
+from kvxfer.telemetry import logger
+
+__all__ = ["Prover", "proof_bytes"]
+
+_log: Final = logger("kvxfer.receive")
+_LARGEST: Final = 1 << 20
+"""Bytes that are written at most: what is larger goes the same way."""
+_SHARE: Final = 8
+"""At most one part in so many of a side's staging memory is taken."""
+_NONCE_BYTES: Final = 16
+_PAUSE_S: Final = 0.02
+"""Seconds for which the transport is not called at most."""
+_TRIES: Final = 6
+_APART_S: Final = 0.1
+"""Seconds to the second try; each further one is twice as far away."""
+_POLITE: Final = 2
+"""Tries that give way to whoever is held awake for. Later ones do not: for whom our transport has to move bytes, these
+come that much later, a few times at most."""
+
+
+def proof_bytes(chunk_bytes: int, capacity: int) -> int:
+    """How much of a share of staging memory is taken to prove a lane; 0 if there is too little to say anything.
+
+    Args:
+        chunk_bytes: As much as is written at once at most.
+        capacity: Of the share.
+    """
+    nbytes = min(_LARGEST, chunk_bytes)
+    return nbytes if nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * chunk_bytes else 0
+
+
+class Prover:
+    """Tries each lane a few times, one after the other, until it is known.
+
+    Args:
+        site: The worker.
+        lend: Takes so much staging memory to lend it to the peer of a link; None if it cannot be had now.
+    """
+
+    def __init__(self, site: Site, lend: Callable[[Link, int], Loan | None]) -> None:
+        self._site: Final = site
+        self._lend: Final = lend
+        self._tries: dict[Link, int] = {}  # so far
+        self._timers: dict[Link, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    def knows(self, link: Link) -> bool:
+        """Whether it has begun with the lane that belongs to a link."""
+        return link in self._tries
+
+    def due(self, link: Link) -> None:
+        """Bytes have moved over this lane: begin, unless that was done before or is of no use."""
+        if link not in self._tries:
+            self._tries[link] = 0
+            if self._possible(link):
+                self._wait(link, 0.0)
+
+    def lost(self, link: Link) -> None:
+        """A link is gone."""
+        self._tries.pop(link, None)
+        if (timer := self._timers.pop(link, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Begin nothing any more."""
+        self._closed = True
+        for link in list(self._timers):
+            self.lost(link)
+
+    def _wait(self, link: Link, seconds: float) -> None:
+        self._timers[link] = self._site.loop.call_later(seconds, self._begin, link)
+
+    def _begin(self, link: Link) -> None:
+        del self._timers[link]
+        self._site.tasks.spawn(self._try(link), f"kvxfer prove the lane to {link.peer.name}")
+
+    async def _try(self, link: Link) -> None:
+        if not link.is_open:
+            return
+        routes = self._routes(link)
+        tries = self._tries[link] = self._tries[link] + 1
+        if await self._landed(link, firm=tries > _POLITE):
+            link.proved = routes
+            _log.info("lane_proved", peer=link.peer.name, attempt=tries)
+        elif tries == _TRIES:
+            _log.info("lane_not_proved", peer=link.peer.name, attempt=tries)
+        elif link in self._tries and not self._closed:
+            self._wait(link, _APART_S * 2 ** (tries - 1))
+
+    async def _landed(self, link: Link, *, firm: bool) -> bool:
+        """Lend memory, and see whether it was written while the transport was not called."""
+        site = self._site
+        loan = None if site.draining else self._lend(link, self._nbytes)
+        if loan is None:
+            return False
+        try:
+            pause = await asyncio.wrap_future(site.fabric.pause(_PAUSE_S, firm=firm))
+        except BaseException:
+            loan.take_back()
+            raise
+        if pause is None or not link.is_open:
+            loan.take_back()
+            return False
+        nonce = site.runtime.token(_NONCE_BYTES)
+        written = loan.begin(nonce)
+        try:
+            await asyncio.wait({written, loan.over}, timeout=_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not written.done():
+                return False
+            memory = loan.memory
+            look = partial(peek, memory.kind, memory.device, memory.address, memory.nbytes)
+            found = await site.runtime.in_thread(look)
+            return found == repeated(nonce, memory.nbytes) and pause.intact  # asked last: it was so all the while
+        finally:
+            pause.until = -inf
+            loan.looked()
+
+    @property
+    def _nbytes(self) -> int:
+        config = self._site.config
+        largest = max(config.chunk_bytes, config.in_place_chunk_bytes)
+        return proof_bytes(largest, self._site.receive_desk.share.capacity)
+
+    def _possible(self, link: Link) -> bool:
+        """Whether the peer is on this host, so that its end can be seen, and there is memory on both sides."""
+        peer = link.peer
+        near = peer.body.locks and not unlike(peer.body.host)
+        able = Capability.PROBE in Capability(peer.identity.capabilities)
+        return bool(near and able and self._nbytes)
+
+    def _routes(self, link: Link) -> frozenset[Route]:
+        """Routes on which bytes go between memory of the kinds that were seen.
+
+        Blocks on a GPU may lie in memory that cannot be exported, whatever the arena is: then they go another way.
+        """
+        hosts = all(geometry.kind != "cuda" for geometry in (self._site.geometry, self._site.plans.geometry(link.peer)))
+        return frozenset({Route.STAGED, Route.DIRECT} if hosts else {Route.STAGED})

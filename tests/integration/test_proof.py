@@ -1,0 +1,248 @@
+"""Who moves the bytes of a lane is seen by letting the transport be: once, on this host, at nobody's cost."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from stage import Cache, Copied, Tap, eventually, quiet, taken
+
+from kvxfer import proving
+from kvxfer.gauging import Gauging
+from kvxfer.memory import ExtentState
+from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Status
+from kvxfer.proving import proof_bytes
+
+BLOCKS = list(range(4))
+TOKENS = range(16)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    return Tap(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Further tries follow at once, and none fails because these cores are busy."""
+    monkeypatch.setattr(proving, "_APART_S", 0.002)
+    monkeypatch.setattr(proving, "_PAUSE_S", 5.0)
+
+
+async def moved(prefill, decode, source, target, request):
+    """One request, every byte of it."""
+    copied = Copied(target).bring(source, BLOCKS, BLOCKS[::-1], TOKENS)
+    offer = prefill.offer(request, BLOCKS, tokens=len(TOKENS))
+    await decode.fetch(prefill.engine.ticket(request), BLOCKS[::-1], tokens=TOKENS, timeout=5)
+    copied.check()
+    await offer.released()
+
+
+async def met(stage, route="staged", **config):
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route, **config)
+    return prefill, decode, source, target
+
+
+def proved(decode):
+    (peer,) = decode.describe()["peers"]
+    return peer["proved"]
+
+
+def probes(tap):
+    return [probe for probe in tap.of(Probe) if probe.nonce]
+
+
+def tries(decode):
+    (link,) = decode._links
+    return decode._receiver._lender.prover._tries.get(link)
+
+
+async def given_up(decode):
+    await eventually(lambda: tries(decode) == proving._TRIES)
+    await quiet(decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "auto"])
+async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, route, caplog):
+    prefill, decode, source, target = await met(stage, route=route)
+    assert not tap.of(Probe)
+    with caplog.at_level("INFO"):
+        await moved(prefill, decode, source, target, "first")
+        await eventually(lambda: proved(decode))
+    assert proved(decode) == ["direct", "staged"]
+    assert "lane_proved" in caplog.text
+    await quiet(prefill, decode)
+    (probe,) = probes(tap)
+    assert (probe.bytes, len(probe.nonce)) == (2048, 16)
+    assert prefill.describe()["peers"][0]["proved"] == [], "it is the decode rank that is written"
+    for number in range(3):
+        await moved(prefill, decode, source, target, f"later{number}")
+    await quiet(prefill, decode)
+    assert len(probes(tap)) == 1
+
+
+async def test_what_is_measured_is_so_first(stage, tap):
+    prefill, decode, source, target = await met(stage, route="auto", arena_bytes="16MiB")
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+    assert [bool(probe.nonce) for probe in tap.of(Probe)] == [False, True]
+    assert prefill.describe()["peers"][0]["lane"] is not None
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, caplog, monkeypatch):
+    monkeypatch.setattr(proving, "_PAUSE_S", 0.02)
+    stage.network.need_target("*")
+    prefill, decode, source, target = await met(stage, route=route)
+    with caplog.at_level("INFO"):
+        await moved(prefill, decode, source, target, "first")
+        await given_up(decode)
+    assert proved(decode) == []
+    assert "lane_not_proved" in caplog.text
+    assert len(probes(tap)) > 1
+    answers = {m.transfer for m in tap.of(KvAgentResult) if m.chunk == WHOLE and m.status is Status.OK}
+    assert {probe.transfer for probe in probes(tap)} <= answers, "each landed once our side made progress again"
+    assert decode._site.fabric._holds == 0
+    await moved(prefill, decode, source, target, "second")
+    await quiet(prefill, decode)
+
+
+async def test_a_peer_that_writes_something_else_proves_nothing(stage, tap):
+    tap.change[Probe] = lambda probe: replace(probe, nonce=bytes(16)) if probe.nonce else probe
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await given_up(decode)
+    assert proved(decode) == []
+
+
+async def test_one_byte_that_is_missing_is_seen(stage):
+    prefill, decode, source, target = await met(stage)
+    peek = proving.peek
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proving, "peek", lambda *where: peek(*where)[:-1] + b"?")
+        await moved(prefill, decode, source, target, "first")
+        await given_up(decode)
+    assert proved(decode) == []
+
+
+async def test_whoever_is_held_awake_for_goes_first_but_not_for_ever(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    let_go = decode._site.fabric.hold_awake()
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+    assert tries(decode) == proving._POLITE + 1
+    assert len(probes(tap)) == 1, "a try that gave way costs nobody anything"
+    let_go()
+    await quiet(prefill, decode)
+
+
+async def test_what_comes_in_meanwhile_is_done_and_proves_nothing(stage, monkeypatch):
+    """The transport was called, so something here may have moved the bytes."""
+    prefill, decode, source, target = await met(stage)
+    show = Gauging._show
+
+    async def interrupted(gauging, extent, nonce):
+        await asyncio.wrap_future(decode._site.fabric.metadata([]))
+        await show(gauging, extent, nonce)
+
+    monkeypatch.setattr(Gauging, "_show", interrupted)
+    await moved(prefill, decode, source, target, "first")
+    await given_up(decode)
+    assert proved(decode) == []
+
+
+@pytest.mark.parametrize("how", ["no room", "remote", "unable", "orderless"])
+async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatch):
+    config = {"arena_bytes": "16KiB"} if how == "no room" else {}
+    prefill, decode, source, target = await met(stage, **config)
+    if how == "remote":
+        monkeypatch.setattr(proving, "unlike", lambda _: "it is on another host")
+    elif how == "unable":
+        prefill._site.capabilities &= ~Capability.PROBE
+    elif how == "orderless":
+        monkeypatch.setattr(type(decode._site.fabric._transport), "orderly", False)
+    for number in range(2):
+        await moved(prefill, decode, source, target, f"r{number}")
+    if how == "orderless":
+        await given_up(decode)
+    await quiet(prefill, decode)
+    assert not probes(tap)
+
+
+async def test_memory_that_is_needed_is_not_lent(stage, tap):
+    prefill, decode, source, target = await met(stage, route="direct")
+    desk = decode._site.receive_desk
+    everything = taken(desk)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: tries(decode) == proving._TRIES)
+    assert not probes(tap)
+    desk.release(everything)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.usefixtures("no_locks")
+async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, grant_lease=0.1, revoke_timeout=0.1)
+    decode._receiver._lender.prover._possible = lambda link: True
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: tap.of(Cancel))
+    share = decode._site.receive_desk.share
+    await eventually(lambda: [extent.state for extent in share.extents()] == [ExtentState.QUARANTINED])
+    assert decode._site.fabric._holds == 0
+    assert len(probes(tap)) == 1
+
+
+async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+    for link in list(decode._links):
+        link._transport.abort()
+    await eventually(lambda: not decode._links)
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: proved(decode))
+    assert len(probes(tap)) == 2
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode", "stream"])
+async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
+    prefill, decode, _, _ = await met(stage)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    await decode.fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    stage.network.hold("*")
+    await offer.released()
+    await eventually(lambda: stage.network.held("*"))
+    assert probes(tap)
+    if what == "stream":
+        for link in list(decode._links):
+            link._transport.abort()
+        stage.network.release("*")
+        await quiet(prefill, decode)
+        return
+    worker, other = (prefill, decode) if what == "prefill" else (decode, prefill)
+    closing = asyncio.create_task(worker.aclose(drain=False))
+    await asyncio.sleep(0)
+    stage.network.release("*")
+    await closing
+    await eventually(lambda: not other._site.send_desk.share.extents())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "capacity", "lent"),
+    [
+        (64 * MIB, 256 * MIB, MIB),
+        (64 * MIB, 128 * MIB, 0),
+        (2048, 16384, 2048),
+        (2048, 16383, 0),
+        (MIB, 8 * MIB, MIB),
+        (MIB, 8 * MIB - 1, 0),
+        (2048, 0, 0),
+    ],
+)
+def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, capacity, lent):
+    assert proof_bytes(chunk, capacity) == lent

@@ -52,7 +52,7 @@ class Lender:
 
     def _look_into(self, link: Link) -> None:
         site, key = self._site, link.peer.identity.incarnation
-        if not link.is_open or site.draining or self.loans:
+        if not link.is_open or site.draining:
             return
         nbytes = loan_bytes(site.config.chunk_bytes, site.receive_desk.share.capacity)
         left = self._tries.get(key, _TRIES) if nbytes and self._matters(link) else 0

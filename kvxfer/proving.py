@@ -8,6 +8,7 @@ could know, few and many, while our transport is not called. If they are there b
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Final
@@ -33,7 +34,8 @@ _PAUSE_S: Final = 0.02
 """Seconds for which the transport is not called at most."""
 _TRIES: Final = 6
 _APART_S: Final = 0.1
-"""Seconds to the second try; each further one is twice as far away."""
+"""Seconds to the second try; each further one is twice as far away, up to"""
+_APART_MAX_S: Final = 3.2
 _POLITE: Final = 2
 """Tries that give way to whoever is held awake for. Later ones do not: for whom our transport has to move bytes, these
 come that much later, a few times at most."""
@@ -50,8 +52,23 @@ def proof_bytes(chunk_bytes: int, capacity: int) -> int:
     return nbytes if nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * chunk_bytes else 0
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What was done to find out about the lane that belongs to a link.
+
+    Attributes:
+        tries: So far.
+        rounds: Tries, and times that there was no memory for one.
+        timer: Until the next.
+    """
+
+    tries: int = 0
+    rounds: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
 class Prover:
-    """Tries each lane a few times, one after the other, until it is known.
+    """Tries each lane a few times, until it is known.
 
     Args:
         site: The worker.
@@ -61,59 +78,55 @@ class Prover:
     def __init__(self, site: Site, lend: Callable[[Link, int], Loan | None]) -> None:
         self._site: Final = site
         self._lend: Final = lend
-        self._tries: dict[Link, int] = {}  # so far
-        self._timers: dict[Link, asyncio.TimerHandle] = {}
-        self._closed = False
+        self._lanes: dict[Link, _Lane] = {}
 
     def knows(self, link: Link) -> bool:
         """Whether it has begun with the lane that belongs to a link."""
-        return link in self._tries
+        return link in self._lanes
 
     def due(self, link: Link) -> None:
         """Bytes have moved over this lane: begin, unless that was done before or is of no use."""
-        if link not in self._tries:
-            self._tries[link] = 0
+        if link not in self._lanes and link.is_open:
+            lane = self._lanes[link] = _Lane()
             if self._possible(link):
-                self._wait(link, 0.0)
+                lane.timer = self._site.loop.call_later(0.0, self._begin, link)
 
     def lost(self, link: Link) -> None:
         """A link is gone."""
-        self._tries.pop(link, None)
-        if (timer := self._timers.pop(link, None)) is not None:
-            timer.cancel()
+        lane = self._lanes.pop(link, None)
+        if lane is not None and lane.timer is not None:
+            lane.timer.cancel()
 
     def close(self) -> None:
         """Begin nothing any more."""
-        self._closed = True
-        for link in list(self._timers):
+        for link in list(self._lanes):
             self.lost(link)
 
-    def _wait(self, link: Link, seconds: float) -> None:
-        self._timers[link] = self._site.loop.call_later(seconds, self._begin, link)
-
     def _begin(self, link: Link) -> None:
-        del self._timers[link]
         self._site.tasks.spawn(self._try(link), f"kvxfer prove the lane to {link.peer.name}")
 
     async def _try(self, link: Link) -> None:
-        if not link.is_open:
+        lane = self._lanes.get(link)
+        if lane is None or self._site.draining:
             return
         routes = self._routes(link)
-        tries = self._tries[link] = self._tries[link] + 1
-        if await self._landed(link, firm=tries > _POLITE):
-            link.proved = routes
-            _log.info("lane_proved", peer=link.peer.name, attempt=tries)
-        elif tries == _TRIES:
-            _log.info("lane_not_proved", peer=link.peer.name, attempt=tries)
-        elif link in self._tries and not self._closed:
-            self._wait(link, _APART_S * 2 ** (tries - 1))
+        loan = self._lend(link, self._nbytes)
+        lane.rounds += 1
+        if loan is not None:
+            lane.tries += 1
+            if await self._landed(link, loan, firm=lane.tries > _POLITE):
+                link.proved = routes
+                _log.info("lane_proved", peer=link.peer.name, attempt=lane.tries)
+                return
+        if lane.tries == _TRIES:
+            _log.info("lane_not_proved", peer=link.peer.name, attempt=lane.tries)
+        elif link in self._lanes:
+            apart = min(_APART_S * 2.0 ** (lane.rounds - 1), _APART_MAX_S)
+            lane.timer = self._site.loop.call_later(apart, self._begin, link)
 
-    async def _landed(self, link: Link, *, firm: bool) -> bool:
+    async def _landed(self, link: Link, loan: Loan, *, firm: bool) -> bool:
         """Lend memory, and see whether it was written while the transport was not called."""
         site = self._site
-        loan = None if site.draining else self._lend(link, self._nbytes)
-        if loan is None:
-            return False
         try:
             pause = await asyncio.wrap_future(site.fabric.pause(_PAUSE_S, firm=firm))
         except BaseException:

@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
     "fabric": {"max_post_bytes": "4KiB", "max_descriptors": 64},
 }
 """Several chunks a transfer, and several posts a chunk."""
+LOOKING_SECONDS = 10.0
 STARVED_SECONDS = 2.0
 """Scheduling comes on top of every bound, and all these processes share their cores."""
 SENDER_SEED, RECEIVER_SEED, THIRD_SEED = 1, 2, 3
@@ -69,11 +70,11 @@ def doubt_ends(side: str, route: str, lane: str, fault: str) -> Ends:
 
 _DOUBT_ENDS = {
     # the sender is struck: staging memory (staged) or blocks (direct, mapped) of the receiver that it may write
-    ("sender", "staged", "cma", "kill"): Ends.CLOSED,
+    ("sender", "staged", "cma", "kill"): Ends.HEARD,
     ("sender", "staged", "cma", "stop"): Ends.BACK,
     ("sender", "staged", "tcp", "kill"): Ends.CLOSED,
     ("sender", "staged", "tcp", "stop"): Ends.BACK,
-    ("sender", "direct", "cma", "kill"): Ends.CLOSED,
+    ("sender", "direct", "cma", "kill"): Ends.HEARD,
     ("sender", "direct", "cma", "stop"): Ends.BACK,
     ("sender", "direct", "tcp", "kill"): Ends.CLOSED,
     ("sender", "direct", "tcp", "stop"): Ends.BACK,
@@ -127,6 +128,12 @@ class Case:
         if self.fault in ("cut", "pause") or not self.taken.exposed:
             return Ends.HEARD
         return doubt_ends(self.side, self.route, self.lane, self.fault)
+
+    @property
+    def proved(self) -> bool:
+        """Whether it strikes once it is known who moves the bytes: where that makes a difference."""
+        killed = (self.side, self.lane, self.fault) == ("sender", "cma", "kill")
+        return killed and self.route in ("staged", "direct") and self.taken.exposed
 
 
 def every_case() -> list[Case]:
@@ -283,6 +290,9 @@ class Scene:
             if (await taker[0].fetch(taker[1], self.card, f"before-{attempt}"))["ok"]:
                 break
         await taker[0].restore(taker[1])
+        if self.case.route in ("staged", "direct"):
+            proved = await taker[0].looked_into(taker[1], LOOKING_SECONDS)
+            assert proved == (["direct", "staged"] if self.case.lane == "cma" else [])
 
     async def move_again(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:
         """Transfer something afterwards; with time-outs as short as these, starved cores may take a retry or two."""
@@ -331,7 +341,7 @@ class SenderStruck(Scene):
     async def begin(self) -> None:
         case, victim = self.case, self.victim
         self.card = await victim.open("prefill", seed=SENDER_SEED, layout="NHD", **self.settings)
-        if self.acquainted:
+        if self.acquainted or case.proved:
             await self.meet(giver=(victim, "prefill"), taker=(self.survivor, "decode"))
         await victim.halt(case.side, case.step)
         if case.taken.how != "parked":

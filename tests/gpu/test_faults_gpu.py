@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
-from far import Far, Ranks, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import Doomed, Far, Ranks, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import IDS, SIZES, begin, sources, tickets  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -41,6 +41,13 @@ async def near():
 @pytest.fixture
 async def far():
     far = Far()
+    yield far
+    far.end()
+
+
+@pytest.fixture
+async def doomed():
+    far = Far(Doomed)
     yield far
     far.end()
 
@@ -106,6 +113,23 @@ async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, ne
     await settled(near)
     for request in "abc":
         await bring(survivor, other, kept, request)
+
+
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_doubt(doomed, near, there, here):
+    """Over a lane that its writer moves: CUDA IPC between GPUs, CMA between host memories."""
+    issuer, move = await met(doomed, near, there, here, "staged")
+    async with asyncio.timeout(20):
+        while "staged" not in near.workers[0].describe()["peers"][0]["proved"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await settled(near)
+    await doomed.offer(0, "r", IDS, tokens=len(IDS) * 16)
+    await doomed.die_when_posting()
+    (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
+    with pytest.raises(KvxferError) as caught:
+        await transfer
+    assert not isinstance(caught.value, MemoryInDoubtError)
+    await settled(near)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from stage import KEY, Copied
 
 from kvxfer import READY, Config, Worker, mappings, shared_empty
+from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
@@ -273,6 +275,20 @@ class Strangers(Ranks):
             while (lane := self.workers[rank].describe()["peers"][0]["lane"]) is None:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.005)
         return lane
+
+
+class Doomed(Ranks):
+    """Ranks whose process dies in the midst of a write over NIXL: what it has posted is under way, or just landed."""
+
+    def die_when_posting(self):
+        """Be killed in the next post."""
+        post = NixlTransport.post
+
+        def last(*what):
+            post(*what)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        NixlTransport.post = last  # type: ignore[method-assign]
 
 
 def _held(seen):

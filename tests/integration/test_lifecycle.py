@@ -265,7 +265,9 @@ def kept(worker):
     site = worker._site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
     found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
-    for name, book in {**books, "gates": site.gates, "peers": worker._peers}.items():
+    lender = worker._receiver._lender
+    books |= {"gates": site.gates, "peers": worker._peers, "lender": lender, "prover": lender.prover}
+    for name, book in books.items():
         for field, value in vars(book).items():
             if isinstance(value, dict | set | list):
                 found[f"{name}.{field}"] = len(value)

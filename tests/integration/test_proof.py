@@ -57,7 +57,7 @@ def probes(tap):
 
 def tries(decode):
     (link,) = decode._links
-    return decode._receiver._lender.prover._tries.get(link)
+    return decode._receiver._lender.prover._lanes[link].tries
 
 
 async def given_up(decode):
@@ -177,10 +177,28 @@ async def test_memory_that_is_needed_is_not_lent(stage, tap):
     desk = decode._site.receive_desk
     everything = taken(desk)
     await moved(prefill, decode, source, target, "first")
-    await eventually(lambda: tries(decode) == proving._TRIES)
+    (lane,) = decode._receiver._lender.prover._lanes.values()
+    await eventually(lambda: lane.rounds > proving._TRIES)
     assert not probes(tap)
     desk.release(everything)
+    await eventually(lambda: proved(decode))
     await quiet(prefill, decode)
+
+
+async def test_many_lanes_are_looked_into_one_after_the_other(stage, tap):
+    """However many peers are met at once, none is forgotten for the others."""
+    decode = await stage.worker("decode", Cache(), route="staged")
+    peers = [await stage.worker(f"p{number}", Cache(), engine=f"p{number}", route="staged") for number in range(8)]
+    for number, peer in enumerate(peers):
+        peer.offer(f"r{number}", BLOCKS, tokens=16)
+    fetches = [
+        decode.start_fetch(peer.engine.ticket(f"r{number}"), [number], tokens=range(4), timeout=5)
+        for number, peer in enumerate(peers)
+    ]
+    await asyncio.gather(*fetches)
+    await eventually(lambda: all(peer["proved"] for peer in decode.describe()["peers"]))
+    assert len(probes(tap)) == len(peers)
+    await quiet(decode, *peers)
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -250,6 +250,34 @@ async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
     await eventually(lambda: not other._site.send_desk.share.extents())
 
 
+@pytest.mark.parametrize("what", ["answer", "recall", "cut"])
+async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap, what, monkeypatch, caplog):
+    """A peer answers what it was not asked, somebody needs the memory, or the stream is cut, while the pause begins."""
+    prefill, decode, source, target = await met(stage)
+    pause = decode._site.fabric.pause
+
+    def late(seconds, *, firm):
+        lender = decode._receiver._lender
+        ((number, loan),) = lender.loans.items()
+        match what:
+            case "answer":
+                lender.result(loan, KvAgentResult(number, WHOLE, Status.OK, 0, True))
+            case "recall":
+                loan.cancel()
+            case _:
+                loan.link._transport.abort()
+                loan.lost()
+        return pause(seconds, firm=firm)
+
+    monkeypatch.setattr(decode._site.fabric, "pause", late)
+    await moved(prefill, decode, source, target, "first")
+    (lane,) = decode._receiver._lender.prover._lanes.values()
+    await eventually(lambda: lane.tries)
+    monkeypatch.undo()
+    await quiet(prefill, decode)
+    assert "task_failed" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("chunk", "capacity", "lent"),
     [

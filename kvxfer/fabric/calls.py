@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.errors import FabricError
 
-__all__ = ["Call", "broken_by"]
+__all__ = ["Call", "Renewal", "broken_by"]
 
 
 def broken_by(error: Exception) -> FabricError:
@@ -47,3 +47,17 @@ class Call:
         """Do not make it."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+
+@dataclass(slots=True)
+class Renewal:
+    """That the agent is to be made anew, as soon as nothing is in flight or `until` has come; says whether it was."""
+
+    until: float
+    answer: Future[bool] = field(default_factory=Future[bool])
+
+    def refused(self, asked: Future[None]) -> None:
+        """The call that asks for it was answered: with an error, if it is not to be."""
+        error = asked.exception()
+        if error is not None:
+            self.answer.set_exception(error)

@@ -47,6 +47,7 @@ class LoopbackNetwork:
         self._offered: list[Part] = []  # until the far end makes progress
         self._now: Callable[[], float] = _no_clock
         self._dead: set[str] = set()
+        self._first: dict[str, str] = {}  # by the name of an agent that was made anew, its first one
         self._keys = iter(range(1, 1 << 62))
 
     def hold(self, peer: str) -> None:
@@ -65,7 +66,7 @@ class LoopbackNetwork:
             self._arrive()
             if posts is None:
                 self._of(peer).held = False
-            chosen = [part for part in self._held if peer in {EVERY_PEER, part.dst}][:posts]
+            chosen = [part for part in self._held if peer in self._called(part.dst)][:posts]
             for part in chosen:
                 self._held.remove(part)
                 part.held = False
@@ -75,7 +76,7 @@ class LoopbackNetwork:
     def held(self, peer: str) -> int:
         """How many posts wait for `release`."""
         with self._lock:
-            return sum(peer in {EVERY_PEER, part.dst} for part in self._held)
+            return sum(peer in self._called(part.dst) for part in self._held)
 
     def delay(self, peer: str, polls: int) -> None:
         """Let bytes of coming posts land, and their end be seen, at the poll after `polls` polls; not if given up."""
@@ -153,7 +154,7 @@ class LoopbackNetwork:
             self._arrive()
             self._dead.add(peer)
             for part in [*self._held, *self._flying, *self._offered]:
-                if peer in {EVERY_PEER, part.dst}:
+                if peer in self._called(part.dst):
                     part.leave()
 
     def mend(self, peer: str) -> None:
@@ -177,6 +178,21 @@ class LoopbackNetwork:
             if self._agents.get(transport.name) is transport:
                 del self._agents[transport.name]
 
+    def renew(self, transport: "LoopbackTransport", name: str) -> None:
+        """Let an agent come back under another name, under the same faults, without what is under way to it.
+
+        What it has under way itself was read by now, or is not any more: writes may still land.
+        """
+        with self._lock:
+            self._arrive()
+            self.detach(transport)
+            for part in [*self._held, *self._flying, *self._offered]:
+                if part.src is transport:
+                    part.leave()
+                    part.keys -= transport.keys()
+            self._agents[name] = transport
+            self._first[name] = self._first.get(transport.name, transport.name)
+
     def key(self) -> int:
         """A number for a registration."""
         with self._lock:
@@ -195,6 +211,8 @@ class LoopbackNetwork:
             self._check_alive(part.dst, in_doubt=True)
             if part.error is not None:
                 raise part.error
+            if part.copies and part.dst not in self._agents:
+                raise FabricError(f"{part.dst} is gone", disconnected=True, in_doubt=True)
             if part.held or part.wedged or self._waits(part):
                 return False
             if part.polls > 0:
@@ -223,10 +241,14 @@ class LoopbackNetwork:
         return self._faults.setdefault(peer, Faults())
 
     def _both(self, peer: str) -> Iterator[Faults]:
-        return (self._faults[name] for name in (peer, EVERY_PEER) if name in self._faults)
+        return (self._faults[name] for name in self._called(peer) if name in self._faults)
+
+    def _called(self, peer: str) -> dict[str, None]:
+        """Names under which faults are told of an agent: its own, its first one, and everybody's; each once."""
+        return dict.fromkeys([peer, self._first.get(peer, peer), EVERY_PEER])
 
     def _check_alive(self, peer: str, *, in_doubt: bool) -> None:
-        if not self._dead.isdisjoint({peer, EVERY_PEER}):
+        if not self._dead.isdisjoint(self._called(peer)):
             raise FabricError(f"{peer} is disconnected", disconnected=True, in_doubt=in_doubt)
 
     def _due(self, peer: str) -> Fault | None:
@@ -301,10 +323,12 @@ class LoopbackNetwork:
 
         A real transport would write there all the same; here the address may belong to somebody else by now.
         """
+        target = self._agents.get(part.dst)
+        if target is None:
+            return
         copies, part.copies = part.copies, []
         left = sum(length for _, _, length in copies) if limit is None else limit
-        target = self._agents.get(part.dst)
-        if target is None or not part.keys <= target.keys() | part.src.keys():
+        if not part.keys <= target.keys() | part.src.keys():
             return
         for number, (here, there, whole) in enumerate(copies):
             length = min(whole, left)
@@ -338,7 +362,8 @@ class LoopbackTransport:
     def __init__(self, name: str, network: LoopbackNetwork) -> None:
         self.open_handles = 0
         self.progressed = 0
-        self._name = name
+        self._name = self._first_name = name
+        self._renewals = 0
         self._network = network
         self._registered: dict[int, tuple[Memory, ...]] = {}
         self._peers: dict[str, dict[int, tuple[Memory, ...]]] = {}
@@ -448,6 +473,15 @@ class LoopbackTransport:
         self._check_open()
         self.progressed += 1
         self._network.progress(self._name)
+
+    def renew(self) -> bool:
+        """Come back as another agent, which knows nothing."""
+        self._check_open()
+        self._renewals += 1
+        name = f"{self._first_name}.{self._renewals}"
+        self._network.renew(self, name)
+        self._name, self._registered, self._peers = name, {}, {}
+        return True
 
     def close(self) -> None:
         """Leave the network; no byte moves from or to its memory any more. Idempotent."""

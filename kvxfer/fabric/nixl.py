@@ -11,13 +11,14 @@ What NIXL does and does not promise shapes this file:
 """
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import logging
 import os
 import secrets
-import struct
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.fabric.envelope import pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 from kvxfer.telemetry import logger
 
@@ -50,10 +52,7 @@ _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
 _KINDS: Final = ("DRAM", "VRAM")
-_ENVELOPE: Final = struct.Struct("<4s16sHH")
-"""Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
 _IMPORTING: Final = threading.Lock()
-_MAGIC: Final = b"kvx1"
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +110,8 @@ class NixlTransport:
             raise ConfigError(f"a NIXL agent needs a name of 1 to 255 bytes, got {name!r}")
         if importlib.util.find_spec("nixl") is None:
             raise _missing()
-        self._name = name
+        self._name = self._first_name = name
+        self._renewals = 0
         self._params = _backend_params(backends, backend_params or {}, num_workers, devices)
         self._device = device
         self._scatter_lists = scatter_lists
@@ -162,6 +162,9 @@ class NixlTransport:
         self._errors = _error_types(bindings)
         self._disconnected = (bindings.nixlRemoteDisconnectError,)
         self._empty_list = bindings.nixlRegDList(bindings.DRAM_SEG)
+        self._create(nixl)
+
+    def _create(self, nixl: Any) -> None:
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
             agent = nixl.nixl_agent(self._name, config)
@@ -233,7 +236,7 @@ class NixlTransport:
             ]
         except self._errors as error:
             raise self._translated(error, "make metadata") from error
-        return _pack(self._incarnation, self._name, blobs)
+        return pack(self._incarnation, self._name, blobs)
 
     def connect(self, metadata: bytes) -> str:
         """Learn about a peer, or about more of its memory. NIXL parses the content: connect only where trust allows it.
@@ -242,7 +245,7 @@ class NixlTransport:
             FabricError: The metadata is malformed, or comes from another incarnation of a peer that is still known.
         """
         agent = self._open()
-        incarnation, peer, blobs = _unpack(metadata)
+        incarnation, peer, blobs = unpack(metadata)
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
         named: set[str] = set()
@@ -279,12 +282,11 @@ class NixlTransport:
             raise FabricError(f"{peer} is disconnected", disconnected=True)
         try:
             here, there = _listed(agent, local), _listed(agent, remote)
-            transfer = agent.initialize_xfer(operation.upper(), here, there, peer, b"")
+            handle = _Handle(peer, agent.initialize_xfer(operation.upper(), here, there, peer, b""))
         except self._errors as error:
             raise self._translated(error, f"prepare a {operation.value} to {peer}", peer=peer) from error
-        handle = _Handle(peer, transfer)
         try:
-            state: str = agent.transfer(transfer)
+            state: str = agent.transfer(handle.transfer)
         except self._errors as error:
             self._drop(handle)
             raise self._translated(error, f"post a {operation.value} to {peer}", peer=peer, in_doubt=True) from error
@@ -325,11 +327,39 @@ class NixlTransport:
         except self._errors as error:
             raise self._translated(error, "make progress") from error
 
+    def renew(self) -> bool:
+        """Destroy the agent and create another, whose name nobody has met; False if something still uses the old one.
+
+        Over TCP nothing was seen to land, or to be read by posts of our own, after it. Over CMA a peer writes on.
+        """
+        if not self._destroyed(self._open()):
+            return False
+        self._renewals += 1
+        self._name = f"{self._first_name}.{self._renewals}"
+        self._incarnation = secrets.token_bytes(16)
+        self._known, self._lost = {}, set()
+        self._create(_import_nixl())
+        return True
+
     def close(self) -> None:
         """Destroy the agent. Idempotent; over TCP this fences what peers still write, over CMA it does not."""
         self._closed = True
+        if self._agent is not None:
+            self._destroyed(self._agent)
+        self._agent = None
+
+    def _destroyed(self, wrapper: Any) -> bool:
+        """Destroy NIXL's agent, which lives as long as anything refers to it; False if something does."""
         self._agent = None
         self._stuck.clear()
+        agent = weakref.ref(wrapper.agent)
+        del wrapper.agent  # frames of errors that somebody keeps refer to the wrapper, and to nothing below
+        if agent() is not None:
+            gc.collect()
+        if (left := agent()) is None:
+            return True
+        wrapper.agent, self._agent = left, wrapper
+        return False
 
     def _open(self) -> Any:
         if self._agent is None:
@@ -349,6 +379,7 @@ class NixlTransport:
             _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
     def _translated(self, error: Exception, doing: str, peer: str = "", *, in_doubt: bool = False) -> FabricError:
+        error.__traceback__ = None  # its frames hold NIXL's handles, which hold the agent, and somebody may keep it
         disconnected = isinstance(error, self._disconnected)
         if disconnected and peer:
             self._lost.add(peer)
@@ -471,28 +502,3 @@ def _handle(handle: Handle) -> _Handle:
     if not isinstance(handle, _Handle) or handle.transfer is None:
         raise FabricError(f"{handle!r} is no posted part, or was released")
     return handle
-
-
-def _pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
-    """Several metadata blobs of one agent, NIXL makes one a kind of memory, as one."""
-    encoded = name.encode()
-    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
-    return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)
-
-
-def _unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
-    """Take apart what `_pack` put together: incarnation, name, blobs. Every length is checked."""
-    if len(metadata) < _ENVELOPE.size:
-        raise FabricError("a peer's metadata is cut short")
-    magic, incarnation, name_bytes, count = _ENVELOPE.unpack_from(metadata)
-    start = _ENVELOPE.size + 4 * count
-    if magic != _MAGIC or not 1 <= count <= len(_KINDS) or len(metadata) < start:
-        raise FabricError("a peer's metadata is not of this version, or cut short")
-    lengths: tuple[int, ...] = (name_bytes, *struct.unpack_from(f"<{count}I", metadata, _ENVELOPE.size))
-    if start + sum(lengths) != len(metadata):
-        raise FabricError("a peer's metadata is cut short or too long")
-    fields: list[bytes] = []
-    for length in lengths:
-        fields.append(metadata[start : start + length])
-        start += length
-    return incarnation, fields[0].decode(errors="replace"), fields[1:]

@@ -6,17 +6,26 @@ Everything here runs on the fabric's thread and decides nothing about other post
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Handle, Operation, Outcome, Post, PostResult, Transport
+from kvxfer.fabric.port import Descriptors, Handle, Operation, Outcome, Post, PostResult, Transport
 from kvxfer.fabric.wire import Flight, Wire
 from kvxfer.lazy import lazy
 
-__all__ = ["Limits", "LivePost", "Release", "cut", "restated"]
+__all__ = ["Limits", "LivePost", "Poster", "Release", "cut", "restated"]
+
+
+class Poster(Protocol):
+    """What takes a part."""
+
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
+        """As of `Transport`."""
+        ...
+
 
 Release: TypeAlias = Callable[[Handle], None]
 """Gives a handle back to the transport, once, and never raises `FabricError`."""
@@ -181,12 +190,17 @@ class LivePost:
         )
 
     @property
+    def under_way(self) -> bool:
+        """Parts are in flight."""
+        return bool(self._in_flight)
+
+    @property
     def settled(self) -> bool:
         """Nothing is in flight and nothing more will be posted: the result can be made."""
         over = self._verdict is not Outcome.DONE or self._next == len(self._parts)
         return over and not self._in_flight and not self._flush_due
 
-    def post_part(self, transport: Transport, now: Callable[[], float], clock: float) -> bool:
+    def post_part(self, transport: Poster, now: Callable[[], float], clock: float) -> bool:
         """Post the next part, if the cell allows it. True if the transport took it.
 
         Args:

@@ -232,7 +232,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique name of this agent."""
+        """Unique name of this agent; another one after `renew`."""
         ...
 
     @property
@@ -283,6 +283,17 @@ class Transport(Protocol):
 
     def progress(self) -> None:
         """Let the library work; a target needs this too."""
+        ...
+
+    def renew(self) -> bool:
+        """Destroy the agent and make another in its place, under a new name, which knows no memory and no peer.
+
+        Every handle was given back before. What is left of posts to and by the old agent moves no byte of this side
+        any more: of those that came, or were to go, over a network; over shared memory a peer may still write.
+
+        Returns:
+            False if the old agent cannot be destroyed: then nothing has changed.
+        """
         ...
 
     def close(self) -> None:

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Final, TypeVar
 
 from kvxfer.errors import ConfigError, FabricError
-from kvxfer.fabric.calls import Call, broken_by
+from kvxfer.fabric.calls import Call, Renewal, broken_by
+from kvxfer.fabric.holdings import Holdings
 from kvxfer.fabric.parts import Limits, LivePost, restated
 from kvxfer.fabric.pause import Pause
-from kvxfer.fabric.port import Handle, Memory, Post, Transport
+from kvxfer.fabric.port import Handle, Memory, Operation, Post, Transport
 from kvxfer.fabric.wire import Paces, Wire
 from kvxfer.runtime import Runtime, Service
 from kvxfer.telemetry import logger
@@ -109,10 +109,11 @@ class Fabric:
         # the service's own
         self._posts: dict[str, deque[LivePost]] = {}
         self._ended: list[LivePost] = []
-        self._tokens: list[object] = []
+        self._holdings = Holdings(transport)
         self._peers: dict[str, Wire] = {}
         self._defect: Exception | None = None
-        self._may_linger = False
+        self._lingering: list[Post] = []  # given up, and the transport may still touch their memory
+        self._renewal: Renewal | None = None
         self._over = False
         self._pause: Pause | None = None
         self._clock = 0.0
@@ -137,35 +138,21 @@ class Fabric:
         Returns:
             A token for `metadata` and `deregister`, or `FabricError`.
         """
-
-        def run() -> object:
-            token = self._transport.register(memories)
-            self._tokens.append(token)
-            return token
-
-        return self._submit(run)
+        return self._submit(lambda: self._holdings.register(memories))
 
     def deregister(self, token: object) -> Future[None]:
         """Undo one `register`. This is no fence: what was posted may still land."""
-
-        def run() -> None:
-            index = next((i for i, known in enumerate(self._tokens) if known is token), None)
-            if index is None:
-                raise FabricError("this memory is not registered (any more)")
-            del self._tokens[index]
-            self._transport.deregister(token)
-
-        return self._submit(run)
+        return self._submit(lambda: self._holdings.deregister(token))
 
     def metadata(self, tokens: Sequence[object]) -> Future[bytes]:
         """What a peer needs to reach the memories of these registrations, and only those."""
-        return self._submit(lambda: self._transport.metadata(tokens))
+        return self._submit(lambda: self._holdings.metadata(tokens))
 
     def connect(self, metadata: bytes) -> Future[str]:
         """Learn about a peer, or about more of its memory; returns its name."""
 
         def run() -> str:
-            peer = self._transport.connect(metadata)
+            peer = self._holdings.connect(metadata)
             self._peers.setdefault(peer, Wire())
             return peer
 
@@ -183,7 +170,7 @@ class Fabric:
                 live.give_up(error, self._release)
             if peer in self._peers:
                 del self._peers[peer]
-                self._transport.disconnect(peer)
+                self._holdings.disconnect(peer)
 
         return self._submit(run)
 
@@ -237,6 +224,27 @@ class Fabric:
             return self._pause
 
         return self._submit(run)
+    def rebuild(self, timeout: float) -> Future[bool]:
+        """Destroy the agent and make another in its place, which peers reach by new metadata only.
+
+        Nothing is posted meanwhile. What is in flight has `timeout` seconds to end, and is `IN_DOUBT` if it does not,
+        with an error that says `disconnected`: this side has ended its own work. All else goes on afterwards. Tokens
+        and names of peers stay valid.
+
+        Returns:
+            True once it is done: what others have under way to the old agent does not land any more if it comes over a
+            network, and nothing that was ever posted here touches memory of this side. False if the old agent could not
+            be destroyed: then nothing has changed.
+        """
+        renewal = Renewal(self._runtime.now() + timeout)
+
+        def run() -> None:
+            if self._renewal is not None:
+                raise FabricError("the agent is being rebuilt already")
+            self._renewal = renewal
+
+        self._submit(run).add_done_callback(renewal.refused)
+        return renewal.answer
 
     def close(self, timeout: float) -> Future[bool]:
         """Refuse new work, let accepted posts end, then undo every connect and register once and close the transport.
@@ -309,9 +317,12 @@ class Fabric:
         if self._inbox:
             self._take()
         if self._posts:
-            self._post_round()
+            if self._renewal is None:
+                self._post_round()
             self._poll_round()
             self._settle()
+        if self._renewal is not None:
+            self._renew(self._renewal)
         if self._ended:
             self._deliver()
         if self._holds and self._pause is None:
@@ -348,7 +359,7 @@ class Fabric:
             for _ in range(len(queue)):
                 live = queue[0]
                 queue.rotate(-1)
-                if live.wants_turn and live.post_part(self._transport, self._runtime.now, self._clock):
+                if live.wants_turn and live.post_part(self._holdings, self._runtime.now, self._clock):
                     self._active_at = self._last_pass
                     break
 
@@ -384,7 +395,8 @@ class Fabric:
         batch, self._ended = self._ended, []
         now = self._runtime.now()
         for live in batch:
-            self._may_linger |= live.may_linger
+            if live.may_linger:
+                self._lingering.append(live.post)
             self._active_at = self._last_pass
             try:
                 live.post.done(live.result(now))
@@ -393,7 +405,7 @@ class Fabric:
 
     def _delay(self) -> float | None:
         """Seconds until the next pass: at once if a part can be posted, else when something is due next."""
-        if any(live.wants_turn for queue in self._posts.values() for live in queue):
+        if self._renewal is None and any(live.wants_turn for queue in self._posts.values() for live in queue):
             return 0.0
         now = self._runtime.now()
         delays = [delay for wire in self._wires() if (delay := wire.delay(now, self._paces)) is not None]
@@ -416,6 +428,31 @@ class Fabric:
         except Exception as error:  # noqa: BLE001 - the pass goes on to keep its books, then reports the defect
             self._defect = error
 
+    def _renew(self, renewal: Renewal) -> None:
+        """Make the agent anew, once nothing is in flight or no longer waited for.
+
+        Raises:
+            FabricError: There is none any more.
+        """
+        caught = [live for queue in self._posts.values() for live in queue if live.under_way]
+        if caught and self._runtime.now() < renewal.until:
+            return
+        for live in caught:
+            error = FabricError("the agent was rebuilt while the post was under way", disconnected=True)
+            live.give_up(error, self._release)
+        done = self._holdings.renew()  # if it raises, the fabric is broken, and `_break` answers
+        self._renewal = None
+        if done:
+            for live in caught:
+                live.may_linger = False
+            for post in self._lingering:
+                if post.operation is Operation.READ:
+                    post.cell.end()
+            self._lingering.clear()
+        self._settle()
+        self._deliver()
+        renewal.answer.set_result(done)
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _break(self, error: Exception) -> None:
@@ -424,6 +461,7 @@ class Fabric:
         with self._lock:
             self._refusal = self._refusal or broken
         self._end_all(broken)
+        self._give_up_renewal(broken)
         self._turn_away(self._refuse_inbox())
         self._defect = None  # what went wrong on the way is a consequence
         _log.error("fabric_broken", name=self._transport.name, error=str(broken))
@@ -436,6 +474,11 @@ class Fabric:
             self._ended.extend(queue)
         self._posts.clear()
         self._deliver()
+
+    def _give_up_renewal(self, error: FabricError) -> None:
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.answer.set_exception(restated(error))
 
     def _refuse_inbox(self) -> list[Post | Call]:
         with self._lock:
@@ -455,8 +498,9 @@ class Fabric:
     def _shut(self, closed: Future[bool]) -> None:
         """Give up what is left, undo everything once unless a write may be in flight, and stop."""
         self._end_all(FabricError("the fabric was closed before the post had ended"))
+        self._give_up_renewal(FabricError("the fabric was closed"))
         self._turn_away(self._refuse_inbox())
-        clean = not self._may_linger and self._undo()
+        clean = not self._lingering and self._undo()
         if not clean:
             _LEAKED.append(self._transport)
             _log.warning("fabric_left_open", name=self._transport.name, reason="a transfer may still be in flight")
@@ -467,12 +511,9 @@ class Fabric:
 
     def _undo(self) -> bool:
         """Disconnect, deregister, close: each once, even if one of them fails. False after a defect."""
-        steps: list[Callable[[], None]] = [partial(self._transport.disconnect, peer) for peer in self._peers]
-        steps += [partial(self._transport.deregister, token) for token in self._tokens]
-        steps.append(self._transport.close)
-        self._peers, self._tokens = {}, []
+        self._peers = {}
         clean = True
-        for step in steps:
+        for step in [*self._holdings.undo(), self._transport.close]:
             try:
                 step()
             except FabricError as error:

@@ -2,53 +2,21 @@
 
 import importlib.util
 import logging
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
+from ends import SIZE, TCP, Agent, descriptors, finish, memory, two_processes, write
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.fabric import envelope
 from kvxfer.fabric import nixl as port
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Cell, Descriptors, Memory, Operation, Outcome, Post, PostResult
-from kvxfer.fabric.pump import Fabric
-from kvxfer.runtime import ThreadRuntime
-
-SIZE = 1 << 20
-TCP = {"UCX": {"engine_config": "TLS=tcp"}}
-"""Over TCP the target moves the data: one that does not poll keeps a write in flight."""
+from kvxfer.fabric.port import Descriptors, Memory, Operation, Outcome
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-
-
-class Agent:
-    """A transport and buffers that are registered one by one."""
-
-    def __init__(self, name: str, buffers: int = 1, **settings: Any) -> None:
-        self.transport = NixlTransport(name, **settings)
-        self.transport.setup()
-        self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in range(buffers)]
-        self.tokens = [self.transport.register([memory(buffer)]) for buffer in self.buffers]
-
-    def close(self) -> None:
-        for token in self.tokens:
-            self.transport.deregister(token)
-        self.transport.close()
-
-
-def memory(buffer: np.ndarray) -> Memory:
-    return Memory("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
-
-
-def descriptors(buffer: np.ndarray, *spans: tuple[int, int]) -> Descriptors:
-    rows = [(buffer.ctypes.data + start, length) for start, length in spans or ((0, buffer.nbytes),)]
-    return Descriptors("DRAM", 0, np.array(rows, dtype=np.int64))
 
 
 @pytest.fixture
@@ -57,15 +25,6 @@ def pair() -> Iterator[tuple[Agent, Agent]]:
     yield a, b
     a.close()
     b.close()
-
-
-def finish(handle: object, *agents: Agent) -> None:
-    """Poll at both ends, as two fabrics would, until the part has ended; give the handle back."""
-    first, *others = agents
-    while not first.transport.poll(handle):
-        for other in others:
-            other.transport.progress()
-    first.transport.release(handle)
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -229,10 +188,10 @@ def test_metadata_that_was_cut_or_edited_is_refused(pair):
         with pytest.raises(FabricError, match="metadata"):
             a.transport.connect(bad)
     with pytest.raises(FabricError, match="nixlMismatchError"):
-        a.transport.connect(port._pack(bytes(16), "b", [b"not what NIXL makes"]))
-    blob = port._unpack(good)[2]
+        a.transport.connect(envelope.pack(bytes(16), "b", [b"not what NIXL makes"]))
+    blob = envelope.unpack(good)[2]
     with pytest.raises(FabricError, match="carries that of"):
-        a.transport.connect(port._pack(bytes(16), "somebody else", blob))
+        a.transport.connect(envelope.pack(bytes(16), "somebody else", blob))
     with pytest.raises(FabricError, match="NotFound"):
         a.transport.post("b", Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0]))
     assert a.transport.connect(good) == "b"
@@ -364,81 +323,6 @@ def test_logging_of_the_program_is_left_alone():
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
-
-
-class Side:
-    """A fabric over NIXL and one registered buffer, in whichever process."""
-
-    def __init__(self, name: str, nbytes: int, settings: dict[str, Any]) -> None:
-        self.fabric = Fabric(NixlTransport(name, **settings), ThreadRuntime())
-        self.fabric.start()
-        self.buffer = np.zeros(nbytes, dtype=np.uint8)
-        token = self.fabric.register([memory(self.buffer)]).result(20)
-        self.metadata = self.fabric.metadata([token]).result(20)
-
-
-def target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
-    """The other process: does what it is told, one word at a time, until it is told to end or killed."""
-    side = Side("target", nbytes, settings)
-    wire.send((side.metadata, side.buffer.ctypes.data))
-    release: Callable[[], None] = lambda: None  # noqa: E731
-    while (word := wire.recv()) != "end":
-        if word == "hold":
-            release = side.fabric.hold_awake()
-        elif word == "let go":
-            release()
-        wire.send(int(side.buffer.view(np.uint64).sum()))
-    wire.send(side.fabric.close(10).result(20))
-
-
-class Remote:
-    """The other process, as the test sees it."""
-
-    def __init__(self, process: Any, wire: Any) -> None:
-        self.process = process
-        self._wire = wire
-        self.metadata: bytes
-        self.address: int
-        self.metadata, self.address = self._receive()
-
-    def say(self, word: str) -> Any:
-        self._wire.send(word)
-        return self._receive()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(20)
-
-    def _receive(self) -> Any:
-        assert self._wire.poll(60), "the other process does not answer"
-        return self._wire.recv()
-
-
-@contextmanager
-def two_processes(nbytes: int, **settings: Any) -> Iterator[tuple[Side, Remote]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, nbytes, settings), daemon=True)
-    process.start()
-    side = Side("initiator", nbytes, settings)
-    try:
-        yield side, Remote(process, ours)
-    finally:
-        process.kill()
-        process.join(20)
-        process.close()  # raises if it still runs
-        ours.close()
-        theirs.close()
-        side.fabric.close(5).result(20)
-
-
-def write(side: Side, remote: Remote, nbytes: int) -> "Future[PostResult]":
-    result: Future[PostResult] = Future()
-    here = np.array([[side.buffer.ctypes.data, nbytes]], dtype=np.int64)
-    there = np.array([[remote.address, nbytes]], dtype=np.int64)
-    local, far = Descriptors("DRAM", 0, here), Descriptors("DRAM", 0, there)
-    side.fabric.post(Post("target", Operation.WRITE, local, far, Cell(1e12), result.set_result))
-    return result
 
 
 @needs_nixl

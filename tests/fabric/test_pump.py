@@ -82,6 +82,7 @@ class Rig:
         self.fabric.start()
         self.source = (np.arange(SIZE) % 251 + 1).astype(np.uint8)
         self.token = self.now(self.fabric.register([Memory("DRAM", 0, self.source.ctypes.data, SIZE)]))
+        self.keys = self.transport.keys()
         self.memory: dict[str, np.ndarray] = {}
         self.others: dict[str, LoopbackTransport] = {}
         self.results: dict[str, list[PostResult]] = {}
@@ -780,7 +781,7 @@ def test_a_cancelled_call_is_not_made():
     future = rig.fabric.deregister(rig.token)
     assert future.cancel()
     rig.step()
-    assert rig.transport.keys() == {rig.token}
+    assert rig.transport.keys() == rig.keys
 
 
 def test_disconnect_ends_the_posts_of_that_peer():
@@ -883,7 +884,7 @@ def test_close_lets_accepted_posts_end_and_undoes_everything_once(monkeypatch):
     assert rig.result().outcome is Outcome.DONE
     assert closed.result(timeout=0) is True
     assert rig.fabric.close(0.0) is closed
-    assert undone == [("disconnect", "b"), ("disconnect", "c"), ("deregister", rig.token)]
+    assert undone == [("disconnect", "b"), ("disconnect", "c"), *(("deregister", key) for key in rig.keys)]
     assert rig.runtime.service.stopped
     assert rig.step() is None
     with pytest.raises(FabricError, match="not open"):
@@ -918,7 +919,7 @@ def test_close_under_a_write_leaves_the_transport_open():
     assert closed.result(timeout=0) is False
     assert rig.runtime.service.stopped
     rig.transport.progress()  # still open
-    assert rig.transport.keys() == {rig.token}
+    assert rig.transport.keys() == rig.keys
     assert rig.transport in pump._LEAKED
     before = rig.landed()
     rig.network.release("b")
@@ -964,6 +965,209 @@ def test_close_goes_on_when_a_step_of_it_fails(monkeypatch):
     rig.step()
     assert closed.result(timeout=0) is True
     assert rig.transport.keys() == frozenset()
+
+
+# ---- made anew -------------------------------------------------------------------------------------------------------
+
+
+def rebuilt(rig: Rig, timeout: float = 5.0, steps: int = 2) -> bool:
+    answer = rig.fabric.rebuild(timeout)
+    rig.step(steps)
+    return answer.result(timeout=0)
+
+
+def write_back(rig: Rig, metadata: bytes, nbytes: int = SIZE) -> object:
+    """Agent b writes into a's memory, by what it was told of it."""
+    other = rig.others["b"]
+    address = rig.source.ctypes.data
+    pieces = [np.array([[base, nbytes]], dtype=np.int64) for base in (rig.memory["b"].ctypes.data, address)]
+    here, there = (Descriptors("DRAM", 0, rows) for rows in pieces)
+    return other.post(other.connect(metadata), Operation.WRITE, here, there)
+
+
+def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_metadata_only():
+    rig = Rig()
+    before = rig.now(rig.fabric.metadata([rig.token]))
+    assert rebuilt(rig)
+    assert rig.transport.name == "a.1"
+    after = rig.now(rig.fabric.metadata([rig.token]))
+    assert b'"a.1"' in after
+    assert rig.transport.keys().isdisjoint(rig.keys), "registered again, and not as before"
+    with pytest.raises(FabricError, match="gone"):
+        write_back(rig, before)
+    rig.memory["b"][:] = 255
+    write_back(rig, after)
+    assert (rig.source == 255).all()
+    rig.post()
+    rig.step(10)
+    assert rig.result().outcome is Outcome.DONE, "b is told of again by the post"
+    rig.now(rig.fabric.deregister(rig.token))
+    assert rig.transport.keys() == set()
+
+
+@pytest.mark.parametrize("way", ["hold", "delay", "wedge", "pace"])
+def test_what_comes_late_to_the_old_agent_never_lands(way):
+    rig = Rig()
+    metadata = rig.now(rig.fabric.metadata([rig.token]))
+    now = [0.0]
+    {
+        "hold": lambda: rig.network.hold("a"),
+        "delay": lambda: rig.network.delay("a", 3),
+        "wedge": lambda: rig.network.wedge("a"),
+        "pace": lambda: rig.network.pace("a", 1.0, lambda: now[0]),
+    }[way]()
+    rig.memory["b"][:] = 255
+    handle = write_back(rig, metadata)
+    assert rebuilt(rig)
+    now[0] = 1e9
+    with pytest.raises(FabricError) as caught:
+        rig.others["b"].poll(handle)
+    assert caught.value.disconnected
+    assert caught.value.in_doubt
+    rig.network.release("a")
+    assert (rig.source != 255).all()
+    rig.network.mend("a")
+    rig.network.hold("a")  # faults are of the agent, whatever it is called now
+    write_back(rig, rig.now(rig.fabric.metadata([rig.token])))
+    assert rig.network.held("a") == 1
+    assert rig.network.release("a") == 1
+    assert (rig.source == 255).all()
+
+
+def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile():
+    rig = Rig(max_parts_in_flight=2)
+    rig.network.hold("b")
+    rig.post()
+    rig.step()
+    answer = rig.fabric.rebuild(5.0)
+    rig.post("later")
+    rig.step()
+    rig.runtime.time += 4.0
+    assert rig.step(5), "it does not spin for parts that must wait"
+    assert rig.network.held("b") == 1, "no part was posted"
+    assert not answer.done()
+    rig.network.release("b")
+    rig.step(30)
+    assert answer.result(timeout=0) is True
+    assert rig.transport.name == "a.1"
+    assert rig.result().outcome is rig.result("later").outcome is Outcome.DONE
+    assert np.array_equal(rig.memory["b"][: 8 * PART], rig.source[: 8 * PART])
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_more(operation):
+    rig = Rig()
+    rig.network.hold("b")
+    rig.memory["b"][:] = 254
+    passage = Pass()
+    rig.post(operation=operation, cell=Cell(1e9, passage))
+    rig.step()
+    answer = rig.fabric.rebuild(0.5)
+    rig.runtime.time += 0.4
+    rig.step()
+    assert not answer.done()
+    rig.runtime.time += 0.2
+    rig.step()
+    assert answer.result(timeout=0) is True
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.disconnected, "this side has ended its own work"
+    assert rig.transport.open_handles == 0
+    assert passage.inside == (operation is Operation.WRITE), "what was written may still be under way"
+    ours = rig.source.copy()
+    rig.source[:] = 253
+    rig.network.release("b")
+    assert 253 not in rig.memory["b"], "it is not read any more"
+    if operation is Operation.READ:
+        assert (rig.source == 253).all(), "nor written"
+    else:
+        assert np.array_equal(rig.memory["b"][:PART], ours[:PART]), "what had left can still land"
+    assert rig.now(rig.fabric.close(1.0)) is True, "nothing is left that may touch memory here"
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(operation):
+    rig = Rig(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    passage = Pass()
+    rig.post(operation=operation, cell=Cell(1e9, passage))
+    rig.step()
+    for _ in range(8):
+        rig.runtime.time += 0.2
+        rig.step()
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert passage.inside
+    assert rebuilt(rig)
+    assert passage.inside == (operation is Operation.WRITE)
+    assert rig.now(rig.fabric.close(1.0)) is True
+
+
+def test_an_agent_that_cannot_be_destroyed_stays_as_it_is(monkeypatch):
+    rig = Rig(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    monkeypatch.setattr(rig.transport, "renew", lambda: False)
+    rig.runtime.time += 1.0
+    assert rebuilt(rig, 0.0) is False
+    error = rig.result().error
+    assert error is not None
+    assert not error.disconnected
+    assert rig.now(rig.fabric.metadata([rig.token]))
+    assert rig.transport.keys() == rig.keys
+    assert rig.now(rig.fabric.close(1.0)) is False
+
+
+@pytest.mark.parametrize("step", ["renew", "register"])
+def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(monkeypatch, step):
+    rig = Rig()
+    rig.network.hold("b")
+    rig.post()
+    rig.step()
+
+    def fails(*_: object) -> object:
+        raise FabricError("there is no device any more")
+
+    monkeypatch.setattr(rig.transport, step, fails)
+    answer = rig.fabric.rebuild(0.0)
+    rig.step(2)
+    for future in (answer, rig.fabric.metadata([])):
+        with pytest.raises(FabricError, match="no device"):
+            future.result(timeout=0)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    rig.fabric.close(0.0)
+    rig.step()
+    assert rig.runtime.service.stopped
+
+
+def test_a_rebuild_is_answered_though_the_fabric_closes_and_is_refused_twice_or_after():
+    rig = Rig()
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    answers = [rig.fabric.rebuild(60.0), rig.fabric.rebuild(60.0)]
+    rig.step()
+    rig.fabric.close(0.0)
+    rig.step()
+    answers.append(rig.fabric.rebuild(60.0))
+    for answer, words in zip(answers, ["closed", "being rebuilt already", "closed"], strict=True):
+        with pytest.raises(FabricError, match=words):
+            answer.result(timeout=0)
+
+
+def test_a_peer_that_is_gone_fails_its_own_post_after_a_rebuild():
+    rig = Rig("b", "c")
+    assert rebuilt(rig)
+    rig.others["b"].close()
+    for peer in ("b", "c"):
+        rig.post(peer, peer=peer)
+    rig.step(10)
+    assert [rig.result(peer).outcome for peer in ("b", "c")] == [Outcome.FAILED, Outcome.DONE]
+    rig.now(rig.fabric.disconnect("b"))
+    assert rebuilt(rig)
+    rig.now(rig.fabric.disconnect("c"))  # which the new agent was not told of
+    assert rig.now(rig.fabric.close(1.0)) is True
 
 
 def test_close_without_start():

@@ -1,0 +1,44 @@
+"""NIXL's metadata of one agent as peers are sent it: several blobs, one a kind of memory, under one name."""
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from kvxfer.errors import FabricError
+
+__all__ = ["pack", "unpack"]
+
+_ENVELOPE: Final = struct.Struct("<4s16sHH")
+"""Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
+_MAGIC: Final = b"kvx1"
+_MOST_BLOBS: Final = 2
+"""Memory of the host, and of GPUs."""
+
+
+def pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
+    """Several metadata blobs of one agent, NIXL makes one a kind of memory, as one."""
+    encoded = name.encode()
+    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
+    return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)
+
+
+def unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
+    """Take apart what `pack` put together: incarnation, name, blobs. Every length is checked.
+
+    Raises:
+        FabricError: It is of another version, or damaged.
+    """
+    if len(metadata) < _ENVELOPE.size:
+        raise FabricError("a peer's metadata is cut short")
+    magic, incarnation, name_bytes, count = _ENVELOPE.unpack_from(metadata)
+    start = _ENVELOPE.size + 4 * count
+    if magic != _MAGIC or not 1 <= count <= _MOST_BLOBS or len(metadata) < start:
+        raise FabricError("a peer's metadata is not of this version, or cut short")
+    lengths: tuple[int, ...] = (name_bytes, *struct.unpack_from(f"<{count}I", metadata, _ENVELOPE.size))
+    if start + sum(lengths) != len(metadata):
+        raise FabricError("a peer's metadata is cut short or too long")
+    fields: list[bytes] = []
+    for length in lengths:
+        fields.append(metadata[start : start + length])
+        start += length
+    return incarnation, fields[0].decode(errors="replace"), fields[1:]

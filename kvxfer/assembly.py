@@ -1,7 +1,7 @@
 """Puts a worker's site together and takes it apart: memory, transport, copies, and what peers are told of them."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -173,8 +173,7 @@ async def assemble(parts: Assembly) -> Site:
     Raises:
         KvxferError: Whatever failed; nothing is left behind.
     """
-    config = parts.config
-    loop = asyncio.get_running_loop()
+    config, loop = parts.config, asyncio.get_running_loop()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
@@ -189,12 +188,12 @@ async def assemble(parts: Assembly) -> Site:
         fabric.start()
         await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
         await staging.open(config, geometry, fabric, metrics, place=placement.run)
-        blocks = await _register_blocks(parts, fabric, geometry, metrics)
-        body = await _body(parts, fabric, geometry, blocks, name=transport.name)
+        reachable = await _reachable(parts, fabric, geometry, metrics)
+        body = await _body(parts, fabric, geometry, reachable, name=transport.name)
     except BaseException:
         await see_through(asyncio.create_task(parts.abandon(fabric, executor), name="kvxfer abandon"))
         raise
-    in_place, arena, tasks = bool(blocks), staging.arena, Tasks()
+    in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
     return Site(
         config=config,
         runtime=runtime,
@@ -212,6 +211,7 @@ async def assemble(parts: Assembly) -> Site:
         metrics=metrics,
         incarnation=incarnation,
         body=body,
+        reachable=reachable,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
         capabilities=_capabilities(parts, in_place=in_place),
         staging=staging.receiving,
@@ -244,7 +244,7 @@ def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
 
 def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     """What this rank tells its peers that it can do, or asks for."""
-    capabilities, config = Capability.STREAMING | Capability.SUMS, parts.config
+    capabilities, config = Capability.STREAMING | Capability.SUMS | Capability.RENEWED, parts.config
     if parts.staging.receiving is not None:
         capabilities |= Capability.STAGED | Capability.PROBE
     if in_place:
@@ -256,6 +256,14 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     if parts.exports.locks is not None:
         capabilities |= Capability.GATES
     return capabilities
+
+
+async def _reachable(
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics
+) -> dict[bool, list[object]]:
+    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then."""
+    blocks = await _register_blocks(parts, fabric, geometry, metrics)
+    return {False: list(parts.staging.reachable), True: [*parts.staging.reachable, *blocks]}
 
 
 async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
@@ -282,17 +290,16 @@ async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeome
 
 
 async def _body(
-    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, blocks: Sequence[object], *, name: str
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, reachable: Mapping[bool, Sequence[object]], *, name: str
 ) -> dict[bool, bytes]:
     """What peers are told, encoded, by whether they are trusted with addresses.
 
     An untrusted peer gets the metadata of the receiving share alone.
     """
     staging = parts.staging
-    exports = parts.exports
-    await exports.open(parts.config, geometry, parts.runtime, in_place=bool(blocks))
-    bounded = await asyncio.wrap_future(fabric.metadata(staging.reachable))
-    full = await asyncio.wrap_future(fabric.metadata([*staging.reachable, *blocks])) if blocks else bounded
+    exports, blocks = parts.exports, len(reachable[True]) > len(reachable[False])
+    await exports.open(parts.config, geometry, parts.runtime, in_place=blocks)
+    metadata = {known: await asyncio.wrap_future(fabric.metadata(tokens)) for known, tokens in reachable.items()}
     limit = parts.config.chunk_bytes
     if staging.receiving is not None and not blocks:
         limit = min(limit, parts.config.send_bytes)
@@ -300,11 +307,11 @@ async def _body(
         trusted: encode_body(
             AgentBody(
                 fabric=name,
-                metadata=full if trusted else bounded,
-                tensors=geometry_to_wire(geometry, with_addresses=trusted and bool(blocks)),
+                metadata=metadata[trusted],
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and blocks),
                 staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
-                host=here() if trusted else "",
+                host=here(),
                 mapped=exports.frames if trusted else [],
                 gates=exports.gates if trusted else 0,
                 locks=exports.locks.handle if trusted and exports.locks is not None else b"",

@@ -36,6 +36,7 @@ class Desk:
         self._timer: asyncio.TimerHandle | None = None
         self._deciding = False
         self._again = False
+        self._paused = False
         self.crowded: Callable[[], object] | None = None
         """Called when a request has to wait: whoever holds memory that nobody asked for gives it back."""
         self.emptied: Callable[[], object] | None = None
@@ -70,7 +71,7 @@ class Desk:
 
     def take(self, peer: str, nbytes: int) -> Extent | None:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
-        return None if self._waiting else self.share.take(peer, nbytes)
+        return None if self._waiting or self._paused else self.share.take(peer, nbytes)
 
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""
@@ -104,7 +105,7 @@ class Desk:
     def advance(self) -> None:
         """Let the books decide who is next, and tell them."""
         self._again = True
-        if self._deciding:  # somebody who was told gave something back: the round that is under way goes on
+        if self._deciding or self._paused:  # the round that is under way, or comes, sees what was given back
             return
         self._deciding = True
         try:
@@ -114,6 +115,15 @@ class Desk:
         finally:
             self._deciding = False
         self._arm()
+
+    def pause(self) -> None:
+        """Grant nothing until `resume`. Nobody who waits is turned away meanwhile either."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on, with all that has waited."""
+        self._paused = False
+        self.advance()
 
     def close(self) -> None:
         """Stop the timer."""

@@ -1,7 +1,8 @@
 """Evidence that needs no answer: that a peer does not touch memory any more which it was allowed to touch.
 
-Its gate is closed (`kvxfer.gates`), or its process has ended. Elapsed time, a closed stream, deregistered memory and a
-removed agent are no evidence: after each of them bytes were seen to land.
+Its gate is closed (`kvxfer.gates`), its process has ended, or the agent that it reached was destroyed
+(`kvxfer.rebuilding`). Elapsed time, a closed stream, deregistered memory and a peer's agent that was removed are no
+evidence: after each of them bytes were seen to land.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import Final, Protocol
 from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.rebuilding import severed
 from kvxfer.site import Callback, Site, resolve
 
 __all__ = ["Exposed", "seek"]
@@ -42,42 +44,54 @@ class Exposed(Protocol):
         """Whether nothing of it goes on, or does harm, when the peer's process has ended."""
         ...
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it may be memory of the caller's, and not staging memory."""
+        ...
+
     def safe(self, why: str) -> None:
         """There is evidence. To no effect if the peer has answered meanwhile."""
         ...
 
 
 def seek(site: Site, exposed: Exposed, name: str) -> Callback:
-    """Close the gate that a peer was granted, or see its process end, in a task of the worker's.
+    """Close the gate that a peer was granted, see its process end, or wait for a new agent, in a task of the worker's.
 
-    The task ends when either is evidence. A peer that is stopped inside of its gate may go on at any time, so nothing
-    else ends it but what is returned: to be called when the doubt has ended otherwise. A worker that is closing looks
-    once more.
+    The task ends when one of them is evidence. A peer that is stopped inside of its gate may go on at any time, so
+    nothing else ends it but what is returned: to be called when the doubt has ended otherwise. A worker that is closing
+    looks once more.
     """
     over: asyncio.Future[None] = site.loop.create_future()
     leave = site.processes.hold(exposed.peer)  # now: the last link to the peer may be gone when the task begins
-    task = site.lookouts.spawn(_seek(site, exposed, over), name)
+    task = site.lookouts.spawn(_seek(site, exposed, over, site.rebuilds.count), name)
     task.add_done_callback(lambda _: leave())
     return partial(resolve, over, None)
 
 
-async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]") -> None:
-    delay, found = _SECONDS, None
-    while not over.done():
-        last = site.closing.done()
-        if found is None and exposed.fenced:
-            found = await site.gates.revoke(exposed.gate)
-        if why := await _evidence(site, exposed, found):
-            exposed.safe(why)
-            return
-        if last:
-            return
-        news = [over, site.closing]
-        if exposed.ends_with_process and (gone := site.processes.ended(exposed.peer)) is not None:
-            news.append(gone)
-        pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
-        await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-        delay = min(2 * delay, _SECONDS_MAX)
+async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", before: int) -> None:
+    delay, found, leave = _SECONDS, None, None
+    try:
+        while not over.done():
+            last = site.closing.done()
+            if found is None and exposed.fenced:
+                found = await site.gates.revoke(exposed.gate)
+            if why := await _evidence(site, exposed, found, rebuilt=site.rebuilds.count > before):
+                exposed.safe(why)
+                return
+            if last:
+                return
+            news = [over, site.closing]
+            if severed(site, exposed.peer):
+                leave = leave or site.rebuilds.want(urgent=exposed.in_doubt)
+                news.append(site.rebuilds.next)
+            elif (gone := site.processes.ended(exposed.peer)) is not None:
+                news.append(gone)
+            pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
+            await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            delay = min(2 * delay, _SECONDS_MAX)
+    finally:
+        if leave is not None:
+            leave()
 
 
 def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:
@@ -85,8 +99,11 @@ def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:
     return exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
 
 
-async def _evidence(site: Site, exposed: Exposed, found: Revoked | None) -> str:
-    """What shows that nothing is touched any more; empty if nothing does."""
+async def _evidence(site: Site, exposed: Exposed, found: Revoked | None, *, rebuilt: bool) -> str:
+    """What shows that nothing is touched any more; empty if nothing does.
+
+    `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.
+    """
     ends, spans = exposed.ends_with_process, exposed.peer.body.staging
     own = site.geometry.kind != "cuda" and all(span.kind == "DRAM" for span in spans)  # no GPU writes for it
     if found is not None and not await site.gates.inside(exposed.gate):
@@ -94,8 +111,11 @@ async def _evidence(site: Site, exposed: Exposed, found: Revoked | None) -> str:
             return "its gate was empty"
         if ends and own:  # what a thread of it copied by itself ends before its locks are given back
             return "it died inside of its gate"
-    if ends and site.processes.gone(exposed.peer):
+    gone = site.processes.gone(exposed.peer)
+    if gone and (ends or rebuilt):
         if exposed.fenced:  # it may have died inside of a word
             site.gates.retire(exposed.gate)
-        return "its process has ended"
+        return "its process has ended" if ends else "its process has ended, and the agent that it reached is gone"
+    if rebuilt and severed(site, exposed.peer):
+        return "it is on another host, and the agent that it reached is gone"
     return ""

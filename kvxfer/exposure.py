@@ -56,6 +56,11 @@ class Exposure:
         """
         return self.routes <= {Route.MAPPED, Route.PULL, *self._granted_over.proved}
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it may be memory of the caller's, and not staging memory."""
+        return not self.routes <= {Route.STAGED}
+
     def grant(self, *, mapped: bool) -> int:
         """What a grant says of the gate that it leads through: 0 where the peer passes none.
 

@@ -23,6 +23,7 @@ from kvxfer.memory import Extent, poke
 from kvxfer.planning import staging_pieces
 from kvxfer.protocol.messages import MemorySpan, Probe, Status
 from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.rebuilding import strand
 from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
@@ -167,6 +168,7 @@ class Gauging:
                 self._failure = Failure(Status.IN_DOUBT, Code.FABRIC, "a write of the measurement did not end")
             if extent is not None and self._reading:
                 desk.quarantine(extent, "our own post did not end")
+                strand(site, self.peer, partial(desk.settle, extent), urgent=False)
             elif extent is not None:
                 desk.release(extent)
             self._answer()

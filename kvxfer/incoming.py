@@ -82,7 +82,7 @@ class Incoming(Steps):
         self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
         self._queue: deque[tuple[int, float, int]] = deque()  # chunks that are ready; until when, through what to read
         self._chunks: dict[int, Landing | Reading | Ahead] = {}  # under way
-        self._own: Final = OwnWork(self, self._settle)
+        self._own: Final = OwnWork(self, self.peer, self._settle)
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
         self._given_up = False

@@ -11,7 +11,7 @@ from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces, SumPlan
-from kvxfer.mapped import elsewhere
+from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import Bound, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
@@ -356,7 +356,7 @@ def _by_nic(host: Host, *, staged: bool) -> bool:
     site = host.site
     if staged and (site.staging is None or site.staging.kind != "VRAM"):
         return False
-    return site.geometry.kind == "cuda" and elsewhere(host.peer.body.host)
+    return site.geometry.kind == "cuda" and may_be_elsewhere(host.peer.body.host)
 
 
 def _differs(chunk: int, here: int, there: int) -> Failure:

@@ -1,8 +1,11 @@
-"""Peers that the fabric knows, once per incarnation: connected when the first bytes are to move."""
+"""Peers that the fabric knows, once per incarnation: connected when the first bytes are to move.
+
+A peer that has made its agent anew is connected again, under another name, by whatever needs it from then on.
+"""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.fabric.pump import Fabric
@@ -24,9 +27,21 @@ def once(action: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A peer's lane: its name in the fabric, how many posts need it, and whether a link still leads to the peer."""
+    """A peer's lane.
 
+    Attributes:
+        renewals: How often the peer had made its agent anew when it said `metadata`.
+        metadata: How its agent is reached.
+        name: That agent's name in the fabric.
+        old: Names of those before it, until nothing is posted.
+        users: How many posts need it.
+        wanted: Whether a link still leads to the peer.
+    """
+
+    renewals: int
+    metadata: bytes
     name: "asyncio.Future[str] | None" = None
+    old: "list[asyncio.Future[str]]" = field(default_factory=list)
     users: int = 0
     wanted: bool = True
 
@@ -50,8 +65,7 @@ class Lanes:
 
         Disconnecting gives up whatever is posted, and a post that was given up is in doubt.
         """
-        key = peer.identity.incarnation
-        lane = self._lanes.setdefault(key, _Lane())
+        key, lane = peer.identity.incarnation, self._of(peer)
         lane.users += 1
 
         def leave() -> None:
@@ -65,18 +79,28 @@ class Lanes:
 
         The future fails with `FabricError` if the transport refuses the peer's metadata.
         """
-        lane = self._lanes.setdefault(peer.identity.incarnation, _Lane())
+        lane = self._of(peer)
         name = lane.name
         if name is None:
-            name = lane.name = asyncio.wrap_future(self._fabric.connect(peer.body.metadata))
+            name = lane.name = asyncio.wrap_future(self._fabric.connect(lane.metadata))
             name.add_done_callback(lambda done: self._failed(lane, done))
         return name
 
     def wanted(self, peer: PeerInfo) -> None:
         """A link to this peer is open (again)."""
-        lane = self._lanes.get(peer.identity.incarnation)
-        if lane is not None:
+        if peer.identity.incarnation in self._lanes:
+            lane = self._of(peer)
             lane.wanted = True
+
+    def renewed(self, peer: PeerInfo, renewals: int, metadata: bytes) -> None:
+        """A peer says how it is reached now; of no effect if it said so before, or something later."""
+        lane = self._of(peer)
+        if renewals > lane.renewals:
+            lane.renewals, lane.metadata = renewals, metadata
+            if lane.name is not None:
+                lane.old.append(lane.name)
+                lane.name = None
+            self._prune(peer.identity.incarnation, lane)
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: disconnect when nothing is posted. Not a fence."""
@@ -86,6 +110,15 @@ class Lanes:
             lane.wanted = False
             self._prune(key, lane)
 
+    def _of(self, peer: PeerInfo) -> _Lane:
+        """Its lane, by the latest that is known of it: its session may be older, or younger, than that."""
+        key, body = peer.identity.incarnation, peer.body
+        if key not in self._lanes:
+            self._lanes[key] = _Lane(body.renewals, body.metadata)
+        elif body.renewals > self._lanes[key].renewals:
+            self.renewed(peer, body.renewals, body.metadata)
+        return self._lanes[key]
+
     @staticmethod
     def _failed(lane: _Lane, name: "asyncio.Future[str]") -> None:
         """Forget a connection that failed, so that the next one who needs it tries again."""
@@ -93,13 +126,19 @@ class Lanes:
             lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
-        if lane.users or lane.wanted or self._lanes.get(key) is not lane:
+        if lane.users or self._lanes.get(key) is not lane:
             return
-        name = lane.name
-        if name is not None and not name.done():
-            # who comes back meanwhile must find it here: a second connection would be cut by the end of the first
-            name.add_done_callback(lambda _: self._prune(key, lane))
-            return
-        del self._lanes[key]
-        if name is not None and not name.cancelled() and name.exception() is None:
-            self._fabric.disconnect(name.result())
+        gone = list(lane.old)
+        if not lane.wanted and lane.name is not None:
+            gone.append(lane.name)
+        for name in gone:
+            if not name.done():
+                # who comes back meanwhile must find it here: a second connection would be cut by the end of the first
+                name.add_done_callback(lambda _: self._prune(key, lane))
+                return
+        lane.old.clear()
+        if not lane.wanted:
+            del self._lanes[key]
+        for name in gone:
+            if not name.cancelled() and name.exception() is None:
+                self._fabric.disconnect(name.result())

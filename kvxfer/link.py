@@ -112,6 +112,10 @@ class Link(asyncio.Protocol):
         """Whether the peer has said goodbye."""
         return self._session is not None and self._session.draining
 
+    def outdated(self, body: bytes) -> bool:
+        """Whether the handshake told the peer something else of this side than this agent body."""
+        return self._session is None or self._session.told != body
+
     def send(self, *messages: Message) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.
 

@@ -33,8 +33,9 @@ from kvxfer.protocol.messages import (
     Want,
 )
 from kvxfer.protocol.sending import Failure, Sending, SendState
+from kvxfer.rebuilding import strand
 from kvxfer.routes.chooser import Choice
-from kvxfer.sent import log_transfer
+from kvxfer.sent import log_transfer, report
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
@@ -363,10 +364,13 @@ class Outgoing(Steps):
         def readable(outcome: CopyOutcome) -> None:
             if outcome.error is not None:
                 raise outcome.error
-            self._want(bound, [chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
+            self.site.rebuilds.when_open(partial(self.run, self._readable_now, bound, chunk))
 
         after = Until(self._events(bound, chunk), lambda: self.machine.state is not SendState.MOVING)
         self.run(self.copy, _NOTHING, Direction.GATHER, readable, after)
+
+    def _readable_now(self, bound: Bound, chunk: int) -> None:
+        self._want(bound, [chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
 
     # --- moving
 
@@ -457,7 +461,9 @@ class Outgoing(Steps):
             )
         reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
         if failure is not None:
-            self.report = self._report(self.stats, failure, reads=reads)
+            offer, at = self.offer, self._stopped_at or self.step
+            blocks = offer.block_ids() if offer is not None else {}
+            self.report = report(machine, failure, self.stats, name=self.name, step=at, blocks=blocks, reads=reads)
         log_transfer(self.stats, self.report, request=machine.fetch.ticket.request, transfer=self.name)
         self._way()
         if self._exposure is not None and not machine.in_doubt:
@@ -466,26 +472,13 @@ class Outgoing(Steps):
             if timer is not None:
                 timer.cancel()
         self._ended(self)
-        offer = self.offer
-        if offer is not None:
-            offer.stats.append(self.stats)
-            offer.left(self, in_doubt=self.peer_name if reads else "", moved=failure is None)
+        if self.offer is not None:
+            self.offer.stats.append(self.stats)
+            self.offer.left(self, in_doubt=self.peer_name if reads else "", moved=failure is None)
+        if self._doubt and machine.route is Route.DIRECT:
+            strand(self.site, self.peer, self._rebuilt, urgent=True)
 
-    def _report(self, stats: TransferStats, failure: Failure, *, reads: bool) -> FailureReport:
-        """What is known of its failure; `reads` if the offered blocks may still be read."""
-        offer, machine = self.offer, self.machine
-        return FailureReport(
-            request=machine.fetch.ticket.request,
-            transfer=self.name,
-            peer=self.peer_name,
-            step=self._stopped_at or self.step,
-            elapsed=stats.duration,
-            route=stats.route,
-            bytes=stats.bytes,
-            chunks_done=machine.chunks_done,
-            chunks=machine.chunks,
-            code=failure.code,
-            reason=failure.reason,
-            blocks=offer.block_ids() if offer is not None else {},
-            memory_safe=not reads,
-        )
+    def _rebuilt(self) -> None:
+        """No post of ours reads the blocks any more."""
+        if self.offer is not None:
+            self.offer.left(self)

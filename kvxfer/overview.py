@@ -42,6 +42,7 @@ def overview(
             "receive": site.receive_desk.share.snapshot(),
         },
         "in_place": site.in_place,
+        "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
         "affinity": parts.placement.describe(),
         "offers": len(sender.book),
         "sending": len(sender),

@@ -7,6 +7,8 @@ from typing import Final
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import CopyPlan, SumPlan
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.rebuilding import strand
 from kvxfer.steps import Steps
 
 __all__ = ["OwnWork"]
@@ -17,11 +19,13 @@ class OwnWork:
 
     Args:
         steps: The transfer.
+        peer: Who is read from.
         changed: Called after each end of something, when whoever waited for it was told.
     """
 
-    def __init__(self, steps: Steps, changed: Callable[[], None]) -> None:
+    def __init__(self, steps: Steps, peer: PeerInfo, changed: Callable[[], None]) -> None:
         self._steps: Final = steps
+        self._peer: Final = peer
         self._changed: Final = changed
         self._copies = 0
         self._reads = 0
@@ -63,7 +67,14 @@ class OwnWork:
     def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
         # where the transport says that the peer is gone, it has ended its own work too
         gone = result.error is not None and result.error.disconnected
-        self._doubt = self._doubt or (result.outcome is Outcome.IN_DOUBT and not gone)
+        if result.outcome is Outcome.IN_DOUBT and not gone:
+            self._doubt = True
+            strand(self._steps.site, self._peer, self._rebuilt, urgent=True)
         self._reads -= 1
         then(result)
+        self._changed()
+
+    def _rebuilt(self) -> None:
+        """No read of ours writes the caller's blocks any more."""
+        self._doubt = False
         self._changed()

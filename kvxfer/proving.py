@@ -91,6 +91,11 @@ class Prover:
             if self._possible(link):
                 lane.timer = self._site.loop.call_later(0.0, self._begin, link)
 
+    def renewed(self, link: Link) -> None:
+        """An agent of one of both sides was made anew: what was seen before says nothing of the lane that is now."""
+        link.proved = frozenset()
+        self.lost(link)
+
     def lost(self, link: Link) -> None:
         """A link is gone."""
         lane = self._lanes.pop(link, None)
@@ -114,7 +119,10 @@ class Prover:
         lane.rounds += 1
         if loan is not None:
             lane.tries += 1
-            if await self._landed(link, loan, firm=lane.tries > _POLITE):
+            landed = await self._landed(link, loan, firm=lane.tries > _POLITE)
+            if self._lanes.get(link) is not lane:
+                return
+            if landed:
                 link.proved = routes
                 _log.info("lane_proved", peer=link.peer.name, attempt=lane.tries)
                 return

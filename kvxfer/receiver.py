@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
 from itertools import chain, count
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from kvxfer.lending import Lender
 from kvxfer.link import Link
 from kvxfer.loans import Loan
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Status, Sums, Want
+from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Route, Status, Sums, Want
 from kvxfer.protocol.sending import Failure
 from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
@@ -174,6 +175,10 @@ class Receiver:
                 incoming.lost(failure)
         self._lender.lost(link)
 
+    def renewed(self, link: Link) -> None:
+        """An agent of one of both sides was made anew: what was found out of the lane between them says no more."""
+        self._lender.prover.renewed(link)
+
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
         for fetching in list(self._fetches):
@@ -200,7 +205,24 @@ class Receiver:
         if ends := self.outcomes() + self._lender.recall():  # the worker waits for its tasks, bounded; these are none
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
+    @property
+    def exposed(self) -> bool:
+        """Whether a prefill rank that answers may be writing what it was granted, by way of the agent."""
+        return any(self._in_hand()) or any(not loan.is_lost for loan in self._lender.loans.values())
+
+    def take_back(self, failure: Failure) -> None:
+        """Stop what is being written, by way of the agent."""
+        for incoming in list(self._in_hand()):
+            incoming.stop(failure)
+        self._lender.recall()
+
     # --- inside
+
+    def _in_hand(self) -> Iterator[Incoming]:
+        for incoming in self._incoming.values():
+            machine = incoming.machine
+            if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
+                yield incoming
 
     def _known(self, incoming: Incoming) -> None:
         self._incoming[incoming.machine.transfer] = incoming

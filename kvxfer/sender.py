@@ -227,6 +227,17 @@ class Sender:
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer withdraw all")
 
+    @property
+    def exposed(self) -> bool:
+        """Whether a decode rank that answers may be reading what it was told of (`pull`)."""
+        return any(outgoing.machine.being_read for outgoing in self._transfers.values())
+
+    def take_back(self, failure: Failure) -> None:
+        """Stop what is being read."""
+        for outgoing in list(self._transfers.values()):
+            if outgoing.machine.being_read:
+                outgoing.stop(failure)
+
     # --- inside
 
     def _attach(self, outgoing: Outgoing, offer: Offer) -> None:

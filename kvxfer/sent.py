@@ -1,11 +1,13 @@
-"""The one line that a prefill rank logs of each transfer."""
+"""The one line that a prefill rank logs of each transfer, and what it reports of one that failed."""
 
+from collections.abc import Mapping
 from typing import Final
 
-from kvxfer.errors import Code, FailureReport
+from kvxfer.errors import Code, FailureReport, Step
+from kvxfer.protocol.sending import Failure, Sending
 from kvxfer.telemetry import TransferStats, hears_info, logger
 
-__all__ = ["log_transfer"]
+__all__ = ["log_transfer", "report"]
 
 _NAME: Final = "kvxfer.send"
 _log: Final = logger(_NAME)
@@ -18,3 +20,31 @@ def log_transfer(stats: TransferStats, report: FailureReport | None, *, request:
         say("transfer_failed", **stats.log_fields(), **report.log_fields())
     elif hears_info(_NAME):
         _log.info("transfer_sent", request=request, transfer=transfer, outcome="ok", **stats.log_fields())
+
+
+def report(
+    machine: Sending,
+    failure: Failure,
+    stats: TransferStats,
+    *,
+    name: str,
+    step: Step,
+    blocks: Mapping[str, tuple[int, ...]],
+    reads: bool,
+) -> FailureReport:
+    """What is known of a transfer that failed; `reads` if the offered blocks may still be read."""
+    return FailureReport(
+        request=machine.fetch.ticket.request,
+        transfer=name,
+        peer=stats.peers[0],
+        step=step,
+        elapsed=stats.duration,
+        route=stats.route,
+        bytes=stats.bytes,
+        chunks_done=machine.chunks_done,
+        chunks=machine.chunks,
+        code=failure.code,
+        reason=failure.reason,
+        blocks=blocks,
+        memory_safe=not reads,
+    )

@@ -16,6 +16,7 @@ from kvxfer.memory import Extent, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.rebuilding import strand
 from kvxfer.site import Site
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
@@ -265,6 +266,7 @@ class StagedShipment(_OverFabric):
             desk.withdraw(self._request)
         if extent is not None and moved.may_read:
             desk.quarantine(extent, "our own post did not end")
+            strand(self.site, self.peer, partial(desk.settle, extent), urgent=False)
         elif extent is not None:
             desk.release(extent)
 

@@ -22,6 +22,7 @@ from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.rebuilds import Rebuilds
 from kvxfer.routes.chooser import Means, acceptable
 from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import HandOver, Runtime
@@ -123,6 +124,7 @@ class Site:
         metrics: Counters.
         incarnation: Random bytes drawn at start.
         body: Encoded `AgentBody`, by whether the peer is trusted with addresses.
+        reachable: By the same, what of the fabric's registrations the peer is told of.
         facts: (name, value) pairs on which peers must agree.
         capabilities: What this rank can do.
         staging: Staging memory that peers may write, as they see it; None without an arena.
@@ -132,6 +134,7 @@ class Site:
         gates: What keeps peers out of this rank's memory.
         keys: What leads through the gates of peers.
         processes: Whether peers on this host are still there.
+        rebuilds: When the agent was made anew, and who waits for that.
         fenced: Incarnations of peers that pass the gates that grants name.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
@@ -158,7 +161,8 @@ class Site:
     executor: Executor
     metrics: Metrics
     incarnation: bytes
-    body: Mapping[bool, bytes]
+    body: dict[bool, bytes]
+    reachable: Mapping[bool, Sequence[object]]
     facts: Sequence[tuple[str, str]]
     capabilities: Capability
     staging: MemorySpan | None
@@ -177,10 +181,12 @@ class Site:
     draining: bool = False
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
+    rebuilds: Rebuilds = field(init=False)
 
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()
         self.now = self.runtime.now
+        self.rebuilds = Rebuilds(self.now, self.loop)
 
     def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
         """Call `callback` on the loop at `when` (by `now`)."""
@@ -330,8 +336,22 @@ class Site:
         key = peer.identity.incarnation
         if key not in self.in_place_desks:
             share = Share("in-place", base=0, capacity=self.config.max_in_place_bytes, sole=True)
-            self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
+            desk = self.in_place_desks[key] = Desk(share, self.runtime.now, self.loop, self.metrics)
+            if self.rebuilds.paused:
+                desk.pause()
         return self.in_place_desks[key]
+
+    def pause(self) -> None:
+        """The agent is about to be made anew: grant nothing that is reached through it."""
+        self.rebuilds.begin()
+        for desk in (self.receive_desk, *self.in_place_desks.values()):
+            desk.pause()
+
+    def resume(self, *, done: bool) -> None:
+        """It has been, or could not be: go on."""
+        self.rebuilds.end(done=done)
+        for desk in (self.receive_desk, *self.in_place_desks.values()):
+            desk.resume()
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""

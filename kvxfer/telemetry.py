@@ -314,6 +314,7 @@ class Snapshot(TypedDict):
     frames_received: dict[str, int]
     quarantined_bytes: int
     quarantined_bytes_ever: int
+    agents_rebuilt: int
     admission_waits: int
     admission_wait_seconds: float
     loop_blocked: int
@@ -336,6 +337,7 @@ class Metrics:
         self._frames_received: Counter[str] = Counter()
         self._quarantined = 0
         self._quarantined_ever = 0
+        self._rebuilt = 0
         self._waits = 0
         self._waited = 0.0
         self._loop_blocked = 0
@@ -355,6 +357,10 @@ class Metrics:
     def settled(self, nbytes: int) -> None:
         """Count memory that left custody."""
         self._quarantined -= nbytes
+
+    def agent_rebuilt(self) -> None:
+        """Count that the transport's agent was destroyed and made anew, to end doubts."""
+        self._rebuilt += 1
 
     def result_dropped(self, why: str) -> None:
         """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
@@ -413,6 +419,7 @@ class Metrics:
             "frames_received": dict(self._frames_received),
             "quarantined_bytes": self._quarantined,
             "quarantined_bytes_ever": self._quarantined_ever,
+            "agents_rebuilt": self._rebuilt,
             "admission_waits": self._waits,
             "admission_wait_seconds": self._waited,
             "loop_blocked": self._loop_blocked,

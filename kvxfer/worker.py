@@ -25,8 +25,9 @@ from kvxfer.offers import Offer
 from kvxfer.onlookers import see_through
 from kvxfer.overview import overview
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import Goodbye, Message
+from kvxfer.protocol.messages import Goodbye, Message, Renewed
 from kvxfer.protocol.session import PeerInfo, Role, Session
+from kvxfer.rebuilding import Rebuilding
 from kvxfer.receiver import Receiver
 from kvxfer.runtime import Runtime
 from kvxfer.sender import Sender
@@ -41,8 +42,6 @@ from kvxfer.watch import LoopWatch
 __all__ = ["Worker"]
 
 _log: Final = logger("kvxfer.worker")
-_INCARNATION_BYTES: Final = 16
-_NONCE_BYTES: Final = 32
 _LEAVING: Final = Goodbye(Code.DRAINING, "the worker is draining")
 
 
@@ -82,6 +81,7 @@ class Worker:
         self._listener: Listener | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        self._rebuilding: Rebuilding | None = None
         self._peers: Peers | None = None
         self._watch: Final = LoopWatch()
         self._links: set[Link] = set()
@@ -98,6 +98,7 @@ class Worker:
         streams = Streams(site.config, site.runtime, site.tasks, self._link)
         self._peers = Peers(site, streams.connect)
         self._receiver = Receiver(site, self._peers)
+        self._rebuilding = Rebuilding(site, [self._receiver, self._sender], lambda: self._links, self._receiver.renewed)
         self._watch.start(site.now, site.at, site.metrics, own=site.config.loop == "own")
         try:
             self._listener = await streams.listen()
@@ -380,6 +381,8 @@ class Worker:
         self._watch.stop()
         if self._listener is not None:
             self._listener.close()
+        if self._rebuilding is not None:
+            self._rebuilding.close()
         receiver.cancel_all()
         sender.withdraw_all()
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
@@ -404,7 +407,8 @@ class Worker:
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        if role is Role.SERVER and self._turned_away():
+        theirs = sum(link.role is Role.SERVER for link in (*self._links, *self._greeting))
+        if role is Role.SERVER and theirs > self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
         return greeting(self._open, role, process=process, since=since)
 
@@ -424,6 +428,8 @@ class Worker:
             self._roles[1].opened(link)
         else:
             self._roles[0].opened(link)
+        if link.outdated(site.body[link.trusted]) and self._rebuilding is not None:
+            self._rebuilding.tell(link)
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone."""
@@ -446,6 +452,9 @@ class Worker:
         self._open.metrics.frame_received(type(message).__name__)
         if isinstance(message, Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
+        elif isinstance(message, Renewed):
+            self._open.lanes.renewed(link.peer, message.renewals, message.metadata)
+            receiver.renewed(link)
         elif link.role is Role.SERVER:
             sender.handle(link, message)
         else:
@@ -458,11 +467,6 @@ class Worker:
             self._site.metrics.frame_sent(type(message).__name__)
 
     # --- inside
-
-    def _turned_away(self) -> bool:
-        """Whether a stream that a peer has just opened is one too many."""
-        theirs = sum(link.role is Role.SERVER for link in (*self._links, *self._greeting))
-        return theirs > self.config.max_streams
 
     def _link(self, role: Role, endpoint: str) -> Link:
         link = Link(role, endpoint, self, self._open.runtime)

@@ -35,6 +35,7 @@ from kvxfer.protocol.messages import (
     Probe,
     Refuse,
     Release,
+    Renewed,
     Reserve,
     Route,
     Selection,
@@ -328,6 +329,19 @@ _SUMS_DIFFER: list[Line] = [
     ),
 ]
 
+_RENEWED: list[Line] = [
+    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.RENEWED)),
+    ("decode", _fetch([Route.STAGED])),
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(0, 1)),
+    ("decode", _reserve(_extent(0))),
+    ("prefill", _ok(0)),
+    ("decode", Renewed(1, b"the agent that there is now")),
+    ("decode", _reserve(_extent(1))),
+    ("prefill", _ok(1, last=True)),
+    ("decode", Release(TICKET)),
+]
+
 # name, what happens, how it ends for the transfer, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
@@ -344,6 +358,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
     ("lane_measured", "staging memory is lent, written, and given back", "done", _PROBED),
     ("chunks_summed", "what arrived adds up to what was sent (sums here are fixed numbers)", "done", _SUMS_AGREE),
+    ("agent_made_anew", "the decode rank rebuilds its agent when nothing is granted", "done", _RENEWED),
     ("chunk_damaged", "what arrived adds up to something else, and its sender hears of it", "stopped", _SUMS_DIFFER),
     ("abandoned_while_it_is_read", "a reader gives up, and a read of it stands still", "stopped",
      [*HANDSHAKE, *_ABANDONED]),

@@ -36,6 +36,7 @@ from kvxfer.protocol.messages import (
     Probe,
     Refuse,
     Release,
+    Renewed,
     Reserve,
     Route,
     Selection,
@@ -171,6 +172,8 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield from _sums()
     yield "abandon", Abandon(1)
     yield "abandon_for_a_time_out", Abandon(MAX_U64, Code.TIMEOUT)
+    yield "renewed", Renewed(1, b"transport")
+    yield "renewed_often", Renewed(0xFFFF_FFFF, b"")
 
 
 def _sums() -> Iterator[tuple[str, Message]]:

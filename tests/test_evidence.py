@@ -8,6 +8,7 @@ import pytest
 from kvxfer.evidence import seek
 from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
+from kvxfer.rebuilds import Rebuilds
 from kvxfer.site import Tasks
 from kvxfer.testing import simulate
 
@@ -28,6 +29,7 @@ class Looked:
         self.closing = self.loop.create_future()
         self.lookouts = Tasks()
         self.geometry = SimpleNamespace(kind="cpu")
+        self.rebuilds = Rebuilds(self.loop.time, self.loop)
         self.gates = self.processes = self
         self.process = self.loop.create_future() if process else None
         self.looks = 0
@@ -59,7 +61,8 @@ class Doubt:
     """Something in doubt."""
 
     def __init__(self, *, gate=OWN, fenced=True, ends_with_process=True):
-        self.peer, self.gate, self.fenced, self.ends_with_process = "peer", gate, fenced, ends_with_process
+        self.peer = SimpleNamespace(body=SimpleNamespace(staging=[], host=""))
+        self.gate, self.fenced, self.ends_with_process, self.in_doubt = gate, fenced, ends_with_process, True
         self.why = ""
 
     def safe(self, why):

@@ -177,6 +177,7 @@ def test_metrics():
     metrics.quarantined(64)
     metrics.quarantined(32)
     metrics.settled(64)
+    metrics.agent_rebuilt()
     metrics.result_dropped("stale")
     metrics.chunk_checked("ok")
     metrics.chunk_checked("ok")
@@ -207,6 +208,7 @@ def test_metrics():
         "quarantined_bytes_ever": 96,
         "admission_waits": 2,
         "admission_wait_seconds": 0.75,
+        "agents_rebuilt": 1,
         "loop_blocked": 2,
         "loop_lag_max_seconds": 0.2,
     }

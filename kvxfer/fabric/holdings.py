@@ -87,10 +87,10 @@ class Holdings:
         return self._transport.post(peer, operation, local, remote)
 
     def renew(self) -> bool:
-        """Make the agent anew, with the same memory. False if the old one could not be destroyed: nothing has changed.
+        """Make the agent anew, with the same memory. False if that cannot be done now: nothing has changed.
 
         Raises:
-            FabricError: The new one cannot be made, or does not take the memory: there is none any more.
+            FabricError: The new one does not take the memory.
         """
         if not self._transport.renew():
             return False

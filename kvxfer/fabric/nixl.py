@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.fabric.backends import checked_params
 from kvxfer.fabric.envelope import pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 from kvxfer.telemetry import logger
@@ -34,12 +35,6 @@ from kvxfer.telemetry import logger
 __all__ = ["NixlTransport"]
 
 _log: Final = logger("kvxfer.fabric")
-
-_UCX_PARAMS: Final = frozenset({
-    "device_list", "engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_devices",
-    "ucx_error_handling_mode", "ucx_num_device_channels",
-})  # fmt: skip
-"""What NIXL 1.5's UCX backend reads. It advertises only three of them."""
 
 _QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _CALLS: Final = ("UCX_TCP_SYN_CNT", "2")
@@ -112,10 +107,11 @@ class NixlTransport:
             raise _missing()
         self._name = self._first_name = name
         self._renewals = 0
-        self._params = _backend_params(backends, backend_params or {}, num_workers, devices)
+        self._params = checked_params(
+            backends, backend_params or {}, num_workers, devices, os.environ.get("UCX_NET_DEVICES")
+        )
         self._device = device
-        self._scatter_lists = scatter_lists
-        self._quiet = quiet
+        self._scatter_lists, self._quiet = scatter_lists, quiet
         self._incarnation = secrets.token_bytes(16)
         self._agent: Any = None
         self._errors: tuple[type[Exception], ...] = ()
@@ -159,30 +155,29 @@ class NixlTransport:
                 os.environ.setdefault(variable, level)
         nixl = _import_nixl()
         bindings = importlib.import_module("nixl._bindings")
-        self._errors = _error_types(bindings)
-        self._disconnected = (bindings.nixlRemoteDisconnectError,)
+        self._errors, self._disconnected = _error_types(bindings), (bindings.nixlRemoteDisconnectError,)
         self._empty_list = bindings.nixlRegDList(bindings.DRAM_SEG)
-        self._create(nixl)
+        self._agent = self._created(nixl, self._name)
 
-    def _create(self, nixl: Any) -> None:
+    def _created(self, nixl: Any, name: str) -> Any:
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-            agent = nixl.nixl_agent(self._name, config)
+            agent = nixl.nixl_agent(name, config)
             available: list[str] = agent.get_plugin_list()
             for backend, params in self._params.items():
                 if backend not in available:
                     raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
                 agent.create_backend(backend, params)
         except self._errors as error:
-            raise self._translated(error, f"create agent {self._name!r} with {self._params}") from error
-        self._agent = agent
+            raise self._translated(error, f"create agent {name!r} with {self._params}") from error
         _log.info(
             "nixl_agent_created",
-            name=self._name,
+            name=name,
             backend={backend: agent.get_backend_params(backend) for backend in self._params},
             device=self._device,
             fields={key: value for key, value in os.environ.items() if key.startswith(("UCX_", "NIXL_"))},
         )
+        return agent
 
     def register(self, memories: Sequence[Memory]) -> object:
         """Register memories with every backend that takes their kind.
@@ -328,17 +323,20 @@ class NixlTransport:
             raise self._translated(error, "make progress") from error
 
     def renew(self) -> bool:
-        """Destroy the agent and create another, whose name nobody has met; False if something still uses the old one.
+        """Create another agent, whose name nobody has met, and destroy the old one; False if either cannot be.
 
-        Over TCP nothing was seen to land, or to be read by posts of our own, after it. Over CMA a peer writes on.
+        In this order, since there may be no network just now. Over TCP nothing lands after it, over CMA a peer goes on.
         """
-        if not self._destroyed(self._open()):
+        old, name = self._open(), f"{self._first_name}.{self._renewals + 1}"
+        try:
+            new = self._created(_import_nixl(), name)
+        except FabricError as error:
+            _log.warning("nixl_agent_not_created", name=name, error=str(error))
             return False
-        self._renewals += 1
-        self._name = f"{self._first_name}.{self._renewals}"
-        self._incarnation = secrets.token_bytes(16)
-        self._known, self._lost = {}, set()
-        self._create(_import_nixl())
+        if not self._destroyed(old):
+            return False
+        self._agent, self._name, self._renewals = new, name, self._renewals + 1
+        self._known, self._lost, self._incarnation = {}, set(), secrets.token_bytes(16)
         return True
 
     def close(self) -> None:
@@ -350,8 +348,7 @@ class NixlTransport:
 
     def _destroyed(self, wrapper: Any) -> bool:
         """Destroy NIXL's agent, which lives as long as anything refers to it; False if something does."""
-        self._agent = None
-        self._stuck.clear()
+        self._agent, self._stuck = None, []
         agent = weakref.ref(wrapper.agent)
         del wrapper.agent  # frames of errors that somebody keeps refer to the wrapper, and to nothing below
         if agent() is not None:
@@ -419,61 +416,6 @@ def _error_types(bindings: Any) -> tuple[type[Exception], ...]:
     """NIXL's exception types, and those into which its bindings turn what C++ throws."""
     named = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return (*named, RuntimeError, ValueError)
-
-
-def _backend_params(
-    backends: Sequence[str],
-    given: Mapping[str, Mapping[str, object]],
-    num_workers: int | None,
-    devices: Sequence[str],
-) -> dict[str, dict[str, str]]:
-    """Check the settings and write them as NIXL takes them."""
-    if not backends or len(set(backends)) != len(backends):
-        raise ConfigError(f"backends must name at least one NIXL plugin, each once: {list(backends)}")
-    if unknown := set(given) - set(backends):
-        raise ConfigError(f"backend_params names {sorted(unknown)}, which backends={list(backends)} does not load")
-    params: dict[str, dict[str, str]] = {backend: {} for backend in backends}
-    for backend, values in given.items():
-        for key, value in values.items():
-            if not isinstance(value, str):
-                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, got {value!r}")
-            params[backend][key] = value
-    if unknown := set(params.get("UCX", {})) - _UCX_PARAMS:
-        raise ConfigError(f"NIXL's UCX backend has no {sorted(unknown)}; it has {sorted(_UCX_PARAMS)}")
-    derived = _device_params(devices)
-    if num_workers is not None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
-        derived["num_workers"] = str(num_workers)
-    if derived and "UCX" not in params:
-        raise ConfigError(f"num_workers and devices are settings of UCX, which backends={list(backends)} does not load")
-    if twice := set(derived) & set(params.get("UCX", {})):
-        raise ConfigError(f"{sorted(twice)} is given twice, in backend_params and as a setting of its own")
-    if derived:
-        params["UCX"] |= derived
-    return params
-
-
-def _device_params(devices: Sequence[str]) -> dict[str, str]:
-    """How to say `devices` to NIXL's UCX backend.
-
-    `device_list` appends ":1" to each name, so it can say first ports of RDMA devices and nothing else. `engine_config`
-    is cut at commas, so it can say one device, and yields to a `UCX_NET_DEVICES` in the environment.
-    """
-    if not devices:
-        return {}
-    if any(not name or "," in name or " " in name for name in devices):
-        raise ConfigError(f"devices takes UCX device names without commas or spaces, got {list(devices)}")
-    if all(name.endswith(":1") for name in devices):
-        return {"device_list": ",".join(name.removesuffix(":1") for name in devices)}
-    if len(devices) > 1:
-        raise ConfigError(
-            f"devices={list(devices)}: NIXL takes first ports of RDMA devices ('mlx5_0:1') or one other device; "
-            f"for more, set UCX_NET_DEVICES={','.join(devices)} and leave devices empty"
-        )
-    if os.environ.get("UCX_NET_DEVICES", devices[0]) != devices[0]:
-        raise ConfigError(f"devices={list(devices)}, but UCX_NET_DEVICES={os.environ['UCX_NET_DEVICES']} would win")
-    return {"engine_config": f"NET_DEVICES={devices[0]}"}
 
 
 def _memory_rows(memories: Sequence[Memory], kind: str) -> NDArray[np.uint64]:

@@ -195,6 +195,11 @@ class LivePost:
         return bool(self._in_flight)
 
     @property
+    def unsure(self) -> bool:
+        """Parts are in flight, or some of one that failed may be: a flush would tell."""
+        return bool(self._in_flight) or self._flush_due
+
+    @property
     def settled(self) -> bool:
         """Nothing is in flight and nothing more will be posted: the result can be made."""
         over = self._verdict is not Outcome.DONE or self._next == len(self._parts)
@@ -234,7 +239,7 @@ class LivePost:
         self._progress_at = clock
         return True
 
-    def _post_flush(self, transport: Transport, now: Callable[[], float]) -> bool:
+    def _post_flush(self, transport: Poster, now: Callable[[], float]) -> bool:
         """Move the first few bytes once more. That is no progress: who gives up does so no later for it."""
         self._flush_due = self._may_flush = False
         local, remote = (side[:1].copy() for side in self._parts[0])
@@ -250,7 +255,7 @@ class LivePost:
         self.wire.posted(self._flush, started)
         return True
 
-    def _launch(self, transport: Transport, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
+    def _launch(self, transport: Poster, local: NDArray[np.int64], remote: NDArray[np.int64], nbytes: int) -> None:
         post = self.post
         here = post.local if local is post.local.pieces else replace(post.local, pieces=local)
         there = post.remote if remote is post.remote.pieces else replace(post.remote, pieces=remote)

@@ -292,7 +292,7 @@ class Transport(Protocol):
         any more: of those that came, or were to go, over a network; over shared memory a peer may still write.
 
         Returns:
-            False if the old agent cannot be destroyed: then nothing has changed.
+            False if the old agent cannot be destroyed, or another not be made now: then nothing has changed.
         """
         ...
 

@@ -26,6 +26,7 @@ from kvxfer.fabric.holdings import Holdings
 from kvxfer.fabric.parts import Limits, LivePost, restated
 from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Handle, Memory, Operation, Post, Transport
+from kvxfer.fabric.queues import Queues
 from kvxfer.fabric.wire import Paces, Wire
 from kvxfer.runtime import Runtime, Service
 from kvxfer.telemetry import logger
@@ -107,9 +108,9 @@ class Fabric:
         self._holds = 0
         self._service: Service | None = None
         # the service's own
-        self._posts: dict[str, deque[LivePost]] = {}
         self._ended: list[LivePost] = []
         self._holdings = Holdings(transport)
+        self._posts = Queues(transport, self._holdings, self._release, runtime.now, no_progress_timeout)
         self._peers: dict[str, Wire] = {}
         self._defect: Exception | None = None
         self._lingering: list[Post] = []  # given up, and the transport may still touch their memory
@@ -166,7 +167,7 @@ class Fabric:
 
         def run() -> None:
             error = FabricError(f"{peer} was disconnected while the post was under way")
-            for live in self._posts.get(peer, ()):
+            for live in self._posts.of(peer):
                 live.give_up(error, self._release)
             if peer in self._peers:
                 del self._peers[peer]
@@ -224,6 +225,7 @@ class Fabric:
             return self._pause
 
         return self._submit(run)
+
     def rebuild(self, timeout: float) -> Future[bool]:
         """Destroy the agent and make another in its place, which peers reach by new metadata only.
 
@@ -233,8 +235,8 @@ class Fabric:
 
         Returns:
             True once it is done: what others have under way to the old agent does not land any more if it comes over a
-            network, and nothing that was ever posted here touches memory of this side. False if the old agent could not
-            be destroyed: then nothing has changed.
+            network, and nothing that was ever posted here touches memory of this side. False if it cannot be done now:
+            then nothing has changed, but for posts that were given up.
         """
         renewal = Renewal(self._runtime.now() + timeout)
 
@@ -317,10 +319,11 @@ class Fabric:
         if self._inbox:
             self._take()
         if self._posts:
-            if self._renewal is None:
-                self._post_round()
-            self._poll_round()
-            self._settle()
+            moved = self._renewal is None and self._posts.post(self._clock)
+            moved |= self._posts.poll(self._clock)
+            if moved:
+                self._active_at = self._last_pass
+            self._ended.extend(self._posts.settle(self._clock))
         if self._renewal is not None:
             self._renew(self._renewal)
         if self._ended:
@@ -342,8 +345,7 @@ class Fabric:
             self._resume()
             self._active_at = self._last_pass
             if isinstance(item, Post):
-                live = LivePost(item, self._limits, wire=self._peers.get(item.peer))
-                self._posts.setdefault(item.peer, deque()).append(live)
+                self._posts.add(LivePost(item, self._limits, wire=self._peers.get(item.peer)))
             else:
                 item.make()
 
@@ -352,43 +354,6 @@ class Fabric:
         if self._pause is not None:
             self._pause.intact = False
             self._pause = None
-
-    def _post_round(self) -> None:
-        """Post one part for each peer, of that post of the peer whose turn it is."""
-        for queue in self._posts.values():
-            for _ in range(len(queue)):
-                live = queue[0]
-                queue.rotate(-1)
-                if live.wants_turn and live.post_part(self._holdings, self._runtime.now, self._clock):
-                    self._active_at = self._last_pass
-                    break
-
-    def _poll_round(self) -> None:
-        now = self._runtime.now
-        for wire in self._wires():
-            wire.looked(now())
-        for queue in self._posts.values():
-            for live in queue:
-                if live.poll(self._transport, self._release, now, self._clock):
-                    self._active_at = self._last_pass
-
-    def _wires(self) -> set[Wire]:
-        """One a peer, unless it was disconnected with posts under way, or never connected."""
-        return {live.wire for queue in self._posts.values() for live in queue}
-
-    def _settle(self) -> None:
-        """Give up what is silent, and take out what has a result."""
-        seconds = self._limits.no_progress_timeout
-        for peer in list(self._posts):
-            queue = self._posts[peer]
-            for live in tuple(queue):
-                if live.silent(self._clock):
-                    live.give_up(FabricError(f"no progress for {seconds:g} s to {peer}"), self._release)
-                if live.settled:
-                    queue.remove(live)
-                    self._ended.append(live)
-            if not queue:
-                del self._posts[peer]
 
     def _deliver(self) -> None:
         """Call `done` for every post that ended in this pass."""
@@ -405,10 +370,9 @@ class Fabric:
 
     def _delay(self) -> float | None:
         """Seconds until the next pass: at once if a part can be posted, else when something is due next."""
-        if self._renewal is None and any(live.wants_turn for queue in self._posts.values() for live in queue):
+        if self._renewal is None and self._posts.wants_turn:
             return 0.0
-        now = self._runtime.now()
-        delays = [delay for wire in self._wires() if (delay := wire.delay(now, self._paces)) is not None]
+        now, delays = self._runtime.now(), self._posts.delays(self._paces)
         if self._pause is not None:
             delays.append(max(self._pause.until - now, 0.0))
         elif self._holds:
@@ -434,9 +398,10 @@ class Fabric:
         Raises:
             FabricError: There is none any more.
         """
-        caught = [live for queue in self._posts.values() for live in queue if live.under_way]
-        if caught and self._runtime.now() < renewal.until:
+        if self._runtime.now() < renewal.until and any(live.under_way for live in self._posts):
             return
+        self._resume()
+        caught = [live for live in self._posts if live.unsure]
         for live in caught:
             error = FabricError("the agent was rebuilt while the post was under way", disconnected=True)
             live.give_up(error, self._release)
@@ -449,7 +414,7 @@ class Fabric:
                 if post.operation is Operation.READ:
                     post.cell.end()
             self._lingering.clear()
-        self._settle()
+        self._ended.extend(self._posts.settle(self._clock))
         self._deliver()
         renewal.answer.set_result(done)
 
@@ -468,11 +433,9 @@ class Fabric:
 
     def _end_all(self, error: FabricError) -> None:
         self._resume()
-        for queue in self._posts.values():
-            for live in queue:
-                live.give_up(error, self._release)
-            self._ended.extend(queue)
-        self._posts.clear()
+        for live in self._posts:
+            live.give_up(error, self._release)
+        self._ended.extend(self._posts.take_all())
         self._deliver()
 
     def _give_up_renewal(self, error: FabricError) -> None:

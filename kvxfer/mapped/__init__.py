@@ -11,7 +11,7 @@
 Importing this package imports neither torch nor CUDA.
 """
 
-from kvxfer.mapped.home import elsewhere, here, unlike
+from kvxfer.mapped.home import elsewhere, here, may_be_elsewhere, unlike
 from kvxfer.mapped.memfd import check_process
 from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
@@ -24,6 +24,7 @@ __all__ = [
     "export",
     "here",
     "joined",
+    "may_be_elsewhere",
     "open_window",
     "unlike",
 ]

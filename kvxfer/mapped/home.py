@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-__all__ = ["elsewhere", "here", "unlike"]
+__all__ = ["elsewhere", "here", "may_be_elsewhere", "unlike"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -16,6 +16,12 @@ def here() -> str:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:
         return ""
+
+
+def elsewhere(theirs: str) -> bool:
+    """Whether a process that said so is on another host: what it writes here comes over a network."""
+    ours = here()
+    return bool(ours and theirs) and theirs.partition(" ")[0] != ours.partition(" ")[0]
 
 
 def unlike(theirs: str) -> str:
@@ -32,7 +38,7 @@ def unlike(theirs: str) -> str:
     return ""
 
 
-def elsewhere(theirs: str) -> bool:
-    """Whether a process that said so is on another host, as far as is known: then a NIC writes what it sends."""
+def may_be_elsewhere(theirs: str) -> bool:
+    """Whether a process that said so is on another host, or that is not known: then a NIC may write what it sends."""
     ours = here()
-    return not ours or not theirs or ours.partition(" ")[0] != theirs.partition(" ")[0]
+    return not ours or not theirs or elsewhere(theirs)

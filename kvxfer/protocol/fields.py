@@ -84,6 +84,7 @@ class Capability(IntFlag):
     PROBE = 1 << 6
     SUMS = 1 << 7
     GATES = 1 << 8
+    RENEWED = 1 << 9
 
 
 def check_ids(packed: bytes) -> None:

@@ -62,6 +62,7 @@ __all__ = [
     "Probe",
     "Refuse",
     "Release",
+    "Renewed",
     "Reserve",
     "Route",
     "Selection",
@@ -84,10 +85,10 @@ WHOLE: Final = 0xFFFF_FFFF
 IGNORABLE_TAG: Final = 128
 """Messages with this tag or a higher one may be ignored by a peer that does not know them."""
 
-MAX_CHUNKS: Final = 1 << 20
-"""Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
 FOREVER_MS: Final = 0xFFFF_FFFF
 """A time limit that is none."""
+MAX_CHUNKS: Final = 1 << 20
+"""Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
 MAX_TICKETS: Final = 4096
 """Most tickets in one `Claim`; who has more sends more frames."""
 MAX_GRANTS: Final = 65_536
@@ -220,6 +221,7 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     mapped: Annotated[list[MappedMemory], msgspec.Meta(max_length=MAX_TENSORS)] = []
     gates: U64 = 0
     locks: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE)] = b""
+    renewals: U32 = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -434,6 +436,13 @@ class Abandon(msgspec.Struct, frozen=True, array_like=True, tag=132):
     code: Code = Code.CANCELLED
 
 
+class Renewed(msgspec.Struct, frozen=True, array_like=True, tag=133):
+    """The agent of this rank was made anew: who posts to it from now on must know its metadata (section 7.6)."""
+
+    renewals: U32
+    metadata: bytes
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -454,5 +463,6 @@ Message: TypeAlias = (
     | Check
     | Sums
     | Abandon
+    | Renewed
 )
 """Every message of version 1."""

@@ -43,6 +43,7 @@ from kvxfer.protocol.messages import (
     Probe,
     Refuse,
     Release,
+    Renewed,
     Reserve,
     Sums,
     Want,
@@ -93,8 +94,23 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check, Abandon}),
-    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums}),
+    Role.SERVER: frozenset(
+        {
+            Ping,
+            Goodbye,
+            Claim,
+            Fetch,
+            Reserve,
+            Landed,
+            Cancel,
+            Release,
+            Probe,
+            Check,
+            Abandon,
+            Renewed,
+        }
+    ),
+    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums, Renewed}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""
 
@@ -239,6 +255,11 @@ class Session:
         except KvxferError:
             self.state = State.CLOSED
             raise
+
+    @property
+    def told(self) -> bytes:
+        """The agent body that the peer is told."""
+        return self._terms.body
 
     @property
     def unread_bytes(self) -> int:

@@ -13,6 +13,7 @@ from ends import SIZE, TCP, Agent, descriptors, finish, memory, two_processes, w
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import envelope
 from kvxfer.fabric import nixl as port
+from kvxfer.fabric.backends import device_params
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation, Outcome
 
@@ -284,8 +285,8 @@ def test_names_are_checked():
 @needs_nixl
 def test_devices_reach_the_backend(monkeypatch):
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    assert port._device_params(["mlx5_0:1", "mlx5_1:1"]) == {"device_list": "mlx5_0,mlx5_1"}
-    assert port._device_params(["mlx5_0:2"]) == {"engine_config": "NET_DEVICES=mlx5_0:2"}
+    assert device_params(["mlx5_0:1", "mlx5_1:1"], None) == {"device_list": "mlx5_0,mlx5_1"}
+    assert device_params(["mlx5_0:2"], None) == {"engine_config": "NET_DEVICES=mlx5_0:2"}
     transport = NixlTransport("a", devices=["lo"])
     transport.setup()
     transport.close()

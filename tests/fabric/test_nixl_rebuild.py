@@ -119,7 +119,7 @@ def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
         assert write(side, remote, 64).result(30).outcome is Outcome.DONE
         remote.say("let go")
         stuck = write(side, remote, LARGE)
-        while not any(live.under_way for queue in list(side.fabric._posts.values()) for live in queue):
+        while not any(live.under_way for queue in list(side.fabric._posts._posts.values()) for live in queue):
             time.sleep(0)
         assert side.fabric.rebuild(0.2).result(30) is True
         result = stuck.result(0)
@@ -162,6 +162,23 @@ def test_rebuilding_again_and_again_leaks_neither_descriptors_nor_threads():
     assert files - before[0] < rebuilds // 2, "some come a moment later than the agent"
     assert threads == before[1]
     assert side.fabric.close(5).result(20) is True
+
+
+def test_without_another_agent_the_old_one_stays(monkeypatch):
+    a, b = Agent("a"), Agent("b")
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+
+    def no_network(*_: Any) -> Any:
+        raise FabricError("there is no device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.transport, "_created", no_network)
+        assert a.transport.renew() is False
+    finish(a.transport.post(peer, Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0])), a, b)
+    assert a.transport.renew() is True
+    a.tokens = []
+    a.close()
+    b.close()
 
 
 def test_an_agent_is_destroyed_though_errors_are_kept_and_not_while_a_post_is():

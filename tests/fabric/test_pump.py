@@ -431,7 +431,7 @@ def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(how):
     assert result.error is not None
     assert (result.error.in_doubt, result.error.disconnected) == (True, False)
     assert cell.state is CellState.POSTED
-    assert rig.fabric._may_linger
+    assert rig.fabric._lingering
     assert rig.moved() == []
 
 

@@ -57,9 +57,11 @@ class Ends(IntEnum):
 
     HEARD = 0
     """When the caller hears of it, or within `revoke_timeout` after."""
-    BACK = 1
+    REBUILT = 1
+    """When the agent was made anew, whatever the other process does."""
+    BACK = 2
     """When the process goes on after a freeze."""
-    CLOSED = 2
+    CLOSED = 3
     """When the worker is closed: until then it is in quarantine, with a reason."""
 
 
@@ -72,29 +74,29 @@ _DOUBT_ENDS = {
     # the sender is struck: staging memory (staged) or blocks (direct, mapped) of the receiver that it may write
     ("sender", "staged", "cma", "kill"): Ends.HEARD,
     ("sender", "staged", "cma", "stop"): Ends.BACK,
-    ("sender", "staged", "tcp", "kill"): Ends.CLOSED,
+    ("sender", "staged", "tcp", "kill"): Ends.REBUILT,
     ("sender", "staged", "tcp", "stop"): Ends.BACK,
     ("sender", "direct", "cma", "kill"): Ends.HEARD,
     ("sender", "direct", "cma", "stop"): Ends.BACK,
-    ("sender", "direct", "tcp", "kill"): Ends.CLOSED,
+    ("sender", "direct", "tcp", "kill"): Ends.REBUILT,
     ("sender", "direct", "tcp", "stop"): Ends.BACK,
     # heard, but where it dies in its copy before its answer was: that might have named another route
-    ("sender", "mapped", "cma", "kill"): Ends.CLOSED,
+    ("sender", "mapped", "cma", "kill"): Ends.REBUILT,
     ("sender", "mapped", "cma", "stop"): Ends.BACK,
-    # on pull our own reads write our blocks; one that needs the other process to get on stands still while that does
-    ("sender", "pull", "cma", "kill"): Ends.CLOSED,
-    ("sender", "pull", "cma", "stop"): Ends.CLOSED,
-    ("sender", "pull", "tcp", "kill"): Ends.CLOSED,
-    ("sender", "pull", "tcp", "stop"): Ends.CLOSED,
-    # the receiver is struck: our own posts end or fail; on pull it may still read
+    # on pull our own reads write our blocks, and none of them outlives our agent
+    ("sender", "pull", "cma", "kill"): Ends.REBUILT,
+    ("sender", "pull", "cma", "stop"): Ends.REBUILT,
+    ("sender", "pull", "tcp", "kill"): Ends.REBUILT,
+    ("sender", "pull", "tcp", "stop"): Ends.REBUILT,
+    # the receiver is struck: our own posts end, fail, or end with our agent; on pull it may still read
     ("receiver", "staged", "cma", "kill"): Ends.HEARD,
-    ("receiver", "staged", "cma", "stop"): Ends.CLOSED,
+    ("receiver", "staged", "cma", "stop"): Ends.REBUILT,
     ("receiver", "staged", "tcp", "kill"): Ends.HEARD,
-    ("receiver", "staged", "tcp", "stop"): Ends.CLOSED,
+    ("receiver", "staged", "tcp", "stop"): Ends.REBUILT,
     ("receiver", "direct", "cma", "kill"): Ends.HEARD,
-    ("receiver", "direct", "cma", "stop"): Ends.CLOSED,
+    ("receiver", "direct", "cma", "stop"): Ends.REBUILT,
     ("receiver", "direct", "tcp", "kill"): Ends.HEARD,
-    ("receiver", "direct", "tcp", "stop"): Ends.CLOSED,
+    ("receiver", "direct", "tcp", "stop"): Ends.REBUILT,
     ("receiver", "mapped", "cma", "kill"): Ends.HEARD,
     ("receiver", "mapped", "cma", "stop"): Ends.HEARD,
     ("receiver", "pull", "cma", "kill"): Ends.HEARD,
@@ -231,7 +233,7 @@ class Scene:
     async def come_back(self) -> None:
         """Memory that was in doubt is its owner's again when the table says so, and a frozen process does no harm."""
         case = self.case
-        if case.fault == "stop" and case.ends is Ends.HEARD:
+        if case.fault == "stop" and case.ends < Ends.BACK:
             await self.whole("while the other process is frozen")
         if case.fault == "stop":
             self.victim.proceed()
@@ -246,7 +248,8 @@ class Scene:
 
     async def whole(self, when: str) -> None:
         """Nothing is held or in doubt at the survivor."""
-        within = self.settings["revoke_timeout"] + STARVED_SECONDS
+        bound = self.bounds["rebuild"] if self.case.ends is Ends.REBUILT else self.settings["revoke_timeout"]
+        within = bound + STARVED_SECONDS
         state = await self.survivor.quiet(self.ours, doubts=True, within=within)
         assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), f"{when}: {state}"
 
@@ -480,6 +483,8 @@ class ReceiverStruck(Scene):
         await self.check_bytes()
         if await self.survivor.refuses("prefill"):
             return
+        if self.case.ends is Ends.REBUILT and await self.victim.refuses("decode"):
+            return  # the survivor lives, and cannot say what became of its post: to the victim that is a doubt
         await self.survivor.restore("prefill")
         await self.victim.restore("decode")
         await self.move_again(giver=(self.survivor, "prefill"), taker=(self.victim, "decode"))

@@ -53,6 +53,7 @@ IRREGULAR = {
     "quit",
     "ran",
     "read",
+    "rebuilt",
     "rose",
     "said",
     "sat",

@@ -308,7 +308,6 @@ def test_a_silent_peer_is_given_up(tmp_path):
 async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, route, after):
     # a later write tells that all before it has ended, unless it waits for them itself, or cannot be made
     doubt = after in {"bytes linger", "disconnected"} and route == "direct"
-    doubt |= route == "pull" and after == "bytes linger"
     fails = MemoryInDoubt if doubt else KvxferError
     times = {**(SOON if doubt else {}), "no_progress_timeout": 0.2}
     prefill, decode = await stage.pair(source, target, route=route, **times)
@@ -330,6 +329,8 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
         async with asyncio.timeout(30):
             await broken
     assert isinstance(caught.value, MemoryInDoubt) == doubt
+    unclear = route == "pull" and after == "bytes linger"
+    assert decode.describe()["agent"]["rebuilt"] == unclear, "then it is over with our own reads"
     stage.network.release(far)  # or nothing more would end
     transfers = [
         decode.start_fetch(prefill.engine.ticket(f"r{n}"), [8 + n], tokens=range(4), timeout=5) for n in range(1, 4)
@@ -349,10 +350,12 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
         assert (prefill._site.send_desk.share.quarantined_bytes() > 0) == (after != "disconnected")
 
 
-async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, source, target, route):
+@pytest.mark.parametrize("then", ["rebuilds", "closes"])
+async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, source, target, route, then):
     prefill, decode = await stage.pair(source, target, route=route, **{**SOON, "no_progress_timeout": 0.2})
     if route == "pull":
         pytest.skip("there the decode rank posts")
+    prefill._site.rebuilds.wanted = lambda: None  # not yet
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     with pytest.raises(KvxferError):
@@ -366,9 +369,16 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
         with pytest.raises(BlocksError, match="may still read it"):
             prefill.offer("s", [1], tokens=4)
         settling = asyncio.create_task(caught.value.settled())
-        await prefill.aclose(drain=False)
-        with pytest.raises(ClosedError, match="never reuse its blocks"):
-            await settling
+        if then == "closes":
+            await prefill.aclose(drain=False)
+            with pytest.raises(ClosedError, match="never reuse its blocks"):
+                await settling
+        else:
+            prefill._rebuilding._consider()
+            async with asyncio.timeout(3):
+                await settling
+            assert prefill.describe()["metrics"]["agents_rebuilt"] == 1
+            prefill.offer("s", [1], tokens=4)
     else:  # the post read the staging extent, not the blocks
         await decode.fetch(prefill.engine.ticket("r"), [5, 6], tokens=TOKENS, timeout=5)
         assert isinstance(await offer.released(), Released)
@@ -378,10 +388,11 @@ async def test_a_wedged_post_is_given_up(stage, source, target, route):
     prefill, decode = await stage.pair(source, target, route=route, no_progress_timeout=0.2, revoke_timeout=1)
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.wedge("*")
-    fails = KvxferError if route == "staged" else MemoryInDoubt
-    with pytest.raises(fails, match="no progress"):
+    fails = MemoryInDoubt if route == "direct" else KvxferError
+    with pytest.raises(fails, match="no progress") as caught:
         async with asyncio.timeout(30):
             await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert isinstance(caught.value, MemoryInDoubt) == (route == "direct"), "of a read of our own nothing is left"
     stage.network.mend("*")
     other = prefill.offer("other", [5, 6], tokens=8)
     copied = Copied(target).bring(source, [5, 6], [7, 8], TOKENS)

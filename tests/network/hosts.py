@@ -9,17 +9,22 @@ from typing import Any
 from cable import DEVICE, HOSTS, Cable, Way, crossed, join_cable, own_network
 from far import Far, Strangers
 
-from kvxfer import KvxferError, MemoryInDoubt
+from kvxfer import KvxferError, MemoryInDoubt, assembly
+from kvxfer.mapped import home
 
 __all__ = ["Host", "Hosts"]
 
 
 class Host(Strangers):
-    """Ranks of an engine on a host of their own. Without `UCX_TLS` UCX would see one machine and not use the cable."""
+    """Ranks of an engine on a host of their own, with a boot of its own as peers are told.
+
+    Without `UCX_TLS` UCX would see one machine and not use the cable.
+    """
 
     def __init__(self) -> None:
         own_network()
         os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DEVICE}
+        home.here = assembly.here = lambda: f"boot-of-{os.getpid()} pid:[1]"
         super().__init__()
         self._watching: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._doubts: dict[str, MemoryInDoubt] = {}
@@ -87,6 +92,11 @@ class Host(Strangers):
         """What is under way, held, in quarantine or in doubt."""
         (worker,) = self.workers
         return {**self.quiet()[0], "quarantined": worker.describe()["metrics"]["quarantined_bytes"]}
+
+    def rebuilt(self) -> int:
+        """How often the agent was made anew."""
+        (worker,) = self.workers
+        return worker.describe()["metrics"]["agents_rebuilt"]
 
     def session(self) -> int:
         """Number of the session that is open, counted from the first that was asked for; 0 if none is."""

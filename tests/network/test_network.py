@@ -78,8 +78,24 @@ async def test_a_long_cut_fails_in_time(pair):
     await pair.hosts.cable.cut()
     await pair.fails("r", within=pair.bounds["silent_peer"])
     await pair.hosts.cable.mend()
+    await pair.resumed()  # a rank that is on another host goes on asking, and left this one in peace for a moment
     await recovers(pair)
     assert await pair.hosts.decode.session() != session
+
+
+@routes("staged")
+async def test_a_host_that_goes_leaves_nothing_in_doubt(hosts, route):
+    """While it is gone: what it may have under way cannot reach an agent that is no more."""
+    pair = await Pair(hosts, route).open()
+    await pair.succeeds("first")
+    await pair.quiet()
+    await strike(pair, prefill=LOST, decode=LOST)
+    await pair.fails("r", within=max(pair.bounds["silent_peer"], pair.bounds["stuck_link"]))
+    await pair.quiet()
+    rebuilt = [await host.rebuilt() for host in (hosts.prefill, hosts.decode)]
+    assert any(rebuilt), "something else has ended it"
+    await hosts.cable.mend()
+    await recovers(pair)
 
 
 @routes()

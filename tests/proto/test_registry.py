@@ -59,4 +59,4 @@ def test_unknown_is_always_zero():
 
 def test_what_came_after_the_first_version_may_be_ignored_by_it():
     may_be_ignored = {name for name, tag in registered("message").items() if tag >= IGNORABLE_TAG}
-    assert may_be_ignored == {"PROBE", "CHECK", "SUMS", "ABANDON"}
+    assert may_be_ignored == {"PROBE", "CHECK", "SUMS", "ABANDON", "RENEWED"}

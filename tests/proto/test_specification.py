@@ -132,6 +132,7 @@ def test_bounds_of_the_body():
         "mapped": "list of mapped memory, at most 16,384",
         "gates": "u64",
         "locks": "bin, at most 256",
+        "renewals": "u32",
     }
 
 

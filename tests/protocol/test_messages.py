@@ -117,7 +117,7 @@ def test_tags_are_unique_and_only_what_a_peer_may_ignore_is_above_the_bound():
     assert len(tags) == len(MESSAGES)
     assert sorted(tag for tag in tags if tag < messages.IGNORABLE_TAG) == list(range(1, 16))
     above = {kind for tag, kind in tags.items() if tag >= messages.IGNORABLE_TAG}
-    assert above == {messages.Probe, messages.Check, messages.Sums, messages.Abandon}
+    assert above == {messages.Probe, messages.Check, messages.Sums, messages.Abandon, messages.Renewed}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

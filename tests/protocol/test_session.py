@@ -35,6 +35,7 @@ from kvxfer.protocol.messages import (
     Probe,
     Refuse,
     Release,
+    Renewed,
     Reserve,
     Route,
     Status,
@@ -85,6 +86,7 @@ SAMPLES = {
         Check(16),
         Sums(1, 0, bytes(16)),
         Abandon(1),
+        Renewed(1, b"metadata"),
     )
 }
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
@@ -192,7 +194,7 @@ def test_the_tables_name_every_message():
     assert set(SAMPLES) == every
     handshake = {kind for _, _, kind in TRANSITIONS}
     assert handshake | RECEIVED_WHEN_OPEN[Role.CLIENT] | RECEIVED_WHEN_OPEN[Role.SERVER] == every
-    assert RECEIVED_WHEN_OPEN[Role.CLIENT] & RECEIVED_WHEN_OPEN[Role.SERVER] == {Ping, Goodbye}
+    assert RECEIVED_WHEN_OPEN[Role.CLIENT] & RECEIVED_WHEN_OPEN[Role.SERVER] == {Ping, Goodbye, Renewed}
     assert set(TRANSITIONS.values()) == {State.GREETED, State.OPEN}
 
 

@@ -16,6 +16,7 @@ import scenes
 from kvxfer import ahead, incoming, shipment
 from kvxfer.copy.port import FREELY
 from kvxfer.desk import Desk
+from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.parts import LivePost
 from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Cell, CellState, Outcome
@@ -280,6 +281,11 @@ def unread_at_once(patch):
     patch.setattr(Sending, "stop", forget)
 
 
+def kept_agent(patch):
+    """It is said to be another one."""
+    patch.setattr(LoopbackTransport, "renew", lambda transport: True)
+
+
 SEEDS = range(3)
 
 GUARDS = [
@@ -310,6 +316,26 @@ GUARDS = [
     Guard("doubts outlive transfers", forgotten_doubts, scene(scenes.asked_again_after_a_doubt, route="staged")),
     Guard("incarnation", any_incarnation, scene(scenes.another_incarnation_answers, route="direct", locks=False)),
     Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
+    Guard(
+        "agent destroyed, staged",
+        kept_agent,
+        scene(scenes.bytes_of_a_host_that_is_gone, route="staged", apart=True, revoke_timeout=0.5),
+    ),
+    Guard(
+        "agent destroyed, direct",
+        kept_agent,
+        scene(scenes.bytes_of_a_host_that_is_gone, route="direct", apart=True, revoke_timeout=0.5),
+    ),
+    Guard(
+        "own posts end with the agent, staged",
+        kept_agent,
+        scene(scenes.our_own_post_was_stuck, route="staged", revoke_timeout=0.5),
+    ),
+    Guard(
+        "own posts end with the agent, direct",
+        kept_agent,
+        scene(scenes.our_own_post_was_stuck, route="direct", revoke_timeout=0.5),
+    ),
     Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
     Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
     Guard(

@@ -95,6 +95,17 @@ class Scene:
         self.network.release("*")
         await asyncio.sleep(0.3)
 
+    def keep_agents(self):
+        """Whatever only a new agent would end goes on."""
+        for rank in (self.a, self.b):
+            rank.worker._site.rebuilds.wanted = lambda: None  # pyright: ignore[reportOptionalMemberAccess]
+
+    async def rebuilt(self, rank):
+        """A rank has made its agent anew, and nothing is in quarantine there any more."""
+        site = rank.worker._site
+        desks = (site.send_desk, site.receive_desk)
+        await self.until(lambda: site.rebuilds.count and not any(desk.share.quarantined_bytes() for desk in desks))
+
     def cut(self):
         """Reset every control stream."""
         for rank in (self.a, self.b):
@@ -112,7 +123,7 @@ def refused(gates):
     raise FabricError("they are said to be on two hosts")
 
 
-def play(scene, folder, *, seed=0, locks=True, **settings):
+def play(scene, folder, *, seed=0, locks=True, apart=False, **settings):
     """Run `scene(Scene)`.
 
     Args:
@@ -120,6 +131,7 @@ def play(scene, folder, *, seed=0, locks=True, **settings):
         folder: For sockets.
         seed: Of the order of what happens at once.
         locks: Whether memory may be taken back without an answer.
+        apart: Whether they are on two hosts.
         **settings: Of both workers.
     """
     for old in folder.iterdir():
@@ -134,6 +146,7 @@ def play(scene, folder, *, seed=0, locks=True, **settings):
             world = World(runtime, random.Random(7), ledger, folder)
             world.settings |= {"arena_bytes": "16KiB", "chunk_bytes": "4KiB", "in_place_chunk_bytes": "4KiB"}
             world.settings |= {"max_in_place_bytes": "1MiB", "grant_lease": 1.0, "window": 4, **settings}
+            world.apart = apart
             world.layouts, world.layers, world.block_tokens, world.shared = ["NHD", "HND"], 2, [4], True
             await world.open(patch, (1, 1))
             one = Scene(world)
@@ -182,6 +195,7 @@ async def its_event_fires_after_the_lease(scene):
 
 async def bytes_of_a_silent_peer(scene):
     """The stream is lost while bytes are in flight, and they land later."""
+    scene.keep_agents()
     _, transfer = await scene.in_flight()
     scene.streams.silence(scene.a.worker)
     scene.streams.silence(scene.b.worker)
@@ -271,8 +285,30 @@ async def granted_with_the_request(scene):
     await scene.land()
 
 
+async def bytes_of_a_host_that_is_gone(scene):
+    """The same, once what they were for has been given to others: the agent that they were sent to is no more."""
+    _, transfer = await scene.in_flight()
+    scene.streams.silence(scene.a.worker)
+    scene.streams.silence(scene.b.worker)
+    assert not isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    await scene.rebuilt(scene.b)
+    await scene.land()
+
+
+async def our_own_post_was_stuck(scene):
+    """A post of ours was given up, and then our agent: what it was to read has been given to others."""
+    offer, transfer = await scene.in_flight()
+    ending = asyncio.create_task(scene.ending(offer))
+    await scene.failure(transfer)
+    if isinstance(await ending, MemoryInDoubtError):
+        pytest.fail("it was in doubt to the end")
+    await scene.rebuilt(scene.a)
+    await scene.land()
+
+
 async def our_own_post_is_stuck(scene):
     """A post of ours is given up: what it reads is nobody's to write."""
+    scene.keep_agents()
     offer, transfer = await scene.in_flight()
     ending = asyncio.create_task(scene.ending(offer))
     await scene.failure(transfer)

@@ -264,7 +264,9 @@ class Schedule:
         world = self.world
         alive = [rank for rank in world.ranks if rank.alive]
         # a post that was given up may land at any later time, so what depends on it stays in doubt
-        self.hurt = self.hurt or any(rank.worker._site.fabric._lingering for rank in world.ranks)
+        self.hurt = self.hurt or any(
+            rank.worker._site.fabric._lingering or rank.worker._sender._doubtful for rank in world.ranks
+        )
         for rank in alive:
             seen = rank.worker.describe()
             for share in (seen["arena"]["send"], seen["arena"]["receive"]):

@@ -1,0 +1,251 @@
+"""The agent made anew: what only that can end is over, late bytes land nowhere, and nobody else fails for it."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import itertools
+
+import pytest
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import KvxferError, MemoryInDoubt, Released, assembly, rebuilding
+from kvxfer.link import Link
+from kvxfer.protocol.messages import Capability
+from kvxfer.protocol.session import Role
+
+TOKENS = range(8)
+TIMES = {"heartbeat": 0.1, "peer_timeout": 0.4, "revoke_timeout": 2.0, "handshake_timeout": 1.0}
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Every worker says that it is on a host of its own."""
+    numbers = itertools.count()
+    monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(numbers)} pid:[1]")
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def other():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+def lose(worker):
+    """Its host goes: nobody hears of it any more, and what it has under way stays so."""
+    worker._listener._stop()
+    for link in list(worker._links):
+        link._transport.abort()
+
+
+async def in_flight(stage, victim, decode):
+    """A fetch that is being written."""
+    stage.network.hold("decode")
+    victim.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(victim.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("decode"))
+    stage.network.mend("decode")  # what comes from others is not held
+    return transfer
+
+
+async def brings(prefill, decode, source, target, request, ids=(7, 8)):
+    """Another transfer, byte for byte."""
+    offer = prefill.offer(request, [5, 6], tokens=8)
+    copied = Copied(target).bring(source, [5, 6], list(ids), TOKENS)
+    await decode.fetch(prefill.engine.ticket(request), list(ids), tokens=TOKENS, timeout=5)
+    copied.check()
+    assert isinstance(await offer.released(), Released)
+
+
+async def company(stage, source, other, target, **config):
+    victim = await stage.worker("victim", source, **TIMES, **config)
+    prefill = await stage.worker("prefill", other, **TIMES, **config)
+    decode = await stage.worker("decode", target, **TIMES, **config)
+    return victim, prefill, decode
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_written(
+    stage, source, other, target, hosts, route
+):
+    victim, prefill, decode = await company(stage, source, other, target, route=route)
+    await brings(prefill, decode, other, target, "before")
+    transfer = await in_flight(stage, victim, decode)
+    lose(victim)
+    with pytest.raises(KvxferError) as caught:
+        await transfer
+    assert not isinstance(caught.value, MemoryInDoubt), "it was made anew in time"
+    assert transfer.memory_safe
+    if route == "staged":
+        assert decode.describe()["metrics"]["quarantined_bytes"], "the blocks are safe at once, the arena is not"
+    await brings(prefill, decode, other, target, "meanwhile")
+    await quiet(decode)
+    agent, metrics = decode.describe()["agent"], decode.describe()["metrics"]
+    assert agent == {"rebuilt": 1, "wanted": 0, "paused": False}
+    assert (metrics["agents_rebuilt"], metrics["quarantined_bytes"]) == (1, 0)
+    await brings(prefill, decode, other, target, "after", ids=(3, 4))
+    kept, moved = target.clone(), len(stage.network.log)
+    stage.network.release("*")
+    assert len(stage.network.log) == moved, "bytes for the agent that was destroyed landed"
+    assert all(kept[layer].equal(memory) for layer, memory in target.memory.items())
+
+
+async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, source, target, hosts):
+    prefill, decode = await stage.pair(source, target, route="pull", **TIMES)
+    stage.network.hold("prefill")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("prefill"))
+    decode._peers.link = None  # it never comes back
+    lose(decode)
+    for link in list(prefill._links):
+        link._transport.abort()
+    ending = asyncio.create_task(offer.withdraw())
+    await eventually(ending.done)
+    await quiet(prefill)
+    assert prefill.describe()["agent"]["rebuilt"] == 1
+    transfer.cancel()
+
+
+@pytest.mark.parametrize("said", ["the same host", "nothing"])
+async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
+    stage, source, other, target, monkeypatch, said, no_locks
+):
+    if said == "nothing":
+        monkeypatch.setattr(assembly, "here", lambda: "")
+    victim, prefill, decode = await company(stage, source, other, target, route="staged")
+    transfer = await in_flight(stage, victim, decode)
+    lose(victim)
+    with pytest.raises(KvxferError):
+        await transfer
+    looked = decode._site.now() + 1.5 * TIMES["peer_timeout"]
+    await eventually(lambda: decode._site.now() > looked)
+    assert decode.describe()["agent"] == {"rebuilt": 0, "wanted": 0, "paused": False}
+    assert decode._site.receive_desk.share.quarantined_bytes()
+    decode._site.rebuilds.strand(lambda: None, urgent=True)  # for another reason
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"])
+    await brings(prefill, decode, other, target, "after")
+    assert decode._site.receive_desk.share.quarantined_bytes(), "and if it is done, it is no evidence"
+
+
+@pytest.mark.parametrize("who", ["decode", "prefill"])
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, source, target, route, who):
+    prefill, decode = await stage.pair(
+        source, target, route=route, chunk_bytes="1KiB", **{**TIMES, "revoke_timeout": 4}
+    )
+    worker = {"decode": decode, "prefill": prefill}[who]
+    rebuilds = worker._site.rebuilds
+    numbers, failed, stop = itertools.count(), [], asyncio.Event()
+
+    async def keep_fetching(lane):
+        while not stop.is_set():
+            request, ids = f"r{next(numbers)}", [3 * lane + 1, 3 * lane + 2]
+            offer = prefill.offer(request, ids, tokens=8)
+            await decode.fetch(prefill.engine.ticket(request), ids[::-1], tokens=TOKENS, timeout=20)
+            here, there = source.logical(ids, TOKENS), target.logical(ids[::-1], TOKENS)
+            if not here.equal(there):
+                failed.append(request)
+            await offer.released()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for lane in range(4):
+            group.create_task(keep_fetching(lane))
+        for wanted in range(1, 5):
+            rebuilds.strand(lambda: None, urgent=True)
+            worker._rebuilding._begin()
+            await eventually(lambda wanted=wanted: rebuilds.count == wanted, timeout=20)
+            enough = decode.describe()["metrics"]["transfers"].get("ok", 0) + 20
+            await eventually(
+                lambda enough=enough: decode.describe()["metrics"]["transfers"].get("ok", 0) > enough, timeout=20
+            )
+        stop.set()
+    assert failed == []
+    await quiet(prefill, decode)
+    assert decode.describe()["metrics"]["transfers"].keys() == {"ok"}
+    for worker in (prefill, decode):
+        assert len(worker._site.fabric._peers) <= 1, "agents that are no more were forgotten"
+
+
+async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
+    known = assembly._capabilities
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "_capabilities", lambda *given, **more: known(*given, **more) & ~Capability.RENEWED)
+        prefill = await stage.worker("prefill", source, **TIMES)
+    decode = await stage.worker("decode", target, **TIMES)
+    await brings(prefill, decode, source, target, "before")
+    (link,) = decode._links
+    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"])
+    assert not link.is_open
+    await brings(prefill, decode, source, target, "after")
+
+
+async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, source, target, monkeypatch):
+    prefill, decode = await stage.pair(source, target, route="staged", **{**TIMES, "handshake_timeout": 5.0})
+    heard, kept = Link.data_received, []
+
+    def later(link, data):
+        if link.role is Role.SERVER:
+            kept.append((link, data))
+        else:
+            heard(link, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "data_received", later)
+        fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
+        await eventually(lambda: kept)
+        decode._site.rebuilds.strand(lambda: None, urgent=True)
+        await eventually(lambda: decode.describe()["agent"]["rebuilt"])
+    for link, data in kept:
+        link.data_received(data)
+    await fetching
+
+
+async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
+    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
+    await brings(prefill, decode, source, target, "before")
+    transfer = await in_flight(stage, prefill, decode)
+    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    with pytest.raises(KvxferError, match="being rebuilt"):
+        await transfer
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"])
+    copied = Copied(target).bring(source, [1, 2], [9, 10], TOKENS)
+    await decode.fetch(prefill.engine.ticket("r"), [9, 10], tokens=TOKENS, timeout=5)
+    copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
+    worker = await stage.worker("w", target, heartbeat=1.0, peer_timeout=50.0, revoke_timeout=20.0)
+    site, armed = worker._site, []
+    monkeypatch.setattr(
+        type(site), "at", lambda _, when, then: armed.append(when - site.now()) or site.loop.call_later(99, then)
+    )
+    share, rebuilds = site.receive_desk.share, site.rebuilds
+    leave = rebuilds.want(urgent=False)
+    assert armed[-1] == pytest.approx(50, abs=1)
+    rebuilds.want(urgent=True)()
+    assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
+    extent = site.receive_desk.take("peer", share.capacity // rebuilding._CROWDED)
+    site.receive_desk.quarantine(extent, "silent")
+    rebuilds.want(urgent=False)()
+    assert armed[-1] == pytest.approx(50, abs=1), "not more than a quarter"
+    more = site.receive_desk.take("peer", 512)
+    site.receive_desk.quarantine(more, "silent")
+    rebuilds.want(urgent=False)()
+    assert armed[-1] == pytest.approx(5, abs=1)
+    worker._rebuilding._last = site.now()
+    rebuilds.want(urgent=True)()
+    assert armed[-1] == pytest.approx(50, abs=1), "not twice in a row"
+    leave()
+    for held in (extent, more):
+        site.receive_desk.settle(held)

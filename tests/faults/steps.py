@@ -150,7 +150,7 @@ def _copy(thread: str, *, half: bool = True) -> Hook:
                 )
                 original(first)
                 halt()
-                original(second)
+                original(replace(second, blanks=()))  # what was blank at first is not any more
             else:
                 halt()
                 original(plan)

@@ -82,7 +82,7 @@ class Incoming(Steps):
         self._stale = self._growing = False  # they have grown since the plan was made; it is being made again
         self._queue: deque[tuple[int, float, int]] = deque()  # chunks that are ready; until when, through what to read
         self._chunks: dict[int, Landing | Reading | Ahead] = {}  # under way
-        self._own: Final = OwnWork(self, self.peer, self._settle)
+        self._own: Final = OwnWork(self.peer)
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
         self._given_up = False
@@ -391,11 +391,11 @@ class Incoming(Steps):
 
     def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
-        self._own.copy(plan, nbytes, then, sums)
+        self._own.copy(self, self._settle, plan, nbytes, then, sums)
 
     def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
-        self._own.read(post, then)
+        self._own.read(self, self._settle, post, then)
 
     def _became_writable(self, outcome: CopyOutcome) -> None:
         waiting, self._when_writable = self._when_writable, []

@@ -9,6 +9,7 @@ from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import CopyPlan, SumPlan
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import strand
+from kvxfer.site import Site
 from kvxfer.steps import Steps
 
 __all__ = ["OwnWork"]
@@ -17,16 +18,15 @@ __all__ = ["OwnWork"]
 class OwnWork:
     """Counts what of our own is under way.
 
+    It does not hold the transfer, which holds it: without a cycle that is freed at once. `changed` is called after each
+    end of something, when whoever waited for it was told.
+
     Args:
-        steps: The transfer.
         peer: Who is read from.
-        changed: Called after each end of something, when whoever waited for it was told.
     """
 
-    def __init__(self, steps: Steps, peer: PeerInfo, changed: Callable[[], None]) -> None:
-        self._steps: Final = steps
+    def __init__(self, peer: PeerInfo) -> None:
         self._peer: Final = peer
-        self._changed: Final = changed
         self._copies = 0
         self._reads = 0
         self._doubt = False
@@ -42,39 +42,53 @@ class OwnWork:
         return self._copies > 0 or self.reads
 
     def copy(
-        self, plan: CopyPlan, nbytes: int, then: Callable[[CopyOutcome], None], sums: SumPlan | None = None
+        self,
+        steps: Steps,
+        changed: Callable[[], None],
+        plan: CopyPlan,
+        nbytes: int,
+        then: Callable[[CopyOutcome], None],
+        sums: SumPlan | None = None,
     ) -> None:
         """Copy about so many bytes into the caller's blocks, or add up what is there.
 
         Raises:
             KvxferError: If the executor takes no more copies; nothing is copied then.
         """
-        self._steps.copy(plan, Direction.SCATTER, partial(self._copied, then), nbytes=nbytes, sums=sums)
+        steps.copy(plan, Direction.SCATTER, partial(self._copied, changed, then), nbytes=nbytes, sums=sums)
         self._copies += 1
 
-    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+    def read(
+        self,
+        steps: Steps,
+        changed: Callable[[], None],
+        post: Callable[[Callable[[PostResult], None]], Post],
+        then: Callable[[PostResult], None],
+    ) -> None:
         """Post a read into the caller's blocks."""
-        site = self._steps.site
-        wanted = post(partial(site.hand_over, self._steps.run, self._read, then))
+        site = steps.site
+        wanted = post(partial(site.hand_over, steps.run, self._read, site, changed, then))
         self._reads += 1
         site.fabric.post(wanted)
 
-    def _copied(self, then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
+    def _copied(self, changed: Callable[[], None], then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
         self._copies -= 1
         then(outcome)
-        self._changed()
+        changed()
 
-    def _read(self, then: Callable[[PostResult], None], result: PostResult) -> None:
+    def _read(
+        self, site: Site, changed: Callable[[], None], then: Callable[[PostResult], None], result: PostResult
+    ) -> None:
         # where the transport says that the peer is gone, it has ended its own work too
         gone = result.error is not None and result.error.disconnected
         if result.outcome is Outcome.IN_DOUBT and not gone:
             self._doubt = True
-            strand(self._steps.site, self._peer, self._rebuilt, urgent=True)
+            strand(site, self._peer, partial(self._rebuilt, changed), urgent=True)
         self._reads -= 1
         then(result)
-        self._changed()
+        changed()
 
-    def _rebuilt(self) -> None:
+    def _rebuilt(self, changed: Callable[[], None]) -> None:
         """No read of ours writes the caller's blocks any more."""
         self._doubt = False
-        self._changed()
+        changed()

@@ -8,6 +8,7 @@ import ctypes
 import os
 import select
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -380,18 +381,21 @@ class OnPieces(Ranks):
             pieces.free()
 
 
-@contextlib.contextmanager
-def expandable_here():
-    """What torch allocates in this process lies in expandable segments."""
-    # torch 2.11 warns of the older of the two names
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    torch.cuda.empty_cache()
-    change(EXPANDABLE)
-    try:
-        yield
-    finally:
-        change("expandable_segments:False")
-        torch.cuda.empty_cache()
+EXPANDED = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == EXPANDABLE
+"""Whether what torch allocates in this process lies in expandable segments: it reads that once, as it begins."""
+expanded = pytest.mark.skipif(not EXPANDED, reason="runs in a process of its own, with expandable segments")
+
+
+@pytest.mark.skipif(EXPANDED, reason="is in that process")
+@pytest.mark.parametrize("which", ["on_both_sides", "is_killed"])
+def test_in_a_process_with_expandable_segments(which):
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", f"{which} and expandable_segments"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
 
 
 def told_of(worker):
@@ -426,40 +430,40 @@ async def met(far, near, **config):
 
 
 @needs_nixl
+@expanded
 @pytest.mark.parametrize("route", ["auto", "mapped"])
 async def test_every_byte_in_expandable_segments_on_both_sides(far, route):
     near = Ranks()
-    with expandable_here():
-        try:
-            issuer, move = await met(far, near, route=route)
-            told = told_of(near.workers[0])
-            assert told["cuda_vmm"] >= sum(memory.nbytes for memory in near.caches[0].memory.values())
-            for request in "rs":
-                result = await bring(far, issuer, move, request)
-                assert (result.stats.route, await far.intact()) == ("mapped", True)
-        finally:
-            await near.close()
+    try:
+        issuer, move = await met(far, near, route=route)
+        told = told_of(near.workers[0])
+        assert told["cuda_vmm"] >= sum(memory.nbytes for memory in near.caches[0].memory.values())
+        for request in "rs":
+            result = await bring(far, issuer, move, request)
+            assert (result.stats.route, await far.intact()) == ("mapped", True)
+    finally:
+        await near.close()
 
 
 @needs_nixl
+@expanded
 async def test_a_prefill_process_is_killed_in_the_midst_of_a_fetch_into_expandable_segments(far):
     near = Ranks()
     times = {"heartbeat": 0.1, "peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
-    with expandable_here():
-        try:
-            issuer, move = await met(far, near, route="mapped", **times)
-            await bring(far, issuer, move, "warm")
-            await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
-            await far.ready(0, "r", layers=[0])
-            (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
-            await transfer.layers(0, 1)
-            far.kill()
-            with pytest.raises(KvxferError) as caught:
-                await transfer
-            assert not isinstance(caught.value, MemoryInDoubtError)
-            move.check()  # the same bytes as before, and nothing around them
-        finally:
-            await near.close()
+    try:
+        issuer, move = await met(far, near, route="mapped", **times)
+        await bring(far, issuer, move, "warm")
+        await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+        await far.ready(0, "r", layers=[0])
+        (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
+        await transfer.layers(0, 1)
+        far.kill()
+        with pytest.raises(KvxferError) as caught:
+            await transfer
+        assert not isinstance(caught.value, MemoryInDoubtError)
+        move.check()  # the same bytes as before, and nothing around them
+    finally:
+        await near.close()
 
 
 @needs_nixl

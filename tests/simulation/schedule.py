@@ -263,9 +263,11 @@ class Schedule:
         """Everything is whole, or in doubt by name and reason."""
         world = self.world
         alive = [rank for rank in world.ranks if rank.alive]
-        # a post that was given up may land at any later time, so what depends on it stays in doubt
+        # a post that was given up may land at any later time, so what depends on it stays in doubt; a new agent ends
+        # that for who posted it, and not for its living peer
         self.hurt = self.hurt or any(
-            rank.worker._site.fabric._lingering or rank.worker._sender._doubtful for rank in world.ranks
+            rank.worker._site.fabric._lingering or rank.worker._sender._doubtful or rank.worker._site.rebuilds.count
+            for rank in world.ranks
         )
         for rank in alive:
             seen = rank.worker.describe()

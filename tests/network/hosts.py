@@ -58,7 +58,8 @@ class Host(Strangers):
         if isinstance(error, MemoryInDoubt):
             self._doubts[request] = error
         kinds = [kind.__name__ for kind in type(error).__mro__] if error else []
-        return {"error": kinds, "text": str(error or ""), "at": at, "safe": transfer.memory_safe, "route": route}
+        said = {"error": kinds, "text": str(error or ""), "retry_after": getattr(error, "retry_after", None) or 0.0}
+        return {**said, "at": at, "safe": transfer.memory_safe, "route": route}
 
     def cancel(self, request) -> None:
         self._fetches[0, request].cancel()

@@ -61,6 +61,7 @@ class Pair:
         self._expected: dict[str, Copied] = {}
         self._turns = 0
         self._zones: dict[str, int] = {}
+        self._asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
         self.doubted: dict[str, int] = {}
         self._issuer: Issuer | None = None
 
@@ -85,6 +86,12 @@ class Pair:
         for layer, memory in (await self.hosts.decode.contents()).items():
             self._mirror.memory[layer].copy_(memory)
         self._expected[request] = Copied(self._mirror).bring(self._source, blocks, into, TOKENS)
+        self._asked[request] = into, options
+        await self._ask(request)
+
+    async def _ask(self, request: str) -> None:
+        assert self._issuer is not None
+        into, options = self._asked[request]
         await self.hosts.decode.begin(request, self._issuer.ticket(request), into, tokens=TOKENS, **options)
 
     async def check(self, request: str) -> None:
@@ -103,6 +110,15 @@ class Pair:
         began = time.monotonic()
         await self.begin(request, zone, timeout=BACK_SECONDS, **options)
         return await self.arrived(request) - began
+
+    async def succeeds_again(self, request: str, zone: int = 0) -> None:
+        """Fetch a request from a host that was away, and is left in peace for as long as the error says."""
+        await self.begin(request, zone, timeout=BACK_SECONDS)
+        async with asyncio.timeout(BACK_SECONDS):
+            while "UnreachableError" in (outcome := await self.hosts.decode.outcome(request))["error"]:
+                await asyncio.sleep(outcome["retry_after"])
+                await self._ask(request)
+        await self.arrived(request)
 
     async def arrived(self, request: str) -> float:
         """It was fetched, byte for byte; when."""

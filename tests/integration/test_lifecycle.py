@@ -10,7 +10,7 @@ from stage import KEY, Cache, Copied, Tap, eventually, looked_into, quiet
 from wire import play
 
 from kvxfer import Expired, KvxferError, PeerLostError, Released, TransferFailedError
-from kvxfer.protocol.messages import Cancel, Fetch
+from kvxfer.protocol.messages import Abandon, Cancel, Fetch
 from kvxfer.tickets import EngineCard
 
 TOKENS = range(8)
@@ -105,8 +105,9 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     if fails is not refuses:
         await eventually(lambda: stage.network.held("*"))
         fails(ranks, decode)
-        if fails is loses_its_stream and route != "pull":  # else only what is held itself says that something failed
-            await eventually(lambda: len(tap.of(Cancel)) >= 3)
+        if fails is loses_its_stream:  # else only what is held itself says that something failed
+            said = Abandon if route == "pull" else Cancel  # its own reads are held
+            await eventually(lambda: len(tap.of(said)) >= 3)
         stage.network.release("*")
     ends = []
     transfer.outcome.add_done_callback(ends.append)

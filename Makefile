@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# one waits while the other works; WORKERS=0 for all in one process, as -s and a debugger want it
+WORKERS ?= 2
+SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test check unit fuzz simulate network cancel faults soak format schema errors clean
 
@@ -12,23 +15,23 @@ demo: $(STAMP)
 test: check unit
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(SPREAD) $(ARGS)
 
 # ten times the schedules of `make test`; SEED=1234 replays that one of each, and says what was done in it
 simulate: $(STAMP)
-	SIMULATE_TIMES=10 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(BIN)/python -m pytest tests/simulation \
-		$(if $(SEED),-k test_schedules -s) $(ARGS)
+	SIMULATE_TIMES=10 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(SPREAD) tests/simulation \
+		$(if $(SEED),-n 0 -k test_schedules -s) $(ARGS)
 
 # every scene on every route; `make test` plays a part of them
 network: $(STAMP)
-	NETWORK_SCENES=all $(BIN)/python -m pytest tests/network $(ARGS)
+	NETWORK_SCENES=all $(SPREAD) tests/network $(ARGS)
 
 cancel: $(STAMP)
-	CANCELLATIONS=all $(BIN)/python -m pytest tests/integration/test_cancel_awaits.py --timeout=1800 $(ARGS)
+	CANCELLATIONS=all $(SPREAD) tests/integration/test_cancel_awaits.py --timeout=1800 $(ARGS)
 
 # every fault at every step on every route, and stalls of ten seconds; `make unit` takes 40 of them
 faults: $(STAMP) network
-	FAULTS=all $(BIN)/python -m pytest tests/faults $(ARGS)
+	FAULTS=all $(SPREAD) tests/faults $(ARGS)
 
 # ARGS="10000 --json soak.json" for fewer, and for figures
 soak: $(STAMP)

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib
 import itertools
 import os
 import socket
@@ -89,7 +91,7 @@ class Ranks:
         torch.set_num_threads(1)
         # tries follow each other soon, and none fails because these cores are busy
         setattr(proving, "_APART_S", 0.02)  # noqa: B010 - it is final
-        setattr(proving, "_PAUSE_S", 0.02 if os.environ.get("UCX_TLS") == "tcp" else 1.0)  # noqa: B010
+        setattr(proving, "_PAUSE_S", 0.02 if "tcp" in os.environ.get("UCX_TLS", "") else 1.0)  # noqa: B010
 
     # --- steps
 
@@ -116,6 +118,7 @@ class Ranks:
     async def open(self, name: str, *, seed: int, layout: str, blocks: int = BLOCKS, **config: Any) -> dict[str, Any]:
         """Open a worker; its engine's card. Everybody may make its tickets."""
         if not self._ranks:
+            _meet_gpus()
             self._before, self._leaked = held(), len(pump._LEAKED)
         mirror = cache(seed, layout, blocks)
         placed = place(mirror, "cpu")
@@ -509,6 +512,14 @@ class _Late:
     def query(self) -> bool:
         fired, self._fired = self._fired, True
         return fired
+
+
+@functools.cache
+def _meet_gpus() -> None:
+    """Make an agent and drop it: where there is a GPU, its driver opens files for the first one and keeps them."""
+    if Path("/dev/nvidiactl").exists():
+        api = importlib.import_module("nixl._api")
+        api.nixl_agent("first", api.nixl_agent_config(enable_prog_thread=False))
 
 
 def held() -> Counter[str]:

@@ -39,7 +39,9 @@ POOL_BLOCKS = 1024
 PEERS = ("east", "west")
 KILLS_PER_TRANSFER = 0.001
 WARM_UP = 0.1
-"""Part of the transfers after which memory is looked at for the first time."""
+WARM_UP_LEAST = 200
+"""After this part of the transfers, but so many at least, memory is looked at for the first time: until then not
+everybody has met everybody."""
 RSS_TOLERANCE_BYTES = 48 << 20
 FD_TOLERANCE = 24 + 3 * 4
 """What one more peer process takes that was not connected at the first look: streams and transports, and for each of
@@ -211,7 +213,7 @@ class Soak:
             seen = await self._home.tally()
             now, before = seen["given"].ended + seen["taken"].ended, ended
             ended = now
-            if not self._figures.before and ended >= WARM_UP * self._wanted:
+            if not self._figures.before and ended >= max(WARM_UP * self._wanted, WARM_UP_LEAST):
                 self._figures.before = _held(seen)
             if ended > before:
                 moved_at = time.monotonic()

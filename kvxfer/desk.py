@@ -67,7 +67,7 @@ class Desk:
         self._since[request] = now
         if self.crowded is not None:
             self.crowded()
-        return request
+        return request if request in self._waiting else None
 
     def take(self, peer: str, nbytes: int) -> Extent | None:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""

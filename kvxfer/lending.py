@@ -95,8 +95,8 @@ class Lender:
 
     def recall(self) -> "list[asyncio.Future[None]]":
         """Ask for everything back. Returns what resolves as it comes."""
-        for loan in self.loans.values():
-            loan.cancel()
+        for loan in list(self.loans.values()):
+            loan.cancel()  # what the peer was not told of yet is back at once
         return [loan.over for loan in self.loans.values() if not loan.is_lost]
 
     def lost(self, link: Link) -> None:

@@ -108,8 +108,10 @@ class Loan:
             self._awake = self._site.fabric.hold_awake()
 
     def cancel(self) -> None:
-        """Ask for it back. It is in doubt if the peer does not answer that either."""
-        if not self.ended and not self.is_lost and not self._recalled:
+        """Ask for it back. It is in doubt if the peer does not answer that either, unless it was not told yet."""
+        if self._extent.state is ExtentState.RESERVED:
+            self.take_back()
+        elif not self.ended and not self.is_lost and not self._recalled:
             self._recalled = True
             self._ask(Code.CANCELLED)
 
@@ -131,8 +133,10 @@ class Loan:
             self.take_back()
 
     def lost(self) -> None:
-        """The session is gone: the peer may still write."""
-        if not self.ended:
+        """The session is gone: the peer may still write, if it was told."""
+        if self._extent.state is ExtentState.RESERVED:
+            self.take_back()
+        elif not self.ended:
             self.is_lost = True
             self._awake()
             self._stop_timer()

@@ -58,12 +58,12 @@ class _Lane:
 
     Attributes:
         tries: So far.
-        rounds: Tries, and times that there was no memory for one.
-        timer: Until the next.
+        apart: Seconds from the last time to the next, whether or not there was memory for a try.
+        timer: Until that.
     """
 
     tries: int = 0
-    rounds: int = 0
+    apart: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
 
@@ -116,7 +116,6 @@ class Prover:
             return
         routes = self._routes(link)
         loan = self._lend(link, self._nbytes)
-        lane.rounds += 1
         if loan is not None:
             lane.tries += 1
             landed = await self._landed(link, loan, firm=lane.tries > _POLITE)
@@ -129,8 +128,8 @@ class Prover:
         if lane.tries == _TRIES:
             _log.info("lane_not_proved", peer=link.peer.name, attempt=lane.tries)
         elif link in self._lanes:
-            apart = min(_APART_S * 2.0 ** (lane.rounds - 1), _APART_MAX_S)
-            lane.timer = self._site.loop.call_later(apart, self._begin, link)
+            lane.apart = min(2 * lane.apart, _APART_MAX_S) if lane.apart else _APART_S
+            lane.timer = self._site.loop.call_later(lane.apart, self._begin, link)
 
     async def _landed(self, link: Link, loan: Loan, *, firm: bool) -> bool:
         """Lend memory, and see whether it was written while the transport was not called."""
@@ -140,7 +139,7 @@ class Prover:
         except BaseException:
             loan.take_back()
             raise
-        if pause is None or loan.ended or loan.is_lost or not link.is_open:
+        if pause is None or not pause.intact or loan.ended or loan.is_lost or not link.is_open:
             loan.take_back()  # the peer was not told of it
             return False
         nonce = site.runtime.token(_NONCE_BYTES)

@@ -178,9 +178,24 @@ async def test_memory_that_is_needed_is_not_lent(stage, tap):
     everything = taken(desk)
     await moved(prefill, decode, source, target, "first")
     (lane,) = decode._receiver._lender.prover._lanes.values()
-    await eventually(lambda: lane.rounds > proving._TRIES)
+    await eventually(lambda: lane.apart > proving._APART_S * 2**proving._TRIES)
     assert not probes(tap)
     desk.release(everything)
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode)
+
+
+async def test_memory_that_is_needed_for_hours_is_asked_for_as_long(stage, monkeypatch, caplog):
+    monkeypatch.setattr(proving, "_APART_S", 0.0)
+    prefill, decode, source, target = await met(stage, route="direct")
+    everything = taken(decode._site.receive_desk)
+    prover, asked = decode._receiver._lender.prover, []
+    lend = prover._lend
+    monkeypatch.setattr(prover, "_lend", lambda *loan: asked.append(loan) or lend(*loan))
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: len(asked) > 1500)
+    assert "task_failed" not in caplog.text
+    decode._site.receive_desk.release(everything)
     await eventually(lambda: proved(decode))
     await quiet(prefill, decode)
 
@@ -263,7 +278,7 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
             case "answer":
                 lender.result(loan, KvAgentResult(number, WHOLE, Status.OK, 0, True))
             case "recall":
-                loan.cancel()
+                lender.recall()
             case _:
                 loan.link._transport.abort()
                 loan.lost()
@@ -275,6 +290,7 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
     await eventually(lambda: lane.tries)
     monkeypatch.undo()
     await quiet(prefill, decode)
+    assert not tap.of(Cancel), "there is nothing to ask a peer that knows of nothing"
     assert "task_failed" not in caplog.text
 
 

@@ -236,9 +236,10 @@ class Fabric:
         Returns:
             True once it is done: what others have under way to the old agent does not land any more if it comes over a
             network, and nothing that was ever posted here touches memory of this side. False if it cannot be done now:
-            then nothing has changed, but for posts that were given up.
+            then nothing has changed, but for posts that were given up. The future cannot be cancelled.
         """
         renewal = Renewal(self._runtime.now() + timeout)
+        renewal.answer.set_running_or_notify_cancel()
 
         def run() -> None:
             if self._renewal is not None:

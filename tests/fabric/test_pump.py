@@ -1156,6 +1156,26 @@ def test_a_rebuild_is_answered_though_the_fabric_closes_and_is_refused_twice_or_
             answer.result(timeout=0)
 
 
+@pytest.mark.parametrize("end", ["rebuilt", "closed"])
+def test_whoever_waits_for_a_rebuild_no_longer_breaks_nothing(end, caplog):
+    rig = Rig()
+    rig.network.hold("b")
+    rig.post()
+    rig.step()
+    answer = rig.fabric.rebuild(5.0)
+    rig.step()
+    answer.cancel()
+    if end == "rebuilt":
+        rig.runtime.time += 6.0
+        rig.step()
+        assert rig.transport.name == "a.1"
+        assert rig.now(rig.fabric.metadata([rig.token]))
+    closed = rig.fabric.close(0.0)
+    rig.step()
+    assert closed.done()
+    assert "fabric_broken" not in caplog.text
+
+
 def test_a_peer_that_is_gone_fails_its_own_post_after_a_rebuild():
     rig = Rig("b", "c")
     assert rebuilt(rig)

@@ -36,6 +36,8 @@ __all__ = ["Rebuilding", "Role", "severed", "strand"]
 _log: Final = logger("kvxfer.worker")
 _LOOK_SECONDS: Final = 0.002
 _LOOK_SECONDS_MAX: Final = 0.05
+_EARLY: Final = 1e-3
+"""Seconds by which a timer may be early."""
 _STEPS: Final = 4
 """Into so many parts `revoke_timeout` is divided: peers may answer; move what they were granted; stop; posts end."""
 _CROWDED: Final = 4
@@ -102,22 +104,29 @@ class Rebuilding:
 
     def _consider(self) -> None:
         """Arm the timer for the time at which it is due."""
-        site, config = self._site, self._site.config
-        wants = site.rebuilds.wants
         if self._timer is not None:
             self._timer.cancel()
-        if self._over or self._running or not wants:
-            return
+        due = self._due()
+        if due < math.inf and not self._over and not self._running:
+            self._timer = self._site.at(due, self._begin)
+
+    def _due(self) -> float:
+        """When to begin, by what is known now; never, if nobody waits."""
+        site, config = self._site, self._site.config
         shares = (site.send_desk.share, site.receive_desk.share)
         crowded = any(share.quarantined_bytes() * _CROWDED > share.capacity for share in shares)
         patience = {True: config.revoke_timeout / _STEPS, False: config.peer_timeout}
-        due = min(want.since + patience[want.urgent or crowded] for want in wants)
-        self._timer = site.at(max(due, self._last + config.peer_timeout), self._begin)
+        due = min((want.since + patience[want.urgent or crowded] for want in site.rebuilds.wants), default=math.inf)
+        return max(due, self._last + config.peer_timeout)
 
     def _begin(self) -> None:
-        if not self._over and self._site.rebuilds.wants:  # else an answer has come
-            self._running = True
-            self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
+        if self._over or self._running:
+            return
+        if self._due() > self._site.now() + _EARLY:  # whoever could not wait had an answer
+            self._consider()
+            return
+        self._running = True
+        self._site.tasks.spawn(self._run(), "kvxfer rebuild the agent")
 
     async def _run(self) -> None:
         """Do it."""

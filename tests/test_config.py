@@ -441,7 +441,7 @@ def test_bounds_follow_their_formulas():
         "released_by_lease": 4 + 64 + 8,
         "revoke": 8,
         "stuck_link": 64 + 8,
-        "rebuild": 4 + 8,
+        "rebuild": 4 + 2 * 8,
         "drain": 128 + 8,
         "close": 128 + 8 + 256,
     }

@@ -25,7 +25,9 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
     assembly,
+    rebuilding,
 )
+from kvxfer.rebuilding import Rebuilding
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
@@ -386,6 +388,36 @@ async def staging_memory_that_a_host_may_write_which_is_gone(play):
     play.wire.silence()
     await settles(play, play.decode._site.receive_desk.share, least=CONFIG.peer_timeout)
     await raised(transfer, KvxferError)
+
+
+@hears("rebuild")
+async def what_is_noticed_when_it_is_being_done_for_others(play):
+    """Both times nobody moves what he was granted, and a post of ours stands still."""
+    await play.pair(route="direct", **TIMES)
+    rebuilds = play.prefill._site.rebuilds
+
+    async def stands_still(request, block):
+        play.prefill.offer(request, [block], tokens=4)
+        play.start(request, [block], range(4))
+        await play.until(lambda: play.network.held("decode") == block)
+
+    async def nobody_moves(_):
+        await asyncio.sleep(CONFIG.revoke_timeout / rebuilding._STEPS)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rebuilding, "_idle", nobody_moves)
+        play.network.hold("decode")
+        await stands_still("r", 1)
+        rebuilds.strand(lambda: None, urgent=True)
+        await play.until(lambda: rebuilds.paused)
+        began, over = play.now, []
+        rebuilds.strand(lambda: over.append(play.now), urgent=False)
+        await play.until(lambda: not rebuilds.paused)
+        assert not over
+        await stands_still("s", 2)
+        await play.until(lambda: over)
+    in_time("rebuild", over[0] - began, least=CONFIG.peer_timeout + CONFIG.revoke_timeout)
 
 
 # --- closing

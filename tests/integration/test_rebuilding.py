@@ -235,6 +235,9 @@ async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, 
     assert armed[-1] == pytest.approx(50, abs=1)
     rebuilds.want(urgent=True)()
     assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
+    worker._rebuilding._begin()  # by the timer of one that is over
+    assert not worker._rebuilding._running
+    assert armed[-1] == pytest.approx(50, abs=1)
     extent = site.receive_desk.take("peer", share.capacity // rebuilding._CROWDED)
     site.receive_desk.quarantine(extent, "silent")
     rebuilds.want(urgent=False)()

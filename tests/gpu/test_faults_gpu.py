@@ -20,7 +20,16 @@ sys.path.append(str(Path(__file__).parent.parent / "integration"))
 sys.path.append(str(Path(__file__).parent))
 
 from far import Doomed, Far, Ranks, idle  # noqa: E402  # pyright: ignore[reportMissingImports]
-from scene import IDS, SIZES, begin, sources, tickets  # noqa: E402  # pyright: ignore[reportMissingImports]
+from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    IDS,
+    INTO,
+    SIZES,
+    TOKENS,
+    begin,
+    sources,
+    targets,
+    tickets,
+)
 from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.errors import KvxferError, MemoryInDoubtError  # noqa: E402
@@ -130,6 +139,34 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
         await transfer
     assert not isinstance(caught.value, MemoryInDoubtError)
     await settled(near)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("there", "here"), SAME_KIND)
+async def test_a_decode_process_is_killed_and_another_goes_on(far, survivor, near, there, here, route):
+    if there == "cpu" and route != "staged":
+        pytest.skip("tests/faults kills processes on CPU memory at every step, on every route")
+    issuer, move = await met(far, near, there, here, route, offer_lease=1.0)
+    victim = survivor  # its prefill rank and the decode rank here survive it
+    await victim.open("other", targets(ONE_TO_ONE[1]), device=here, route=route, **SIZES, **TIMES)
+    await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
+    await far.ready(0, "r", layers=[0])
+    await victim.start_fetch(0, issuer.ticket("r"), INTO, tokens=TOKENS, timeout=60)
+    await victim.layers(0, "r", 0, 1)
+    await far.offer(0, "beside", IDS, tokens=len(IDS) * 16)
+    beside = move.fetch(issuer.ticket("beside"), timeout=30)
+    await far.ready(0, "r")  # the others are on their way when it dies, or about to be
+    victim.kill()
+    await far.finish(0, "r")
+    await asyncio.gather(*beside)
+    move.bring().check()
+    async with asyncio.timeout(30):
+        while not idle(await far.quiet()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    for request in "abc":
+        await bring(far, issuer, move, request)
+    await settled(near)
+    assert await far.intact()
 
 
 @pytest.mark.parametrize("route", ROUTES)

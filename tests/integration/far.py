@@ -237,6 +237,7 @@ class Ranks:
         return type(ending).__name__, getattr(ending, "stats", ())
 
     def start_fetch(self, rank, ticket, ids, **options):
+        options.setdefault("after", self.settled(self.caches[rank]))
         self._fetches[rank, ticket["request"]] = self.workers[rank].start_fetch(ticket, ids, **options)
 
     async def fetched(self, rank, request):

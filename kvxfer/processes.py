@@ -1,7 +1,7 @@
 """Processes of peers on this host: whether they are still there, by a descriptor of each (pidfd).
 
 That a process has ended is evidence for whatever it moved by itself: it fires when the last of its threads has left the
-kernel and its devices were closed.
+kernel and its descriptors were closed. A child that it has forked keeps its own of the same devices.
 """
 
 import asyncio

@@ -65,6 +65,11 @@ class LoopbackTransport:
         """A part is done when every earlier one to its peer has ended, but for those that were told to be held."""
         return True
 
+    @property
+    def attributable(self) -> bool:
+        """It has no devices."""
+        return True
+
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""
         return frozenset(self._registered)

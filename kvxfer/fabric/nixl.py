@@ -21,13 +21,14 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric.backends import checked_params
+from kvxfer.fabric.backends import checked_params, spares_nics
 from kvxfer.fabric.envelope import pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 from kvxfer.telemetry import logger
@@ -47,6 +48,7 @@ _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
 _KINDS: Final = ("DRAM", "VRAM")
+_NICS: Final = Path("/dev/infiniband")
 _IMPORTING: Final = threading.Lock()
 
 
@@ -137,6 +139,14 @@ class NixlTransport:
     def orderly(self) -> bool:
         """UCX's backend flushes, at the end of a post (`sendXferRange`), the endpoint that it binds to our thread."""
         return list(self._params) == ["UCX"] and self._params["UCX"].get("num_threads", "0") == "0"
+
+    @property
+    def attributable(self) -> bool:
+        """Not with a NIC at hand that UCX may take: its queues end with their last descriptor, which a child may have.
+
+        Without one of these files a process reaches no NIC by its queues, whatever the host has.
+        """
+        return spares_nics(self._params.get("UCX", {}), os.environ.get("UCX_TLS")) or not any(_NICS.glob("uverbs*"))
 
     def setup(self) -> None:
         """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.

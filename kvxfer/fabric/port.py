@@ -245,6 +245,14 @@ class Transport(Protocol):
         """Whether it works inside of these calls only, and a part that is done ends with all before it to that peer."""
         ...
 
+    @property
+    def attributable(self) -> bool:
+        """Whether what lands here while none of these is called was moved by its writer's process, and ends with it.
+
+        Not where a device might move it that a process can leave to another one, as a NIC is left to a forked child.
+        """
+        ...
+
     def setup(self) -> None:
         """Called once on the fabric's thread before anything else (device context, agent creation)."""
         ...

@@ -215,12 +215,13 @@ class Fabric:
         Returns:
             The pause once it has begun. It ends at once when a post or another call comes in, and when somebody is to
             be held awake for, unless it is `firm`. None if something is under way that stands against it, or if the
-            transport works by itself.
+            transport works by itself, or a device may for which no process stands.
         """
 
         def run() -> Pause | None:
-            pause = Pause(self._runtime.now() + seconds, firm=firm)
-            if self._transport.orderly and not self._posts and (firm or not self._holds):
+            pause, transport = Pause(self._runtime.now() + seconds, firm=firm), self._transport
+            tells = transport.orderly and transport.attributable
+            if tells and not self._posts and (firm or not self._holds):
                 self._pause = pause
             return self._pause
 

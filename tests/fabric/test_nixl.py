@@ -357,6 +357,34 @@ def test_a_post_that_is_done_says_that_all_before_it_are_where_one_endpoint_carr
 
 
 @needs_nixl
+@pytest.mark.parametrize(
+    ("said", "engine", "attributable"),
+    [
+        (None, "", False),
+        ("all", "", False),
+        ("^ib", "", False),
+        ("sm,self,rc", "", False),
+        ("self,sm,tcp,cuda", "", True),
+        ("tcp", "TLS=rc", True),
+        ("rc", "TLS=tcp", False),
+        (None, "TLS=tcp", True),
+        (None, "TLS=tcp,NET_DEVICES=mlx5_0:1", True),
+        (None, "NET_DEVICES=lo", False),
+    ],
+)
+def test_with_a_nic_at_hand_it_is_not_known_whose_end_ends_a_write(monkeypatch, tmp_path, said, engine, attributable):
+    monkeypatch.setattr(port, "_NICS", tmp_path)
+    if said is None:
+        monkeypatch.delenv("UCX_TLS", raising=False)
+    else:
+        monkeypatch.setenv("UCX_TLS", said)
+    transport = NixlTransport("a", backend_params={"UCX": {"engine_config": engine}})
+    assert transport.attributable, "no device is there"
+    (tmp_path / "uverbs0").touch()
+    assert transport.attributable is attributable
+
+
+@needs_nixl
 def test_a_peer_that_dies_is_disconnected():
     """Before a write, and in the middle of one: over TCP, 64 MiB stay in flight while the target does not poll."""
     with two_processes(64 * SIZE, backend_params=TCP) as (side, remote):

@@ -749,7 +749,8 @@ def test_whatever_comes_in_ends_a_pause_before_the_transport_is_called(what, mon
     assert seen == ([] if what == "pause" else [False])
 
 
-def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(monkeypatch):
+@pytest.mark.parametrize("missing", ["orderly", "attributable"])
+def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(monkeypatch, missing):
     rig = Rig()
     rig.network.hold("b")
     rig.post(nbytes=PART)
@@ -757,7 +758,7 @@ def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(m
     rig.network.release("b")
     rig.step(2)
     assert rig.now(rig.fabric.pause(5.0)) is not None
-    monkeypatch.setattr(LoopbackTransport, "orderly", False)
+    monkeypatch.setattr(LoopbackTransport, missing, False)
     assert rig.now(rig.fabric.pause(5.0)) is None
 
 

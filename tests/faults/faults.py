@@ -45,8 +45,9 @@ LOOKING_SECONDS = 10.0
 STARVED_SECONDS = 2.0
 """Scheduling comes on top of every bound, and all these processes share their cores."""
 SENDER_SEED, RECEIVER_SEED, THIRD_SEED = 1, 2, 3
-LANES = {"cma": {}, "tcp": {"UCX_TLS": "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"}}
-"""Beside a GPU, NIXL's UCX backend refuses a choice of lanes that cannot reach its memory."""
+_GPU = ",cuda_copy" if Path("/dev/nvidiactl").exists() else ""
+LANES = {"cma": {"UCX_TLS": f"self,sm,tcp{_GPU}"}, "tcp": {"UCX_TLS": f"tcp{_GPU}"}}
+"""Without NICs, of which nothing is proved. Beside a GPU, NIXL's UCX backend refuses what cannot reach its memory."""
 FAULTS = ("kill", "stop", "cut", "pause")
 _HANDSHAKE = frozenset({"hello came", "agent came", "hello sent", "welcome came"})
 _BESIDE = 3

@@ -33,6 +33,7 @@ from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.errors import KvxferError, MemoryInDoubtError  # noqa: E402
+from kvxfer.fabric.nixl import NixlTransport  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), needs_nixl]
 ROUTES = ["mapped", "staged", "direct"]
@@ -125,8 +126,11 @@ async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, ne
 
 
 @pytest.mark.parametrize(("there", "here"), SAME_KIND)
-async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_doubt(doomed, near, there, here):
+async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_doubt(
+    doomed, near, there, here, monkeypatch
+):
     """Over a lane that its writer moves: CUDA IPC between GPUs, CMA between host memories."""
+    monkeypatch.setattr(NixlTransport, "attributable", True)  # though this machine may have a NIC
     issuer, move = await met(doomed, near, there, here, "staged")
     async with asyncio.timeout(20):
         while "staged" not in near.workers[0].describe()["peers"][0]["proved"]:  # noqa: ASYNC110

@@ -154,7 +154,7 @@ async def test_what_comes_in_meanwhile_is_done_and_proves_nothing(stage, monkeyp
     assert proved(decode) == []
 
 
-@pytest.mark.parametrize("how", ["no room", "remote", "unable", "orderless"])
+@pytest.mark.parametrize("how", ["no room", "remote", "unable", "orderly", "attributable"])
 async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatch):
     config = {"arena_bytes": "16KiB"} if how == "no room" else {}
     prefill, decode, source, target = await met(stage, **config)
@@ -162,11 +162,11 @@ async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatc
         monkeypatch.setattr(proving, "unlike", lambda _: "it is on another host")
     elif how == "unable":
         prefill._site.capabilities &= ~Capability.PROBE
-    elif how == "orderless":
-        monkeypatch.setattr(type(decode._site.fabric._transport), "orderly", False)
+    elif how in ("orderly", "attributable"):
+        monkeypatch.setattr(type(decode._site.fabric._transport), how, False)
     for number in range(2):
         await moved(prefill, decode, source, target, f"r{number}")
-    if how == "orderless":
+    if how in ("orderly", "attributable"):
         await given_up(decode)
     await quiet(prefill, decode)
     assert not probes(tap)

@@ -3,14 +3,16 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import time
 
 import pytest
 import torch
-from stage import Cache, Copied, Gate, quiet
+from stage import Cache, Copied, Gate, eventually, quiet
 
-from kvxfer import READY, Released, Span
+from kvxfer import READY, Released, Span, assembly
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import Route
+from kvxfer.runtime import ThreadRuntime
 
 ROUTES = ["staged", "direct", "pull"]
 
@@ -116,6 +118,40 @@ async def test_several_groups_and_state_without_tokens(stage, route):
     for one in copied:
         one.check()
     await offer.released()
+    await quiet(prefill, decode)
+
+
+class Elsewhen(ThreadRuntime):
+    """Of a machine that was started much earlier."""
+
+    now = staticmethod(lambda: time.monotonic() + 1e6)
+
+
+@pytest.mark.parametrize("ahead", ["prefill", "decode"])
+async def test_clocks_that_have_nothing_in_common(stage, route, ahead, monkeypatch):
+    caches = {name: Cache() for name in ("prefill", "decode")}
+    workers = {}
+    for name, cache in caches.items():
+        monkeypatch.setattr(assembly, "ThreadRuntime", Elsewhen if name == ahead else ThreadRuntime)
+        workers[name] = await stage.worker(name, cache, route=route)
+    prefill, decode = workers.values()
+    result, ending = await move(prefill, decode, *caches.values(), [1, 2], [2, 3], range(8))
+    (sent,), got = ending.stats, result.stats
+    for stats in (sent, got):
+        assert 0 < stats.duration < 10
+        assert 0 <= stats.queued <= stats.duration
+        assert 0 <= stats.wire <= stats.duration
+        assert stats.started <= stats.finished
+    assert abs(got.started - sent.started) > 5e5
+    stage.network.hold("*")  # what is granted and not used yet is asked back
+    prefill.offer("held", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("held"), [2, 3], tokens=range(8))
+    await eventually(lambda: stage.network.held("*"))
+    transfer.cancel()
+    stage.network.release("*")
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    assert transfer.memory_safe
     await quiet(prefill, decode)
 
 

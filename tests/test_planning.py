@@ -149,6 +149,32 @@ def test_pieces_of_several_parts_are_counted_once(prefill, decode):
     assert plan.merged_pieces == real == sum(run.pieces for run in pair.explain().runs)
 
 
+@pytest.mark.parametrize("blocks", [8, 3000])
+@pytest.mark.parametrize("route", [Route.STAGED, Route.DIRECT])
+def test_a_group_of_which_nothing_moves_changes_nothing_of_the_others(blocks, route):
+    """However many blocks there are, and wherever the group stands in the list."""
+
+    def plan(*others):
+        full = CacheTensor(torch.empty(4096, 2, 2, 4, 8, dtype=torch.uint8), "block layer kv token dim", layers=[3, 4])
+        late = [
+            CacheTensor(torch.empty(16, 4, 8, dtype=torch.uint8), "block token dim", group=name, layers=[9])
+            for name in others
+        ]
+        both = CacheGeometry.of([full, *late], [])
+        spans = {"default": Span(range(7, 7 + blocks))} | {name: Span([], 4 * blocks) for name in others}
+        return PairPlan(both, both, common(both, both)).bind(spans, spans, range(4 * blocks))
+
+    plain, mixed = plan(), plan("a window", "z window")
+    assert plain.merged_pieces == mixed.merged_pieces == 1
+    assert plain.whole.bytes == mixed.whole.bytes == blocks * 128
+    grids = [fit_grid(one, target_bytes=1 << 20, limit_bytes=1 << 20) for one in (plain, mixed)]
+    assert len(grids[0]) == len(grids[1])
+    listed = [one.chunk(grid, 0).listed() for one, grid in zip((plain, mixed), grids, strict=True)]
+    assert len(listed[0]) == len(listed[1]) == 1
+    found = [in_place_bytes(route, one, 256 << 20) for one in (plain, mixed)]
+    assert found[0] == found[1]
+
+
 def test_a_sample_needs_no_block_that_could_be_bound():
     """Kernels are compiled for a pair though block 0 is padding, and though one pool is smaller than a block."""
     wide = CacheTensor(torch.zeros(4, 64, 8), "block token dim", layers=[0])

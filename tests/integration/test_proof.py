@@ -242,6 +242,21 @@ async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stag
     await quiet(prefill, decode)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_agent_that_is_made_anew_is_proved_anew(stage, tap, side):
+    prefill, decode, source, target = await met(stage, revoke_timeout=0.4)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode)
+    worker, over = {"prefill": prefill, "decode": decode}[side], []
+    worker._site.rebuilds.strand(lambda: over.append(proved(decode)), urgent=True)
+    await eventually(lambda: over and not proved(decode))
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: proved(decode))
+    assert len(probes(tap)) == 2
+    await quiet(prefill, decode)
+
+
 @pytest.mark.parametrize("what", ["prefill", "decode", "stream"])
 async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
     prefill, decode, _, _ = await met(stage)

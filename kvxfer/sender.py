@@ -35,6 +35,8 @@ __all__ = ["Sender"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
+_UNSURE: Final = 16
+"""Measurements that are left in doubt at most: with so many, no lane is measured any more."""
 
 
 class Sender:
@@ -52,7 +54,8 @@ class Sender:
         self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
         self._watched: dict[tuple[bytes, int], Callback] = {}  # of those, what ends the watch over the peer's process
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured, or left in doubt
+        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured
+        self._unsure: dict[tuple[bytes, int], Gauging] = {}  # over, but a write may still be under way
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
 
@@ -88,7 +91,7 @@ class Sender:
     def fetch(self, link: Link, message: Fetch) -> None:
         """A decode rank asks for a part of a request."""
         key = (link.peer.identity.incarnation, message.transfer)
-        if key in self._transfers or key in self._gaugings:
+        if key in self._transfers or key in self._gaugings or key in self._unsure:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         offer_key = (message.ticket.request, message.ticket.attempt)
         refusal, found = self._refusal(message.ticket), self.book.find(offer_key)
@@ -121,7 +124,7 @@ class Sender:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (gauging := self._gaugings.get(key)) is not None:
+        if (gauging := self._gaugings.get(key) or self._unsure.get(key)) is not None:
             gauging.cancelled(link, failure)
             return
         if (outgoing := self._transfers.get(key)) is not None:
@@ -164,16 +167,17 @@ class Sender:
     def probe(self, link: Link, message: Probe) -> None:
         """A decode rank lends memory, so that the lane to it can be measured (if nothing else moves there now) or seen.
 
-        What is written is whatever lies in the memory to gather into, so only a peer that could read all of it anyway
-        gets to see it.
+        One lane at a time, and none over which a write of the last measurement may still be under way. Only trusted
+        peers: for others the choice that is measured for is not open.
         """
         who = link.peer.identity
         key = (who.incarnation, message.transfer)
-        if key in self._transfers or key in self._gaugings:
+        if key in self._transfers or key in self._gaugings or key in self._unsure:
             raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
         moving = (to for to, outgoing in self._transfers.items() if outgoing.machine.state is not SendState.PARKED)
         timed = not message.nonce
         busy = bool(self._gaugings) or (timed and any(incarnation == who.incarnation for incarnation, _ in moving))
+        busy |= len(self._unsure) >= _UNSURE or any(incarnation == who.incarnation for incarnation, _ in self._unsure)
         if busy or self._site.draining or not link.trusted or self._site.sending is None:
             failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
             link.send(_terminal(message.transfer, failure))
@@ -275,8 +279,15 @@ class Sender:
             gauging.stop(Failure(Status.CANCELLED, Code.TOO_MANY, "the memory is needed"))
 
     def _gauged(self, gauging: Gauging) -> None:
-        if not gauging.in_doubt:
-            del self._gaugings[gauging.peer.identity.incarnation, gauging.transfer]
+        key = (gauging.peer.identity.incarnation, gauging.transfer)
+        del self._gaugings[key]
+        if gauging.in_doubt:
+            self._unsure[key] = gauging
+            self._site.processes.when_gone(gauging.peer, partial(self._forget_gauging, key))
+
+    def _forget_gauging(self, key: tuple[bytes, int]) -> None:
+        """Nobody is left who could ask what became of it."""
+        self._unsure.pop(key, None)
 
     def _ended(self, outgoing: Outgoing) -> None:
         key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)

@@ -351,6 +351,27 @@ async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, discon
     assert loans(decode, "quarantined")
 
 
+async def test_a_doubt_that_one_measurement_leaves_keeps_no_other_lane_from_being_measured(stage, tap, monkeypatch):
+    prefill, decode, source, target = await met(stage, no_progress_timeout=0.2)
+    gone = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(prefill._site.processes, "ended", lambda _: gone)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    await asyncio.wait_for(transfer.outcome, 5)
+    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=True)
+    await offer.released()
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    other = await stage.worker("other", target, **LARGE)
+    await moved(prefill, other, source, target, "second")
+    await eventually(lambda: any(peer["lane"] for peer in prefill.describe()["peers"]))
+    (lost,) = prefill._sender._unsure.values()
+    number = max(probe.transfer for probe in measurings(tap)) + 1000
+    prefill._sender.probe(lost.link, replace(measurings(tap)[0], transfer=number))
+    assert not prefill._sender._gaugings, "over its own lane something may still be under way"
+    gone.set_result(None)
+    await eventually(lambda: not prefill._sender._unsure)
+
+
 async def test_a_refused_write_is_an_answer(stage, tap):
     prefill, decode, _, _ = await met(stage)
     offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))

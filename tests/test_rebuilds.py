@@ -1,0 +1,59 @@
+"""The books of a new agent: whom it helps, and what waits for it."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from kvxfer.rebuilds import Rebuilds
+
+
+@pytest.fixture
+async def rebuilds():
+    loop = asyncio.get_running_loop()
+    return Rebuilds(loop.time, loop)
+
+
+async def test_what_is_stranded_while_it_is_made_is_not_over_with_it(rebuilds):
+    """Its post may have been made by the new one."""
+    over = []
+    rebuilds.strand(partial(over.append, "before"), urgent=True)
+    rebuilds.begin()
+    rebuilds.strand(partial(over.append, "meanwhile"), urgent=True)
+    rebuilds.end(done=True)
+    assert (over, rebuilds.count, len(rebuilds.wants)) == (["before"], 1, 1)
+    rebuilds.begin()
+    rebuilds.end(done=False)
+    assert (over, rebuilds.count, len(rebuilds.wants)) == (["before"], 1, 1)
+    rebuilds.begin()
+    rebuilds.end(done=True)
+    assert (over, rebuilds.count, rebuilds.wants) == (["before", "meanwhile"], 2, [])
+
+
+@pytest.mark.parametrize("done", [True, False])
+async def test_what_waits_while_it_is_made_goes_on_once(rebuilds, done):
+    said, coming = [], rebuilds.next
+    rebuilds.when_open(partial(said.append, "at once"))
+    rebuilds.begin()
+    rebuilds.when_open(partial(said.append, "later"))
+    assert said == ["at once"]
+    rebuilds.end(done=done)
+    rebuilds.begin()
+    rebuilds.end(done=done)
+    assert said == ["at once", "later"]
+    assert (coming.done(), rebuilds.next.done()) == (done, False)
+
+
+async def test_who_has_an_answer_wants_nothing_any_more(rebuilds):
+    told = []
+    rebuilds.wanted = lambda: told.append(len(rebuilds.wants))
+    leave, other = rebuilds.want(urgent=True), rebuilds.want(urgent=False)
+    assert told == [1, 2]
+    leave()
+    leave()
+    assert [want.urgent for want in rebuilds.wants] == [False]
+    rebuilds.begin()
+    rebuilds.end(done=True)
+    assert len(rebuilds.wants) == 1, "it looks for itself, and says when that is enough"
+    other()
+    assert rebuilds.wants == []

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
@@ -27,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, is_admitted
 from kvxfer.errors import ConfigError
 from kvxfer.limits import MAX_CTAS, MAX_WORLD
 from kvxfer.settings import (
@@ -203,7 +202,8 @@ class Config(BaseSettings):
     trust: Literal["auto", "full", "none"] = "auto"
     """Whom to give access to whole allocations: `auto` the same host, and beyond it whoever proves the secret."""
     allow_peers: Annotated[Names, AfterValidator(_check_patterns)] = ("unix:*", "tcp:*")
-    """Endpoints that this worker connects to, as patterns."""
+    """Endpoints that this worker connects to, as patterns: `unix:/run/kvxfer/*`, `tcp:10.0.*:*`, `tcp:[fd00::7]:*`. A
+    host of digits and no letters stands for addresses alone, not for names."""
     compat: Literal["strict", "geometry"] = "strict"
     """`geometry` forgives different engine and model names, never shapes."""
     convert: bool = False
@@ -338,7 +338,7 @@ class Config(BaseSettings):
 
     def admits(self, endpoint: str) -> bool:
         """Whether `allow_peers` lets this worker connect to an endpoint."""
-        return any(fnmatchcase(endpoint, pattern) for pattern in self.allow_peers)
+        return any(is_admitted(endpoint, pattern) for pattern in self.allow_peers)
 
     def bounds(self) -> Mapping[str, float]:
         """Seconds after which, at the latest, the caller hears of each kind of failure.

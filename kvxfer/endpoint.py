@@ -1,10 +1,12 @@
 """Where a worker listens and is reached: `unix:/path` or `tcp:host:port`."""
 
+import ipaddress
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final, Literal, Self
 
-__all__ = ["MAX_PORT", "SOCKET_PATH_BYTES", "Endpoint"]
+__all__ = ["MAX_PORT", "SOCKET_PATH_BYTES", "Endpoint", "is_admitted"]
 
 SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final zero
 MAX_PORT: Final = 65_535
@@ -72,3 +74,37 @@ class Endpoint:
         if self.scheme == "unix":
             return f"unix:{self.path}" if self.path else "unix"
         return f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
+
+
+def is_admitted(text: str, pattern: str) -> bool:
+    """Whether an endpoint, as a ticket has it, is one of those that a pattern stands for.
+
+    Host and port are compared each for itself, so that neither reaches into the other, and brackets around an IPv6
+    address are no wildcard. Two things that look alike lead elsewhere and are not meant: a *name* that begins like the
+    addresses of a pattern (`tcp:10.0.*:*` and `10.0.example.org`), and a path that climbs out of a pattern's folder.
+    """
+    try:
+        endpoint = Endpoint.parse(text)
+    except ValueError:
+        return False
+    scheme, _, rest = pattern.partition(":")
+    if scheme != endpoint.scheme:
+        return False
+    if scheme == "unix":
+        return fnmatchcase(endpoint.path, rest) and (text == pattern or ".." not in endpoint.path.split("/"))
+    host, colon, port = (rest, "", "") if rest.endswith("]") else rest.rpartition(":")
+    host, port = (host, port) if colon else (rest, "*")
+    if host.startswith("[") and host.endswith("]") and ":" in host:
+        host = host[1:-1]
+    addresses = any(map(str.isdigit, host)) and not any(map(str.isalpha, host))
+    if addresses and not _is_address(endpoint.host):
+        return False
+    return fnmatchcase(endpoint.host, host) and fnmatchcase(str(endpoint.port), port)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

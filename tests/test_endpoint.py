@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.endpoint import Endpoint
+from kvxfer.endpoint import Endpoint, is_admitted
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,23 @@ def test_anywhere(text, anywhere):
 )
 def test_reachable(text, reachable):
     assert Endpoint.parse(text).reachable is reachable
+
+
+@pytest.mark.parametrize(
+    ("pattern", "admitted", "refused"),
+    [
+        ("unix:*", ["unix:/a/b"], ["tcp:h:1", "unix:/a/../b", "nonsense"]),
+        ("tcp:*", ["tcp:h:1", "tcp:[::1]:1"], ["unix:/a", "tcp:h", "TCP:h:1"]),
+        ("tcp:10.0.*:*", ["tcp:10.0.3.4:7"], ["tcp:10.1.3.4:7", "tcp:10.0.example.org:7", "tcp:10.0.1:7"]),
+        ("tcp:10.0.3.[45]:7", ["tcp:10.0.3.4:7", "tcp:10.0.3.5:07"], ["tcp:10.0.3.6:7", "tcp:10.0.3.4:70"]),
+        ("tcp:10.0.3.4", ["tcp:10.0.3.4:7"], ["tcp:10.0.3.45:7"]),
+        ("tcp:[fd00::7]:*", ["tcp:[fd00::7]:7"], ["tcp:[fd00::8]:7", "tcp:f:7"]),
+        ("tcp:[fd00::*]:70*", ["tcp:[fd00::7]:7001"], ["tcp:[fd01::7]:7001", "tcp:[fd00::7]:7"]),
+        ("tcp:[fd00::7]", ["tcp:[fd00::7]:7"], ["tcp:[fd00::8]:7"]),
+        ("tcp:*.pod.example:*", ["tcp:p0.pod.example:7"], ["tcp:pod.example:7", "tcp:p0.pod.example.org:7"]),
+        ("unix:/run/kvxfer/*", ["unix:/run/kvxfer/0.sock"], ["unix:/run/kvxfer/../../tmp/0.sock", "unix:/tmp/0.sock"]),
+        ("unix:/run/../a.sock", ["unix:/run/../a.sock"], ["unix:/a.sock"]),
+    ],
+)
+def test_a_pattern_admits_what_it_stands_for_and_nothing_that_looks_alike(pattern, admitted, refused):
+    assert [text for text in [*admitted, *refused] if is_admitted(text, pattern)] == admitted

@@ -111,7 +111,18 @@ def _check_secret(secret: SecretStr | None) -> SecretStr | None:
     if secret is not None and len(secret.get_secret_value()) < _SECRET_CHARACTERS:
         length = len(secret.get_secret_value())
         raise ValueError(f"it has {length} characters; use at least {_SECRET_CHARACTERS}, drawn at random")
+    if secret is not None and not _is_text(secret.get_secret_value()):
+        raise ValueError("it is no UTF-8, as bytes drawn at random seldom are; write them as text, in base64 say")
     return secret
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be encoded: a variable of the environment that is no UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # no address space is larger; a number without a bound could not even be multiplied with a share

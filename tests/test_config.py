@@ -289,6 +289,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"allow_peers": ["x" * 100_000]}, f"the pattern '{'x' * 80}' must begin with"),
         ({"fabric": 3}, "group of settings"),
         ({"max_offers": 0}, "max_offers is 0: set it to at least 1"),
+        ({"secret": "\udcff" * 32}, "write them as text, in base64 say"),
     ],
 )
 def test_a_wrong_value_says_field_value_and_bound(arguments, said):

@@ -85,7 +85,7 @@ class Backlog:
             try:
                 if self._cancelling:
                     raise ClosedError("the executor was closed before the copy was launched")
-                return job.after.query()
+                return bool(job.after.query())  # whatever it returns is asked here, not where nobody is prepared
             except Exception as error:  # noqa: BLE001 - an event of the caller's: one bad one must not stop the service
                 failed.append(error)
                 return True

@@ -3,7 +3,7 @@
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -104,6 +104,13 @@ class Flag:
         return self.fired
 
 
+class Unanswerable:
+    """Says something that is neither true nor false."""
+
+    def query(self):
+        return np.array([0, 1])
+
+
 class Reports:
     """Collects outcomes by name, in order."""
 
@@ -183,12 +190,14 @@ def test_a_failing_plan_and_a_failing_event_are_outcomes(executor):
     broken = Segment(good.segments[0].regions, Stencil(good.segments[0].stencil.rows, 0, 0, no_box))
     executor.submit(CopyJob(CopyPlan((broken,)), reports("plan")), Direction.GATHER)
     executor.submit(CopyJob(good, reports("event"), Flag(RuntimeError("device gone"))), Direction.GATHER)
+    executor.submit(CopyJob(good, reports("answer"), cast("Any", Unanswerable())), Direction.GATHER)
     executor.submit(CopyJob(good, reports("own error"), Flag(ClosedError("gone"))), Direction.GATHER)
     executor.submit(CopyJob(good, reports("good")), Direction.GATHER)
-    outcomes = reports.wait(4)
+    outcomes = reports.wait(5)
     assert isinstance(outcomes["plan"].error, TransferFailedError)
     assert isinstance(outcomes["event"].error, TransferFailedError)
     assert "device gone" in str(outcomes["event"].error)
+    assert "ambiguous" in str(outcomes["answer"].error)
     assert isinstance(outcomes["own error"].error, ClosedError)
     assert outcomes["good"].error is None
 

@@ -294,12 +294,12 @@ class Worker:
         return self._roles[1].start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit)
 
     async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
-        """No fetch will come: every prefill rank frees the request's blocks at once.
+        """No fetch will come: every prefill rank frees the request's blocks at once. Also while this worker drains.
 
         Raises:
             PeerError: If a rank could not be told; its lease bounds the wait.
         """
-        await self._roles[1].decline(self._ticket(ticket))
+        await self._roles[1].decline(self._ticket(ticket, ends=True))
 
     # --- watching and closing
 
@@ -486,9 +486,9 @@ class Worker:
             raise ClosedError("this worker is not open: enter it with `async with`")
         return self._sender, self._receiver
 
-    def _ticket(self, ticket: Mapping[str, Any] | Ticket) -> Ticket:
+    def _ticket(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         site = self._open
-        if self._closing is not None or site.draining:
+        if self._closing is not None or (site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
         _ = site.joined  # ranks of one engine must be known as such before they fetch
         return Ticket.parse(ticket)

@@ -87,6 +87,21 @@ async def test_what_can_not_be_done_any_more_is_refused_at_once(stage):
     await quiet(prefill, decode)
 
 
+async def test_what_was_claimed_may_be_declined(stage):
+    """What a decode rank will not fetch any more, since it is to stop, is free at once and not when its lease ends."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    decode.claim(prefill.engine.ticket("r"))
+    await eventually(lambda: offer.engine)
+    decode.begin_drain()
+    async with asyncio.timeout(30):
+        await decode.decline(prefill.engine.ticket("r"))
+        assert isinstance(await offer.released(), Released)
+    await decode.aclose()
+    with pytest.raises(ClosedError):
+        await decode.decline(prefill.engine.ticket("r"))
+
+
 async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     """Else nobody would ever say what became of the write, and its blocks were lost."""
     source, target = Cache(), Cache()

@@ -33,6 +33,7 @@ from kvxfer.geometry import (
 )
 from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.loop_thread import LoopThread, ServedWorker
+from kvxfer.onlookers import given_seconds
 from kvxfer.polling import Handle, Outbox, PollEvent
 from kvxfer.runtime import Runtime, ThreadRuntime
 from kvxfer.telemetry import logger
@@ -64,10 +65,10 @@ class BlockingWorker:
 
     So errors come in two ways. What can be seen in the arguments is raised at once, and nothing was sent: a malformed
     ticket, block ids that are malformed, out of range, named twice or too few, an empty token range, a missing or
-    unrecorded event, a worker that is not registered. What only the service can know comes by `poll`, as `FetchFailed`
-    or `OfferFailed`: an id that is in use, blocks in custody, a step that does not fit its streaming offer, limits, and
-    everything about peers. Block lists are copied; on a stream that is given as `after`, the event is recorded at once,
-    in the calling thread.
+    unrecorded event, a time-out that is no number, a worker that is not registered. What only the service can know
+    comes by `poll`, as `FetchFailed` or `OfferFailed`: an id that is in use, blocks in custody, a step that does not
+    fit its streaming offer, limits, and everything about peers. Block lists are copied; on a stream that is given as
+    `after`, the event is recorded at once, in the calling thread.
 
     Args:
         config: Settings; `Config.load()` (environment, file, defaults) if left out. The setting `loop` has no meaning.
@@ -334,14 +335,14 @@ class BlockingWorker:
         """
         service, parsed = self._open, Ticket.parse(ticket)
         spans = wanted_blocks(blocks, service.geometry, tokens)
-        event = as_event(after, service.geometry)
+        event, limit = as_event(after, service.geometry), given_seconds(timeout, None)
         written = {group: ids.tolist() for group, ids in written_blocks(spans, service.geometry, tokens).items()}
         transfer = BlockingTransfer(parsed.request, written, service.thread, self._outbox)
         self._begin(
             service,
             transfer,
             lambda: transfer.begin(
-                lambda: service.worker.start_fetch(parsed, spans, tokens=tokens, after=event, timeout=timeout)
+                lambda: service.worker.start_fetch(parsed, spans, tokens=tokens, after=event, timeout=limit)
             ),
         )
         return transfer
@@ -353,8 +354,11 @@ class BlockingWorker:
 
         Args:
             timeout: Seconds to wait for the first one; by default it does not wait.
+
+        Raises:
+            RequestError: If the time-out is no number.
         """
-        return self._outbox.take(timeout)
+        return self._outbox.take(given_seconds(timeout, 0.0))
 
     # --- inside
 

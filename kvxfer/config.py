@@ -326,7 +326,11 @@ class Config(BaseSettings):
         Raises:
             ConfigError: As the constructor does, and if the file cannot be read.
         """
-        return cls(**arguments) if file is None else cls(config_file=Path(file), **arguments)
+        try:
+            given = {} if file is None else {"config_file": Path(file)}
+        except TypeError as error:
+            raise ConfigError(f"config_file is {file!r}: give the path of a TOML or JSON file") from error
+        return cls(**given, **arguments)
 
     @property
     def send_bytes(self) -> int:

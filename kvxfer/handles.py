@@ -27,6 +27,7 @@ from kvxfer.events import as_event
 from kvxfer.geometry import Blocks, CacheGeometry, check_tokens
 from kvxfer.loop_thread import LoopThread, state_under_way, withdraw
 from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn
+from kvxfer.onlookers import given_seconds
 from kvxfer.polling import (
     Fetched,
     FetchFailed,
@@ -41,7 +42,7 @@ from kvxfer.polling import (
     Settled,
 )
 from kvxfer.telemetry import logger
-from kvxfer.transfers import FetchResult, Transfer, TransferState
+from kvxfer.transfers import FetchResult, Transfer, TransferState, layer_range
 
 __all__ = ["BlockingOffer", "BlockingTransfer", "offered_blocks"]
 
@@ -130,13 +131,15 @@ class BlockingTransfer:
 
         Raises:
             KvxferError: If the fetch has failed, or fails before.
+            RequestError: If the layer or the time-out is no number.
             TimeoutError: If the layer has not landed in time; the fetch goes on.
         """
         del stream  # it needs no event to wait for, see above
+        limit = given_seconds(timeout, None)
         if not self._ended.done():
-            landed = self._landing(layer)
+            landed = self._landing(layer_range(layer, layer).start)
             either: set[Future[Any]] = {landed, self._ended}
-            wait_for_any(either, timeout, FIRST_COMPLETED)
+            wait_for_any(either, limit, FIRST_COMPLETED)
             if not self._ended.done():
                 if not landed.done():
                     raise TimeoutError(f"layer {layer} of {self.request!r} did not land within {timeout:g} s")

@@ -5,10 +5,13 @@ be in use, and the future that it guards is open to whoever holds it.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["follow", "see_through"]
+from kvxfer.errors import RequestError
+
+__all__ = ["follow", "given_seconds", "see_through"]
 
 _T = TypeVar("_T")
 
@@ -52,3 +55,19 @@ def follow(future: "asyncio.Future[_T]") -> "asyncio.Future[_T]":
     else:
         future.add_done_callback(tell)
     return follower
+
+
+def given_seconds(seconds: Any, default: _T) -> float | _T:
+    """How long a caller wants to wait at most; the default if he says None.
+
+    Raises:
+        RequestError: If it is no number, or no finite one.
+    """
+    if seconds is None:
+        return default
+    try:
+        if math.isfinite(seconds):
+            return float(seconds)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # the middle two of tensors that are not one number
+        pass
+    raise RequestError(f"timeout must be a number of seconds, or None, not {seconds!r}")

@@ -25,7 +25,7 @@ from kvxfer.onlookers import see_through
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
-from kvxfer.transfers import Claim, FetchResult, Transfer, TransferState
+from kvxfer.transfers import Claim, FetchResult, Transfer, TransferState, layer_range
 from kvxfer.worker import Worker
 
 __all__ = ["OwnLoopOffer", "OwnLoopTransfer", "OwnLoopWorker"]
@@ -331,6 +331,7 @@ class OwnLoopTransfer:
 
     async def layers(self, start: int, stop: int) -> None:
         """See `Transfer.layers`."""
+        layer_range(start, stop)
         if self._here.done or not await self._thread.awaits(self._landed(start, stop)):
             await asyncio.shield(self._here.outcome)
 

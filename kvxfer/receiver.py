@@ -1,14 +1,13 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-import math
 from collections.abc import Iterator
 from itertools import chain, count
 from typing import Any, Final
 
 from kvxfer.blocklists import wanted_blocks, written_blocks
 from kvxfer.claims import Claims
-from kvxfer.errors import BusyError, ClosedError, Code, KvxferError, ProtocolError, RequestError
+from kvxfer.errors import BusyError, ClosedError, Code, KvxferError, ProtocolError
 from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
 from kvxfer.geometry import Blocks
@@ -16,6 +15,7 @@ from kvxfer.incoming import Incoming
 from kvxfer.lending import Lender
 from kvxfer.link import Link
 from kvxfer.loans import Loan
+from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Route, Status, Sums, Want
 from kvxfer.protocol.sending import Failure
@@ -72,17 +72,12 @@ class Receiver:
         spans = wanted_blocks(blocks, site.geometry, tokens)
         written = written_blocks(spans, site.geometry, tokens)
         event = as_event(after, site.geometry)
-        try:
-            finite = timeout is None or math.isfinite(timeout)
-        except (TypeError, OverflowError):
-            finite = False
-        if not finite:
-            raise RequestError(f"timeout must be a number of seconds, or None, not {timeout!r}")
+        limit = given_seconds(timeout, None)
         number = next(self._numbers)
         ident = f"{site.incarnation.hex()[:8]}-{number}"
         numbers = chain((number,), self._numbers)  # with one prefill rank both sides name the transfer alike
         site.custody.hold(ident, written)
-        demand = Demand(ticket, spans, tokens, event, timeout, written)
+        demand = Demand(ticket, spans, tokens, event, limit, written)
         fetching = Fetching(
             site,
             self._peers,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvxfer.errors import UsageError
+from kvxfer.onlookers import given_seconds
 from kvxfer.telemetry import logger
 from kvxfer.worker import Worker
 
@@ -38,6 +39,7 @@ async def drain_on_signal(worker: Worker, *signals: signal.Signals, timeout: flo
     Raises:
         UsageError: If this is not the main thread, which alone gets signals, or a signal cannot be handled.
     """
+    timeout = given_seconds(timeout, None)
     with _taken(signals or (signal.SIGTERM,)) as came:
         first = await came.get()
         _log.info("drain_began", reason=first.name)
@@ -58,10 +60,10 @@ def _taken(signals: tuple[signal.Signals, ...]) -> "Generator[asyncio.Queue[sign
     before: dict[signal.Signals, Any] = {}
     try:
         for one in signals:
-            handler = signal.getsignal(one)
             try:
-                loop.add_signal_handler(one, came.put_nowait, one)
-            except (ValueError, RuntimeError) as error:
+                handler = signal.getsignal(one)
+                loop.add_signal_handler(one, came.put_nowait, signal.Signals(one))
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise UsageError(f"{one!r} cannot be handled here: {error}; await worker.drain() instead") from error
             before[one] = handler
         yield came

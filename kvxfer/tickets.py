@@ -149,6 +149,8 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             TicketError: If a rank is missing or there twice, or the cards belong to different engines.
         """
+        if not isinstance(cards, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+            raise TicketError(f"an engine card is made of a list of rank cards, not of {type(cards).__name__}")
         ranks = sorted((c if isinstance(c, RankCard) else RankCard.from_dict(c) for c in cards), key=lambda c: c.rank)
         if not ranks or [c.rank for c in ranks] != list(range(ranks[0].world)):
             world = ranks[0].world if ranks else "?"
@@ -259,7 +261,7 @@ class Issuer:
     """
 
     def __init__(self, card: EngineCard, key: bytes) -> None:
-        if not hasattr(key, "hex"):
+        if not isinstance(key, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TicketError(f"an engine's key is bytes, not {type(key).__name__}")
         if len(key) != KEY_BYTES:
             raise TicketError(f"an engine's key has {KEY_BYTES} bytes, not {len(key)}")

@@ -1,17 +1,18 @@
 """Transfers as their caller sees them: `await transfer` looks on while a task of the worker does the work."""
 
 import asyncio
+import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
-from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError
+from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.onlookers import follow
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
 
-__all__ = ["Claim", "FetchResult", "Transfer", "TransferState"]
+__all__ = ["Claim", "FetchResult", "Transfer", "TransferState", "layer_range"]
 
 
 class TransferState(IntEnum):
@@ -80,7 +81,7 @@ class Transfer:
         self._loop = loop
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
-        self._layer_waiters: list[tuple[range, asyncio.Future[None]]] = []
+        self._layer_waiters: dict[asyncio.Future[None], range] = {}
 
     def __await__(self) -> Generator[Any, None, FetchResult]:
         return self._wait().__await__()
@@ -107,14 +108,17 @@ class Transfer:
 
         Raises:
             KvxferError: If the transfer fails before; the same error that awaiting it raises.
+            RequestError: If a layer is no number.
         """
+        wanted = layer_range(start, stop)
         if self._outcome.done():
             self._outcome.result()
             return
-        if all(self._layers.get(layer, 1) == 0 for layer in range(start, stop)):
+        if self._have_landed(wanted):
             return
         waiter: asyncio.Future[None] = self._loop.create_future()
-        self._layer_waiters.append((range(start, stop), waiter))
+        self._layer_waiters[waiter] = wanted
+        waiter.add_done_callback(self._layer_waiters.pop)  # also when whoever waits is cancelled, however often that is
         await waiter
 
     def result(self) -> FetchResult:
@@ -159,11 +163,9 @@ class Transfer:
         """One part of each of these layers has landed."""
         for layer in layers:
             self._layers[layer] -= 1
-        for span, waiter in list(self._layer_waiters):
-            if all(self._layers.get(layer, 1) == 0 for layer in span):
-                self._layer_waiters.remove((span, waiter))
-                if not waiter.done():
-                    waiter.set_result(None)
+        for waiter, wanted in self._layer_waiters.items():
+            if not waiter.done() and self._have_landed(wanted):
+                waiter.set_result(None)
 
     def succeed(self, result: FetchResult) -> None:
         """Every byte is there."""
@@ -182,14 +184,27 @@ class Transfer:
         self._outcome.exception()  # whoever waits sees it; if nobody does, the log line does
 
     def _end(self, tell: "Callable[[asyncio.Future[None]], None]") -> None:
-        for _, waiter in self._layer_waiters:
+        for waiter in self._layer_waiters:
             if not waiter.done():
                 tell(waiter)
-                if waiter.exception() is not None:
-                    waiter.exception()
-        self._layer_waiters.clear()
+                waiter.exception()  # whoever waits sees it; if nobody does any more, that is no defect
         self._cancel = _over
+
+    def _have_landed(self, layers: range) -> bool:
+        return all(self._layers.get(layer, 1) == 0 for layer in layers)
 
 
 def _over() -> None:
     """What cancelling does to a transfer that has ended."""
+
+
+def layer_range(start: Any, stop: Any) -> range:
+    """Layers as a caller names them.
+
+    Raises:
+        RequestError: If a layer is no whole number.
+    """
+    try:
+        return range(operator.index(start), operator.index(stop))
+    except TypeError as error:
+        raise RequestError(f"layers are whole numbers: {error}") from error

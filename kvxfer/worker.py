@@ -22,7 +22,7 @@ from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.onlookers import see_through
+from kvxfer.onlookers import given_seconds, see_through
 from kvxfer.overview import overview
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Goodbye, Message, Renewed
@@ -348,8 +348,8 @@ class Worker:
             False if some of it did not end in time; it goes on until the worker is closed.
         """
         site, (sender, receiver) = self._open, self._roles
+        deadline = site.now() + given_seconds(timeout, site.config.drain_timeout)
         self.begin_drain()
-        deadline = site.now() + (site.config.drain_timeout if timeout is None else timeout)
         ends = [offer.wait_end() for offer in sender.book.offers] + receiver.outcomes()
         if ends:
             await asyncio.wait(ends, timeout=max(0.0, deadline - site.now()))

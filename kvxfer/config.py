@@ -56,7 +56,7 @@ _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which
 _CHUNK_BYTES: Final = 64 * MIB
 _SECRET_CHARACTERS: Final = 16
 _SHOWN_CHARACTERS: Final = 80
-_HIDDEN: Final = frozenset({"secret"})
+_HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
 
@@ -147,6 +147,7 @@ class FabricConfig(SettingsGroup):
     """Settings of the transport below (NIXL)."""
 
     prefix = "fabric."
+    hidden = _HIDDEN
 
     def __init__(self, **arguments: Any) -> None:  # type checkers would refuse `"8MiB"` where a field is an int
         super().__init__(**arguments)
@@ -167,6 +168,9 @@ class FabricConfig(SettingsGroup):
     """Pieces go to UCX as one list: faster between GPUs; between a GPU and CPU memory UCX 1.23 then fails."""
     max_post_bytes: Annotated[Size, Field(ge=4 * KIB)] = 4 * MIB
     """Bytes in one post at most, on lanes that copy inside the post; see `no_progress_timeout` for slow links."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        return ((name, _masked(value)) for name, value in super().__repr_args__())
 
     @model_validator(mode="after")
     def _check(self) -> Self:

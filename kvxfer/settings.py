@@ -122,18 +122,20 @@ class SettingsGroup(BaseModel):
 
     Attributes:
         prefix: What stands before the names of its settings, with the dot.
+        hidden: Settings whose values never appear in a message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
     prefix: ClassVar[str]
+    hidden: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **arguments: Any) -> None:
         read_arguments(type(self), arguments)
         try:
             super().__init__(**arguments)
         except ValidationError as error:
-            raise translate(error, prefix=self.prefix) from error
+            raise translate(error, hidden=self.hidden, prefix=self.prefix) from error
 
 
 def parse_size(value: object) -> object:
@@ -347,7 +349,8 @@ def _sentence(details: ErrorDetails, origins: Mapping[str, str], hidden: frozens
         return str(cause)
     name = prefix + ".".join(str(part) for part in details["loc"])
     origin = next((origins[known] for known in origins if name == known or name.startswith(f"{known}.")), None)
-    shown = "hidden" if name in hidden else _shown(details["input"])
+    secret = any(name == known or name.startswith(f"{known}.") for known in hidden)
+    shown = "hidden" if secret else _shown(details["input"])
     given = f"{name} is {shown}" + (f" (from {origin})" if origin and origin != "argument" else "")
     return f"{given}: {cause if cause is not None else _advice(details['type'], context, details['msg'])}"
 

@@ -472,6 +472,29 @@ def test_effective_lists_every_setting_masks_secrets_and_is_plain():
     assert SECRET not in json.dumps(values)
 
 
+KEYS = {"OBJ": {"secret_key": "wJalrXUtnFEMI"}}
+
+
+def test_keys_of_a_backend_are_shown_nowhere():
+    config = Config(fabric={"backends": ["UCX", "OBJ"], "backend_params": KEYS})
+    assert config.fabric.backend_params == KEYS
+    for shown in (repr(config), str(config), repr(config.fabric), str(config.effective())):
+        assert "wJal" not in shown
+        assert "secret_key" in shown
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"UCX": {"secret_key": ["wJalrXUtnFEMI"]}}, {"UCX": "wJalrXUtnFEMI"}, '{"UCX": {"secret_key": "wJalrXUtnFEMI"'],
+)
+def test_no_message_has_keys_of_a_backend(params):
+    for made in (lambda: Config(fabric={"backend_params": params}), lambda: FabricConfig(backend_params=params)):
+        with pytest.raises(ConfigError) as caught:
+            made()
+        assert "wJal" not in "".join(traceback.format_exception(caught.value))
+        assert "backend_params" in str(caught.value)
+
+
 def test_every_setting_can_be_given_by_its_variable(environment):
     given = {
         "config_file": "none",

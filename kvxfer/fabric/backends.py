@@ -5,7 +5,7 @@ from typing import Final
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["checked_params", "device_params", "spares_nics"]
+__all__ = ["checked_params", "device_params", "shown_params", "spares_nics"]
 
 _UCX_PARAMS: Final = frozenset({
     "device_list", "engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_devices",
@@ -62,7 +62,7 @@ def checked_params(
     for backend, values in given.items():
         for key, value in values.items():
             if not isinstance(value, str):
-                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, got {value!r}")
+                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, not {type(value).__name__}")
             params[backend][key] = value
     if unknown := set(params.get("UCX", {})) - _UCX_PARAMS:
         raise ConfigError(f"NIXL's UCX backend has no {sorted(unknown)}; it has {sorted(_UCX_PARAMS)}")
@@ -100,3 +100,11 @@ def device_params(devices: Sequence[str], named: str | None) -> dict[str, str]:
     if named not in (None, devices[0]):
         raise ConfigError(f"devices={list(devices)}, but UCX_NET_DEVICES={named} would win")
     return {"engine_config": f"NET_DEVICES={devices[0]}"}
+
+
+def shown_params(params: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
+    """Parameters by backend as logs and errors may show them: of UCX with their values, of others only the names.
+
+    UCX has no parameter that is a secret; other backends do, such as the keys of an object store.
+    """
+    return {backend: dict(given) if backend == "UCX" else sorted(given) for backend, given in params.items()}

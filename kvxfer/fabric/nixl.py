@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric.backends import checked_params, spares_nics
+from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
 from kvxfer.fabric.envelope import pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
 from kvxfer.telemetry import logger
@@ -179,11 +179,11 @@ class NixlTransport:
                     raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
                 agent.create_backend(backend, params)
         except self._errors as error:
-            raise self._translated(error, f"create agent {name!r} with {self._params}") from error
+            raise self._translated(error, f"create agent {name!r} with {shown_params(self._params)}") from error
         _log.info(
             "nixl_agent_created",
             name=name,
-            backend={backend: agent.get_backend_params(backend) for backend in self._params},
+            backend=shown_params({backend: agent.get_backend_params(backend) for backend in self._params}),
             device=self._device,
             fields={key: value for key, value in os.environ.items() if key.startswith(("UCX_", "NIXL_"))},
         )

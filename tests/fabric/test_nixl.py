@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ends import SIZE, TCP, Agent, descriptors, finish, memory, two_processes, w
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import envelope
 from kvxfer.fabric import nixl as port
-from kvxfer.fabric.backends import device_params
+from kvxfer.fabric.backends import device_params, shown_params
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation, Outcome
 
@@ -416,3 +417,40 @@ def test_a_peer_that_died_before_the_first_write_is_disconnected():
         assert result.outcome is not Outcome.DONE
         assert result.error is not None
         assert result.error.disconnected
+
+
+def test_of_other_backends_than_ucx_only_names_are_shown():
+    params = {"UCX": {"num_threads": "2"}, "OBJ": {"secret_key": "wJalrXUtnFEMI", "access_key": "AKIA"}}
+    assert shown_params(params) == {"UCX": {"num_threads": "2"}, "OBJ": ["access_key", "secret_key"]}
+
+
+@needs_nixl
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_logged_and_raised_of_an_agent_has_no_keys(caplog, refused):
+    caplog.set_level(logging.DEBUG, "kvxfer")
+    params = {"OBJ": {"secret_key": "wJalrXUtnFEMI"}}
+    transport = NixlTransport("shy", backends=["UCX", "OBJ"], backend_params=params)
+    transport._errors = (OSError,)
+
+    class Agent:
+        def __init__(self, *_): ...
+
+        def get_plugin_list(self):
+            return ["UCX", "OBJ"]
+
+        def create_backend(self, backend, params):
+            if refused and backend == "OBJ":
+                raise OSError("it does not answer")
+
+        def get_backend_params(self, backend):
+            return params.get(backend, {})
+
+    nixl = SimpleNamespace(nixl_agent_config=dict, nixl_agent=Agent)
+    if refused:
+        with pytest.raises(FabricError, match="secret_key") as caught:
+            transport._created(nixl, "shy")
+        assert "wJal" not in str(caught.value)
+    else:
+        transport._created(nixl, "shy")
+        assert "secret_key" in caplog.text
+    assert "wJal" not in caplog.text

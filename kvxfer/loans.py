@@ -66,7 +66,7 @@ class Loan:
         self._extent: Final = extent
         self._awake: Callable[[], None] = no_hold
         self._timer: asyncio.TimerHandle | None = None
-        self._recalled = False
+        self._told = self._recalled = False
         self._written: asyncio.Future[None] | None = None  # of a loan that is looked at when it was written
 
     @property
@@ -84,6 +84,7 @@ class Loan:
             Resolves when the peer has written, if there was a nonce.
         """
         site, extent = self._site, self._extent
+        self._told = True
         site.receive_desk.share.write(extent)
         written: asyncio.Future[None] = site.loop.create_future()
         self.nonce = nonce
@@ -108,9 +109,9 @@ class Loan:
             self._awake = self._site.fabric.hold_awake()
 
     def cancel(self) -> None:
-        """Ask for it back. It is in doubt if the peer does not answer that either, unless it was not told yet."""
-        if self._extent.state is ExtentState.RESERVED:
-            self.take_back()
+        """Ask for it back. It is in doubt if the peer does not answer that either."""
+        if not self._told:
+            self.take_back()  # an answer to what is asked too early would be taken for one to what is told later
         elif not self.ended and not self.is_lost and not self._recalled:
             self._recalled = True
             self._ask(Code.CANCELLED)
@@ -133,8 +134,8 @@ class Loan:
             self.take_back()
 
     def lost(self) -> None:
-        """The session is gone: the peer may still write, if it was told."""
-        if self._extent.state is ExtentState.RESERVED:
+        """The session is gone: the peer may still write."""
+        if not self._told:
             self.take_back()
         elif not self.ended:
             self.is_lost = True

@@ -139,7 +139,7 @@ class Prover:
         except BaseException:
             loan.take_back()
             raise
-        if pause is None or not pause.intact or loan.ended or loan.is_lost or not link.is_open:
+        if pause is None or not pause.intact or loan.ended or not link.is_open:
             loan.take_back()  # the peer was not told of it
             return False
         nonce = site.runtime.token(_NONCE_BYTES)

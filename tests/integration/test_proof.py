@@ -284,11 +284,12 @@ async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
 async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap, what, monkeypatch, caplog):
     """A peer answers what it was not asked, somebody needs the memory, or the stream is cut, while the pause begins."""
     prefill, decode, source, target = await met(stage)
-    pause = decode._site.fabric.pause
+    pause, early = decode._site.fabric.pause, []
 
     def late(seconds, *, firm):
         lender = decode._receiver._lender
         ((number, loan),) = lender.loans.items()
+        early.append(number)
         match what:
             case "answer":
                 lender.result(loan, KvAgentResult(number, WHOLE, Status.OK, 0, True))
@@ -303,10 +304,12 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
     await moved(prefill, decode, source, target, "first")
     (lane,) = decode._receiver._lender.prover._lanes.values()
     await eventually(lambda: lane.tries)
-    monkeypatch.undo()
+    monkeypatch.setattr(decode._site.fabric, "pause", pause)
     await quiet(prefill, decode)
     assert not tap.of(Cancel), "there is nothing to ask a peer that knows of nothing"
     assert "task_failed" not in caplog.text
+    spoken_of = {message.transfer for message in tap.sent if isinstance(message, Probe | Cancel)}
+    assert spoken_of.isdisjoint(early), "an answer to what is asked too early would free what is lent later"
 
 
 @pytest.mark.parametrize(

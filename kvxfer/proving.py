@@ -58,8 +58,8 @@ class _Lane:
 
     Attributes:
         tries: So far.
-        apart: Seconds from the last time to the next, whether or not there was memory for a try.
-        timer: Until that.
+        apart: Seconds to the next, or to the next look whether there is memory for one.
+        timer: Until then.
     """
 
     tries: int = 0
@@ -128,7 +128,7 @@ class Prover:
         if lane.tries == _TRIES:
             _log.info("lane_not_proved", peer=link.peer.name, attempt=lane.tries)
         elif link in self._lanes:
-            lane.apart = min(2 * lane.apart, _APART_MAX_S) if lane.apart else _APART_S
+            lane.apart = min(2 * lane.apart or _APART_S, _APART_MAX_S)
             lane.timer = self._site.loop.call_later(lane.apart, self._begin, link)
 
     async def _landed(self, link: Link, loan: Loan, *, firm: bool) -> bool:

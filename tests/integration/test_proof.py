@@ -172,14 +172,24 @@ async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatc
     assert not probes(tap)
 
 
-async def test_memory_that_is_needed_is_not_lent(stage, tap):
+async def test_memory_that_is_needed_is_not_lent_however_long_that_is(stage, tap, monkeypatch):
+    monkeypatch.setattr(proving, "_APART_MAX_S", 1e-5)
     prefill, decode, source, target = await met(stage, route="direct")
-    desk = decode._site.receive_desk
+    desk, asked = decode._site.receive_desk, 0
     everything = taken(desk)
+    prover = decode._receiver._lender.prover
+    lend = prover._lend
+
+    def count(link, nbytes):
+        nonlocal asked
+        asked += 1
+        return lend(link, nbytes)
+
+    monkeypatch.setattr(prover, "_lend", count)
     await moved(prefill, decode, source, target, "first")
-    (lane,) = decode._receiver._lender.prover._lanes.values()
-    await eventually(lambda: lane.apart > proving._APART_S * 2**proving._TRIES)
+    await eventually(lambda: asked > 1100)
     assert not probes(tap)
+    assert tries(decode) == 0
     desk.release(everything)
     await eventually(lambda: proved(decode))
     await quiet(prefill, decode)

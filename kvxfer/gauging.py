@@ -92,6 +92,7 @@ class Gauging:
         peer: The decode rank.
         transfer: Its number.
         in_doubt: It is over, but a write of it may still be under way, and the peer was told so.
+        failure: Why it ended, unless it went well.
 
     Args:
         site: The worker.
@@ -115,7 +116,7 @@ class Gauging:
         self._theirs: Final = self.peer.body.staging[0] if self.peer.body.staging else MemorySpan("", 0, 0, 0)
         self._cell: Cell | None = None  # of the last write
         self._writing = self._reading = False  # it may write the peer's memory, read ours
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._release: Callable[[], None] = no_hold
         staging_pieces(self._theirs, probe.address, probe.bytes)
 
@@ -125,21 +126,18 @@ class Gauging:
 
     def stop(self, failure: Failure) -> None:
         """Post nothing more; it is answered when what is posted has ended."""
-        self._failure = self._failure or failure
+        self.failure = self.failure or failure
         if self._cell is not None:
             self._cell.kill()
 
     def cancelled(self, link: Link, failure: Failure) -> None:
         """The decode rank wants its memory back, or asks (after a lost session) what became of it."""
         self.link = link
-        if self.in_doubt:
-            self._answer()
-        else:
-            self.stop(failure)
+        self.stop(failure)
 
     def _answer(self) -> None:
-        status = Status.OK if self._failure is None else self._failure.status
-        self.link.send(build_result(self.transfer, status, last=True, failure=self._failure))
+        status = Status.OK if self.failure is None else self.failure.status
+        self.link.send(build_result(self.transfer, status, last=True, failure=self.failure))
 
     async def _run(self) -> None:
         site, desk = self._site, self._site.send_desk
@@ -152,20 +150,20 @@ class Gauging:
         extent = desk.take(self.peer.name, room) if enough else None
         try:
             if extent is None:
-                self._failure = Failure(Status.CANCELLED, Code.TOO_MANY, "there is no memory to measure with")
+                self.failure = Failure(Status.CANCELLED, Code.TOO_MANY, "there is no memory to measure with")
             else:
                 desk.share.write(extent)
                 await (self._show(extent, nonce) if nonce else self._measure(extent, room))
         except KvxferError as error:
-            self._failure = self._failure or Failure(Status.FAILED, error.code, str(error))
+            self.failure = self.failure or Failure(Status.FAILED, error.code, str(error))
         except BaseException as error:
-            self._failure = self._failure or Failure(Status.FAILED, Code.FAILED, repr(error))
+            self.failure = self.failure or Failure(Status.FAILED, Code.FAILED, repr(error))
             raise
         finally:
             self._release()
             if self._writing:
                 self.in_doubt = True
-                self._failure = Failure(Status.IN_DOUBT, Code.FABRIC, "a write of the measurement did not end")
+                self.failure = Failure(Status.IN_DOUBT, Code.FABRIC, "a write of the measurement did not end")
             if extent is not None and self._reading:
                 desk.quarantine(extent, "our own post did not end")
                 strand(site, self.peer, partial(desk.settle, extent), urgent=False)
@@ -227,8 +225,8 @@ class Gauging:
             TransferFailedError: If it was not written, or nobody can say.
         """
         site, done = self._site, self._site.loop.create_future()
-        if self._failure is not None:
-            raise TransferFailedError(self._failure.reason)
+        if self.failure is not None:
+            raise TransferFailedError(self.failure.reason)
 
         def posted(result: PostResult) -> None:  # on the fabric's thread
             site.hand_over(partial(resolve, done, result))
@@ -250,7 +248,7 @@ class Gauging:
     def _learn(self, samples: list[Sample]) -> None:
         site, peer = self._site, self.peer
         timed = [sample for sample in samples if sample.seconds > 0]
-        if self._failure is not None or not any(sample.pieces == 1 for sample in timed):
+        if self.failure is not None or not any(sample.pieces == 1 for sample in timed):
             return
         lane = LaneCosts.of(timed)
         kinds = {

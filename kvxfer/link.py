@@ -66,6 +66,7 @@ class Link(asyncio.Protocol):
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
         encrypted: Whether the stream is TLS.
+        renewals: How often the peer has made its agent anew, as far as it has said so here.
         proved: Routes on which the peer itself moves what it writes here, as was seen (`kvxfer.proving`).
         ready: Resolves when the handshake is complete, or with the error that prevented it.
     """
@@ -75,6 +76,7 @@ class Link(asyncio.Protocol):
         self.endpoint: Final = endpoint
         self.trusted = False
         self.encrypted = False
+        self.renewals = 0
         self.proved: frozenset[Route] = frozenset()
         self._handler = handler
         self._runtime = runtime
@@ -223,6 +225,7 @@ class Link(asyncio.Protocol):
     def _opened(self, peer: PeerInfo) -> None:
         """The handshake is complete."""
         self._arm()
+        self.renewals = peer.body.renewals
         self._warn_if_untrusted(peer)
         self._handler.opened(self, peer)
         if not self.ready.done():

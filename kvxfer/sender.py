@@ -1,7 +1,6 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
-from functools import partial
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -23,20 +22,20 @@ from kvxfer.protocol.messages import (
     Refuse,
     Release,
     Reserve,
+    Route,
     Status,
     TicketRef,
 )
 from kvxfer.protocol.sending import Failure, SendState, build_result
 from kvxfer.quota import Quota
-from kvxfer.site import Callback, Site
+from kvxfer.remembered import Remembered
+from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
 __all__ = ["Sender"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
-_UNSURE: Final = 16
-"""Measurements that are left in doubt at most: with so many, no lane is measured any more."""
 
 
 class Sender:
@@ -50,12 +49,10 @@ class Sender:
         self.book: Final = OfferBook(site)
         self._site: Final = site
         self._transfers: dict[tuple[bytes, int], Outgoing] = {}
-        self._places: Final = Quota(site.config.max_transfers)  # one a transfer, until nothing of it is in doubt
-        self._doubtful: dict[tuple[bytes, int], Outgoing] = {}  # over, but something may still move
-        self._watched: dict[tuple[bytes, int], Callback] = {}  # of those, what ends the watch over the peer's process
+        self._places: Final = Quota(site.config.max_transfers)  # one a transfer
+        self._doubtful: Final = Remembered(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured
-        self._unsure: dict[tuple[bytes, int], Gauging] = {}  # over, but a write may still be under way
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
 
@@ -90,9 +87,7 @@ class Sender:
 
     def fetch(self, link: Link, message: Fetch) -> None:
         """A decode rank asks for a part of a request."""
-        key = (link.peer.identity.incarnation, message.transfer)
-        if key in self._transfers or key in self._gaugings or key in self._unsure:
-            raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
+        key = self._fresh(link, message.transfer)
         offer_key = (message.ticket.request, message.ticket.attempt)
         refusal, found = self._refusal(message.ticket), self.book.find(offer_key)
         if refusal is None and found is None and self._site.draining:
@@ -124,18 +119,19 @@ class Sender:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (gauging := self._gaugings.get(key) or self._unsure.get(key)) is not None:
+        if (gauging := self._gaugings.get(key)) is not None:
             gauging.cancelled(link, failure)
             return
         if (outgoing := self._transfers.get(key)) is not None:
             outgoing.link = link
             outgoing.cancelled(failure)
             return
-        if (outgoing := self._doubtful.get(key)) is not None:
-            outgoing.unread_at_last()
-            if outgoing.in_doubt:
-                link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=outgoing.machine.failure))
-                return
+        if (doubt := self._doubtful.find(*key)) is not None and doubt.reader is not None:
+            doubt.reader.unread_at_last()
+            doubt = self._doubtful.find(*key)
+        if doubt is not None:
+            link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.failure))
+            return
         link.send(_terminal(message.transfer, failure))
 
     def abandon(self, link: Link, message: Abandon) -> None:
@@ -167,18 +163,15 @@ class Sender:
     def probe(self, link: Link, message: Probe) -> None:
         """A decode rank lends memory, so that the lane to it can be measured (if nothing else moves there now) or seen.
 
-        One lane at a time, and none over which a write of the last measurement may still be under way. Only trusted
-        peers: for others the choice that is measured for is not open.
+        One lane at a time. Only trusted peers: for others the choice that is measured for is not open.
         """
         who = link.peer.identity
-        key = (who.incarnation, message.transfer)
-        if key in self._transfers or key in self._gaugings or key in self._unsure:
-            raise ProtocolError(f"transfer {message.transfer} is under way already", peer=link.peer.name)
+        key = self._fresh(link, message.transfer)
         moving = (to for to, outgoing in self._transfers.items() if outgoing.machine.state is not SendState.PARKED)
         timed = not message.nonce
         busy = bool(self._gaugings) or (timed and any(incarnation == who.incarnation for incarnation, _ in moving))
-        busy |= len(self._unsure) >= _UNSURE or any(incarnation == who.incarnation for incarnation, _ in self._unsure)
-        if busy or self._site.draining or not link.trusted or self._site.sending is None:
+        unable = self._site.draining or not link.trusted or self._site.sending is None
+        if busy or unable or not self._places.take(who.incarnation):
             failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
             link.send(_terminal(message.transfer, failure))
             return
@@ -189,9 +182,14 @@ class Sender:
         """A decode rank is there (again), and may still read what it was announced before."""
         incarnation = link.peer.identity.incarnation
         self._here[incarnation] = link
-        for (reader, _), outgoing in self._doubtful.items():
-            if reader == incarnation:
-                outgoing.help_to_read()
+        self._doubtful.renewed(link)
+        for doubt in self._doubtful.of(incarnation):
+            if doubt.reader is not None:
+                doubt.reader.help_to_read()
+
+    def renewed(self, link: Link) -> None:
+        """A decode rank has made its agent anew."""
+        self._doubtful.renewed(link)
 
     def check(self, link: Link, message: Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
@@ -212,6 +210,8 @@ class Sender:
         for outgoing in list(self._transfers.values()):
             if outgoing.link is link:
                 outgoing.stop(failure)
+        if incarnation not in self._here:
+            self._doubtful.lost(incarnation)
 
     def refuse_parked(self) -> None:
         """No new offer will come: whoever waits for one had better go elsewhere at once."""
@@ -279,37 +279,40 @@ class Sender:
             gauging.stop(Failure(Status.CANCELLED, Code.TOO_MANY, "the memory is needed"))
 
     def _gauged(self, gauging: Gauging) -> None:
-        key = (gauging.peer.identity.incarnation, gauging.transfer)
-        del self._gaugings[key]
+        who = gauging.peer.identity.incarnation
+        del self._gaugings[who, gauging.transfer]
         if gauging.in_doubt:
-            self._unsure[key] = gauging
-            self._site.processes.when_gone(gauging.peer, partial(self._forget_gauging, key))
-
-    def _forget_gauging(self, key: tuple[bytes, int]) -> None:
-        """Nobody is left who could ask what became of it."""
-        self._unsure.pop(key, None)
+            self._doubtful.keep(gauging.link, gauging.transfer, gauging.failure, here=who in self._here)
+        else:
+            self._places.give(who)
 
     def _ended(self, outgoing: Outgoing) -> None:
-        key = (outgoing.peer.identity.incarnation, outgoing.machine.transfer)
+        who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer
         if outgoing.offer is None:
             ticket = outgoing.machine.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), outgoing)
         if outgoing.in_doubt:
-            del self._transfers[key]
-            self._doubtful[key] = outgoing
-            self._watched[key] = self._site.processes.when_gone(outgoing.peer, partial(self._forget, key))
-            if key[0] in self._here:
+            del self._transfers[who, transfer]
+            reader = outgoing if outgoing.machine.route is Route.PULL else None
+            failure, here = outgoing.machine.failure, who in self._here
+            self._doubtful.keep(outgoing.link, transfer, failure, here=here, reader=reader)
+            if here:
                 outgoing.help_to_read()
-        elif self._transfers.pop(key, None) is not None:
-            self._places.give(key[0])
+        elif self._transfers.pop((who, transfer), None) is not None:
+            self._places.give(who)
         else:
-            self._forget(key)
+            self._doubtful.forget(who, transfer)
 
-    def _forget(self, key: tuple[bytes, int]) -> None:
-        """Nothing of a transfer is in doubt any more, or nobody is left who could ask what became of it."""
-        if self._doubtful.pop(key, None) is not None:
-            self._watched.pop(key)()
-            self._places.give(key[0])
+    def _fresh(self, link: Link, transfer: int) -> tuple[bytes, int]:
+        """By what is known what begins under a number.
+
+        Raises:
+            ProtocolError: If the number stands for something else that is under way, or in doubt.
+        """
+        key = (link.peer.identity.incarnation, transfer)
+        if key in self._transfers or key in self._gaugings or self._doubtful.find(*key) is not None:
+            raise ProtocolError(f"transfer {transfer} is under way already", peer=link.peer.name)
+        return key
 
 
 _REASONS: Final = {

@@ -414,7 +414,7 @@ class Worker:
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        site = self._open
+        site, (sender, receiver) = self._open, self._roles
         site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in list(self._links):
@@ -424,10 +424,7 @@ class Worker:
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
-        if link.role is Role.CLIENT:
-            self._roles[1].opened(link)
-        else:
-            self._roles[0].opened(link)
+        (receiver if link.role is Role.CLIENT else sender).opened(link)
         if link.outdated(site.body[link.trusted]) and self._rebuilding is not None:
             self._rebuilding.tell(link)
 
@@ -453,7 +450,9 @@ class Worker:
         if isinstance(message, Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, Renewed):
+            link.renewals = max(link.renewals, message.renewals)
             self._open.lanes.renewed(link.peer, message.renewals, message.metadata)
+            sender.renewed(link)
             receiver.renewed(link)
         elif link.role is Role.SERVER:
             sender.handle(link, message)

@@ -226,6 +226,30 @@ async def test_many_lanes_are_looked_into_one_after_the_other(stage, tap):
     await quiet(decode, *peers)
 
 
+async def test_a_look_that_ends_in_doubt_keeps_nobody_else_from_one(stage, tap, monkeypatch):
+    """As when the decode rank dies in the midst of it."""
+    source, target = Cache(), Cache()
+    prefill = await stage.worker("prefill", source, route="staged")
+    other = await stage.worker("other", target, route="staged")
+    decode = await stage.worker("decode", target, route="staged")
+    show = Gauging._show
+
+    async def shown(gauging, extent, nonce):
+        stage.network.break_next("other", disconnected=True)
+        await show(gauging, extent, nonce)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gauging, "_show", shown)
+        await moved(prefill, other, source, target, "first")
+        await eventually(lambda: prefill._sender._doubtful)
+    assert len(prefill._sender._places) == 1, "of one that is connected it counts"
+    await other.aclose(drain=False)
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode)
+    assert (len(prefill._sender._doubtful), len(prefill._sender._places)) == (1, 0)
+
+
 @pytest.mark.usefixtures("no_locks")
 async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeypatch):
     monkeypatch.setattr(Gauging, "begin", lambda self: None)

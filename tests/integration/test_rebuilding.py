@@ -223,6 +223,35 @@ async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_ag
     await quiet(prefill, decode)
 
 
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_writes_in_doubt_to_an_agent_that_is_no_more_keep_no_place(stage, source, target, hosts, route):
+    """The peer lives, and nothing else would ever tell its prefill rank that they do not land."""
+    prefill, decode = await stage.pair(source, target, route=route, max_transfers=2, **TIMES)
+    for number in range(3):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        stage.network.break_next("decode", disconnected=True)
+        with pytest.raises(KvxferError, match="was told to break"):
+            await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=TOKENS, timeout=5)
+        await eventually(lambda: not prefill._sender._doubtful)
+        assert decode.describe()["agent"]["rebuilt"] == number + 1
+    await brings(prefill, decode, source, target, "after")
+    await quiet(prefill, decode)
+    assert len(prefill._sender._places) == 0
+
+
+async def test_those_to_one_on_this_host_are_remembered_whatever_it_says(stage, source, target, no_locks):
+    """It may be written without an agent on its side."""
+    prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.break_next("decode", disconnected=True)
+    with pytest.raises(KvxferError, match="was told to break"):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"])
+    await brings(prefill, decode, source, target, "after")
+    assert len(prefill._sender._doubtful) == len(prefill._sender._places) == 1
+
+
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
     worker = await stage.worker("w", target, heartbeat=1.0, peer_timeout=50.0, revoke_timeout=20.0)
     site, armed = worker._site, []

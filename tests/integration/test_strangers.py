@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from stage import Cache, eventually
 
-from kvxfer import Code, RefusedError, UnreachableError
+from kvxfer import Code, ProtocolError, RefusedError, UnreachableError, remembered
 from kvxfer.limits import MAX_WORLD
 from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import Fetch, Refuse, Route
+from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 
 MANY = 3000
 
@@ -23,6 +23,7 @@ class Stranger:
     """A link to a peer as it was met once, now of another incarnation and engine."""
 
     trusted = is_open = True
+    renewals = 0
 
     def __init__(self, peer, number):
         name = number.to_bytes(16, "big")
@@ -67,8 +68,30 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     assert (len(sender._doubtful), len(sender._places), len(processes), refused) == (64, 64, 64, MANY - 64)
     for process in processes.values():
         process.set_result(None)
-    await eventually(lambda: not sender._doubtful)
-    assert (len(sender._places), sender._watched) == (0, {})
+    await eventually(lambda: not sender._doubtful and not len(sender._places))
+
+
+async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_and_its_numbers_are_kept(
+    stage, monkeypatch
+):
+    """Whether a peer on another host will ever come back, and ask, cannot be known."""
+    prefill, _, peer = await met(stage, max_transfers=64)
+    sender, ref = prefill._sender, prefill._site.issuer.ref("r", 0)
+    monkeypatch.setattr(Outgoing, "in_doubt", True)
+    monkeypatch.setattr(remembered, "_MOST", 1000)
+    links = [Stranger(peer, number) for number in range(MANY)]
+    for number, link in enumerate(links):
+        sender.opened(link)
+        sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
+        sender.lost(link)
+    assert [link.refused for link in links] == [False] * 1064 + [True] * (MANY - 1064)
+    assert (len(sender._doubtful), len(sender._places)) == (1064, 64)
+    for number in (0, 1063, 1064):
+        sender.cancel(links[number], Cancel(number))
+    said = [links[number].heard[-1].status for number in (0, 1063, 1064)]
+    assert said == [Status.IN_DOUBT, Status.IN_DOUBT, Status.CANCELLED]
+    with pytest.raises(ProtocolError, match="under way already"):
+        sender.fetch(links[0], Fetch(0, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
 
 
 async def test_admission_in_place_is_kept_of_a_lost_peer_while_it_is_in_doubt(stage):

@@ -114,7 +114,7 @@ def forgotten_doubts(patch):
 
     def forget(sender, outgoing):
         ended(sender, outgoing)
-        sender._doubtful.clear()
+        sender._doubtful._doubts.clear()
 
     patch.setattr(Sender, "_ended", forget)
 

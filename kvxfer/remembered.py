@@ -1,0 +1,120 @@
+"""What is over at a prefill rank and may still move: its decode rank may come back and ask, so it is not forgotten.
+
+Forgotten it is when the peer's process has ended; when the peer, on another host, has made its agent anew, so that
+nothing lands any more which was posted to the old one; and on `pull` when the peer has said that it reads nothing.
+Until then it keeps its place among the transfers. Of a peer whose process cannot be watched that is so only while it is
+connected: it may never come back, and its places would be lost to everybody. Of its writes the numbers are kept.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvxfer.link import Link
+from kvxfer.mapped import elsewhere
+from kvxfer.outgoing import Outgoing
+from kvxfer.protocol.sending import Failure
+from kvxfer.quota import Quota
+from kvxfer.site import Callback, Site, no_hold
+
+__all__ = ["Doubt", "Remembered"]
+
+_MOST: Final = 1 << 14
+"""Numbers that are kept without a place at most, of all peers; beyond them places are kept too."""
+
+
+@dataclass(slots=True, eq=False)
+class Doubt:
+    """A transfer, or a measurement, of which something may still move.
+
+    Attributes:
+        failure: Why it ended.
+        renewals: How often the peer's agent had been made anew by then, as far as the peer had said so.
+        reader: Route `pull`: the transfer whose blocks the peer may be reading.
+        watched: Whether the end of the peer's process will be seen.
+        placed: Whether it has a place.
+        unwatch: Ends the watch over the peer's process.
+    """
+
+    failure: Failure | None
+    renewals: int
+    reader: Outgoing | None
+    watched: bool
+    placed: bool = True
+    unwatch: Callback = no_hold
+
+
+class Remembered:
+    """The books of them.
+
+    Args:
+        site: The worker.
+        places: Of transfers; whatever is remembered comes with one.
+    """
+
+    def __init__(self, site: Site, places: Quota) -> None:
+        self._site: Final = site
+        self._places: Final = places
+        self._doubts: dict[bytes, dict[int, Doubt]] = {}
+        self._unplaced = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._doubts.values()))
+
+    def keep(
+        self, link: Link, transfer: int, failure: Failure | None, *, here: bool, reader: Outgoing | None = None
+    ) -> None:
+        """Something has ended in doubt.
+
+        Args:
+            link: The last control stream over which the peer spoke of it.
+            transfer: Its number.
+            failure: As of a `Doubt`.
+            here: Whether the peer is connected.
+            reader: As of a `Doubt`.
+        """
+        who, processes = link.peer.identity.incarnation, self._site.processes
+        doubt = Doubt(failure, link.renewals, reader, processes.ended(link.peer) is not None)
+        self._doubts.setdefault(who, {})[transfer] = doubt
+        doubt.unwatch = processes.when_gone(link.peer, partial(self.forget, who, transfer))
+        if not here:
+            self.lost(who)
+
+    def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
+        """What is remembered of a transfer."""
+        return self._doubts.get(incarnation, {}).get(transfer)
+
+    def of(self, incarnation: bytes) -> list[Doubt]:
+        """All of a peer's."""
+        return list(self._doubts.get(incarnation, {}).values())
+
+    def lost(self, incarnation: bytes) -> None:
+        """A peer is not connected any more."""
+        for doubt in self.of(incarnation):
+            bound = doubt.watched or doubt.reader is not None
+            if doubt.placed and not bound and self._unplaced < _MOST:
+                doubt.placed = False
+                self._unplaced += 1
+                self._places.give(incarnation)
+
+    def renewed(self, link: Link) -> None:
+        """A peer has said how often its agent was made anew."""
+        who = link.peer.identity.incarnation
+        if elsewhere(link.peer.body.host):
+            for transfer, doubt in list(self._doubts.get(who, {}).items()):
+                if doubt.reader is None and doubt.renewals < link.renewals:
+                    self.forget(who, transfer)
+
+    def forget(self, incarnation: bytes, transfer: int) -> None:
+        """Nothing of a transfer is in doubt any more, or nobody is left who could ask. Harmless if it is not known."""
+        doubts = self._doubts.get(incarnation, {})
+        doubt = doubts.pop(transfer, None)
+        if doubt is None:
+            return
+        if not doubts:
+            del self._doubts[incarnation]
+        doubt.unwatch()
+        if doubt.placed:
+            self._places.give(incarnation)
+        else:
+            self._unplaced -= 1

@@ -51,10 +51,16 @@ class Call:
 
 @dataclass(slots=True)
 class Renewal:
-    """That the agent is to be made anew, as soon as nothing is in flight or `until` has come; says whether it was."""
+    """That the agent is to be made anew, as soon as nothing is in flight or `until` has come; says whether it was.
+
+    It is done though nobody waits for the answer any more, which can therefore not be cancelled.
+    """
 
     until: float
     answer: Future[bool] = field(default_factory=Future[bool])
+
+    def __post_init__(self) -> None:
+        self.answer.set_running_or_notify_cancel()
 
     def refused(self, asked: Future[None]) -> None:
         """The call that asks for it was answered: with an error, if it is not to be."""

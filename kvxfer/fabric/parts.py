@@ -71,9 +71,9 @@ class Limits:
         return replace(self, max_post_bytes=_UNBOUNDED, max_descriptors=descriptors)
 
 
-def restated(error: FabricError, *, in_doubt: bool = False) -> FabricError:
+def restated(error: FabricError, *, disconnected: bool = False, in_doubt: bool = False) -> FabricError:
     """The same error as an object of its own: one that is raised to many would collect all their tracebacks."""
-    again = FabricError(str(error), disconnected=error.disconnected, in_doubt=in_doubt)
+    again = FabricError(str(error), disconnected=error.disconnected or disconnected, in_doubt=in_doubt)
     again.__cause__ = error.__cause__
     return again
 
@@ -303,6 +303,12 @@ class LivePost:
             flight = self._in_flight.popleft()
             self.wire.lost(flight)
             release(flight.handle)
+
+    def cut_off(self) -> None:
+        """The agent that had it under way is no more: it touches no memory of this side."""
+        self.may_linger = False
+        if self._error is not None:
+            self._error = restated(self._error, disconnected=True, in_doubt=True)
 
     def result(self, now: float) -> PostResult:
         """Make the one result, for the caller to deliver. Ends the cell unless bytes may still move.

@@ -411,7 +411,7 @@ class Fabric:
         self._renewal = None
         if done:
             for live in caught:
-                live.may_linger = False
+                live.cut_off()
             for post in self._lingering:
                 if post.operation is Operation.READ:
                     post.cell.end()

@@ -1104,6 +1104,40 @@ def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(operation):
     assert rig.now(rig.fabric.close(1.0)) is True
 
 
+@pytest.mark.parametrize("rest", ["ends", "stands still"])
+def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(rest):
+    """One part failed, and nobody knows how far it went; a flush would have told, but waits, or for the other part."""
+    rig = Rig(max_parts_in_flight=2)
+    rig.network.delay("b", 1)
+    rig.network.break_next("b", lingers=True)
+    if rest == "stands still":
+        rig.network.wedge("b")
+    rig.post(nbytes=2 * PART)
+    rig.step(2)
+    assert rebuilt(rig, 0.0, steps=1)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT, "there, what it wrote may still land"
+    assert result.error is not None
+    assert result.error.disconnected, "here, nothing reads the source any more, and nobody has to wait for that again"
+    assert rig.now(rig.fabric.close(1.0)) is True
+
+
+def test_whoever_waits_for_a_rebuild_may_give_up(caplog):
+    """As a worker that closes does: the agent is made anew all the same, and nothing breaks."""
+    rig = Rig()
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    answer = rig.fabric.rebuild(1.0)
+    rig.step()
+    answer.cancel()
+    rig.runtime.time += 2.0
+    rig.step()
+    assert rig.transport.name == "a.1"
+    assert rig.now(rig.fabric.metadata([rig.token]))
+    assert "fabric_broken" not in caplog.text
+
+
 def test_an_agent_that_cannot_be_destroyed_stays_as_it_is(monkeypatch):
     rig = Rig(no_progress_timeout=0.5)
     rig.network.wedge("b")

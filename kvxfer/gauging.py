@@ -112,6 +112,7 @@ class Gauging:
         self._site: Final = site
         self._probe: Final = probe
         self._ended: Final = ended
+        self._renewals: Final = link.renewals
         self._until: Final = site.now() + probe.lease_ms / 1000
         self._theirs: Final = self.peer.body.staging[0] if self.peer.body.staging else MemorySpan("", 0, 0, 0)
         self._cell: Cell | None = None  # of the last write
@@ -174,7 +175,7 @@ class Gauging:
 
     async def _connected(self) -> str:
         self._release = self._site.lanes.hold(self.peer)
-        return await asyncio.shield(self._site.lanes.connect(self.peer))
+        return await asyncio.shield(self._site.lanes.connect(self.peer, self._renewals))
 
     async def _show(self, extent: Extent, nonce: bytes) -> None:
         """Write what the decode rank looks for: few bytes, then many."""

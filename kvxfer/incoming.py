@@ -328,7 +328,7 @@ class Incoming(Steps):
             chunk, until, generation = self._queue.popleft()
             if self.route is Route.PULL:
                 passage = site.keys.passage(self.peer, generation)
-                begun: Landing | Reading = Reading(self, chunk, Cell(until, passage))
+                begun: Landing | Reading = Reading(self, chunk, Cell(until, passage), self.link.renewals)
             elif self.route is Route.STAGED:
                 begun = Landing(self, chunk, site.receive_desk, staged=True)
             else:

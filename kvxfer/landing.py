@@ -257,12 +257,14 @@ class Reading:
         host: Its transfer.
         chunk: Its number.
         cell: Decides whether the read is posted.
+        renewals: How often the prefill rank had made its agent anew when it announced the chunk.
     """
 
-    def __init__(self, host: Host, chunk: int, cell: Cell) -> None:
+    def __init__(self, host: Host, chunk: int, cell: Cell, renewals: int) -> None:
         self._host: Final = host
         self._chunk: Final = chunk
         self._cell: Final = cell
+        self._renewals: Final = renewals
         self._pieces: Pieces | None = None
         self._posted = False
         self._release: Callable[[], None] = no_hold
@@ -307,7 +309,7 @@ class Reading:
         site, peer = self._host.site, self._host.peer
         if writable:
             self._release = site.lanes.hold(peer)
-            self._host.when(site.lanes.connect(peer), self._read)
+            self._host.when(site.lanes.connect(peer, self._renewals), self._read)
 
     def _read(self, lane: str) -> None:
         host, pieces, chunk = self._host, self._pieces, self._chunk

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.errors import FabricError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
 
@@ -74,12 +75,22 @@ class Lanes:
 
         return once(leave)
 
-    def connect(self, peer: PeerInfo) -> "asyncio.Future[str]":
+    def connect(self, peer: PeerInfo, renewals: int) -> "asyncio.Future[str]":
         """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.
 
         The future fails with `FabricError` if the transport refuses the peer's metadata.
+
+        Args:
+            peer: Which.
+            renewals: How often it had made its agent anew by its own word, on the stream on which it granted what is to
+                be moved.
+
+        Raises:
+            FabricError: If it has done so since, by what it said elsewhere: it counts on the old agent's end.
         """
         lane = self._of(peer)
+        if lane.renewals > renewals:
+            raise FabricError(f"{peer.name} has made its agent anew since this was granted: try again")
         name = lane.name
         if name is None:
             name = lane.name = asyncio.wrap_future(self._fabric.connect(lane.metadata))

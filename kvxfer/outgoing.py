@@ -234,7 +234,7 @@ class Outgoing(Steps):
         """Move chunks that were granted."""
         make = SHIPMENTS[self.machine.route]
         for grant in grants:
-            terms = Terms(until, self._events(bound, grant.chunk), generation)
+            terms = Terms(until, self._events(bound, grant.chunk), generation, self.link.renewals)
             shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
             self._shipments[grant.chunk] = shipment
             shipment.run(shipment.begin)

@@ -58,11 +58,13 @@ class Terms:
         until: When the grant's lease ends; nothing is posted later.
         after: The blocks may be read when this has fired.
         generation: As granted, for gates.
+        renewals: How often the decode rank had made its agent anew by then.
     """
 
     until: float
     after: Event
     generation: int = 0
+    renewals: int = 0
 
 
 class Shipment(Steps):
@@ -178,7 +180,7 @@ class _OverFabric(Shipment):
 
     def prepare(self, part: ChunkPlan) -> None:
         """Connect."""
-        self.when(self.site.lanes.connect(self.peer), partial(self._connected, part))
+        self.when(self.site.lanes.connect(self.peer, self.terms.renewals), partial(self._connected, part))
 
     def _connected(self, part: ChunkPlan, lane: str) -> None:
         self._lane = lane

@@ -9,10 +9,11 @@ import math
 import pytest
 from stage import Cache, Copied, eventually, quiet
 
-from kvxfer import KvxferError, MemoryInDoubt, Released, assembly, rebuilding
+from kvxfer import KvxferError, MemoryInDoubt, Released, UnreachableError, assembly, rebuilding
 from kvxfer.link import Link
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
+from kvxfer.shipment import StagedShipment
 
 TOKENS = range(8)
 TIMES = {"heartbeat": 0.1, "peer_timeout": 0.4, "revoke_timeout": 2.0, "handshake_timeout": 1.0}
@@ -250,6 +251,41 @@ async def test_those_to_one_on_this_host_are_remembered_whatever_it_says(stage, 
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, source, target, "after")
     assert len(prefill._sender._doubtful) == len(prefill._sender._places) == 1
+
+
+async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_another_stream_tells(
+    stage, source, target, hosts, monkeypatch
+):
+    """One stream is dead for the decode rank alone; the other one, of fetches the other way, is well."""
+    slow = {**TIMES, "peer_timeout": 20.0}
+    prefill, decode = await stage.pair(source, target, route="staged", prefill=slow, decode=TIMES)
+    await brings(prefill, decode, source, target, "there")
+    await brings(decode, prefill, target, source, "and back")
+    late = []
+    monkeypatch.setattr(StagedShipment, "prepare", lambda *planned: late.append(planned))  # a large plan, in a thread
+    prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: late)
+    monkeypatch.undo()
+
+    async def away(endpoint, epoch):
+        raise UnreachableError("nobody answers there", peer=endpoint)
+
+    monkeypatch.setattr(decode._peers, "link", away)
+    (link,) = (link for link in decode._links if link.role is Role.CLIENT)
+    stream, link._transport = link._transport, None
+    link.connection_lost(None)
+    with pytest.raises(KvxferError):
+        await transfer
+    share = decode._site.receive_desk.share
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not share.quarantined_bytes())
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    moved = len(stage.network.log)
+    for shipment, part in late:
+        shipment.run(shipment.prepare, part)
+    await eventually(lambda: not prefill.describe()["sending"])
+    assert len(stage.network.log) == moved, "memory that is somebody else's by now was written"
+    stream.abort()
 
 
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):

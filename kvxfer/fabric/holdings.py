@@ -26,9 +26,10 @@ class _Registered:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """How a peer is reached, and whether the present agent was told."""
+    """How a peer is reached, by how many who said so, and whether the present agent was told."""
 
     metadata: list[bytes]
+    users: int = 0
     told: bool = True
 
 
@@ -68,9 +69,17 @@ class Holdings:
         """Learn about a peer, or about more of its memory; returns its name."""
         name = self._transport.connect(metadata)
         peer = self._peers.setdefault(name, _Peer([]))
+        peer.users += 1
         if metadata not in peer.metadata:
             peer.metadata.append(metadata)
         return name
+
+    def leave(self, name: str) -> bool:
+        """Undo one `connect`. True if it was the last that is not undone: then `disconnect`."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.users -= 1
+        return peer is not None and not peer.users
 
     def disconnect(self, name: str) -> None:
         """Forget a peer that is known."""

@@ -150,7 +150,7 @@ class Fabric:
         return self._submit(lambda: self._holdings.metadata(tokens))
 
     def connect(self, metadata: bytes) -> Future[str]:
-        """Learn about a peer, or about more of its memory; returns its name."""
+        """Learn about a peer, or about more of its memory; returns its name, for posts and for one `disconnect`."""
 
         def run() -> str:
             peer = self._holdings.connect(metadata)
@@ -160,16 +160,18 @@ class Fabric:
         return self._submit(run)
 
     def disconnect(self, peer: str) -> Future[None]:
-        """Forget a peer; harmless if it is not known. This is no fence.
+        """Undo one `connect`, and with the last forget the peer; harmless if it is not known. This is no fence.
+
+        Whoever lies about how it is reached cannot have others forgotten so.
 
         Posts to it that have nothing in flight end as `FAILED`, the others as `IN_DOUBT`: wait for them first.
         """
 
         def run() -> None:
-            error = FabricError(f"{peer} was disconnected while the post was under way")
-            for live in self._posts.of(peer):
-                live.give_up(error, self._release)
-            if peer in self._peers:
+            if self._holdings.leave(peer):
+                error = FabricError(f"{peer} was disconnected while the post was under way")
+                for live in self._posts.of(peer):
+                    live.give_up(error, self._release)
                 del self._peers[peer]
                 self._holdings.disconnect(peer)
 

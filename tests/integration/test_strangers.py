@@ -5,15 +5,18 @@
 import asyncio
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from stage import Cache, eventually
+from msgspec import structs
+from stage import Cache, Copied, eventually
 
-from kvxfer import Code, ProtocolError, RefusedError, UnreachableError, remembered
+from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError, remembered
 from kvxfer.limits import MAX_WORLD
 from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
+from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 
 MANY = 3000
@@ -92,6 +95,34 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
     assert said == [Status.IN_DOUBT, Status.IN_DOUBT, Status.CANCELLED]
     with pytest.raises(ProtocolError, match="under way already"):
         sender.fetch(links[0], Fetch(0, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
+
+
+async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(stage):
+    """Whoever has met a rank knows how it is reached."""
+    source, target = Cache(), Cache()
+    prefill = await stage.worker("prefill", source, route="staged")
+    honest = await stage.worker("honest", target, route="staged")
+    liar = await stage.worker("liar", Cache(), route="staged")
+    told = decode_body(honest._site.body[True]).metadata
+    for trusted, body in liar._site.body.items():
+        liar._site.body[trusted] = encode_body(structs.replace(decode_body(body), metadata=told))
+    for number, (worker, fails) in enumerate([(honest, False), (liar, True)]):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        fetch = worker.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8), timeout=5)
+        with pytest.raises(TransferFailedError, match="outside of what honest") if fails else nullcontext():
+            await fetch
+    stage.network.hold("honest")
+    prefill.offer("r", [1, 2], tokens=8)
+    copied = Copied(target).bring(source, [1, 2], [5, 6], range(8))
+    transfer = honest.start_fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8))
+    await eventually(lambda: stage.network.held("honest"))
+    await liar.aclose(drain=False)
+    await eventually(lambda: len(prefill._site.lanes) == 1)
+    stage.network.release("honest")
+    await transfer
+    copied.check()
+    await honest.aclose(drain=False)
+    await eventually(lambda: not prefill._site.fabric._peers)
 
 
 async def test_admission_in_place_is_kept_of_a_lost_peer_while_it_is_in_doubt(stage):

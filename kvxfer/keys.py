@@ -1,5 +1,6 @@
 """The gates of peers on this host, opened once per incarnation: what leads into their memory."""
 
+from itertools import chain
 from typing import Final
 
 from kvxfer.errors import FabricError
@@ -33,7 +34,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, Key | None] = {}
-        self._late: dict[bytes, Key] = {}  # of peers that were forgotten with something of this rank inside
+        self._late: dict[bytes, list[Key]] = {}  # of peers that were forgotten with something of this rank inside
 
     def __len__(self) -> int:
         return sum(key is not None for key in self._keys.values())
@@ -86,20 +87,20 @@ class Keys:
         if key is None:
             return False
         key.close()
-        self._late = {which: late for which, late in self._late.items() if late.is_open}
-        if key.is_open:
-            self._late[incarnation] = key
+        late = {which: [one for one in keys if one.is_open] for which, keys in self._late.items()}
+        self._late = {which: keys for which, keys in late.items() if keys}
+        if key.is_open:  # one a session, each with what was begun in it
+            self._late.setdefault(incarnation, []).append(key)
         return key.is_open
 
     def abandon(self, peer: PeerInfo) -> None:
         """The process of a forgotten peer has ended: nobody is left whose memory its gates would guard."""
-        late = self._late.pop(peer.identity.incarnation, None)
-        if late is not None:
+        for late in self._late.pop(peer.identity.incarnation, ()):
             late.close(forced=True)
 
     def close(self, *, forced: bool) -> None:
         """Close all of them, each when nothing of this rank is inside; or at once, if nothing of it moves any more."""
-        for key in [*self._keys.values(), *self._late.values()]:
+        for key in [*self._keys.values(), *chain.from_iterable(self._late.values())]:
             if key is not None:
                 key.close(forced=forced)
         self._keys.clear()

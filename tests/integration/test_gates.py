@@ -13,6 +13,7 @@ from wire import play
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
 from kvxfer.gates import GATES, SHARED_GATE, Gates
+from kvxfer.keys import Keys
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.protocol.messages import Accept, Fetch, Probe, Reserve, Want
 
@@ -429,6 +430,28 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
     await eventually(lambda: not decode._receiver._incoming)
     assert decode._site.gates.allot() == SHARED_GATE + 1
     await eventually(lambda: not decode._site.tasks)
+
+
+@pytest.mark.parametrize("end", ["the process", "closing"])
+async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_somebody_inside(stage, end):
+    """Each session opens its gates anew, and what is inside keeps those of before."""
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
+    prefill.offer("r", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    (link,) = prefill._links
+    keys, opened = Keys(), []
+    for number in range(1, 4):
+        keys.met(link.peer)
+        opened.append(keys._keys[link.peer.identity.incarnation])
+        passage = keys.passage(link.peer, decode._site.gates.granted(number))
+        assert passage.enter()
+        assert keys.forget(link.peer)
+    assert all(key.is_open for key in opened)
+    if end == "closing":
+        keys.close(forced=True)
+    else:
+        keys.abandon(link.peer)
+    assert not any(key.is_open for key in opened)
 
 
 class Broken:

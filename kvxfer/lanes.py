@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvxfer.errors import FabricError
+from kvxfer.errors import FabricError, ProtocolError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
 
 __all__ = ["Lanes", "once"]
+
+_MOST_OLD: Final = 16
+"""Agents of a peer's past that are known at most."""
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:
@@ -34,16 +37,16 @@ class _Lane:
         renewals: How often the peer had made its agent anew when it said `metadata`.
         metadata: How its agent is reached.
         name: That agent's name in the fabric.
-        old: Names of those before it, until nothing is posted.
-        users: How many posts need it.
+        old: Names of those before it, each with the users that there were then: until none of these is left.
+        users: Whoever posts to it, or is about to.
         wanted: Whether a link still leads to the peer.
     """
 
     renewals: int
     metadata: bytes
     name: "asyncio.Future[str] | None" = None
-    old: "list[asyncio.Future[str]]" = field(default_factory=list)
-    users: int = 0
+    old: "list[tuple[asyncio.Future[str], set[object]]]" = field(default_factory=list)
+    users: set[object] = field(default_factory=set[object])
     wanted: bool = True
 
 
@@ -66,11 +69,12 @@ class Lanes:
 
         Disconnecting gives up whatever is posted, and a post that was given up is in doubt.
         """
-        key, lane = peer.identity.incarnation, self._of(peer)
-        lane.users += 1
+        key, lane, user = peer.identity.incarnation, self._of(peer), object()
+        lane.users.add(user)
 
         def leave() -> None:
-            lane.users -= 1
+            for users in (lane.users, *(users for _, users in lane.old)):
+                users.discard(user)
             self._prune(key, lane)
 
         return once(leave)
@@ -104,12 +108,18 @@ class Lanes:
             lane.wanted = True
 
     def renewed(self, peer: PeerInfo, renewals: int, metadata: bytes) -> None:
-        """A peer says how it is reached now; of no effect if it said so before, or something later."""
+        """A peer says how it is reached now; of no effect if it said so before, or something later.
+
+        Raises:
+            ProtocolError: If it did so too often while one transfer lasted: what is known of its agents would pile up.
+        """
         lane = self._of(peer)
         if renewals > lane.renewals:
+            if len(lane.old) >= _MOST_OLD:
+                raise ProtocolError(f"it has made its agent anew {len(lane.old)} times while one transfer lasted")
             lane.renewals, lane.metadata = renewals, metadata
             if lane.name is not None:
-                lane.old.append(lane.name)
+                lane.old.append((lane.name, set(lane.users)))
                 lane.name = None
             self._prune(peer.identity.incarnation, lane)
 
@@ -137,18 +147,18 @@ class Lanes:
             lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
-        if lane.users or self._lanes.get(key) is not lane:
+        if self._lanes.get(key) is not lane:
             return
-        gone = list(lane.old)
-        if not lane.wanted and lane.name is not None:
-            gone.append(lane.name)
+        over = not lane.wanted and not lane.users
+        gone = [name for name, users in lane.old if not users]
+        gone += [lane.name] if over and lane.name is not None else []
         for name in gone:
             if not name.done():
                 # who comes back meanwhile must find it here: a second connection would be cut by the end of the first
                 name.add_done_callback(lambda _: self._prune(key, lane))
                 return
-        lane.old.clear()
-        if not lane.wanted:
+        lane.old = [(name, users) for name, users in lane.old if users]
+        if over:
             del self._lanes[key]
         for name in gone:
             if not name.cancelled() and name.exception() is None:

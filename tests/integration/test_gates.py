@@ -444,6 +444,7 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
         keys.met(link.peer)
         opened.append(keys._keys[link.peer.identity.incarnation])
         passage = keys.passage(link.peer, decode._site.gates.granted(number))
+        assert passage is not None
         assert passage.enter()
         assert keys.forget(link.peer)
     assert all(key.is_open for key in opened)

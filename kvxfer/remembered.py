@@ -40,7 +40,7 @@ class Doubt:
     renewals: int
     reader: Outgoing | None
     watched: bool
-    placed: bool = True
+    placed: bool
     unwatch: Callback = no_hold
 
 
@@ -49,7 +49,7 @@ class Remembered:
 
     Args:
         site: The worker.
-        places: Of transfers; whatever is remembered comes with one.
+        places: Of transfers.
     """
 
     def __init__(self, site: Site, places: Quota) -> None:
@@ -61,8 +61,20 @@ class Remembered:
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
 
+    @property
+    def full(self) -> bool:
+        """Whether no more can be kept without a place."""
+        return self._unplaced >= _MOST
+
     def keep(
-        self, link: Link, transfer: int, failure: Failure | None, *, here: bool, reader: Outgoing | None = None
+        self,
+        link: Link,
+        transfer: int,
+        failure: Failure | None,
+        *,
+        here: bool,
+        placed: bool = True,
+        reader: Outgoing | None = None,
     ) -> None:
         """Something has ended in doubt.
 
@@ -71,10 +83,12 @@ class Remembered:
             transfer: Its number.
             failure: As of a `Doubt`.
             here: Whether the peer is connected.
+            placed: Whether it comes with a place.
             reader: As of a `Doubt`.
         """
         who, processes = link.peer.identity.incarnation, self._site.processes
-        doubt = Doubt(failure, link.renewals, reader, processes.ended(link.peer) is not None)
+        doubt = Doubt(failure, link.renewals, reader, processes.ended(link.peer) is not None, placed)
+        self._unplaced += not placed
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_gone(link.peer, partial(self.forget, who, transfer))
         if not here:
@@ -92,7 +106,7 @@ class Remembered:
         """A peer is not connected any more."""
         for doubt in self.of(incarnation):
             bound = doubt.watched or doubt.reader is not None
-            if doubt.placed and not bound and self._unplaced < _MOST:
+            if doubt.placed and not bound and not self.full:
                 doubt.placed = False
                 self._unplaced += 1
                 self._places.give(incarnation)

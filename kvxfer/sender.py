@@ -171,7 +171,7 @@ class Sender:
         timed = not message.nonce
         busy = bool(self._gaugings) or (timed and any(incarnation == who.incarnation for incarnation, _ in moving))
         unable = self._site.draining or not link.trusted or self._site.sending is None
-        if busy or unable or not self._places.take(who.incarnation):
+        if busy or unable or self._doubtful.full:
             failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
             link.send(_terminal(message.transfer, failure))
             return
@@ -282,9 +282,8 @@ class Sender:
         who = gauging.peer.identity.incarnation
         del self._gaugings[who, gauging.transfer]
         if gauging.in_doubt:
-            self._doubtful.keep(gauging.link, gauging.transfer, gauging.failure, here=who in self._here)
-        else:
-            self._places.give(who)
+            here, placed = who in self._here, self._places.take(who)
+            self._doubtful.keep(gauging.link, gauging.transfer, gauging.failure, here=here, placed=placed)
 
     def _ended(self, outgoing: Outgoing) -> None:
         who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer

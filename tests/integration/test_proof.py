@@ -226,10 +226,11 @@ async def test_many_lanes_are_looked_into_one_after_the_other(stage, tap):
     await quiet(decode, *peers)
 
 
-async def test_a_look_that_ends_in_doubt_keeps_nobody_else_from_one(stage, tap, monkeypatch):
+@pytest.mark.parametrize("places", [1, 64])
+async def test_a_look_that_ends_in_doubt_keeps_nobody_else_from_one(stage, tap, monkeypatch, places):
     """As when the decode rank dies in the midst of it."""
     source, target = Cache(), Cache()
-    prefill = await stage.worker("prefill", source, route="staged")
+    prefill = await stage.worker("prefill", source, route="staged", max_transfers=places)
     other = await stage.worker("other", target, route="staged")
     decode = await stage.worker("decode", target, route="staged")
     show = Gauging._show

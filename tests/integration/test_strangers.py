@@ -71,7 +71,8 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     assert (len(sender._doubtful), len(sender._places), len(processes), refused) == (64, 64, 64, MANY - 64)
     for process in processes.values():
         process.set_result(None)
-    await eventually(lambda: not sender._doubtful and not len(sender._places))
+    await eventually(lambda: not sender._doubtful)
+    assert len(sender._places) == 0
 
 
 async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_and_its_numbers_are_kept(

@@ -242,7 +242,6 @@ class Fabric:
             then nothing has changed, but for posts that were given up. The future cannot be cancelled.
         """
         renewal = Renewal(self._runtime.now() + timeout)
-        renewal.answer.set_running_or_notify_cancel()
 
         def run() -> None:
             if self._renewal is not None:

@@ -1,6 +1,7 @@
 """The NIXL transport over CPU memory: two agents in one process, and two processes of which one dies."""
 
 import importlib.util
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -110,6 +110,11 @@ class Link(asyncio.Protocol):
         return self._session is not None and self._session.state is State.OPEN
 
     @property
+    def admitted(self) -> bool:
+        """Whether its handshake was begun, rather than turned away or still to be agreed upon by TLS."""
+        return self._session is not None
+
+    @property
     def draining(self) -> bool:
         """Whether the peer has said goodbye."""
         return self._session is not None and self._session.draining

@@ -407,8 +407,8 @@ class Worker:
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        theirs = sum(link.role is Role.SERVER for link in (*self._links, *self._greeting))
-        if role is Role.SERVER and theirs > self.config.max_streams:
+        theirs = sum(link.role is Role.SERVER and link.admitted for link in (*self._links, *self._greeting))
+        if role is Role.SERVER and theirs >= self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
         return greeting(self._open, role, process=process, since=since)
 

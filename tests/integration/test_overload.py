@@ -3,6 +3,8 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections import Counter
 
@@ -202,3 +204,20 @@ def test_events_that_nobody_polls_are_bounded(network, monkeypatch):
         assert len(events) == 2
         worker.offer("r2", [1], tokens=4).withdraw()
         assert worker.poll(5)
+
+
+async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage):
+    """Each was counted before the first of them was let in, so that all were turned away."""
+    prefill = await stage.worker("prefill", Cache(), listen="tcp:127.0.0.1:0", max_streams=3)
+    where = prefill.card.endpoint.removeprefix("tcp:").rpartition(":")
+    with contextlib.ExitStack() as stack:  # connected by the kernel, before the worker has a turn to accept any
+        socks = [stack.enter_context(socket.create_connection((where[0], int(where[2])))) for _ in range(5)]
+        for sock in socks:
+            sock.setblocking(False)
+        said = [asyncio.create_task(asyncio.get_running_loop().sock_recv(sock, 1000)) for sock in socks]
+        await eventually(lambda: sum(one.done() for one in said) == 2)
+        assert all(b"max_streams=3" in one.result() for one in said if one.done())
+        assert sum(link.admitted for link in prefill._greeting) == 3
+        for one in said:
+            one.cancel()
+        await asyncio.wait(said)

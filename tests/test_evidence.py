@@ -128,3 +128,22 @@ def test_a_worker_that_closes_looks_once_more():
     one = Doubt()
     hour(one, empties, found=Revoked.IDLE, inside=1)
     assert one.why == "its gate was empty"
+
+
+@pytest.mark.parametrize(
+    ("kind", "staging", "ends"), [("cpu", "DRAM", True), ("cuda", "DRAM", False), ("cpu", "VRAM", False)]
+)
+def test_who_died_in_a_gate_may_have_left_work_to_a_gpu(kind, staging, ends):
+    doubt = Doubt()
+    doubt.peer.body.staging = [SimpleNamespace(kind=staging)]
+
+    async def scenario(runtime):
+        site = Looked(found=Revoked.DIED)
+        site.geometry.kind = kind
+        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        await asyncio.sleep(10)
+        over()
+        assert await site.lookouts.drain(5)
+
+    simulate(scenario)
+    assert bool(doubt.why) is ends

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from stage import Cache, Copied, Tap, eventually, quiet, taken
 from kvxfer import proving
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
-from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Status
+from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
 from kvxfer.proving import proof_bytes
 
 BLOCKS = list(range(4))
@@ -275,6 +276,20 @@ async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stag
     await eventually(lambda: proved(decode))
     assert len(probes(tap)) == 2
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("gpu", ["here", "there", None])
+async def test_blocks_on_a_gpu_may_go_another_way_than_staging_memory(stage, gpu, monkeypatch):
+    prefill, decode, *_ = await met(stage)
+    link = await decode._peers.link(prefill.card.endpoint, None)
+    site, on_gpu = decode._site, SimpleNamespace(kind="cuda")
+    if gpu == "there":
+        monkeypatch.setattr(site.plans, "geometry", lambda _: on_gpu)
+    elif gpu == "here":
+        monkeypatch.setattr(site, "geometry", on_gpu)
+    found = decode._receiver._lender.prover._routes(link)
+    monkeypatch.undo()
+    assert found == ({Route.STAGED} if gpu else {Route.STAGED, Route.DIRECT})
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

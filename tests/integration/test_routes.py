@@ -135,7 +135,7 @@ async def test_clocks_that_have_nothing_in_common(stage, route, ahead, monkeypat
         monkeypatch.setattr(assembly, "ThreadRuntime", Elsewhen if name == ahead else ThreadRuntime)
         workers[name] = await stage.worker(name, cache, route=route)
     prefill, decode = workers.values()
-    result, ending = await move(prefill, decode, *caches.values(), [1, 2], [2, 3], range(8))
+    result, ending = await move(prefill, decode, caches["prefill"], caches["decode"], [1, 2], [2, 3], range(8))
     (sent,), got = ending.stats, result.stats
     for stats in (sent, got):
         assert 0 < stats.duration < 10

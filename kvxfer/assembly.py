@@ -219,7 +219,7 @@ async def assemble(parts: Assembly) -> Site:
         in_place=in_place,
         mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), incarnation),
         gates=_gates(parts.exports, executor, runtime),
-        processes=Processes(loop),
+        processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,
     )
 

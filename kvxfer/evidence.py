@@ -84,8 +84,8 @@ async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", befo
             if severed(site, exposed.peer):
                 leave = leave or site.rebuilds.want(urgent=exposed.in_doubt)
                 news.append(site.rebuilds.next)
-            elif (gone := site.processes.ended(exposed.peer)) is not None:
-                news.append(gone)
+            elif (ended := site.processes.ended(exposed.peer)) is not None and not ended.done():
+                news.append(ended)
             pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
             await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             delay = min(2 * delay, _SECONDS_MAX)

@@ -1,7 +1,8 @@
 """Processes of peers on this host: whether they are still there, by a descriptor of each (pidfd).
 
 That a process has ended is evidence for whatever it moved by itself: it fires when the last of its threads has left the
-kernel and its descriptors were closed. A child that it has forked keeps its own of the same devices.
+kernel and its descriptors were closed. A child that it has forked has descriptors of the same devices, and what was
+left to a GPU goes on: so the end of a process that has forked is no evidence where a GPU may move the bytes.
 """
 
 import asyncio
@@ -13,18 +14,27 @@ from typing import Final
 from kvxfer.errors import FabricError
 from kvxfer.lanes import once
 from kvxfer.mapped import check_process, unlike
+from kvxfer.mapped.locks import Lineage
 from kvxfer.mapped.memfd import process_of
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.telemetry import logger
 
 __all__ = ["Processes"]
+
+_log: Final = logger("kvxfer.worker")
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One process: its descriptor (-1 once closed), who needs to know of it, and whether a link leads to it."""
+    """One process: its descriptor (-1 once closed), who needs to know of it, and whether a link leads to it.
+
+    `lineage` is there where it matters whether it has forked; `survived` says that something of it may go on.
+    """
 
     descriptor: int
     ended: "asyncio.Future[None]"
+    lineage: Lineage | None
+    survived: bool = False
     users: int = 0
     wanted: bool = True
 
@@ -34,10 +44,12 @@ class Processes:
 
     Args:
         loop: The worker's event loop.
+        gpu: Whether this worker's cache is on a GPU.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, gpu: bool) -> None:
         self._loop: Final = loop
+        self._gpu: Final = gpu
         self._processes: dict[bytes, _Process] = {}
 
     def met(self, peer: PeerInfo) -> None:
@@ -53,11 +65,17 @@ class Processes:
             number = process_of(peer.body.locks)
             if number == os.getpid():
                 return
-            descriptor = os.pidfd_open(number)
+            lineage = Lineage(peer.body.locks) if self._by_gpu(peer) else None
         except (AttributeError, OSError, FabricError):
             return  # without it, only the peer's word and its gates are left
-        process = self._processes[key] = _Process(descriptor, self._loop.create_future())
-        self._loop.add_reader(descriptor, self._has_ended, process)
+        try:
+            descriptor = os.pidfd_open(number)
+        except (AttributeError, OSError):
+            if lineage is not None:
+                lineage.close()
+            return
+        process = self._processes[key] = _Process(descriptor, self._loop.create_future(), lineage)
+        self._loop.add_reader(descriptor, self._has_ended, peer, process)
 
     def hold(self, peer: PeerInfo) -> Callable[[], None]:
         """Keep an eye on a peer's process, whether or not a link leads to it, until the returned function is called."""
@@ -96,9 +114,9 @@ class Processes:
         return withdraw
 
     def gone(self, peer: PeerInfo) -> bool:
-        """Whether the process of a peer is known to have ended. Call it under `hold`."""
-        ended = self.ended(peer)
-        return ended is not None and ended.done()
+        """Whether the process of a peer is known to have ended, and with it all that it moved. Call it under `hold`."""
+        process = self._processes.get(peer.identity.incarnation)
+        return process is not None and process.ended.done() and not process.survived
 
     def ended(self, peer: PeerInfo) -> "asyncio.Future[None] | None":
         """Done once the process of a peer has ended; None if that cannot be known. Call it under `hold`."""
@@ -119,7 +137,14 @@ class Processes:
             self._drop(process)
         self._processes.clear()
 
-    def _has_ended(self, process: _Process) -> None:
+    def _by_gpu(self, peer: PeerInfo) -> bool:
+        """Whether a GPU may move what goes from or to a peer."""
+        return self._gpu or any(span.kind != "DRAM" for span in peer.body.staging)
+
+    def _has_ended(self, peer: PeerInfo, process: _Process) -> None:
+        process.survived = process.lineage is not None and process.lineage.forked
+        if process.survived:
+            _log.warning("process_had_forked", peer=peer.name, reason="a child of it may keep its GPU at work")
         self._drop(process)
         if not process.ended.done():
             process.ended.set_result(None)
@@ -134,3 +159,5 @@ class Processes:
             self._loop.remove_reader(process.descriptor)
             os.close(process.descriptor)
             process.descriptor = -1
+            if process.lineage is not None:
+                process.lineage.close()

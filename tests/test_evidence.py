@@ -22,9 +22,10 @@ class Looked:
         found: What is found at the lock of a gate.
         inside: How many are inside of its word.
         process: Whether the peer's process can be watched.
+        survived: Whether something of it goes on when it has ended.
     """
 
-    def __init__(self, *, found=None, inside=0, process=False):
+    def __init__(self, *, found=None, inside=0, process=False, survived=False):
         self.loop = asyncio.get_running_loop()
         self.closing = self.loop.create_future()
         self.lookouts = Tasks()
@@ -33,7 +34,7 @@ class Looked:
         self.gates = self.processes = self
         self.process = self.loop.create_future() if process else None
         self.looks = 0
-        self._found, self._inside = found, inside
+        self._found, self._inside, self._survived = found, inside, survived
 
     async def revoke(self, number):
         self.looks += 1
@@ -54,7 +55,7 @@ class Looked:
         return self.process
 
     def gone(self, peer):
-        return self.process is not None and self.process.done()
+        return self.process is not None and self.process.done() and not self._survived
 
 
 class Doubt:
@@ -147,3 +148,20 @@ def test_who_died_in_a_gate_may_have_left_work_to_a_gpu(kind, staging, ends):
 
     simulate(scenario)
     assert bool(doubt.why) is ends
+
+
+def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
+    doubt = Doubt()
+
+    async def scenario(runtime):
+        site = Looked(found=Revoked.DIED, inside=1, process=True, survived=True)
+        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        dies(site, over)
+        await asyncio.sleep(3600)
+        looks = site.looks
+        closes(site, over)
+        assert await site.lookouts.drain(5)
+        return looks
+
+    assert simulate(scenario) < 10
+    assert not doubt.why

@@ -10,6 +10,9 @@ Both sides open the same anonymous file, which goes with its last user: 8 bytes 
 owner) and whether a writer is inside (written by that writer, so that a lock that was given back by a dying process is
 told from one that was given back because all was done). Byte n of the file is also what is locked for gate n. The
 locks are those of open file descriptions (OFD), so threads, and workers of one process, exclude each other too.
+
+8 bytes more say whether the owner has forked. What a process left to a GPU ends when the last descriptor of it is
+closed, and a child that was forked has them too: bytes were seen to land on an H200 after the end of such a parent.
 """
 
 import contextlib
@@ -19,19 +22,23 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 from enum import StrEnum
 from typing import Final
 
 from kvxfer.errors import FabricError
 from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
 
-__all__ = ["FIRST_GENERATION", "Key", "LockFile", "Passage", "Revoked"]
+__all__ = ["FIRST_GENERATION", "Key", "Lineage", "LockFile", "Passage", "Revoked"]
 
 FIRST_GENERATION: Final = 1
 _NAME: Final = "kvxfer-gates"
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """`struct flock`: type, whence, start, length, process (0 for these locks)."""
 _LAST_GENERATION: Final = 0xFFFF_FFFF
+_GATE_BYTES: Final = 8
+_FORKED: Final = -2
+"""Behind the gates, as a u32 from the end."""
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
 
 
@@ -56,6 +63,25 @@ def _lock(descriptor: int, kind: int, number: int) -> bool:
     return True
 
 
+class _Forks:
+    """Notes that this process forks, before it does: in every file of its own."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self.files: Final = weakref.WeakSet[LockFile]()
+        os.register_at_fork(before=self._begin, after_in_child=self._begin_anew)
+
+    def _begin(self) -> None:
+        self.any = True
+        for file in list(self.files):
+            with contextlib.suppress(ValueError):  # it is being closed by another thread
+                file.say_forked()
+
+    def _begin_anew(self) -> None:
+        self.any = False
+        self.files.clear()
+
+
 class LockFile:
     """The owner's side. All calls come from one thread.
 
@@ -71,17 +97,24 @@ class LockFile:
 
     def __init__(self, gates: int) -> None:
         try:
-            self._descriptor: Final = create(_NAME, 8 * gates)
+            self._descriptor: Final = create(_NAME, _GATE_BYTES * (gates + 1))
         except (AttributeError, OSError) as error:
             raise FabricError(f"this system has no anonymous files to lock: {error}") from error
         try:
-            self._pages: Final = mmap.mmap(self._descriptor, 8 * gates)
+            self._pages: Final = mmap.mmap(self._descriptor, _GATE_BYTES * (gates + 1))
             _lock(self._descriptor, fcntl.F_UNLCK, 0)
         except (AttributeError, OSError, ValueError) as error:
             os.close(self._descriptor)
             raise FabricError(f"this system has no locks of open file descriptions: {error}") from error
         self._words: Final = memoryview(self._pages).cast("I")
         self.handle: Final = handle_of(self._descriptor)
+        _forks.files.add(self)
+        if _forks.any:
+            self.say_forked()
+
+    def say_forked(self) -> None:
+        """A child of this process will have, or may have, its descriptors."""
+        self._words[_FORKED] = 1
 
     def generation(self, number: int) -> int:
         """The generation of a gate: what a grant must name for its writer to get in."""
@@ -105,9 +138,42 @@ class LockFile:
 
     def close(self) -> None:
         """Close it. Peers that have it open keep it, and pass its gates to no effect."""
+        _forks.files.discard(self)
         self._words.release()
         self._pages.close()
         os.close(self._descriptor)
+
+
+_forks: Final = _Forks()
+
+
+class Lineage:
+    """Whether a peer's process has forked, which can be asked until it is closed: also when the process has ended.
+
+    Args:
+        handle: As the peer said of its gates.
+
+    Raises:
+        FabricError: If they are not there, or are not what was named.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        descriptor = open_handle(handle, _NAME, 2 * _GATE_BYTES)
+        try:
+            self._pages: Final = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise FabricError(f"its gates cannot be opened: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def forked(self) -> bool:
+        """Whether it has, or is about to."""
+        return any(self._pages[_FORKED * 4 :])
+
+    def close(self) -> None:
+        """Close it."""
+        self._pages.close()
 
 
 class Key:
@@ -125,7 +191,7 @@ class Key:
 
     def __init__(self, handle: bytes) -> None:
         self.process: Final = process_of(handle)
-        self._descriptor: Final = open_handle(handle, _NAME, 8)
+        self._descriptor: Final = open_handle(handle, _NAME, 2 * _GATE_BYTES)
         try:
             self._pages: Final = mmap.mmap(self._descriptor, 0)
         except (OSError, ValueError) as error:
@@ -147,8 +213,9 @@ class Key:
         Raises:
             FabricError: If there is no such gate.
         """
-        if not 0 <= 2 * number < len(self._words):
-            raise FabricError(f"gate {number} was granted, but there are {len(self._words) // 2}")
+        gates = len(self._words) // 2 - 1
+        if not 0 <= number < gates:
+            raise FabricError(f"gate {number} was granted, but there are {gates}")
         return Passage(self, number, generation)
 
     def close(self, *, forced: bool = False) -> None:

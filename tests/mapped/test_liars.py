@@ -75,7 +75,7 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     mappings = Mappings(cache()[0], ThreadRuntime(), lambda windows: windows.close(), b"this")
     await mappings.open(peer, theirs)
     assert len(mappings) == (not lies)
-    keys, processes = Keys(), Processes(asyncio.get_running_loop())
+    keys, processes = Keys(), Processes(asyncio.get_running_loop(), gpu=False)
     keys.met(peer)
     processes.met(peer)
     assert keys.has(peer) is not lies

@@ -1,4 +1,4 @@
-"""The end of a process that has forked: its child has descriptors of the same GPUs, so nothing may have ended with it."""
+"""The end of a process that has forked: its child has the same GPUs open, so nothing may have ended with it."""
 
 import asyncio
 import contextlib

@@ -125,24 +125,37 @@ async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, ne
         await bring(survivor, other, kept, request)
 
 
+@pytest.mark.parametrize("forks", [False, True], ids=["", "having forked"])
 @pytest.mark.parametrize(("there", "here"), SAME_KIND)
 async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_doubt(
-    doomed, near, there, here, monkeypatch
+    doomed, near, there, here, forks, monkeypatch, caplog
 ):
-    """Over a lane that its writer moves: CUDA IPC between GPUs, CMA between host memories."""
+    """Over a lane that its writer moves: CUDA IPC between GPUs, CMA between host memories.
+
+    Its child has the GPUs open that it had, so they may go on: then the doubt stays.
+    """
     monkeypatch.setattr(NixlTransport, "attributable", True)  # though this machine may have a NIC
     issuer, move = await met(doomed, near, there, here, "staged")
     async with asyncio.timeout(20):
         while "staged" not in near.workers[0].describe()["peers"][0]["proved"]:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     await settled(near)
+    if forks:
+        await doomed.fork(10)
     await doomed.offer(0, "r", IDS, tokens=len(IDS) * 16)
     await doomed.die_when_posting()
     (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)
     with pytest.raises(KvxferError) as caught:
         await transfer
     assert not isinstance(caught.value, MemoryInDoubtError)
-    await settled(near)
+    if not forks or here == "cpu":
+        await settled(near)
+        return
+    async with asyncio.timeout(20):
+        while "process_had_forked" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    with pytest.raises(TimeoutError):
+        await settled(near, 2.0)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -17,6 +17,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -290,6 +292,14 @@ class Doomed(Ranks):
             os.kill(os.getpid(), signal.SIGKILL)
 
         NixlTransport.post = last  # type: ignore[method-assign]
+
+    def fork(self, seconds):
+        """Have a child for so long, which outlives this process and has open what it has."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks in processes with threads: the child does nothing
+            if os.fork() == 0:
+                time.sleep(seconds)
+                os._exit(0)
 
 
 def _held(seen):

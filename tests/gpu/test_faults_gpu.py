@@ -155,7 +155,7 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
         while "process_had_forked" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     with pytest.raises(TimeoutError):
-        await settled(near, 2.0)
+        await settled(near, 2)
 
 
 @pytest.mark.parametrize("route", ROUTES)

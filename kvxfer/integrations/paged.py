@@ -273,7 +273,7 @@ class PagedCache:
         self._check_room(len(table), first_token + n)
         positions = torch.arange(first_token, first_token + n, device=self.device)
         at = (table[positions // self.block_tokens], positions % self.block_tokens)
-        pool = self._by_token(layer)
+        pool = self.by_token(layer)
         pool[0].index_put_(at, keys.transpose(0, 1))
         pool[1].index_put_(at, values.transpose(0, 1))
 
@@ -289,12 +289,12 @@ class PagedCache:
         """
         self._check_room(len(table), tokens)
         used = table[: -(-tokens // self.block_tokens)]
-        pool = self._by_token(layer)
+        pool = self.by_token(layer)
         keys, values = (half.index_select(0, used).flatten(0, 1)[:tokens] for half in (pool[0], pool[1]))
         return keys, values
 
-    def _by_token(self, layer: int) -> torch.Tensor:
-        """View of a layer as `[kv, block, token, head, dim]`, whatever its layout."""
+    def by_token(self, layer: int) -> torch.Tensor:
+        """View of a layer as `[kv, block, token, head, dim]`, whatever its layout: for attention of your own."""
         return self.tensors[layer] if self.layout == "NHD" else self.tensors[layer].transpose(2, 3)
 
 

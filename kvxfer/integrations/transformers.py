@@ -13,7 +13,8 @@ Masks and positions follow from two numbers that the cache reports, tokens alrea
 added, so several tokens after a cached prefix (chunked prefill) and a single one (decode) need no code of
 their own; grouped queries are the attention function's affair, the pool stores the K and V heads once.
 
-One call runs one sequence. Sequences may be interleaved call by call in any order.
+One call runs one sequence. Sequences may be interleaved call by call in any order;
+`kvxfer.integrations.batch` runs one token each of several in one call.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ from kvxfer.integrations.paged import (
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.cache_utils import Cache as Cache  # noqa: PLC0414 - for batch.py too, which this guards as well
+    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa: PLC0414
 except ModuleNotFoundError as exc:
     if exc.name != "transformers":
         raise

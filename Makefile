@@ -7,10 +7,14 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test check unit fuzz simulate network cancel faults soak format schema errors clean
+.PHONY: demo serve test check unit fuzz simulate network cancel faults soak format schema errors clean
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
+
+# a prefill server, a decode server and a router; ARGS="--help" lists what can be chosen
+serve: $(STAMP)
+	$(BIN)/python -m examples.serving $(ARGS)
 
 test: check unit
 

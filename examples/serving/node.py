@@ -1,0 +1,121 @@
+"""What a prefill and a decode server have in common: an engine and a kvxfer worker, open from startup to shutdown."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+
+import kvxfer
+from examples.serving.api import ApiError
+from examples.serving.engine import Engine, EngineSettings, TooLongError
+
+OpenWorker = Callable[..., kvxfer.Worker]
+"""Makes a worker of cache tensors and a `kvxfer.Config`."""
+
+_log = logging.getLogger("serving")
+
+
+class Handover(msgspec.Struct):
+    """What prefill tells decode beside K and V. It travels behind them, so it is there only when they are whole.
+
+    Attributes:
+        first: The first token of the answer.
+        prompt: Digest of the prompt's tokens, so that a ticket that came with another prompt is noticed.
+        digest: Digest of K and V if they are to be compared, otherwise empty.
+    """
+
+    first: int
+    prompt: str
+    digest: str = ""
+
+
+def prompt_digest(tokens: list[int]) -> str:
+    """Digest of a prompt."""
+    return hashlib.blake2b(" ".join(map(str, tokens)).encode(), digest_size=16).hexdigest()
+
+
+class Tasks:
+    """Work that is of no HTTP request, or outlives it; cancelled, and seen to its end, when the server stops."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin it."""
+        task = self._tasks[name] = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._over)
+
+    def cancel(self, name: str) -> None:
+        """Give it up, if it is still under way. Once: what it does to end well is not to be cancelled."""
+        task = self._tasks.get(name)
+        if task is not None and not task.cancelling():
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Give up all of it and wait."""
+        tasks = dict(self._tasks)
+        for name in tasks:
+            self.cancel(name)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        del self._tasks[task.get_name()]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", task.get_name(), exc_info=error)
+
+
+class Node:
+    """A server with an engine and a worker.
+
+    Args:
+        settings: Model and pool.
+        verify: Compare K and V of every prompt on both sides, by digest.
+        open_worker: Makes the worker.
+        config: Settings of the worker, over those of the environment.
+    """
+
+    engine: Engine
+    worker: kvxfer.Worker
+
+    def __init__(
+        self, settings: EngineSettings, *, verify: bool, open_worker: OpenWorker, config: Mapping[str, Any]
+    ) -> None:
+        self.verify = verify
+        self.tasks = Tasks()
+        self._settings = settings
+        self._open_worker = open_worker
+        self._config = config
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """As an ASGI server runs it. On the way out, requests end first, then transfers, then the model."""
+        self.engine = await asyncio.to_thread(Engine.load, self._settings)
+        config = kvxfer.Config(**{"model": self.engine.model_name, **self._config})
+        async with self.engine, self._open_worker(self.engine.cache.cache_tensors(), config) as self.worker:
+            try:
+                yield
+            finally:
+                await self.tasks.stop()
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a request that could never have enough blocks.
+
+        Raises:
+            ApiError: If so.
+        """
+        try:
+            self.engine.blocks_for(tokens)
+        except TooLongError as error:
+            raise ApiError(400, str(error), "context_length_exceeded") from error
+
+    def describe(self) -> dict[str, Any]:
+        """How it is, as plain data."""
+        return {"ok": self.engine.alive, "tasks": len(self.tasks), **self.engine.describe()}

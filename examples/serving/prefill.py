@@ -1,0 +1,164 @@
+"""The prefill server: runs prompts, and offers K and V of each layer as soon as the model has written it.
+
+It answers a request at once, before the model has seen it, with the ticket under which the cache will be found; so the
+decode server is there, and asks, while the first layers are still computed. What ends a request is not its HTTP
+connection, then, but the offer: the decode server has fetched it or declines it, the router takes it back
+(`DELETE /v1/requests/...`), or nobody ever claims it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import kvxfer
+from examples.serving.api import PATHS, ApiError, Order, new_name, read_json, refuse, state_route
+from examples.serving.engine import EngineError, EngineSettings, Room
+from examples.serving.node import Handover, Node, OpenWorker, prompt_digest
+from kvxfer.integrations.transformers import Sequence
+
+_MOST_REQUESTS = 256
+"""Requests that wait, are computed, or are not fetched yet; one more is turned away."""
+
+
+class _Computed(NamedTuple):
+    """When the model had a prompt, by the monotonic clock."""
+
+    began: float
+    ended: float
+
+
+class Prefill(Node):
+    """Serves prompts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=32)
+
+    async def submit(self, request: Request) -> JSONResponse:
+        """Take a prompt, and answer with its ticket."""
+        order = Order.read(request.url.path, new_name(), await read_json(request))
+        if not order.params.do_remote_decode:
+            raise ApiError(400, "a prefill server takes requests of routers only (do_remote_decode)", "not_a_router")
+        if len(self.tasks) >= _MOST_REQUESTS:
+            raise ApiError(503, f"{_MOST_REQUESTS} requests are here already", "busy")
+        self.check_length(len(order.prompt))
+        self.tasks.start(order.name, self._serve(order))
+        ticket = self.worker.engine.ticket(order.name)
+        return JSONResponse(
+            {
+                "id": order.name,
+                "object": order.kind,
+                "choices": [],
+                "usage": {"prompt_tokens": len(order.prompt), "completion_tokens": 0},
+                "kv_transfer_params": {"do_remote_prefill": True, "ticket": ticket},
+            }
+        )
+
+    async def withdraw(self, request: Request) -> Response:
+        """Nobody wants this request any more."""
+        self.tasks.cancel(request.path_params["name"])
+        return Response(status_code=204)
+
+    def describe(self) -> dict[str, Any]:
+        """How it is, and how the last transfers went beside the computing."""
+        return super().describe() | {"recent": list(self._recent)}
+
+    # --- one request
+
+    async def _serve(self, order: Order) -> None:
+        tokens = len(order.prompt)
+        async with self.engine.room(tokens) as room:
+            offer = self.worker.offer(order.name, streaming=True)
+            computing = asyncio.create_task(self._compute(order, room.sequence, offer))
+            try:
+                ending = await _ended(offer, room)
+            finally:
+                computing.cancel()  # it has ended, unless the request was given up
+                await asyncio.wait({computing})
+        computed = None if computing.cancelled() else computing.result()
+        if computed and isinstance(ending, kvxfer.Released) and ending.stats:
+            self._recent.append(_beside(computed, ending.stats[0]))
+
+    async def _compute(self, order: Order, sequence: Sequence, offer: kvxfer.Offer) -> _Computed | None:
+        """Run the prompt, and offer it layer by layer."""
+        loop, cache = asyncio.get_running_loop(), self.engine.cache
+
+        def on_layer(layer: int, running: Sequence) -> None:  # in the model's thread; on a GPU the work is only queued
+            after = torch.cuda.current_stream().record_event() if cache.device.type == "cuda" else kvxfer.READY
+            loop.call_soon_threadsafe(mark, layer, running.writing, after)
+
+        def mark(layer: int, written: range, after: object) -> None:
+            if offer.state != "live":
+                return  # the model may be a step behind an offer that was taken back
+            if offer.tokens < written.stop:  # the first layer of a chunk
+                first, last = (-(-token // cache.block_tokens) for token in (written.start, written.stop))
+                offer.extend(sequence.block_ids[first:last], tokens=written)
+            offer.ready(layers=[layer], tokens=written.stop, after=after)
+
+        began = time.monotonic()
+        try:
+            async with aclosing(self.engine.generate(sequence, order.prompt, limit=1, on_layer=on_layer)) as saying:
+                first = await anext(saying)  # comes by the same way as the marks, and so behind them
+        except EngineError:
+            await offer.withdraw()  # the decode server hears of it
+            return None
+        ended = time.monotonic()
+        digest = await asyncio.to_thread(self.engine.digest, sequence) if self.verify else ""
+        if offer.state == "live":
+            offer.finish(msgspec.json.encode(Handover(first.token, prompt_digest(order.prompt), digest)))
+        return _Computed(began, ended)
+
+
+async def _ended(offer: kvxfer.Offer, room: Room) -> object:
+    """How an offer ended; if this is cancelled, it is taken back.
+
+    Nobody reads its blocks afterwards; if that is in doubt, the room knows of it.
+    """
+    try:
+        try:
+            return await offer.released()
+        except asyncio.CancelledError:
+            await offer.withdraw()
+            raise
+    except kvxfer.MemoryInDoubtError as doubt:
+        room.doubt = doubt
+        return None
+
+
+def _beside(computed: _Computed, stats: Any) -> dict[str, Any]:
+    """One transfer, and how much of it the client did not have to wait for, since the model still computed."""
+    first = stats.finished if stats.first_byte is None else stats.first_byte
+    return {
+        "route": stats.route,
+        "bytes": stats.bytes,
+        "chunks": stats.chunks,
+        "compute_ms": (computed.ended - computed.began) * 1e3,
+        "first_chunk_after_ms": (first - computed.began) * 1e3,
+        "transfer_ms": (stats.finished - first) * 1e3,
+        "transfer_beside_compute_ms": max(0.0, min(computed.ended, stats.finished) - max(computed.began, first)) * 1e3,
+    }
+
+
+def app(
+    settings: EngineSettings, *, verify: bool = False, open_worker: OpenWorker = kvxfer.Worker, **config: Any
+) -> Starlette:
+    """The server as an ASGI application; arguments as of `Node`, and settings of its worker."""
+    usual = {"engine": "prefill", "unclaimed_timeout": "30s"}
+    server = Prefill(settings, verify=verify, open_worker=open_worker, config=usual | config)
+    routes = [
+        *(Route(path, server.submit, methods=["POST"]) for path in PATHS),
+        Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),
+        state_route("/stats", server.describe),
+    ]
+    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
+    application.state.node = server
+    return application

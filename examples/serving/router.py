@@ -1,0 +1,211 @@
+"""The router: what clients talk to. It sends a prompt to a prefill server, and its ticket to a decode server.
+
+It knows neither the model nor kvxfer. A ticket is to it what the prefill server put into `kv_transfer_params`, and goes
+into the request to the decode server. It is a secret: whoever holds it may fetch the cache. So nothing under that name
+reaches a client, or is taken from one.
+
+A decode server that dies is replaced by another, even in the midst of an answer: that one is told which tokens the
+client has. Both choose the most likely token, so the answer goes on as it would have.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+
+from examples.serving.api import ApiError, Chunk, Policy, completion_routes, new_name, refuse, state_route
+
+_REST_SECONDS = 5.0
+"""How long a server that failed is the last to be asked."""
+_TIMEOUT = httpx.Timeout(120.0, connect=5.0)
+
+_log = logging.getLogger("serving.router")
+
+
+@dataclass(slots=True)
+class Server:
+    """A prefill or decode server, as the router has come to know it.
+
+    Attributes:
+        url: Where it is.
+        under_way: Requests that it has of this router.
+        failed_at: When it failed last, by the monotonic clock.
+        failures: How often.
+    """
+
+    url: str
+    under_way: int = 0
+    failed_at: float = -_REST_SECONDS
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has been said of one answer.
+
+    Attributes:
+        body: The request, without anything that only servers say.
+        params: What the prefill server has said; empty without one.
+        generated: Tokens that the client has.
+        done: Whether all of it was said, so that nobody needs the prompt's cache any more.
+    """
+
+    name: str
+    body: dict[str, Any]
+    params: dict[str, Any]
+    generated: list[int]
+    prefill: Server | None = None
+    done: bool = False
+
+
+class Router:
+    """Sends requests to servers.
+
+    Args:
+        prefill: Addresses of prefill servers; there may be none.
+        decode: Addresses of decode servers.
+        on_failure: Whether a decode server may compute a prompt itself where no prefill server can.
+    """
+
+    client: httpx.AsyncClient
+
+    def __init__(self, *, prefill: list[str], decode: list[str], on_failure: Policy = "recompute") -> None:
+        self._prefill = [Server(url) for url in prefill]
+        self._decode = [Server(url) for url in decode]
+        self._on_failure = on_failure
+        self._withdrawing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """As an ASGI server runs it."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False) as self.client:
+            yield
+            await asyncio.gather(*self._withdrawing)
+
+    async def answer(self, path: str, _: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer, as clients may see them."""
+        body.pop("kv_transfer_params", None)
+        answer = _Answer(new_name(), body | {"stream": True, "stream_options": {"include_usage": True}}, {}, [])
+        try:
+            await self._prefilled(path, answer)
+            async with aclosing(self._decoded(path, answer)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            answer.done = True
+        finally:
+            if answer.prefill is not None and not answer.done:  # who fetches declines; perhaps nobody does
+                task = asyncio.create_task(self._withdraw(answer.prefill, answer.params))
+                self._withdrawing.add(task)
+                task.add_done_callback(self._withdrawing.discard)
+
+    def describe(self) -> dict[str, Any]:
+        """How its servers are."""
+        groups = {"prefill": self._prefill, "decode": self._decode}
+        shown = {name: [_shown(each) for each in servers] for name, servers in groups.items()}
+        return {"ok": True, **shown}
+
+    # --- prefill
+
+    async def _prefilled(self, path: str, answer: _Answer) -> None:
+        """Have the prompt computed somewhere; the answer then has a ticket."""
+        body = {key: value for key, value in answer.body.items() if key not in {"stream", "stream_options"}}
+        body["kv_transfer_params"] = {"do_remote_decode": True}
+        for server in _in_order(self._prefill):
+            try:
+                response = await self.client.post(server.url + path, json=body)
+            except httpx.TransportError as error:
+                _note(server, error)
+                continue
+            if response.status_code >= 500:
+                _note(server, f"status {response.status_code}")
+                continue
+            if response.status_code != 200:
+                raise ApiError.read(response.status_code, response.json())
+            answer.prefill, answer.params = server, response.json()["kv_transfer_params"]
+            return
+        if self._prefill and self._on_failure == "fail":
+            raise ApiError(503, "no prefill server can be reached", "no_prefill_server")
+
+    async def _withdraw(self, server: Server, params: dict[str, Any]) -> None:
+        with contextlib.suppress(httpx.TransportError):  # otherwise nobody claims it, and it ends by itself
+            await self.client.delete(f"{server.url}/v1/requests/{params['ticket']['request']}")
+
+    # --- decode
+
+    async def _decoded(self, path: str, answer: _Answer) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a decode server; if it dies, the rest from another one."""
+        for server in _in_order(self._decode):
+            try:
+                async with aclosing(self._chunks(server, path, answer)) as chunks:
+                    async for chunk in chunks:
+                        answer.generated += chunk.pop("kv_transfer_params", {}).get("token_ids", [])
+                        yield chunk
+            except (httpx.TransportError, _UnavailableError) as error:
+                _note(server, error)
+            else:
+                return
+            if answer.generated and self._on_failure == "fail":
+                raise ApiError(502, "the decode server died in the midst of the answer", "decode_server_died")
+        raise ApiError(503, "no decode server can be reached", "no_decode_server")
+
+    async def _chunks(self, server: Server, path: str, answer: _Answer) -> AsyncGenerator[Chunk, None]:
+        body = answer.body | {"kv_transfer_params": answer.params | {"generated": answer.generated}}
+        server.under_way += 1
+        try:
+            sent = self.client.stream("POST", server.url + path, json=body, headers={"x-request-id": answer.name})
+            async with sent as response:
+                if response.status_code != 200:
+                    error = ApiError.read(response.status_code, json.loads(await response.aread()))
+                    raise _UnavailableError(error.message) if error.status == 503 else error
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line:
+                        yield _chunk(line)
+            raise _UnavailableError("the stream ended before the answer did")
+        finally:
+            server.under_way -= 1
+
+
+class _UnavailableError(Exception):
+    """A server is there, and cannot take a request, or stopped in the midst of one."""
+
+
+def _chunk(line: str) -> Chunk:
+    """What a line of server-sent events says."""
+    chunk: Chunk = json.loads(line.removeprefix("data: "))
+    if "error" in chunk:
+        raise ApiError.read(500, chunk)
+    return chunk
+
+
+def _in_order(servers: list[Server]) -> Iterator[Server]:
+    """Servers in the order in which to ask them: those that failed just now last, those with little to do first."""
+    now = time.monotonic()
+    yield from sorted(servers, key=lambda each: (now - each.failed_at < _REST_SECONDS, each.under_way))
+
+
+def _note(server: Server, error: object) -> None:
+    server.failed_at = time.monotonic()
+    server.failures += 1
+    _log.warning("%s failed: %r", server.url, error)
+
+
+def _shown(server: Server) -> dict[str, Any]:
+    return {"url": server.url, "under_way": server.under_way, "failures": server.failures}
+
+
+def app(*, prefill: list[str], decode: list[str], on_failure: Policy = "recompute") -> Starlette:
+    """The router as an ASGI application; arguments as of `Router`."""
+    router = Router(prefill=prefill, decode=decode, on_failure=on_failure)
+    routes = [*completion_routes(router.answer), state_route("/stats", router.describe)]
+    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={ApiError: refuse})

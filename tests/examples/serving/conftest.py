@@ -1,0 +1,156 @@
+"""The servers of `examples/serving` on this loop, joined by real HTTP on ports from the system.
+
+K and V travel by kvxfer's in-process transport, over the route that uses it, so a test can hold, refuse or damage them.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+import kvxfer
+from examples.serving import decode, prefill, router
+from examples.serving.api import Policy
+from examples.serving.engine import Engine, EngineSettings
+from examples.serving.tokenizer import STOPS, TextStream, encode
+from kvxfer.integrations.transformers import Sequence
+from kvxfer.integrations.transformers import decode as continued
+from kvxfer.integrations.transformers import prefill as run
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+
+MODEL: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "hidden": 32, "blocks": 64, "chunk": 64}
+WORKER = {"route": "staged", "arena_bytes": "4MiB"}
+SECONDS = 60
+
+
+class Server(uvicorn.Server):
+    """One of several in a process that has signals of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@asynccontextmanager
+async def served(application):
+    """An ASGI application under a URL of its own."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    url = "http://{}:{}".format(*listening.getsockname())
+    server = Server(uvicorn.Config(application, log_level="error", lifespan="on", ws="none"))
+    serving = asyncio.create_task(server.serve([listening]))
+    try:
+        await eventually(lambda: server.started or serving.done())
+        yield url
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def eventually(condition):
+    """Until it holds; what it then gave."""
+    async with asyncio.timeout(SECONDS):
+        while not (found := condition()):  # noqa: ASYNC110 - nobody sets an event for it
+            await asyncio.sleep(0.005)
+        return found
+
+
+class Service:
+    """A prefill server, decode servers and a router; each is there while the stack is open."""
+
+    eventually = staticmethod(eventually)
+
+    def __init__(self, stack, client):
+        self.network = LoopbackNetwork()
+        self.client = client
+        self.nodes = {}  # by name: `Prefill` and `Decode`, to look behind what HTTP says
+        self._stack = stack
+
+    async def start(self, application):
+        return await self._stack.enter_async_context(served(application))
+
+    async def prefill(self, *, verify=False, **model):
+        settings = EngineSettings(**{**MODEL, "layout": "NHD", "block_tokens": 16, **model})
+        worker = self._worker("prefill")
+        application = prefill.app(settings, verify=verify, open_worker=worker, engine="prefill", **WORKER)
+        self.nodes["prefill"] = application.state.node
+        return await self.start(application)
+
+    async def decode(self, name="decode", *, verify=False, on_failure: Policy = "recompute", **model):
+        settings = EngineSettings(**{**MODEL, "layout": "HND", "block_tokens": 32, **model})
+        worker = self._worker(name)
+        application = decode.app(
+            settings, verify=verify, on_failure=on_failure, open_worker=worker, engine=name, **WORKER
+        )
+        self.nodes[name] = application.state.node
+        return await self.start(application)
+
+    async def router(self, prefill, decode, on_failure: Policy = "recompute"):
+        return await self.start(router.app(prefill=prefill, decode=decode, on_failure=on_failure))
+
+    async def all(self, *, verify=False, on_failure: Policy = "recompute"):
+        """One of each; their addresses."""
+        first = await self.prefill(verify=verify)
+        second = await self.decode(verify=verify, on_failure=on_failure)
+        return SimpleNamespace(prefill=first, decode=second, router=await self.router([first], [second], on_failure))
+
+    async def post(self, url, path="/v1/completions", **body):
+        return await self.client.post(url + path, json={"max_tokens": 8, **body})
+
+    async def stats(self, url):
+        return (await self.client.get(f"{url}/stats")).json()
+
+    async def idle(self, *names):
+        """Until no request has a block at these servers, and none is under way."""
+        for name in names:
+            node = self.nodes[name]
+            await eventually(lambda node=node: not node.tasks and node.engine.cache.free_blocks == MODEL["blocks"])
+            assert node.engine.describe()["running"] == 0
+
+    @contextlib.contextmanager
+    def paused(self, name):
+        """The model of a server stands still while the block lasts."""
+        gate = threading.Event()
+        self.nodes[name].engine._inbox.put(gate.wait)
+        try:
+            yield
+        finally:
+            gate.set()
+
+    def _worker(self, name):
+        return lambda tensors, config: kvxfer.Worker(tensors, config, transport=LoopbackTransport(name, self.network))
+
+
+@pytest.fixture
+async def service():
+    async with AsyncExitStack() as stack, httpx.AsyncClient(timeout=SECONDS, trust_env=False) as client:
+        yield Service(stack, client)
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """What the model says to a prompt if it has a cache to itself, and is asked by a call: the reference."""
+    engine = Engine.load(EngineSettings(**MODEL))
+
+    def answer(prompt, limit=8):
+        sequence, ids, chunk, first = Sequence([]), encode(prompt), engine.settings.chunk, 0
+        for start in range(0, len(ids), chunk):  # as servers do: the last bits of K and V depend on it
+            first = run(engine._model, engine.cache, sequence, ids[start : start + chunk])
+        digest = engine.digest(sequence)
+        tokens = [first, *continued(engine._model, engine.cache, sequence, first, limit - 1)]
+        engine.cache.free(sequence.block_ids)
+        end = next((i for i, token in enumerate(tokens, 1) if token in STOPS), None)
+        stream = TextStream()
+        text = "".join(stream.feed(token) for token in tokens[:end]) + stream.end()
+        return SimpleNamespace(
+            text=text, tokens=tokens[:end], finish="length" if end is None else "stop", digest=digest
+        )
+
+    return answer

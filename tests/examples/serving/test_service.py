@@ -1,0 +1,280 @@
+"""Over HTTP: every answer is that of one server alone, whatever becomes of transfers, servers and clients."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
+DEAD = "http://127.0.0.1:9"  # nobody listens there: discard
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice["text"]
+
+
+async def events(response):
+    """Chunks of a stream, and whether it ended as it should."""
+    chunks = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    return [json.loads(chunk) for chunk in chunks if chunk != "[DONE]"], chunks[-1:] == ["[DONE]"]
+
+
+@asynccontextmanager
+async def streaming(service, url, **body):
+    """The lines of a streamed answer, as a client gets them that leaves with the block."""
+    body = {"prompt": "x", "max_tokens": 8, "stream": True, **body}
+    async with service.client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        yield response
+
+
+# the same answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_are_those_of_one_server(service, alone, stream):
+    urls = await service.all(verify=True)
+    for prompt in PROMPTS:
+        if stream:
+            async with streaming(service, urls.router, prompt=prompt) as response:
+                chunks, whole = await events(response)
+            assert whole
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone(prompt).text
+            assert chunks[-1]["choices"][0]["finish_reason"] == alone(prompt).finish
+        else:
+            response = await service.post(urls.router, prompt=prompt)
+            assert text_of(response) == alone(prompt).text == text_of(await service.post(urls.decode, prompt=prompt))
+    assert (await service.stats(urls.decode))["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    await service.idle("prefill", "decode")
+
+
+async def test_tokens_and_digests_agree_to_the_byte(service, alone):
+    urls = await service.all(verify=True)
+    for prompt in PROMPTS:
+        asked = await service.post(urls.prefill, prompt=prompt, kv_transfer_params={"do_remote_decode": True})
+        params = asked.json()["kv_transfer_params"]
+        answer = (await service.post(urls.decode, prompt=prompt, kv_transfer_params=params)).json()
+        said = answer["kv_transfer_params"]
+        assert said["token_ids"] == alone(prompt).tokens
+        assert said["transfer"]["digest"] == alone(prompt).digest
+        assert said["transfer"]["route"] == "staged"
+        assert answer["usage"]["completion_tokens"] == len(alone(prompt).tokens)
+
+
+async def test_many_at_once_share_batches_and_blocks(service, alone):
+    urls = await service.all()
+    prompts = [f"request {i} {'and more ' * (5 * i)}" for i in range(12)]  # more than fit into either pool at once
+    engine = service.nodes["decode"].engine
+    with service.paused("decode"):
+        asking = [asyncio.create_task(service.post(urls.router, prompt=prompt)) for prompt in prompts]
+        # some have their caches, and others wait for blocks
+        await service.eventually(lambda: engine._turn.locked() and engine._inbox.qsize() > 2)
+    for prompt, response in zip(prompts, await asyncio.gather(*asking), strict=True):
+        assert text_of(response) == alone(prompt).text
+    stats = await service.stats(urls.decode)
+    assert stats["largest_batch"] > 1
+    assert stats["caches"] == {"fetched": len(prompts), "recomputed": 0}
+    await service.idle("prefill", "decode")
+
+
+async def test_layers_travel_while_the_prompt_is_computed(service, alone):
+    urls = await service.all()
+    prompt = "layer by layer " * 60
+    with service.paused("prefill"):  # until the decode server waits for the first layer
+        asking = asyncio.create_task(service.post(urls.router, prompt=prompt))
+        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+    assert text_of(await asking) == alone(prompt).text
+    await service.idle("prefill")
+    (recent,) = (await service.stats(urls.prefill))["recent"]
+    assert recent["chunks"] >= 2 * (len(prompt) // 64), "two layers, in windows of what the model takes at once"
+    assert recent["first_chunk_after_ms"] < recent["compute_ms"]
+    assert recent["transfer_beside_compute_ms"] > 0
+
+
+# tickets stay inside
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_ticket_reaches_no_client_and_comes_from_none(service, path):
+    urls = await service.all(on_failure="fail")
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    body["kv_transfer_params"] = {"do_remote_prefill": True, "ticket": {"forged": 1}, "generated": [65, 66]}
+    whole = await service.client.post(urls.router + path, json=body)
+    async with service.client.stream("POST", urls.router + path, json=body | {"stream": True}) as response:
+        streamed = await response.aread()
+    assert whole.status_code == response.status_code == 200, "it would have failed with that ticket"
+    for text in (whole.text, streamed.decode()):
+        assert "kv_transfer_params" not in text
+        assert "mac" not in text
+    assert whole.json()["usage"]["completion_tokens"] == 4
+
+
+async def test_the_ticket_of_another_prompt_is_noticed(service, alone):
+    urls = await service.all()
+    asked = await service.post(urls.prefill, prompt="one prompt", kv_transfer_params={"do_remote_decode": True})
+    params = asked.json()["kv_transfer_params"]
+    answer = await service.post(urls.decode, prompt="not this 1", kv_transfer_params=params)
+    assert text_of(answer) == alone("not this 1").text
+    assert "another prompt" in answer.json()["kv_transfer_params"]["transfer"]["recomputed"]
+
+
+# what fails
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+@pytest.mark.parametrize("fault", ["refuse_next", "damage_next"])
+async def test_a_failed_transfer_costs_time_or_an_error_and_never_a_wrong_token(service, alone, fault, on_failure):
+    urls = await service.all(verify=True, on_failure=on_failure)
+    assert text_of(await service.post(urls.router, prompt="before")) == alone("before").text
+    getattr(service.network, fault)("decode")
+    async with streaming(service, urls.router, prompt="Hello") as response:
+        if on_failure == "fail":
+            assert response.status_code == 502
+            error = json.loads(await response.aread())["error"]
+            assert (error["type"], error["code"]) == ("server_error", "transfer_failed")
+        else:
+            chunks, whole = await events(response)
+            assert whole
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone("Hello").text
+    stats = await service.stats(urls.decode)
+    assert stats["caches"] == {"fetched": 1, "recomputed": int(on_failure == "recompute")}
+    assert text_of(await service.post(urls.router, prompt="after")) == alone("after").text
+    await service.idle("prefill", "decode")
+
+
+async def test_a_step_that_fails_is_an_error_of_its_request_alone(service, alone, monkeypatch):
+    urls = await service.all()
+    engine = service.nodes["decode"].engine
+    run = engine._model.forward
+
+    def failing(*args, **kwargs):
+        monkeypatch.setattr(engine._model, "forward", run)
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(engine._model, "forward", failing)
+    answer = await service.post(urls.router, prompt="Hello")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+    assert "out of memory, say" in answer.text
+    assert text_of(await service.post(urls.router, prompt="Hello")) == alone("Hello").text
+    await service.idle("prefill", "decode")
+
+
+async def test_a_prefill_that_fails_is_computed_by_the_decode_server(service, alone, monkeypatch):
+    urls = await service.all()
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(service.nodes["prefill"].engine._model, "forward", failing)
+    assert text_of(await service.post(urls.router, prompt="Hello")) == alone("Hello").text
+    assert (await service.stats(urls.decode))["caches"] == {"fetched": 0, "recomputed": 1}
+    await service.idle("prefill", "decode")
+
+
+async def test_a_dead_decode_server_is_replaced(service, alone):
+    urls = await service.all(on_failure="fail")
+    router = await service.router([urls.prefill], [DEAD, urls.decode], "fail")
+    for _ in range(2):
+        assert text_of(await service.post(router, prompt="Hello")) == alone("Hello").text
+    first, second = (await service.stats(router))["decode"]
+    assert (first["failures"], second["failures"]) == (1, 0), "the second request did not try it again"
+    assert (await service.stats(urls.decode))["caches"] == {"fetched": 2, "recomputed": 0}
+
+
+async def test_without_any_decode_server_the_prompt_is_taken_back(service):
+    prefill = await service.prefill()
+    router = await service.router([prefill], [DEAD])
+    answer = await service.post(router, prompt="Hello")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_server")
+    await service.idle("prefill")
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+async def test_without_any_prefill_server(service, alone, on_failure):
+    decode = await service.decode()
+    router = await service.router([DEAD], [decode], on_failure)
+    answer = await service.post(router, prompt="Hello")
+    if on_failure == "fail":
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_prefill_server")
+    else:
+        assert text_of(answer) == alone("Hello").text
+
+
+# clients that go away
+
+
+async def test_a_client_that_goes_before_the_prompt_is_computed(service):
+    urls = await service.all()
+    with service.paused("prefill"):
+        asking = asyncio.create_task(service.post(urls.router, prompt="Hello"))
+        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+        asking.cancel()
+        await service.idle("decode")
+        assert len(service.nodes["prefill"].tasks) == 1, "its model has still to let go of the blocks"
+    await service.idle("prefill")
+
+
+async def test_a_client_that_goes_in_the_midst_of_a_transfer(service):
+    urls = await service.all()
+    service.network.hold("decode")
+    asking = asyncio.create_task(service.post(urls.router, prompt="Hello"))
+    await service.eventually(lambda: service.network.held("decode"))
+    asking.cancel()
+    while (await service.stats(urls.router))["decode"][0]["under_way"]:  # noqa: ASYNC110 - HTTP alone tells
+        await asyncio.sleep(0.005)
+    assert service.nodes["decode"].engine.cache.free_blocks < 64, "they may still be written"
+    service.network.release("decode")
+    await service.idle("prefill", "decode")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
+    urls = await service.all()
+    engine = service.nodes["decode"].engine
+    asking = asyncio.create_task(service.post(urls.router, prompt="Hello", max_tokens=1500, stream=stream))
+    await service.eventually(lambda: engine.counts.generated_tokens)
+    asking.cancel()
+    await service.idle("prefill", "decode")
+    assert engine.counts.generated_tokens < 1499
+
+
+# requests
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": None}, "a completion needs a prompt"),
+        ({"prompt": []}, "a prompt of tokens"),
+        ({"prompt": [1, 262]}, "0 to 261"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "temperature": 0.7}, "most likely"),
+        ({"prompt": "x", "n": 2}, "n: "),
+        ({"prompt": "x", "stop": ["."]}, "stop: "),
+        ({"prompt": "x", "max_tokens": 100_000}, "too many"),
+        ({"prompt": "y" * 3000}, "too many"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
+    urls = await service.all()
+    for url in (urls.router, urls.decode):
+        answer = await service.post(url, **body)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_bad_requests_of_other_kinds(service):
+    urls = await service.all()
+    answers = [
+        await service.client.post(f"{urls.router}/v1/completions", content=b"{"),
+        await service.client.post(f"{urls.router}/v1/completions", content=b"[]"),
+        await service.post(urls.router, "/v1/chat/completions", messages=[{"role": "wizard", "content": "x"}]),
+        await service.post(urls.router, model="gpt-9", prompt="x"),
+        await service.post(urls.prefill, prompt="x"),
+    ]
+    assert [answer.status_code for answer in answers] == [400, 400, 400, 404, 400]
+    codes = ["invalid_json", "invalid_json", "invalid_value", "model_not_found", "not_a_router"]
+    assert [answer.json()["error"]["code"] for answer in answers] == codes

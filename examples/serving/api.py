@@ -54,11 +54,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
     @classmethod
-    def read(cls, status: int, body: Any) -> Self:
-        """What `body` said in another process."""
-        error = body.get("error") if isinstance(body, dict) else None
-        error = error if isinstance(error, dict) else {}
-        return cls(status, str(error.get("message", "no reason was given")), str(error.get("code", "unknown")))
+    def read(cls, status: int, body: str | bytes) -> Self:
+        """What another server said."""
+        try:
+            error = json.loads(body)["error"]
+            return cls(status, str(error["message"]), str(error["code"]))
+        except (ValueError, KeyError, TypeError):
+            return cls(status, f"a server failed with status {status}", "server_failed")
 
 
 # requests
@@ -249,7 +251,7 @@ class Wording:
 def join(chunks: list[Chunk]) -> dict[str, Any]:
     """One object that says what the chunks of a stream say."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    finish = choices[-1]["finish_reason"]
+    finish = choices[-1]["finish_reason"] if choices else None
     whole: dict[str, Any] = {key: chunks[0][key] for key in ("id", "object", "created", "model")}
     if whole["object"] == "text_completion":
         words: dict[str, Any] = {"text": "".join(choice["text"] for choice in choices)}

@@ -15,7 +15,17 @@ import msgspec
 from starlette.applications import Starlette
 
 import kvxfer
-from examples.serving.api import ApiError, Chunk, Order, Policy, Wording, completion_routes, refuse, state_route
+from examples.serving.api import (
+    ApiError,
+    Chunk,
+    Order,
+    Policy,
+    Wording,
+    completion_routes,
+    new_name,
+    refuse,
+    state_route,
+)
 from examples.serving.engine import EngineError, EngineSettings, Room
 from examples.serving.node import Handover, Node, OpenWorker, prompt_digest
 from examples.serving.scheduler import Said
@@ -48,11 +58,11 @@ class Decode(Node):
         report: dict[str, Any] = {}
         try:
             async with aclosing(self._generate(order, report)) as saying:
-                said = await anext(saying)
-                for chunk in [*wording.opening(), wording.said(said)]:
-                    yield chunk
+                opening = wording.opening()  # behind it there is no way back to another status than 200
                 async for said in saying:
-                    yield wording.said(said)
+                    for chunk in [*opening, wording.said(said)]:
+                        yield chunk
+                    opening = []
         except EngineError as error:
             raise ApiError(500, str(error), "engine_failed") from error
         yield wording.closing(report)
@@ -65,10 +75,13 @@ class Decode(Node):
 
     async def _generate(self, order: Order, report: dict[str, Any]) -> AsyncGenerator[Said, None]:
         """What the model says; `report` is told how the cache of the prompt came."""
-        tokens, limit = order.prompt + order.params.generated, order.limit - len(order.params.generated)
+        generated = order.params.generated
+        tokens, limit = order.prompt + generated, order.limit - len(generated)
+        if limit <= 0 or order.stops.intersection(generated[-1:]):
+            return  # another server died when it had said everything, but for that
         async with AsyncExitStack() as stack:
             first, room = None, None
-            if order.params.ticket is not None and not order.params.generated:
+            if order.params.ticket is not None and not generated:
                 room, first = await self._fetched(order, order.params.ticket, stack, report)
             if first is not None:
                 finish = "stop" if first in order.stops else "length" if limit == 1 else None
@@ -99,12 +112,12 @@ class Decode(Node):
         except (kvxfer.KvxferError, WrongCacheError) as error:
             if isinstance(error, kvxfer.MemoryInDoubtError) and room is not None:
                 room.doubt, room = error, None
-            self.tasks.start(f"decline {order.name}", self._decline(ticket))
+            self.tasks.start(f"decline {new_name()}", self._decline(ticket))
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from error  # doubt came in place of the cancellation
             return room, self._failed(order, error, report)
         except asyncio.CancelledError:
-            self.tasks.start(f"decline {order.name}", self._decline(ticket))
+            self.tasks.start(f"decline {new_name()}", self._decline(ticket))
             raise
 
     async def _fetch(self, order: Order, ticket: dict[str, Any], room: Room, report: dict[str, Any]) -> int:

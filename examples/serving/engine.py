@@ -298,6 +298,8 @@ class Engine:
             run(generations)
         except Exception as error:  # noqa: BLE001 - whoever it was for hears of it; the thread serves the others
             _log.exception("a step failed")
+            if self.cache.device.type == "cuda":
+                torch.cuda.synchronize()  # what it has queued may still write blocks, which are about to be given away
             for generation in generations:
                 self._scheduler.drop(generation)
                 self._say(generation, EngineError(f"{type(error).__name__}: {error}"))

@@ -93,7 +93,6 @@ class Router:
 
     async def answer(self, path: str, _: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer, as clients may see them."""
-        body.pop("kv_transfer_params", None)
         answer = _Answer(new_name(), body | {"stream": True, "stream_options": {"include_usage": True}}, {}, [])
         try:
             await self._prefilled(path, answer)
@@ -118,7 +117,7 @@ class Router:
     async def _prefilled(self, path: str, answer: _Answer) -> None:
         """Have the prompt computed somewhere; the answer then has a ticket."""
         body = {key: value for key, value in answer.body.items() if key not in {"stream", "stream_options"}}
-        body["kv_transfer_params"] = {"do_remote_decode": True}
+        body["kv_transfer_params"] = {"do_remote_decode": True}  # in place of what the client may have said
         for server in _in_order(self._prefill):
             try:
                 response = await self.client.post(server.url + path, json=body)
@@ -129,7 +128,7 @@ class Router:
                 _note(server, f"status {response.status_code}")
                 continue
             if response.status_code != 200:
-                raise ApiError.read(response.status_code, response.json())
+                raise ApiError.read(response.status_code, response.text)
             answer.prefill, answer.params = server, response.json()["kv_transfer_params"]
             return
         if self._prefill and self._on_failure == "fail":
@@ -164,7 +163,7 @@ class Router:
             sent = self.client.stream("POST", server.url + path, json=body, headers={"x-request-id": answer.name})
             async with sent as response:
                 if response.status_code != 200:
-                    error = ApiError.read(response.status_code, json.loads(await response.aread()))
+                    error = ApiError.read(response.status_code, await response.aread())
                     raise _UnavailableError(error.message) if error.status == 503 else error
                 async for line in response.aiter_lines():
                     if line == "data: [DONE]":
@@ -182,9 +181,10 @@ class _UnavailableError(Exception):
 
 def _chunk(line: str) -> Chunk:
     """What a line of server-sent events says."""
-    chunk: Chunk = json.loads(line.removeprefix("data: "))
+    text = line.removeprefix("data: ")
+    chunk: Chunk = json.loads(text)
     if "error" in chunk:
-        raise ApiError.read(500, chunk)
+        raise ApiError.read(500, text)
     return chunk
 
 

@@ -48,7 +48,7 @@ async def served(application):
     serving = asyncio.create_task(server.serve([listening]))
     try:
         await eventually(lambda: server.started or serving.done())
-        yield url
+        yield url, server
     finally:
         server.should_exit = True
         await serving
@@ -72,9 +72,17 @@ class Service:
         self.client = client
         self.nodes = {}  # by name: `Prefill` and `Decode`, to look behind what HTTP says
         self._stack = stack
+        self._servers = {}
 
     async def start(self, application):
-        return await self._stack.enter_async_context(served(application))
+        url, server = await self._stack.enter_async_context(served(application))
+        self._servers[url] = server
+        return url
+
+    def cut_off(self, url):
+        """Break all connections to a server."""
+        for connection in list(self._servers[url].server_state.connections):
+            connection.transport.abort()
 
     async def prefill(self, *, verify=False, **model):
         settings = EngineSettings(**{**MODEL, "layout": "NHD", "block_tokens": 16, **model})

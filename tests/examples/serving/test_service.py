@@ -183,6 +183,44 @@ async def test_a_dead_decode_server_is_replaced(service, alone):
     assert (await service.stats(urls.decode))["caches"] == {"fetched": 2, "recomputed": 0}
 
 
+async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(service, alone, monkeypatch):
+    prefill, first, second = await service.prefill(), await service.decode("first"), await service.decode("second")
+    router = await service.router([prefill], [first, second], "fail")
+
+    async def never(_):
+        """The dead decline nothing."""
+
+    monkeypatch.setattr(service.nodes["first"], "_decline", never)
+    with service.paused("prefill"):
+        asking = asyncio.create_task(service.post(router, prompt="Hello"))
+        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+        service.cut_off(first)
+        await service.eventually(lambda: service.nodes["second"].worker.describe()["receiving"])
+    assert text_of(await asking) == alone("Hello").text
+    assert (await service.stats(second))["caches"] == {"fetched": 1, "recomputed": 0}
+    assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
+    await service.idle("prefill", "first", "second")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_an_answer_goes_on_where_another_server_left_it(service, path):
+    decode = await service.decode()
+    asked = {"prompt": "Hello", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    whole = (await service.client.post(decode + path, json=asked)).json()
+    tokens = whole["kv_transfer_params"]["token_ids"]
+    for done in range(1, len(tokens) + 1):
+        body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+        body["kv_transfer_params"] = {"generated": tokens[:done], "ticket": {"of": "no use any more"}}
+        async with service.client.stream("POST", decode + path, json=body) as response:
+            chunks, ended = await events(response)
+        assert ended
+        assert [chunk["kv_transfer_params"].get("token_ids") for chunk in chunks] == [
+            *([t] for t in tokens[done:]),
+            None,
+        ]
+        assert chunks[-1]["usage"] == whole["usage"]
+
+
 async def test_without_any_decode_server_the_prompt_is_taken_back(service):
     prefill = await service.prefill()
     router = await service.router([prefill], [DEAD])

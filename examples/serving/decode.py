@@ -166,8 +166,8 @@ def app(
     **config: Any,
 ) -> Starlette:
     """The server as an ASGI application; arguments as of `Decode` and `Node`, and settings of its worker."""
-    usual = {"engine": "decode", "unclaimed_timeout": "30s", "fetch_timeout": "60s"}
-    server = Decode(settings, on_failure=on_failure, verify=verify, open_worker=open_worker, config=usual | config)
+    config = {"engine": "decode", **config}
+    server = Decode(settings, on_failure=on_failure, verify=verify, open_worker=open_worker, config=config)
     routes = [*completion_routes(server.answer), state_route("/stats", server.describe)]
     application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
     application.state.node = server

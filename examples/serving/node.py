@@ -48,6 +48,9 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tasks
+
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Begin it."""
         task = self._tasks[name] = asyncio.create_task(work, name=name)
@@ -79,7 +82,7 @@ class Node:
         settings: Model and pool.
         verify: Compare K and V of every prompt on both sides, by digest.
         open_worker: Makes the worker.
-        config: Settings of the worker, over those of the environment.
+        config: Settings of the worker that no `KVXFER_*` variable may change.
     """
 
     engine: Engine

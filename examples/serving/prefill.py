@@ -45,11 +45,14 @@ class Prefill(Node):
 
     async def submit(self, request: Request) -> JSONResponse:
         """Take a prompt, and answer with its ticket."""
-        order = Order.read(request.url.path, new_name(), await read_json(request))
+        name = request.headers.get("x-request-id") or new_name()
+        order = Order.read(request.url.path, name, await read_json(request))
         if not order.params.do_remote_decode:
             raise ApiError(400, "a prefill server takes requests of routers only (do_remote_decode)", "not_a_router")
         if len(self.tasks) >= _MOST_REQUESTS:
             raise ApiError(503, f"{_MOST_REQUESTS} requests are here already", "busy")
+        if order.name in self.tasks:
+            raise ApiError(409, f"request {order.name} is here already", "duplicate")
         self.check_length(len(order.prompt))
         self.tasks.start(order.name, self._serve(order))
         ticket = self.worker.engine.ticket(order.name)
@@ -152,8 +155,8 @@ def app(
     settings: EngineSettings, *, verify: bool = False, open_worker: OpenWorker = kvxfer.Worker, **config: Any
 ) -> Starlette:
     """The server as an ASGI application; arguments as of `Node`, and settings of its worker."""
-    usual = {"engine": "prefill", "unclaimed_timeout": "30s"}
-    server = Prefill(settings, verify=verify, open_worker=open_worker, config=usual | config)
+    config = {"engine": "prefill", **config}
+    server = Prefill(settings, verify=verify, open_worker=open_worker, config=config)
     routes = [
         *(Route(path, server.submit, methods=["POST"]) for path in PATHS),
         Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),

@@ -52,9 +52,11 @@ class _Answer:
     """What has been said of one answer.
 
     Attributes:
+        name: Of the request, here and at all servers.
         body: The request, without anything that only servers say.
         params: What the prefill server has said; empty without one.
         generated: Tokens that the client has.
+        prefill: The server that has the prompt, or was about to get it.
         done: Whether all of it was said, so that nobody needs the prompt's cache any more.
     """
 
@@ -102,7 +104,7 @@ class Router:
             answer.done = True
         finally:
             if answer.prefill is not None and not answer.done:  # who fetches declines; perhaps nobody does
-                task = asyncio.create_task(self._withdraw(answer.prefill, answer.params))
+                task = asyncio.create_task(self._withdraw(answer.prefill, answer.name))
                 self._withdrawing.add(task)
                 task.add_done_callback(self._withdrawing.discard)
 
@@ -120,7 +122,8 @@ class Router:
         body["kv_transfer_params"] = {"do_remote_decode": True}  # in place of what the client may have said
         for server in _in_order(self._prefill):
             try:
-                response = await self.client.post(server.url + path, json=body)
+                answer.prefill = server  # also if we are cancelled before it answers
+                response = await self.client.post(server.url + path, json=body, headers={"x-request-id": answer.name})
             except httpx.TransportError as error:
                 _note(server, error)
                 continue
@@ -129,14 +132,15 @@ class Router:
                 continue
             if response.status_code != 200:
                 raise ApiError.read(response.status_code, response.text)
-            answer.prefill, answer.params = server, response.json()["kv_transfer_params"]
+            answer.params = response.json()["kv_transfer_params"]
             return
+        answer.prefill = None
         if self._prefill and self._on_failure == "fail":
             raise ApiError(503, "no prefill server can be reached", "no_prefill_server")
 
-    async def _withdraw(self, server: Server, params: dict[str, Any]) -> None:
+    async def _withdraw(self, server: Server, name: str) -> None:
         with contextlib.suppress(httpx.TransportError):  # otherwise nobody claims it, and it ends by itself
-            await self.client.delete(f"{server.url}/v1/requests/{params['ticket']['request']}")
+            await self.client.delete(f"{server.url}/v1/requests/{name}")
 
     # --- decode
 

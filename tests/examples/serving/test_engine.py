@@ -60,8 +60,12 @@ async def test_more_than_there_is_is_refused_at_once(engine):
 
 async def test_blocks_in_doubt_come_back_when_it_is_over(engine):
     over = asyncio.Event()
+
+    async def is_over():
+        await over.wait()
+
     async with engine.room(16) as room:
-        room.doubt = MemoryInDoubtError("a peer is silent", settled=over.wait)
+        room.doubt = MemoryInDoubtError("a peer is silent", settled=is_over)
     await settled()
     assert engine.cache.free_blocks == 3
     over.set()

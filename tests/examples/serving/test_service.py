@@ -87,6 +87,7 @@ async def test_layers_travel_while_the_prompt_is_computed(service, alone):
         await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
     assert text_of(await asking) == alone(prompt).text
     await service.idle("prefill")
+    assert (await service.stats(urls.decode))["caches"] == {"fetched": 1, "recomputed": 0}
     (recent,) = (await service.stats(urls.prefill))["recent"]
     assert recent["chunks"] >= 2 * (len(prompt) // 64), "two layers, in windows of what the model takes at once"
     assert recent["first_chunk_after_ms"] < recent["compute_ms"]
@@ -252,6 +253,23 @@ async def test_a_client_that_goes_before_the_prompt_is_computed(service):
         await service.idle("decode")
         assert len(service.nodes["prefill"].tasks) == 1, "its model has still to let go of the blocks"
     await service.idle("prefill")
+
+
+async def test_a_client_that_goes_before_there_is_a_ticket(service, monkeypatch):
+    urls = await service.all()
+    node = service.nodes["prefill"]
+    check = node.check_length
+
+    def leave(tokens):
+        asking.cancel()
+        check(tokens)
+
+    monkeypatch.setattr(node, "check_length", leave)
+    with service.paused("decode"):
+        asking = asyncio.create_task(service.post(urls.router, prompt="Hello"))
+        await asyncio.wait({asking})
+        assert asking.cancelled()
+    await service.idle("prefill", "decode")
 
 
 async def test_a_client_that_goes_in_the_midst_of_a_transfer(service):

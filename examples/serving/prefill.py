@@ -148,6 +148,7 @@ def _beside(computed: _Computed, stats: Any) -> dict[str, Any]:
         "first_chunk_after_ms": (first - computed.began) * 1e3,
         "transfer_ms": (stats.finished - first) * 1e3,
         "transfer_beside_compute_ms": max(0.0, min(computed.ended, stats.finished) - max(computed.began, first)) * 1e3,
+        "after_compute_ms": max(0.0, stats.finished - computed.ended) * 1e3,
     }
 
 

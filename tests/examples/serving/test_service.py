@@ -92,6 +92,7 @@ async def test_layers_travel_while_the_prompt_is_computed(service, alone):
     assert recent["chunks"] >= 2 * (len(prompt) // 64), "two layers, in windows of what the model takes at once"
     assert recent["first_chunk_after_ms"] < recent["compute_ms"]
     assert recent["transfer_beside_compute_ms"] > 0
+    assert recent["transfer_ms"] == pytest.approx(recent["transfer_beside_compute_ms"] + recent["after_compute_ms"])
 
 
 # tickets stay inside

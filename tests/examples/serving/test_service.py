@@ -290,7 +290,8 @@ async def test_a_client_that_goes_in_the_midst_of_a_transfer(service):
 async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
     urls = await service.all()
     engine = service.nodes["decode"].engine
-    asking = asyncio.create_task(service.post(urls.router, prompt="Hello", max_tokens=1500, stream=stream))
+    long = {"max_tokens": 1500, "ignore_eos": True}
+    asking = asyncio.create_task(service.post(urls.router, prompt="Hello", **long, stream=stream))
     await service.eventually(lambda: engine.counts.generated_tokens)
     asking.cancel()
     await service.idle("prefill", "decode")

@@ -13,7 +13,12 @@ from kvxfer import errors
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
-NEEDS = {"kvxfer.copy.kernel": "triton", "kvxfer.fabric.nixl": "nixl"}  # where the package may be missing
+NEEDS = {  # where the package may be missing
+    "kvxfer.copy.kernel": "triton",
+    "kvxfer.fabric.nixl": "nixl",
+    "kvxfer.integrations.vllm": "vllm",
+    "kvxfer.integrations.vllm.connector": "vllm",
+}
 # groups that are caught and never raised, so that they have neither a cause nor a remedy of their own
 GROUPS = {errors.KvxferError, errors.PeerError, errors.TransferError}
 CLASSES = [

@@ -44,12 +44,16 @@ LAYERS = {
     "edge": (
         {"cli", "integrations", "testing", "demo", "bench"},
         CORE | PORTS | {"runtime", "telemetry", "settings", "routes", "shell", "package"},
-        {"anyio", "numpy", "torch", "msgspec", "typer", "rich", "transformers", "structlog", "uvloop"},
+        {"anyio", "numpy", "torch", "msgspec", "typer", "rich", "transformers", "structlog", "uvloop", "vllm"},
     ),
     # `import kvxfer` must stay free: nothing of this is imported before a name is used, which is tested below
     "package": ({"kvxfer"}, CORE | PORTS | {"settings", "shell"}, set()),
 }
-ONLY_HERE = {"nixl": "kvxfer/fabric/nixl.py", "triton": "kvxfer/copy/kernel.py"}
+ONLY_HERE = {
+    "nixl": "kvxfer/fabric/nixl.py",
+    "triton": "kvxfer/copy/kernel.py",
+    "vllm": "kvxfer/integrations/vllm/connector.py",
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,0 +1,166 @@
+"""The class that vLLM loads: it sorts vLLM's calls, scheduler's and workers', and hands each to its side."""
+
+# vLLM is not installed where types are checked
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvxfer.errors import ConfigError, MissingExtraError
+from kvxfer.integrations.vllm.caches import Place, describe, only_group
+from kvxfer.integrations.vllm.orders import Orders
+from kvxfer.integrations.vllm.scheduler import SchedulerSide
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
+except ModuleNotFoundError as exc:
+    if exc.name is None or exc.name.split(".")[0] != "vllm":
+        raise
+    raise MissingExtraError(
+        "kvxfer.integrations.vllm.connector needs vLLM, which is not installed: pip install vllm"
+    ) from exc
+
+__all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata"]
+
+
+@dataclass
+class KvxferMetadata(KVConnectorMetadata):  # type: ignore[misc]  # its base is Any there
+    """What the scheduler's side tells the workers with each step."""
+
+    orders: Orders
+
+
+@dataclass
+class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # likewise
+    """What a worker says of itself once its caches are registered."""
+
+    card: dict[str, Any]
+
+
+class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
+    """Hands requests of a prefill engine over to decode engines. Any engine may be both.
+
+    `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them, and `layerwise`:
+    whether loads run inside of the forward pass that needs them, layer by layer, and offers grow layer by layer too.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+            raise ConfigError("this connector cannot describe caches whose tokens are spread over ranks (DCP, PCP)")
+        extra: dict[str, Any] = transfer.kv_connector_extra_config
+        layerwise = bool(extra.get("layerwise"))
+        self._caches_config: Final = kv_cache_config
+        if role is KVConnectorRole.SCHEDULER:
+            block_tokens = only_group(kv_cache_config).kv_cache_spec.block_size
+            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise)
+            return
+        from kvxfer.config import Config
+        from kvxfer.integrations.vllm.worker import WorkerSide
+
+        model = vllm_config.model_config
+        size: int = parallel.tensor_parallel_size
+        self._place: Final = Place(parallel.rank % size, size)
+        self._heads: Final[int] = model.get_total_num_kv_heads()
+        usual = {"engine": transfer.engine_id, "model": model.model}
+        settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
+        self._worker = WorkerSide(Config.load(**settings), layerwise=layerwise)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Hooks between layers are not called by a graph of the whole model."""
+        return bool(extra_config.get("layerwise"))
+
+    # --- in the scheduler's process
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvxferHandshake]) -> None:
+        """Take the workers' cards."""
+        self._scheduler.collect(handshake.card for handshake in metadata.values())
+
+    def on_new_request(self, request: Any) -> None:
+        """See `SchedulerSide`."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide`."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `SchedulerSide`."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvxferMetadata:
+        """See `SchedulerSide`."""
+        return KvxferMetadata(self._scheduler.build_connector_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `SchedulerSide`."""
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerSide`. Every block that counts is on offer by then."""
+        return self._scheduler.request_finished(request)
+
+    # --- in a worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register the caches. Blocks."""
+        self._worker.register(describe(kv_caches, self._caches_config, self._place, self._heads))
+
+    def get_handshake_metadata(self) -> KvxferHandshake | None:
+        """This rank's card; another one after each wake-up."""
+        card = self._worker.card
+        return None if card is None else KvxferHandshake(card)
+
+    def unregister_kv_caches(self) -> None:
+        """Go to sleep: the memory is about to be given up."""
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Wake up: the memory is back."""
+        self._worker.restore()
+
+    def handle_preemptions(self, kv_connector_metadata: KvxferMetadata) -> None:
+        """Return once nobody reads blocks that this step may overwrite."""
+        self._worker.preempt(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KvxferMetadata) -> None:
+        """Begin a step. Offers begin here, as `start_load_kv` may come after the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's fetches."""
+        self._worker.load(self._get_connector_metadata().orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for a layer that this step's forward pass reads."""
+        self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """A layer of this step is ready, once the work that was queued so far is done."""
+        self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """All layers of this step are."""
+        self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose offers are over, and requests whose loads are; each once."""
+        return self._worker.poll(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that hold nothing usable, in the step in which `get_finished` names their request, or before."""
+        return self._worker.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        """Close the service. The scheduler's side has none."""
+        if self.role is KVConnectorRole.WORKER:
+            self._worker.close()

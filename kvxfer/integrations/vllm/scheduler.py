@@ -1,0 +1,224 @@
+"""The connector in the scheduler's process: tickets and cards only, neither torch nor NIXL.
+
+It keeps one entry for each request that comes from a prefill engine (`_Wanted`) and one for each that goes to a decode
+engine (`_Produced`), and collects orders until vLLM asks for those of the next step. With async scheduling vLLM asks
+for step n + 1 before the workers have answered step n; nothing here counts on an answer but `update_connector_output`.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+from kvxfer.errors import RequestError, TicketError
+from kvxfer.integrations.vllm.orders import Load, Membership, OfferStep, Orders
+from kvxfer.telemetry import logger
+from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, Ticket
+
+__all__ = ["TICKET", "SchedulerSide"]
+
+TICKET: Final = "ticket"
+"""Where `kv_transfer_params` hold the ticket."""
+_TOKENS: Final = "remote_num_tokens"
+_COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
+"""Names of vLLM's statuses of a request whose cache is worth handing over."""
+
+_log: Final = logger("kvxfer.vllm")
+
+
+class _Stage(Enum):
+    """How far a request that comes from elsewhere has got."""
+
+    WAITING = auto()  # it has no blocks yet
+    LOADING = auto()  # workers fetch it
+    OVER = auto()  # fetched, failed or declined: its ticket is spent
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A request whose prompt was computed by a prefill engine."""
+
+    ticket: dict[str, Any]
+    tokens: int
+    stage: _Stage = _Stage.WAITING
+
+
+@dataclass(slots=True)
+class _Produced:
+    """A request whose prompt is computed here for a decode engine."""
+
+    prompt_tokens: int
+    attempt: int = 0
+    offered: int = 0
+
+
+class SchedulerSide:
+    """What vLLM's scheduler asks of the connector. Requests and outputs are vLLM's; see there for when each is called.
+
+    Args:
+        block_tokens: Tokens of one block id.
+        layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
+    """
+
+    def __init__(self, *, block_tokens: int, layerwise: bool) -> None:
+        self._block_tokens: Final = block_tokens
+        self._layerwise: Final = layerwise
+        self._key: Final = secrets.token_bytes(KEY_BYTES)
+        self._issuer: Issuer | None = None
+        self._wanted: Final[dict[str, _Wanted]] = {}
+        self._produced: Final[dict[str, _Produced]] = {}
+        self._placed: Final[list[tuple[Any, _Wanted, list[int], int]]] = []  # requests that got blocks to load into
+        self._orders = Orders()
+
+    def collect(self, cards: Iterable[Mapping[str, Any]]) -> None:
+        """The workers' cards, again after they have slept: from now on tickets are of this engine.
+
+        Raises:
+            TicketError: If a rank is missing.
+        """
+        card = EngineCard.of(cards)
+        self._issuer = Issuer(card, self._key)
+        self._orders.join = Membership(card.to_dict(), self._key)
+
+    # --- a request comes
+
+    def on_new_request(self, request: Any) -> None:
+        """Keep in mind what is to be fetched, and what is to be offered."""
+        params: Mapping[str, Any] = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            self._produced[request.request_id] = _Produced(request.num_prompt_tokens)
+        if not params.get("do_remote_prefill"):
+            return
+        ticket, tokens = params.get(TICKET), params.get(_TOKENS)
+        try:
+            Ticket.parse(ticket or {})
+            if not isinstance(tokens, int) or tokens < 1:
+                raise TicketError(f"{_TOKENS} must say how many tokens were prefilled, not {tokens!r}")
+        except TicketError as error:  # computed here, as if nobody had prefilled it
+            _log.warning("ticket_refused", request=request.request_id, error=str(error))
+            return
+        # a forward pass computes at least one token, and a load by layers is part of one
+        most: int = request.num_prompt_tokens - int(self._layerwise)
+        data: dict[str, Any] = dict(ticket or {})
+        self._wanted[request.request_id] = _Wanted(data, min(tokens, most))
+        self._orders.claims[request.request_id] = data
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that a fetch would add to those held here, and whether the request waits for it. Changes nothing."""
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.stage is not _Stage.WAITING or wanted.tokens <= num_computed_tokens:
+            return 0, False
+        return wanted.tokens - num_computed_tokens, not self._layerwise
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has blocks. Comes again when it runs after a load, which changes nothing any more."""
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.stage is not _Stage.WAITING:
+            return
+        if num_external_tokens:
+            wanted.stage = _Stage.LOADING
+            self._placed.append((request, wanted, list(blocks.get_block_ids()[0]), num_external_tokens))
+        else:
+            wanted.stage = _Stage.OVER
+            self._orders.declines[request.request_id] = wanted.ticket
+
+    # --- a step
+
+    def build_connector_meta(self, output: Any) -> Orders:
+        """The orders of this step; those of the next begin."""
+        orders = self._orders
+        for placed in self._placed:
+            orders.loads.append(self._load(*placed))
+        self._placed.clear()
+        for request in output.preempted_req_ids or ():
+            self._preempt(request, orders)
+        scheduled: Mapping[str, int] = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            self._advance(new.req_id, new.block_ids, new.num_computed_tokens + scheduled[new.req_id], orders)
+        cached = output.scheduled_cached_reqs
+        for request, ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._advance(request, ids, computed + scheduled[request], orders)
+        self._orders = Orders()
+        return orders
+
+    def _load(self, request: Any, wanted: _Wanted, block_ids: list[int], external: int) -> Load:
+        # vLLM counts what is loaded as computed once it has placed the request, in both kinds of loads
+        stop: int = request.num_computed_tokens
+        start = stop - external
+        if start < 0:
+            raise RequestError(
+                f"request {request.request_id!r} is to load {external} tokens, but only {stop} count as computed: this "
+                "release of vLLM calls its connectors in another order; see docs/vllm.md for those that are known"
+            )
+        size = self._block_tokens
+        first, last = start // size, -(-stop // size)
+        if self._layerwise:
+            wanted.stage = _Stage.OVER  # nothing is reported of it but failed blocks
+        return Load(
+            request.request_id, wanted.ticket, block_ids[first:last], first * size, start, stop, self._layerwise
+        )
+
+    def _preempt(self, request: str, orders: Orders) -> None:
+        produced = self._produced.get(request)
+        if produced is not None and produced.offered:
+            orders.preempted.append(request)
+            produced.attempt, produced.offered = produced.attempt + 1, 0
+
+    def _advance(self, request: str, ids: Any, computed: int, orders: Orders) -> None:
+        """Offer what this step computes of a prompt."""
+        produced = self._produced.get(request)
+        if produced is None or produced.offered == produced.prompt_tokens:
+            return
+        stop = min(computed, produced.prompt_tokens)
+        blocks: list[int] = list(ids[0]) if ids else []
+        last = stop == produced.prompt_tokens
+        orders.steps.append(OfferStep(request, produced.attempt, blocks, produced.offered, stop, last))
+        produced.offered = stop
+
+    # --- what became of it
+
+    def update_connector_output(self, output: Any) -> None:
+        """All workers are done with these loads, well or not."""
+        for request in output.finished_recving or ():
+            wanted = self._wanted.get(request)
+            if wanted is not None:
+                wanted.stage = _Stage.OVER
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request ends: hand out its ticket, or take back what was begun.
+
+        Returns:
+            Whether the workers will say when its blocks may be used again, and what its client gets for the decode
+            engine.
+        """
+        wanted = self._wanted.pop(request.request_id, None)
+        if wanted is not None and wanted.stage is _Stage.WAITING:
+            self._orders.declines[request.request_id] = wanted.ticket
+        elif wanted is not None and wanted.stage is _Stage.LOADING:
+            self._orders.cancels.append(request.request_id)
+        produced = self._produced.pop(request.request_id, None)
+        if produced is None or not produced.offered:
+            return False, None
+        params = self._params(request, produced)
+        if params is None:
+            self._orders.withdraws.append(request.request_id)
+        return True, params
+
+    def _params(self, request: Any, produced: _Produced) -> dict[str, Any] | None:
+        """What the decode engine needs, if there is something to fetch."""
+        if self._issuer is None or produced.offered < produced.prompt_tokens or request.status.name not in _COMPLETE:
+            return None
+        try:
+            ticket = self._issuer.ticket(request.request_id, attempt=produced.attempt)
+        except TicketError as error:
+            _log.warning("ticket_refused", request=request.request_id, error=str(error))
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            TICKET: ticket,
+            _TOKENS: produced.prompt_tokens,
+        }

@@ -1,0 +1,296 @@
+"""The connector in a worker's process: a `BlockingWorker` that does what the scheduler's side orders.
+
+What ends is told once, by `poll`: an offer when its request has finished as well, since vLLM asks for the one after the
+other; a load when nobody writes its blocks any more, well or not. Failed blocks are told in the same step, or before.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from kvxfer.blocking import BlockingWorker
+from kvxfer.config import Config
+from kvxfer.errors import ClosedError, FabricError, KvxferError, MemoryInDoubtError
+from kvxfer.geometry import CacheTensor, Group, Span
+from kvxfer.handles import BlockingOffer, BlockingTransfer
+from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
+from kvxfer.polling import Fetched, FetchFailed, OfferInDoubt, PollEvent, Settled
+from kvxfer.telemetry import logger
+from kvxfer.transfers import Claim
+
+__all__ = ["WorkerSide"]
+
+_NULL_BLOCK: Final = 0
+"""vLLM's block that is none."""
+
+_log: Final = logger("kvxfer.vllm")
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A request on offer."""
+
+    offer: BlockingOffer | None  # none if it could not be made
+    safe: bool = False
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A request that is fetched."""
+
+    load: Load
+    transfer: BlockingTransfer
+    cancelled: bool = False
+
+
+class WorkerSide:
+    """What vLLM's worker asks of the connector. All from one thread, as vLLM does.
+
+    Args:
+        config: Settings of this rank.
+        layerwise: Whether offers become ready layer by layer.
+    """
+
+    def __init__(self, config: Config, *, layerwise: bool) -> None:
+        self._layerwise: Final = layerwise
+        self._worker: Final = BlockingWorker(config, groups=[Group("default", null_block=_NULL_BLOCK)])
+        self._caches: Mapping[str, list[CacheTensor]] = {}
+        self._numbers: dict[str, int] = {}
+        self._device = torch.device("cpu")
+        self._registered = False
+        self._claims: Final[dict[str, Claim]] = {}
+        self._sending: Final[dict[str, _Sending]] = {}
+        self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
+        self._growing: Final[list[tuple[BlockingOffer, OfferStep]]] = []  # in this step's forward pass
+        self._in_step: Final[list[BlockingTransfer]] = []  # which this step's forward pass reads
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    # --- memory
+
+    def register(self, caches: Mapping[str, list[CacheTensor]]) -> None:
+        """Register the caches, by the names of vLLM's layers. Blocks."""
+        tensors = [tensor for those in caches.values() for tensor in those]
+        self._worker.register(tensors)
+        self._caches, self._registered = caches, True
+        self._numbers = {name: those[0].layers[0] for name, those in caches.items()}
+        self._device = tensors[0].tensor.device
+
+    def unregister(self) -> None:
+        """Let go of the memory before vLLM gives it up. Blocks. Idempotent.
+
+        Raises:
+            FabricError: If a silent peer may still touch it.
+        """
+        self._registered = False
+        self._claims.clear()  # they end with the service
+        if not self._worker.unregister():
+            raise FabricError("a silent peer may still touch blocks of this cache: its memory must not be given up")
+
+    def restore(self) -> None:
+        """Register the same caches again, now that their memory is back. Blocks. Idempotent."""
+        if self._caches and not self._registered:
+            self.register(self._caches)
+
+    @property
+    def card(self) -> dict[str, Any] | None:
+        """What this rank says of itself; none while nothing is registered."""
+        return self._worker.card.to_dict() if self._registered else None
+
+    def close(self) -> None:
+        """Stop. Blocks. Idempotent."""
+        self._registered = False
+        self._worker.close()
+
+    # --- one step, in this order
+
+    def preempt(self, orders: Orders) -> None:
+        """Take offers back whose blocks are about to be overwritten. Blocks until nobody reads them.
+
+        Raises:
+            MemoryInDoubtError: If a silent peer may still read them: vLLM has no way to spare them.
+            FabricError: If that cannot be found out in time.
+        """
+        for request in orders.preempted:
+            offer = self._sending.pop(request).offer
+            if offer is None:
+                continue
+            offer.withdraw()
+            while not offer.done:
+                events = self._worker.poll(max(self._worker.config.bounds().values()))
+                self._note(events)
+                if not events:
+                    raise FabricError(f"the offer of preempted request {request!r} has not ended")
+                for event in events:
+                    if isinstance(event, OfferInDoubt) and event.offer is offer:
+                        raise event.error
+
+    def begin_step(self, orders: Orders) -> None:
+        """Do what must be done before the forward pass."""
+        if orders.join is not None:
+            self._worker.join(orders.join.card, key=orders.join.key)
+        for request, ticket in orders.claims.items():
+            self._claims[request] = self._worker.claim(ticket)
+        for request, ticket in orders.declines.items():
+            self._decline(request, ticket)
+        for request in orders.withdraws:
+            self._withdraw(self._sending[request])
+        for step in orders.steps:
+            self._offer(step)
+
+    def load(self, orders: Orders) -> None:
+        """Begin the fetches of this step, and give up those of aborted requests."""
+        after = self._now() if orders.loads else None
+        for load in orders.loads:
+            self._load(load, after)
+        for request in orders.cancels:
+            for loading in self._loading.values():
+                if loading.load.request == request:
+                    loading.cancelled = True
+                    loading.transfer.cancel()
+
+    def wait_layer(self, name: str) -> None:
+        """Block until a layer of this step's loads has landed; one that fails is told by `poll`."""
+        number = self._numbers.get(name)
+        if number is not None:
+            for transfer in self._in_step:
+                _wait(transfer, number)
+
+    def save_layer(self, name: str) -> None:
+        """The forward pass has written its part of a layer, or queued that."""
+        number = self._numbers.get(name)
+        if self._layerwise and number is not None and self._growing:
+            after = self._now()
+            for offer, step in self._growing:
+                offer.ready(layers=[number], tokens=step.stop, after=after)
+
+    def end_step(self) -> None:
+        """The forward pass is queued: what it computes may be read once it is done."""
+        after = self._now() if self._growing else None
+        for offer, step in self._growing:
+            offer.ready(tokens=step.stop, after=after)
+            if step.last:
+                offer.finish()
+        self._growing.clear()
+
+    def poll(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
+        """What is over: each request once.
+
+        Args:
+            finished: Requests that have finished since the last call.
+
+        Returns:
+            Requests whose blocks nobody reads any more, of those that have finished; and requests whose load is over.
+
+        Raises:
+            MemoryInDoubtError: If a load of this step failed and a silent peer may still write its blocks: vLLM has no
+                way to spare them.
+        """
+        for transfer in self._in_step:
+            for number in self._numbers.values():  # no hook is called for a layer that is not run, or by a CUDA graph
+                _wait(transfer, number)
+            if isinstance(transfer.error, MemoryInDoubtError):
+                raise transfer.error
+        self._in_step.clear()
+        for request in finished:
+            if request in self._sending:
+                self._sending[request].finished = True
+        self._note(self._worker.poll())
+        sent = {request for request, sending in self._sending.items() if sending.safe and sending.finished}
+        for request in sent:
+            del self._sending[request]
+        received, self._received = self._received, set()
+        return sent, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load has failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    # --- inside
+
+    def _now(self) -> Any:
+        """What `after=` takes for all work on the caches that was queued so far."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _offer(self, step: OfferStep) -> None:
+        """Begin an offer, or go on with it."""
+        try:
+            if step.start == 0:
+                offer = self._worker.offer(step.request, streaming=True, attempt=step.attempt)
+                self._sending[step.request] = _Sending(offer)
+            sending = self._sending[step.request]
+            if sending.offer is not None:
+                sending.offer.extend(step.block_ids, tokens=range(step.start, step.stop))
+                self._growing.append((sending.offer, step))
+        except KvxferError as error:  # whoever has the ticket hears that there is no such request
+            _log.warning("offer_refused", request=step.request, attempt=step.attempt, error=str(error))
+            self._withdraw(self._sending.setdefault(step.request, _Sending(None, safe=True)))
+
+    def _withdraw(self, sending: _Sending) -> None:
+        if sending.offer is not None:
+            sending.offer.withdraw()
+
+    def _load(self, load: Load, after: Any) -> None:
+        span, tokens = Span(load.block_ids, load.first_token), range(load.start, load.stop)
+        try:
+            transfer = self._worker.start_fetch(load.ticket, span, tokens=tokens, after=after)
+        except KvxferError as error:
+            self._fail(load, error)
+            if not load.in_step:
+                self._received.add(load.request)
+            return
+        self._loading[transfer] = _Loading(load, transfer)
+        if load.in_step:
+            self._in_step.append(transfer)
+        self._unclaim(load.request)
+
+    def _fail(self, load: Load, error: KvxferError) -> None:
+        """Nothing usable is in the blocks of a load, and nobody will try it again."""
+        _log.warning("load_failed", request=load.request, blocks=len(load.block_ids), error=str(error))
+        self._failed_blocks.update(load.block_ids)
+        self._decline(load.request, load.ticket)
+
+    def _decline(self, request: str, ticket: dict[str, Any]) -> None:
+        with suppress(ClosedError):  # asleep: the lease ends it
+            self._worker.decline(ticket)
+        self._unclaim(request)
+
+    def _unclaim(self, request: str) -> None:
+        claim = self._claims.pop(request, None)
+        if claim is not None:
+            claim.close()
+
+    def _note(self, events: Iterable[PollEvent]) -> None:
+        for event in events:
+            match event:
+                case Fetched() | Settled():
+                    self._loaded(event.transfer)
+                case FetchFailed():
+                    loading = self._loading[event.transfer]
+                    if loading.cancelled:
+                        self._decline(loading.load.request, loading.load.ticket)
+                    else:
+                        self._fail(loading.load, event.error)
+                    if not isinstance(event.error, MemoryInDoubtError):
+                        self._loaded(event.transfer)
+                case OfferInDoubt():
+                    pass  # its blocks stay taken until `OfferSettled`
+                case _:
+                    sending = self._sending.get(event.request)
+                    if sending is not None and sending.offer is event.offer:  # else it was preempted
+                        sending.safe = True
+
+    def _loaded(self, transfer: BlockingTransfer) -> None:
+        load = self._loading.pop(transfer).load
+        if not load.in_step:
+            self._received.add(load.request)
+
+
+def _wait(transfer: BlockingTransfer, layer: int) -> None:
+    with suppress(KvxferError):
+        transfer.wait_layer(layer)

@@ -1,0 +1,142 @@
+"""The connector as vLLM drives it: a process for the schedulers of both engines, and two for their ranks, over NIXL."""
+
+import importlib.util
+
+import pytest
+from vllm_processes import BOTH, Processes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+COMPLETE, ABORTED, ERROR = "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED", "FINISHED_ERROR"
+
+
+class Stage:
+    """Processes that scenarios play in one after the other; new ones after a scenario that failed."""
+
+    def __init__(self):
+        self._found = None
+
+    def play(self, name):
+        found, self._found = self._found or Processes(), None
+        try:
+            (facts, error), loaded = found.play(name)
+            assert not error, error
+        except BaseException:
+            found.end()
+            raise
+        self._found = found
+        assert loaded == [], "the scheduler's process has loaded more than tickets and cards"
+        assert facts["wrong"] == [], "a cache holds other than what was computed"
+        assert facts["lost"] == {"prefill": [], "decode": []}, "blocks have leaked"
+        assert set(facts["reported"].values()) <= {1}, "a rank has reported a request twice"
+        return facts
+
+    def end(self):
+        if self._found is not None:
+            self._found.end()
+
+
+@pytest.fixture(scope="module")
+def stage():
+    found = Stage()
+    yield found
+    found.end()
+
+
+def reported(facts, engine, kind, ranks=BOTH):
+    """Requests that every rank of an engine has reported."""
+    each = [{one for e, k, r, one in facts["reported"] if (e, k, r) == (engine, kind, rank)} for rank in ranks]
+    assert all(found == each[0] for found in each), "the ranks disagree"
+    return each[0]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("handed_over", 2), ("one_step_at_a_time", 2), ("one_rank_to_two", 1)])
+def test_requests_are_handed_over(stage, name, ranks):
+    facts = stage.play(name)
+    assert facts["sampled"] == {"d-a": 3, "d-b": 3, "d-c": 3}
+    assert set(facts["ended"].values()) == {COMPLETE}
+    assert reported(facts, "prefill", "send", range(ranks)) == {"p-a", "p-b", "p-c"}
+    assert reported(facts, "decode", "recv") == {"d-a", "d-b", "d-c"}
+    assert facts["failed_together"] == []
+    for one, params in facts["params"].items():
+        assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+        assert params["ticket"]["request"] == f"p-{one}"
+
+
+def test_loads_inside_of_the_forward_pass(stage):
+    facts = stage.play("layerwise")
+    assert facts["sampled"] == {"d-a": 3, "d-b": 3, "d-c": 3}
+    assert reported(facts, "prefill", "send") == {"p-a", "p-b", "p-c"}
+    assert reported(facts, "decode", "recv") == set(), "vLLM waits for none of them"
+
+
+def test_layers_arrive_while_others_are_computed(stage):
+    assert stage.play("layers_overlap")["sampled"] == {"d": 1}
+
+
+def test_a_load_that_fails_inside_of_the_forward_pass_is_computed(stage):
+    facts = stage.play("layer_fails")
+    assert facts["sampled"] == {"d": 1, "d-2": 1}
+    assert facts["failed_together"] == [False, False]
+    assert reported(facts, "decode", "recv") == set()
+
+
+def test_requests_that_are_aborted_before_admission_free_the_prefill_engine(stage):
+    facts = stage.play("aborted_before_admission")
+    assert {facts["ended"][one] for one in ("d-at once", "d-later")} == {ABORTED}
+    assert reported(facts, "prefill", "send") == {"p-at once", "p-later"}
+    assert reported(facts, "decode", "recv") == set()
+
+
+def test_a_load_that_is_aborted_keeps_its_blocks_until_it_has_ended(stage):
+    facts = stage.play("aborted_while_loading")
+    assert reported(facts, "decode", "recv") == {"d"}
+    assert facts["failed_together"] == []
+
+
+def test_an_offer_that_is_aborted_keeps_its_blocks_until_nobody_reads_them(stage):
+    facts = stage.play("aborted_while_prefilling")
+    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
+    assert reported(facts, "prefill", "send") == {"p"}
+    assert reported(facts, "decode", "recv") == {"d"}
+
+
+def test_a_preempted_prompt_is_offered_anew(stage):
+    facts = stage.play("preempted")
+    assert facts["attempts"] == {"p": 1, "other": 0}
+    assert facts["sampled"] == {"d": 1, "d-2": 1, "d-other": 1}
+    assert reported(facts, "prefill", "send") == {"p", "other"}
+
+
+def test_what_is_held_already_is_not_fetched(stage):
+    facts = stage.play("held_already")
+    assert reported(facts, "prefill", "send") == {"p-all", "p-half"}
+    assert reported(facts, "decode", "recv") == {"d-half"}
+
+
+@pytest.mark.parametrize(("name", "end"), [("load_fails", COMPLETE), ("load_fails_for_good", ERROR)])
+def test_a_load_that_fails_is_told_with_its_blocks(stage, name, end):
+    facts = stage.play(name)
+    assert facts["ended"] == {"p": COMPLETE, "d": end, "d-2": COMPLETE}
+    assert set(facts["failed_together"]) == {True}
+    assert reported(facts, "decode", "recv") == {"d", "d-2"}
+
+
+def test_a_load_that_fails_on_one_rank_waits_for_the_other(stage):
+    facts = stage.play("load_fails_on_one_rank")
+    assert facts["sampled"] == {"d": 1}
+    assert facts["failed_together"] == [True]
+    assert reported(facts, "decode", "recv") == {"d"}
+    assert reported(facts, "prefill", "send") == {"p"}
+
+
+def test_a_request_without_a_good_ticket_is_computed(stage):
+    facts = stage.play("bad_tickets")
+    assert facts["sampled"] == {f"d-{at}": 1 for at in range(4)}
+    assert facts["reported"] == {}
+
+
+def test_engines_sleep_and_wake(stage):
+    facts = stage.play("slept")
+    assert facts["sampled"] == {"d": 1, "d-2": 1, "d-early": 1}
+    assert reported(facts, "prefill", "send") == {"p", "p-2"}

@@ -1,0 +1,296 @@
+"""The scheduler's side alone: what it orders, and when."""
+
+import secrets
+from typing import Any
+
+import pytest
+import vllm_stand_in
+from vllm_stand_in import make
+
+from kvxfer.errors import RequestError, TicketError
+from kvxfer.integrations.vllm.orders import Load, OfferStep
+from kvxfer.integrations.vllm.scheduler import SchedulerSide
+from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
+
+BLOCK_TOKENS = 16
+STATUS = vllm_stand_in.stock("RequestStatus")
+
+
+class Blocks:
+    def __init__(self, *ids):
+        self._ids = ids
+
+    def get_block_ids(self):
+        return (list(self._ids),)
+
+
+def cards(world=2):
+    return [
+        RankCard(
+            engine="e", rank=rank, world=world, endpoint=f"unix:/tmp/{rank}", incarnation=secrets.token_hex(16)
+        ).to_dict()
+        for rank in range(world)
+    ]
+
+
+def side(*, layerwise=False):
+    found = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=layerwise)
+    found.collect(cards())
+    return found
+
+
+def request(params=None, *, tokens=40, name="r", **fields) -> Any:
+    usual = {"num_computed_tokens": 0, "status": STATUS.WAITING}
+    return make("Request", request_id=name, kv_transfer_params=params, num_prompt_tokens=tokens, **(usual | fields))
+
+
+def wanted(tokens=40, **changes):
+    """What a prefill engine gave, and the request of a decode engine that has it."""
+    ticket = Issuer(EngineCard.of(cards()), bytes(32)).ticket("p")
+    return request({"do_remote_prefill": True, "ticket": ticket, "remote_num_tokens": tokens} | changes)
+
+
+def produced(tokens=40, name="r"):
+    return request({"do_remote_decode": True, "do_remote_prefill": False}, tokens=tokens, name=name)
+
+
+def step(new=(), cached=(), preempted=()) -> Any:
+    """A scheduler's output: (request, blocks, computed, scheduled) of each."""
+    return make(
+        "SchedulerOutput",
+        scheduled_new_reqs=[
+            make("NewRequestData", req_id=one, block_ids=(ids,), num_computed_tokens=computed)
+            for one, ids, computed, _ in new
+        ],
+        scheduled_cached_reqs=make(
+            "CachedRequestData",
+            req_ids=[one for one, *_ in cached],
+            new_block_ids=[(ids,) if ids else None for _, ids, *_ in cached],
+            num_computed_tokens=[computed for _, _, computed, _ in cached],
+        ),
+        num_scheduled_tokens={one: count for one, _, _, count in (*new, *cached)},
+        preempted_req_ids=set(preempted),
+    )
+
+
+def received(*names) -> Any:
+    return make("KVConnectorOutput", finished_recving=set(names))
+
+
+def test_the_first_step_joins_the_workers_to_one_engine():
+    scheduler = side()
+    joined = scheduler.build_connector_meta(step()).join
+    assert joined is not None
+    assert EngineCard.from_dict(joined.card).world == 2
+    assert len(joined.key) == 32
+    assert joined.key.hex() not in repr(joined)
+    assert repr(joined.key) not in repr(joined)
+    assert scheduler.build_connector_meta(step()).join is None
+
+
+def test_a_rank_that_is_missing_is_named():
+    with pytest.raises(TicketError, match="every rank of 2"):
+        SchedulerSide(block_tokens=16, layerwise=False).collect(cards()[:1])
+
+
+# --- from a prefill engine
+
+
+def test_asking_changes_nothing():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    for _ in range(3):
+        assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
+        assert scheduler.get_num_new_matched_tokens(coming, 32) == (8, True)
+        assert scheduler.get_num_new_matched_tokens(coming, 40) == (0, False)
+    orders = scheduler.build_connector_meta(step())
+    assert (orders.loads, orders.declines, orders.cancels) == ([], {}, [])
+
+
+def test_a_request_is_claimed_as_it_comes():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    orders = scheduler.build_connector_meta(step())
+    assert list(orders.claims) == ["r"]
+    assert coming.kv_transfer_params["ticket"]["mac"] not in repr(orders)
+
+
+def test_it_is_loaded_behind_what_is_held_once():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 24)
+    coming.num_computed_tokens = 40  # as vLLM counts it then
+    ticket = coming.kv_transfer_params["ticket"]
+    loads = scheduler.build_connector_meta(step()).loads
+    assert loads == [Load("r", ticket, [6, 7], first_token=16, start=16, stop=40, in_step=False)]
+    assert ticket["mac"] not in repr(loads)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7, 8), 0)  # it runs
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
+    orders = scheduler.build_connector_meta(step())
+    assert (orders.loads, orders.declines) == ([], {})
+
+
+def test_nothing_to_load_is_a_decline():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    for _ in range(2):
+        scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 0)
+    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+    assert scheduler.request_finished(coming) == (False, None)
+    assert scheduler.build_connector_meta(step()).declines == {}
+
+
+def test_a_request_that_ends_while_it_waits_is_declined():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    assert scheduler.request_finished(coming) == (False, None)
+    assert list(scheduler.build_connector_meta(step()).declines) == ["r"]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_request_that_ends_while_it_is_loaded_is_cancelled(ordered):
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
+    coming.num_computed_tokens = 40
+    if ordered:
+        assert len(scheduler.build_connector_meta(step()).loads) == 1
+    scheduler.request_finished(coming)
+    orders = scheduler.build_connector_meta(step())
+    assert (len(orders.loads), orders.cancels, orders.declines) == (int(not ordered), ["r"], {})
+
+
+def test_a_request_that_ends_after_its_load_is_not():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
+    coming.num_computed_tokens = 40
+    scheduler.build_connector_meta(step())
+    scheduler.update_connector_output(received("r", "unknown"))
+    assert scheduler.request_finished(coming) == (False, None)
+    assert scheduler.build_connector_meta(step()).cancels == []
+
+
+def test_layerwise_loads_leave_a_token_to_compute():
+    scheduler, coming = side(layerwise=True), wanted()
+    scheduler.on_new_request(coming)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (39, False)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 39)
+    coming.num_computed_tokens = 39
+    (load,) = scheduler.build_connector_meta(step()).loads
+    assert (load.start, load.stop, load.block_ids, load.in_step) == (0, 39, [5, 6, 7], True)
+    scheduler.request_finished(coming)
+    assert scheduler.build_connector_meta(step()).cancels == []
+
+
+def test_another_order_of_calls_is_refused_by_name():
+    scheduler, coming = side(), wanted()
+    scheduler.on_new_request(coming)
+    scheduler.update_state_after_alloc(coming, Blocks(5, 6, 7), 40)
+    with pytest.raises(RequestError, match="another order"):
+        scheduler.build_connector_meta(step())
+
+
+@pytest.mark.parametrize(
+    "params", [{"ticket": None}, {"ticket": "x"}, {"remote_num_tokens": 0}, {"remote_num_tokens": None}]
+)
+def test_what_is_no_ticket_is_computed_here(params):
+    scheduler, coming = side(), wanted(**params)
+    scheduler.on_new_request(coming)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (0, False)
+    assert scheduler.request_finished(coming) == (False, None)
+    orders = scheduler.build_connector_meta(step())
+    assert (orders.claims, orders.declines) == ({}, {})
+
+
+def test_more_tokens_than_the_prompt_has_are_not_loaded():
+    scheduler, coming = side(), wanted(64)
+    scheduler.on_new_request(coming)
+    assert scheduler.get_num_new_matched_tokens(coming, 0) == (40, True)
+
+
+# --- for a decode engine
+
+
+def test_a_prompt_is_offered_as_it_is_computed():
+    scheduler, going = side(), produced()
+    scheduler.on_new_request(going)
+    steps = [
+        scheduler.build_connector_meta(output).steps
+        for output in (
+            step(new=[("r", [3, 4], 16, 16), ("other", [8], 0, 16)]),  # a block of it was cached here
+            step(cached=[("r", None, 32, 4)]),
+            step(cached=[("r", [9], 36, 5)]),  # a token beyond the prompt
+            step(cached=[("r", None, 41, 1)]),
+        )
+    ]
+    assert steps == [
+        [OfferStep("r", 0, [3, 4], 0, 32, last=False)],
+        [OfferStep("r", 0, [], 32, 36, last=False)],
+        [OfferStep("r", 0, [9], 36, 40, last=True)],
+        [],
+    ]
+    going.status = STATUS.FINISHED_LENGTH_CAPPED
+    later, params = scheduler.request_finished(going)
+    assert later
+    assert params is not None
+    assert params | {"ticket": 0} == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_num_tokens": 40,
+        "ticket": 0,
+    }
+    assert Ticket.parse(params["ticket"]).request == "r"
+    assert scheduler.build_connector_meta(step()).withdraws == []
+
+
+@pytest.mark.parametrize(("computed", "status"), [(40, "FINISHED_ABORTED"), (32, "FINISHED_STOPPED")])
+def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
+    scheduler, going = side(), produced()
+    scheduler.on_new_request(going)
+    scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, computed)]))
+    going.status = STATUS[status]
+    assert scheduler.request_finished(going) == (True, None)
+    assert scheduler.build_connector_meta(step()).withdraws == ["r"]
+
+
+def test_a_prompt_that_never_ran_holds_nothing():
+    scheduler, going = side(), produced()
+    scheduler.on_new_request(going)
+    going.status = STATUS.FINISHED_ABORTED
+    assert scheduler.request_finished(going) == (False, None)
+    assert scheduler.build_connector_meta(step()).withdraws == []
+
+
+def test_a_preempted_prompt_is_another_attempt():
+    scheduler, going = side(), produced()
+    scheduler.on_new_request(going)
+    scheduler.build_connector_meta(step(new=[("r", [3, 4], 0, 32)]))
+    orders = scheduler.build_connector_meta(step(preempted=["r", "other"]))
+    assert (orders.preempted, orders.steps) == (["r"], [])
+    assert scheduler.build_connector_meta(step(preempted=["r"])).preempted == []
+    orders = scheduler.build_connector_meta(step(cached=[("r", [7, 8, 9], 0, 40)]))
+    assert orders.steps == [OfferStep("r", 1, [7, 8, 9], 0, 40, last=True)]
+    going.status = STATUS.FINISHED_STOPPED
+    _, params = scheduler.request_finished(going)
+    assert params is not None
+    assert params["ticket"]["attempt"] == 1
+
+
+def test_a_request_of_which_no_ticket_can_be_made_is_withdrawn():
+    scheduler, going = side(), produced(name="r" * 300)
+    scheduler.on_new_request(going)
+    scheduler.build_connector_meta(step(new=[(going.request_id, [3, 4, 5], 0, 40)]))
+    going.status = STATUS.FINISHED_STOPPED
+    assert scheduler.request_finished(going) == (True, None)
+    assert scheduler.build_connector_meta(step()).withdraws == [going.request_id]
+
+
+def test_a_request_that_is_neither_is_left_alone():
+    scheduler, plain = side(), request()
+    scheduler.on_new_request(plain)
+    assert scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
+    scheduler.update_state_after_alloc(plain, Blocks(1), 0)
+    orders = scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, 40)]))
+    assert (orders.claims, orders.loads, orders.declines, orders.steps) == ({}, [], {}, [])
+    assert scheduler.request_finished(plain) == (False, None)

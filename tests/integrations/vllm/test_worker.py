@@ -1,0 +1,262 @@
+"""The worker's side alone, on a service whose events the test makes: doubt, and the order of ends."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvxfer.config import Config
+from kvxfer.errors import BusyError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
+from kvxfer.geometry import CacheTensor
+from kvxfer.integrations.vllm import worker as module
+from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
+from kvxfer.polling import Fetched, FetchFailed, OfferExpired, OfferInDoubt, OfferReleased, OfferSettled, Settled
+
+NAMES = [f"model.layers.{layer}.attn" for layer in (4, 5)]
+TICKET = {"request": "p"}
+
+
+def doubt() -> Any:
+    async def settled():
+        raise NotImplementedError
+
+    return MemoryInDoubtError("a peer is silent", settled=settled)
+
+
+class Handle:
+    """An offer or a transfer, which writes down what is done with it."""
+
+    def __init__(self):
+        self.calls: list[Any] = []
+        self.done = False
+        self.error: KvxferError | None = None
+
+    def __getattr__(self, name) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *given, **named: self.calls.append((name, *given, *named.items()))
+
+
+class Service:
+    """A `BlockingWorker` that does nothing by itself."""
+
+    def __init__(self, config, groups):
+        self.config, self.groups = config, groups
+        self.events: list[Any] = []
+        self.offers: list[Any] = []
+        self.transfers: list[Any] = []
+        self.declined: list[Any] = []
+        self.registered = 0
+        self.quiet = True
+        self.refuses: KvxferError | None = None
+
+    def _made(self, those) -> Any:
+        if self.refuses is not None:
+            raise self.refuses
+        those.append(Handle())
+        return those[-1]
+
+    def offer(self, request, *, streaming, attempt):
+        assert streaming
+        return self._made(self.offers)
+
+    def start_fetch(self, ticket, blocks, *, tokens, after):
+        assert (ticket, after) == (TICKET, None)
+        return self._made(self.transfers)
+
+    def claim(self, ticket):
+        return Handle()
+
+    def decline(self, ticket):
+        self.declined.append(ticket)
+
+    def register(self, tensors):
+        self.registered += 1
+
+    def unregister(self):
+        return self.quiet
+
+    def poll(self, timeout=0.0):
+        found, self.events = self.events, []
+        for event in found:
+            if isinstance(event, OfferReleased | OfferExpired | OfferInDoubt):
+                vars(event.offer)["done"] = True
+        return found
+
+
+@pytest.fixture
+def side(monkeypatch):
+    monkeypatch.setattr(module, "BlockingWorker", Service)
+    found = module.WorkerSide(Config(), layerwise=True)
+    found.register(
+        {
+            name: [CacheTensor(torch.zeros(4, 2, 16, 8), "LBHNC", layers=[layer], heads=range(2))]
+            for layer, name in zip((4, 5), NAMES, strict=True)
+        }
+    )
+    return found
+
+
+def growing(start=0, stop=32, *, last=True):
+    return Orders(steps=[OfferStep("r", 0, [1, 2], start, stop, last)])
+
+
+def loading(*, in_step=False):
+    return Orders(claims={"r": TICKET}, loads=[Load("r", TICKET, [1, 2], 0, 0, 32, in_step)])
+
+
+def begun(side, orders):
+    side.preempt(orders)
+    side.begin_step(orders)
+    side.load(orders)
+    return side._worker
+
+
+def test_layers_are_ready_one_by_one_then_all(side):
+    service = begun(side, growing(last=False))
+    for name in (*NAMES, "a layer of another's"):
+        side.wait_layer(name)
+        side.save_layer(name)
+    side.end_step()
+    begun(side, growing(32, 40))
+    side.end_step()
+    side.save_layer(NAMES[0])  # no step is under way
+    (offer,) = service.offers
+    assert offer.calls == [
+        ("extend", [1, 2], ("tokens", range(32))),
+        ("ready", ("layers", [4]), ("tokens", 32), ("after", None)),
+        ("ready", ("layers", [5]), ("tokens", 32), ("after", None)),
+        ("ready", ("tokens", 32), ("after", None)),
+        ("extend", [1, 2], ("tokens", range(32, 40))),
+        ("ready", ("tokens", 40), ("after", None)),
+        ("finish",),
+    ]
+
+
+def test_an_offer_that_ends_before_its_request_is_told_afterwards_once(side):
+    service = begun(side, growing())
+    service.events = [OfferReleased("r", service.offers[0], ())]
+    assert side.poll(()) == (set(), set())
+    assert side.poll({"r", "unknown"}) == ({"r"}, set())
+    assert side.poll({"r"}) == (set(), set())
+
+
+def test_an_offer_in_doubt_is_told_once_it_is_settled(side):
+    service = begun(side, growing())
+    (offer,) = service.offers
+    service.events = [OfferInDoubt("r", offer, doubt())]
+    assert side.poll({"r"}) == (set(), set())
+    service.events = [OfferSettled("r", offer)]
+    assert side.poll(()) == ({"r"}, set())
+
+
+def test_an_offer_that_cannot_be_made_holds_nothing(side):
+    side._worker.refuses = BusyError("nobody polls")
+    begun(side, growing(last=False))
+    begun(side, growing(32, 40))
+    side.end_step()
+    begun(side, Orders(withdraws=["r"]))
+    assert side.poll({"r"}) == ({"r"}, set())
+
+
+def test_a_preempted_offer_is_waited_for_and_not_told(side):
+    service = begun(side, growing())
+    (offer,) = service.offers
+    service.events = [OfferExpired("r", offer, "nobody came")]
+    begun(side, Orders(preempted=["r"]))
+    assert ("withdraw",) in offer.calls
+    assert side.poll({"r"}) == (set(), set())
+
+
+def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
+    service = begun(side, growing())
+    service.events = [OfferInDoubt("r", service.offers[0], doubt())]
+    with pytest.raises(MemoryInDoubtError):
+        side.preempt(Orders(preempted=["r"]))
+    begun(side, growing())
+    service.events = [OfferSettled("r", service.offers[0])]
+    assert side.poll({"r"}) == (set(), set())
+    service.events = [OfferReleased("r", service.offers[1], ())]
+    assert side.poll(()) == ({"r"}, set())
+
+
+def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):
+    begun(side, growing())
+    with pytest.raises(FabricError, match="'r' has not ended"):
+        side.preempt(Orders(preempted=["r"]))
+
+
+def test_a_load_ends_its_claim_and_is_told_once(side):
+    orders = loading()
+    side.begin_step(orders)
+    claim = side._claims["r"]
+    side.load(orders)
+    assert claim.calls == [("close",)]
+    service = side._worker
+    result: Any = None
+    service.events = [Fetched("p", service.transfers[0], result)]
+    assert side.poll(()) == (set(), {"r"})
+    assert side.poll(()) == (set(), set())
+    assert service.declined == []
+
+
+def test_a_failed_load_is_told_with_its_blocks_and_declined(side):
+    service = begun(side, loading())
+    service.events = [FetchFailed("p", service.transfers[0], TransferFailedError("no"))]
+    assert side.poll(()) == (set(), {"r"})
+    assert side.take_failed_blocks() == {1, 2}
+    assert side.take_failed_blocks() == set()
+    assert service.declined == [TICKET]
+
+
+def test_a_load_in_doubt_fails_at_once_and_keeps_its_blocks(side):
+    service = begun(side, loading())
+    (transfer,) = service.transfers
+    service.events = [FetchFailed("p", transfer, doubt())]
+    assert side.poll(()) == (set(), set())
+    assert side.take_failed_blocks() == {1, 2}
+    service.events = [Settled("p", transfer)]
+    assert side.poll(()) == (set(), {"r"})
+
+
+def test_a_load_that_is_cancelled_fails_nothing(side):
+    service = begun(side, loading())
+    begun(side, Orders(cancels=["r"]))
+    (transfer,) = service.transfers
+    assert ("cancel",) in transfer.calls
+    service.events = [FetchFailed("p", transfer, TransferFailedError("cancelled"))]
+    assert side.poll(()) == (set(), {"r"})
+    assert side.take_failed_blocks() == set()
+    assert service.declined == [TICKET]
+
+
+def test_a_load_in_doubt_inside_of_the_forward_pass_stops_the_engine(side):
+    service = begun(side, loading(in_step=True))
+    service.transfers[0].error = doubt()
+    with pytest.raises(MemoryInDoubtError):
+        side.poll(())
+
+
+def test_layers_that_no_hook_was_called_for_are_waited_for(side):
+    service = begun(side, loading(in_step=True))
+    side.wait_layer(NAMES[0])
+    side.poll(())
+    assert service.transfers[0].calls == [("wait_layer", 4), ("wait_layer", 4), ("wait_layer", 5)]
+
+
+def test_memory_that_a_peer_may_touch_is_not_given_up(side):
+    side._worker.quiet = False
+    with pytest.raises(FabricError, match="must not be given up"):
+        side.unregister()
+
+
+def test_sleeping_and_waking_may_come_twice(side):
+    service = side._worker
+    side.restore()
+    assert service.registered == 1
+    side.unregister()
+    side.unregister()
+    assert side.card is None
+    side.restore()
+    side.restore()
+    assert service.registered == 2

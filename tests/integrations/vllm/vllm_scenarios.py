@@ -1,0 +1,256 @@
+"""What happens between a prefill and a decode engine of two ranks each, told by the scheduler's process of both.
+
+Each scenario returns what a test looks at.
+"""
+
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, Workers
+
+PATIENCE = 30.0
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Pair:
+    """Two engines whose block sizes and layouts differ, and which two processes hold the ranks of.
+
+    Args:
+        wires: Those of each engine, one a process.
+        ranks: Of the prefill engine.
+        prefill: Settings of that engine.
+        **both: Settings of both.
+    """
+
+    def __init__(self, wires: list[list[Any]], *, ranks=2, prefill=None, **both: Any) -> None:
+        mine, theirs = Workers(wires[0][:ranks]), Workers(wires[1])
+        self.prefill = Engine("prefill", mine, block_tokens=16, layout="LBNHC", **both, **(prefill or {}))
+        self.decode = Engine("decode", theirs, block_tokens=8, layout="LBHNC", **both)
+
+    def __str__(self) -> str:
+        engines = (self.prefill, self.decode)
+        return str([{one: str(request.status) for one, request in engine.requests.items()} for engine in engines])
+
+    def until(self, condition: Any, *engines: Engine) -> None:
+        """Step both engines, or these, until something is so."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, f"it has not come to that: {self}"
+            for engine in engines or (self.prefill, self.decode):
+                engine.step()
+
+    def until_over(self) -> dict[str, Any]:
+        """Step until no request holds anything; what both engines say then. Closes them.
+
+        It takes seconds at most: an offer that nobody released would last for minutes.
+        """
+        engines = {"prefill": self.prefill, "decode": self.decode}
+        self.until(lambda: not self.prefill.requests and not self.decode.requests)
+        for engine in engines.values():
+            engine.close()
+        return {
+            "wrong": self.prefill.wrong + self.decode.wrong,
+            "ended": self.prefill.ended | self.decode.ended,
+            "sampled": dict(self.decode.sampled),
+            "lost": {
+                name: sorted(set(range(1, BLOCKS)).difference(engine.free, *engine.held.values()))
+                for name, engine in engines.items()
+            },
+            "reported": {(name, *key): n for name, engine in engines.items() for key, n in engine.reported.items()},
+            "failed_together": self.decode.failed_together,
+        }
+
+    def prefilled(self, request_id: str, seed: int, prompt: int) -> dict[str, Any]:
+        """Let the prefill engine compute a prompt; what a router gets for it, as it comes out of JSON."""
+        self.prefill.add(request_id, seed, prompt, params=dict(PREFILL))
+        self.until(lambda: request_id in self.prefill.ended, self.prefill)
+        return json.loads(json.dumps(self.prefill.params[request_id]))
+
+    def early(self, request_id: str, tokens: int) -> dict[str, Any]:
+        """What a router would get, before the prefill engine has begun."""
+        ticket = self.prefill.connector._scheduler._issuer.ticket(request_id)
+        return {"do_remote_prefill": True, "ticket": ticket, "remote_num_tokens": tokens}
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request of the decode engine waits for its load."""
+        return self.decode.requests[request_id].status is STATUS.WAITING_FOR_REMOTE_KVS
+
+
+def forged(params: dict[str, Any]) -> dict[str, Any]:
+    """The same with a ticket that no prefill rank takes."""
+    return params | {"ticket": params["ticket"] | {"mac": "00" * 16}}
+
+
+def handed_over(wires, **settings):
+    """Three prompts, computed in several steps that they share."""
+    pair = Pair(wires, prefill={"budget": 24}, **settings)
+    prompts = {"a": (1, 40), "b": (2, 17), "c": (3, 64)}
+    for one, (seed, prompt) in prompts.items():
+        pair.prefill.add(f"p-{one}", seed, prompt, params=dict(PREFILL))
+    params = {}
+    for one, (seed, prompt) in prompts.items():
+        pair.until(lambda one=one: f"p-{one}" in pair.prefill.ended, pair.prefill)
+        params[one] = pair.prefill.params[f"p-{one}"]
+        pair.decode.add(f"d-{one}", seed, prompt, params=json.loads(json.dumps(params[one])), tokens=3)
+    return pair.until_over() | {"params": params}
+
+
+def one_step_at_a_time(wires):
+    return handed_over(wires, depth=1)
+
+
+def one_rank_to_two(wires):
+    return handed_over(wires, ranks=1)
+
+
+def layerwise(wires):
+    return handed_over(wires, layerwise=True)
+
+
+def layers_overlap(wires):
+    """The prefill engine computes its last layer only when the decode engine has read the first one."""
+    pair = Pair(wires, layerwise=True)
+    pair.prefill.add("p", 1, 32, params=dict(PREFILL), gates={("before", LAYERS - 1): "first layer read"})
+    pair.decode.add("d", 1, 40, params=pair.early("p", 32), gates={("after", 0): "first layer read"})
+    pair.prefill.step()
+    pair.decode.step()
+    return pair.until_over()
+
+
+def layer_fails(wires):
+    """A load that the running forward pass waits for fails; the request is computed here instead."""
+    pair = Pair(wires, layerwise=True, depth=1)
+    params = pair.prefilled("p", 1, 32)
+    pair.decode.add("d", 1, 40, params=forged(params))
+    pair.until(lambda: "d" in pair.decode.ended, pair.decode)
+    pair.decode.add("d-2", 1, 40, params=params)
+    return pair.until_over()
+
+
+def aborted_before_admission(wires):
+    """One request is aborted as it comes, one while it waits for blocks."""
+    pair = Pair(wires)
+    params = {one: pair.prefilled(f"p-{one}", 1, 40) for one in ("at once", "later")}
+    free, pair.decode.free = pair.decode.free, []
+    for one, known in params.items():
+        pair.decode.add(f"d-{one}", 1, 40, params=known)
+        if one == "at once":
+            pair.decode.finish(f"d-{one}")
+    for _ in range(3):
+        pair.decode.step()
+    assert pair.decode.requests["d-later"].status is STATUS.WAITING
+    assert "p-later" in pair.prefill.requests
+    pair.decode.finish("d-later")
+    pair.decode.free = free
+    return pair.until_over()
+
+
+def aborted_while_loading(wires):
+    """The client leaves while the load waits for a prefill engine that has not begun."""
+    pair = Pair(wires)
+    pair.decode.add("d", 1, 40, params=pair.early("p", 40))
+    pair.until(lambda: pair.waits("d"), pair.decode)
+    pair.decode.finish("d")
+    assert "d" in pair.decode.requests, "its blocks were freed under a load"
+    return pair.until_over()
+
+
+def aborted_while_prefilling(wires):
+    """The client leaves while its prompt is computed, and a decode engine fetches what there is."""
+    pair = Pair(wires, prefill={"budget": 16})
+    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
+    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
+    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
+    pair.prefill.finish("p")
+    assert pair.prefill.params["p"] is None
+    return pair.until_over()
+
+
+def preempted(wires):
+    """A prompt loses its blocks to others while a decode engine fetches it, and is computed again."""
+    pair = Pair(wires, prefill={"budget": 16})
+    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
+    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
+    pair.until(lambda: pair.waits("d") and pair.prefill.requests["p"].num_computed_tokens >= 32)
+    pair.prefill.preempt("p")
+    pair.prefill.free.reverse()  # so that the next ones get its blocks
+    pair.prefill.add("other", 2, 48, params=dict(PREFILL))
+    pair.until(lambda: "p" in pair.prefill.ended and "other" in pair.prefill.ended)
+    params = {one: pair.prefill.params[one] for one in ("p", "other")}
+    pair.decode.add("d-2", 1, 64, params=params["p"])
+    pair.decode.add("d-other", 2, 48, params=params["other"])
+    return pair.until_over() | {"attempts": {one: known["ticket"]["attempt"] for one, known in params.items()}}
+
+
+def held_already(wires):
+    """The decode engine has a prefix: all that was prefilled, then half of it."""
+    pair = Pair(wires)
+    pair.decode.add("warm", 1, 32)
+    pair.decode.step()
+    pair.decode.keep(1, "warm", 4)
+    pair.until(lambda: "warm" in pair.decode.ended, pair.decode)
+    pair.decode.add("d-all", 1, 36, params=pair.prefilled("p-all", 1, 32))
+    pair.decode.add("d-half", 1, 64, params=pair.prefilled("p-half", 1, 64))
+    return pair.until_over()
+
+
+def load_fails(wires, **settings):
+    """A prefill engine refuses a fetch; with a ticket that it takes, it goes well."""
+    pair = Pair(wires, **settings)
+    params = pair.prefilled("p", 1, 40)
+    pair.decode.add("d", 1, 40, params=forged(params))
+    pair.until(lambda: "d" in pair.decode.ended, pair.decode)
+    pair.decode.add("d-2", 1, 40, params=params)
+    return pair.until_over()
+
+
+def load_fails_for_good(wires):
+    return load_fails(wires, policy="fail")
+
+
+def load_fails_on_one_rank(wires):
+    """One rank of two cannot even begin."""
+    pair = Pair(wires)
+    params = pair.prefilled("p", 1, 40)
+    pair.decode.workers.call("refuse_loads")
+    pair.decode.add("d", 1, 40, params=params)
+    return pair.until_over()
+
+
+def bad_tickets(wires):
+    """What clients may send in place of what a prefill engine gave."""
+    pair = Pair(wires)
+    good = pair.early("p", 40)
+    for at, bad in enumerate(({}, {"ticket": 5}, {"ticket": {"v": 1}}, good | {"remote_num_tokens": "40"})):
+        pair.decode.add(f"d-{at}", at, 20, params={"do_remote_prefill": True, **bad})
+    return pair.until_over()
+
+
+def slept(wires):
+    """Both engines give their memory up and get it back: they are new engines, and work as before."""
+    pair = Pair(wires)
+    pair.decode.add("d", 1, 40, params=pair.prefilled("p", 1, 40))
+    pair.until(lambda: not pair.prefill.requests and not pair.decode.requests)
+    early = pair.early("p-2", 40)
+    pair.prefill.sleep()
+    pair.decode.sleep()
+    pair.decode.add("d-2", 1, 40, params=pair.prefilled("p-2", 1, 40))
+    pair.decode.add("d-early", 1, 40, params=early)
+    return pair.until_over()
+
+
+def serve(wire: Any, wires: list[list[Any]]) -> None:
+    """The process: scenarios by name, until the pipe is closed."""
+    while True:
+        try:
+            name = wire.recv()
+        except EOFError:
+            return
+        try:
+            answer = (globals()[name](wires), "")
+        except BaseException as error:  # noqa: BLE001 - whoever called hears of it
+            answer = (None, "".join(traceback.format_exception(error)))
+        wire.send((answer, sorted({"torch", "nixl"} & set(sys.modules))))

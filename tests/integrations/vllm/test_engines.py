@@ -140,3 +140,11 @@ def test_engines_sleep_and_wake(stage):
     facts = stage.play("slept")
     assert facts["sampled"] == {"d": 1, "d-2": 1, "d-early": 1}
     assert reported(facts, "prefill", "send") == {"p", "p-2"}
+
+
+def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
+    facts = stage.play("configured_ranks")
+    plain = {"engine": "prefill", "model": "model", "world": 2, "chunk_bytes": 16 << 10}
+    assert facts["settings"] == [plain | {"rank": rank} for rank in BOTH]
+    assert set(facts["refused"]) == {"decode_context_parallel_size", "prefill_context_parallel_size"}
+    assert facts["graphs"] == [False, True]

@@ -78,6 +78,10 @@ class Rank:
         self.connector.restore_kv_caches()
         self.connector.restore_kv_caches()
 
+    def settings(self) -> dict[str, Any]:
+        config = self.connector._worker._worker.config
+        return {name: getattr(config, name) for name in ("engine", "model", "rank", "world", "chunk_bytes")}
+
     def refuse_loads(self) -> None:
         """From now on no fetch can be begun by this rank, if it is the second."""
         if self._second:

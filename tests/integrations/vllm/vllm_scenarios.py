@@ -9,9 +9,12 @@ import time
 import traceback
 from typing import Any
 
-from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, Workers
+from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, KvxferConnector, Workers, configured
+
+from kvxfer.errors import ConfigError
 
 PATIENCE = 30.0
+ENGINE = {"name": "e", "world": 1, "block_tokens": 16, "layerwise": False, "settings": {}}
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -240,6 +243,22 @@ def slept(wires):
     pair.decode.add("d-2", 1, 40, params=pair.prefilled("p-2", 1, 40))
     pair.decode.add("d-early", 1, 40, params=early)
     return pair.until_over()
+
+
+def configured_ranks(wires):
+    """What ranks make of their settings; and what a connector refuses, or says before there is one."""
+    pair = Pair(wires)
+    refused = {}
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config, role, caches = configured(ENGINE, None)
+        setattr(config.parallel_config, name, 2)
+        try:
+            KvxferConnector(config, role, caches)
+        except ConfigError as error:
+            refused[name] = str(error)
+    graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
+    settings = pair.prefill.workers.call("settings")
+    return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs}
 
 
 def serve(wire: Any, wires: list[list[Any]]) -> None:

@@ -100,6 +100,10 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         """See `SchedulerSide`."""
         return KvxferMetadata(self._scheduler.build_connector_meta(scheduler_output))
 
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine should step without requests: ranks join their engine with its first step."""
+        return self._scheduler.pending
+
     def update_connector_output(self, connector_output: Any) -> None:
         """See `SchedulerSide`."""
         self._scheduler.update_connector_output(connector_output)

@@ -125,6 +125,11 @@ class SchedulerSide:
 
     # --- a step
 
+    @property
+    def pending(self) -> bool:
+        """Whether the workers should hear something soon, though no request may be there."""
+        return self._orders != Orders()
+
     def build_connector_meta(self, output: Any) -> Orders:
         """The orders of this step; those of the next begin."""
         orders = self._orders

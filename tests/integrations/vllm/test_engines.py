@@ -90,7 +90,9 @@ def test_requests_that_are_aborted_before_admission_free_the_prefill_engine(stag
 
 def test_a_load_that_is_aborted_keeps_its_blocks_until_it_has_ended(stage):
     facts = stage.play("aborted_while_loading")
+    assert facts["ended"] == {"d": ABORTED, "p": COMPLETE}
     assert reported(facts, "decode", "recv") == {"d"}
+    assert reported(facts, "prefill", "send") == {"p"}, "once it had finished, though its offer was over before"
     assert facts["failed_together"] == []
 
 

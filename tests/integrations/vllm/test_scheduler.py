@@ -79,7 +79,9 @@ def received(*names) -> Any:
 
 def test_the_first_step_joins_the_workers_to_one_engine():
     scheduler = side()
+    assert scheduler.pending, "the engine steps though no request has come"
     joined = scheduler.build_connector_meta(step()).join
+    assert not scheduler.pending
     assert joined is not None
     assert EngineCard.from_dict(joined.card).world == 2
     assert len(joined.key) == 32

@@ -232,12 +232,18 @@ class Engine:
     # --- steps
 
     def step(self):
-        """As `EngineCore.step_with_batch_queue`."""
-        output, ends, work = self._schedule()
-        self._under_way.append((output, ends))
-        self.workers.send("execute", output, work)
-        if len(self._under_way) >= self._depth:
+        """As `EngineCore.step_with_batch_queue`: an engine without anything to do stands still."""
+        if self._has_requests():
+            output, ends, work = self._schedule()
+            self._under_way.append((output, ends))
+            self.workers.send("execute", output, work)
+            if len(self._under_way) < self._depth and (work or self._has_requests()):
+                return
+        if self._under_way:
             self._take()
+
+    def _has_requests(self):
+        return bool(self.requests or self._finished or self.connector.has_pending_push_work())
 
     def _schedule(self):
         scheduled: dict[str, int] = {}

@@ -152,12 +152,15 @@ def aborted_before_admission(wires):
 
 
 def aborted_while_loading(wires):
-    """The client leaves while the load waits for a prefill engine that has not begun."""
-    pair = Pair(wires)
-    pair.decode.add("d", 1, 40, params=pair.early("p", 40))
+    """The client leaves while the load waits for a prefill engine that has not begun, and then computes for nobody."""
+    pair = Pair(wires, prefill={"budget": 16})
+    pair.prefill.step()  # its ranks join
+    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
     pair.until(lambda: pair.waits("d"), pair.decode)
     pair.decode.finish("d")
     assert "d" in pair.decode.requests, "its blocks were freed under a load"
+    pair.until(lambda: not pair.decode.requests, pair.decode)
+    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
     return pair.until_over()
 
 

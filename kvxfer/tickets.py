@@ -223,6 +223,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.endpoints.expand(self.world)
 
     @property
+    def card(self) -> EngineCard:
+        """The engine that it is a ticket of."""
+        return EngineCard(engine=self.engine, world=self.world, epoch=self.epoch, endpoints=self.endpoints)
+
+    @property
     def key(self) -> tuple[str, str, int]:
         """Epoch, request and attempt: what makes a ticket another one."""
         return self.epoch, self.request, self.attempt

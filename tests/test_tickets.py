@@ -179,6 +179,7 @@ def test_a_ticket_survives_json_and_the_wire(request_id, attempt):
     issuer = Issuer(engine_card(), KEY)
     ticket = Ticket.parse(json.loads(json.dumps(issuer.ticket(request_id, attempt=attempt))))
     assert (ticket.request, ticket.attempt, ticket.rank_endpoints) == (request_id, attempt, issuer.card.rank_endpoints)
+    assert ticket.card == issuer.card, "so a ticket and the key are enough to make others"
     assert Ticket.parse(ticket) is ticket
     (ref,) = decode(encode(Claim([ticket.ref()]))[4:]).tickets
     assert ref == issuer.ref(request_id, attempt)

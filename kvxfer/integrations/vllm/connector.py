@@ -5,6 +5,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.errors import ConfigError, MissingExtraError
@@ -46,8 +47,9 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # li
 class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     """Hands requests of a prefill engine over to decode engines. Any engine may be both.
 
-    `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them, and `layerwise`:
-    whether loads run inside of the forward pass that needs them, layer by layer, and offers grow layer by layer too.
+    `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
+    loads run inside of the forward pass that needs them, layer by layer, and offers grow layer by layer too; and
+    `key_file`, which holds the engine's key where a router makes tickets as well.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -60,7 +62,8 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         self._caches_config: Final = kv_cache_config
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = only_group(kv_cache_config).kv_cache_spec.block_size
-            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise)
+            key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
+            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise, key=key)
             return
         from kvxfer.config import Config
         from kvxfer.integrations.vllm.worker import WorkerSide

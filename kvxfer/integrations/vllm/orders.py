@@ -50,7 +50,8 @@ class OfferStep:
     """This step's forward pass computes more of a request that a decode engine will fetch.
 
     Attributes:
-        request: vLLM's id, and the ticket's.
+        request: vLLM's id.
+        name: The ticket's.
         attempt: How often it was preempted while on offer.
         block_ids: Blocks that it got since the last step.
         start: Tokens that were on offer before; 0 begins the offer.
@@ -59,6 +60,7 @@ class OfferStep:
     """
 
     request: str
+    name: str
     attempt: int
     block_ids: list[int]
     start: int

@@ -21,6 +21,7 @@ __all__ = ["TICKET", "SchedulerSide"]
 TICKET: Final = "ticket"
 """Where `kv_transfer_params` hold the ticket."""
 _TOKENS: Final = "remote_num_tokens"
+_NAME: Final = "transfer_id"
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 """Names of vLLM's statuses of a request whose cache is worth handing over."""
 
@@ -48,6 +49,7 @@ class _Wanted:
 class _Produced:
     """A request whose prompt is computed here for a decode engine."""
 
+    name: str
     prompt_tokens: int
     attempt: int = 0
     offered: int = 0
@@ -59,12 +61,13 @@ class SchedulerSide:
     Args:
         block_tokens: Tokens of one block id.
         layerwise: Whether loads run inside of the forward pass that needs them, layer by layer.
+        key: The engine's key, if somebody else makes tickets too; else it is drawn here.
     """
 
-    def __init__(self, *, block_tokens: int, layerwise: bool) -> None:
+    def __init__(self, *, block_tokens: int, layerwise: bool, key: bytes | None = None) -> None:
         self._block_tokens: Final = block_tokens
         self._layerwise: Final = layerwise
-        self._key: Final = secrets.token_bytes(KEY_BYTES)
+        self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
         self._issuer: Issuer | None = None
         self._wanted: Final[dict[str, _Wanted]] = {}
         self._produced: Final[dict[str, _Produced]] = {}
@@ -87,7 +90,9 @@ class SchedulerSide:
         """Keep in mind what is to be fetched, and what is to be offered."""
         params: Mapping[str, Any] = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            self._produced[request.request_id] = _Produced(request.num_prompt_tokens)
+            name = params.get(_NAME)
+            named = name if isinstance(name, str) and name else request.request_id
+            self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens)
         if not params.get("do_remote_prefill"):
             return
         ticket, tokens = params.get(TICKET), params.get(_TOKENS)
@@ -180,7 +185,7 @@ class SchedulerSide:
         stop = min(computed, produced.prompt_tokens)
         blocks: list[int] = list(ids[0]) if ids else []
         last = stop == produced.prompt_tokens
-        orders.steps.append(OfferStep(request, produced.attempt, blocks, produced.offered, stop, last))
+        orders.steps.append(OfferStep(request, produced.name, produced.attempt, blocks, produced.offered, stop, last))
         produced.offered = stop
 
     # --- what became of it
@@ -217,7 +222,7 @@ class SchedulerSide:
         if self._issuer is None or produced.offered < produced.prompt_tokens or request.status.name not in _COMPLETE:
             return None
         try:
-            ticket = self._issuer.ticket(request.request_id, attempt=produced.attempt)
+            ticket = self._issuer.ticket(produced.name, attempt=produced.attempt)
         except TicketError as error:
             _log.warning("ticket_refused", request=request.request_id, error=str(error))
             return None

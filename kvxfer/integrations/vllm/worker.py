@@ -64,6 +64,7 @@ class WorkerSide:
         self._registered = False
         self._claims: Final[dict[str, Claim]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
+        self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those of them that have not ended
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
         self._growing: Final[list[tuple[BlockingOffer, OfferStep]]] = []  # in this step's forward pass
         self._in_step: Final[list[BlockingTransfer]] = []  # which this step's forward pass reads
@@ -119,6 +120,7 @@ class WorkerSide:
             offer = self._sending.pop(request).offer
             if offer is None:
                 continue
+            self._offers.pop(offer, None)
             offer.withdraw()
             while not offer.done:
                 events = self._worker.poll(max(self._worker.config.bounds().values()))
@@ -221,8 +223,8 @@ class WorkerSide:
         """Begin an offer, or go on with it."""
         try:
             if step.start == 0:
-                offer = self._worker.offer(step.request, streaming=True, attempt=step.attempt)
-                self._sending[step.request] = _Sending(offer)
+                offer = self._worker.offer(step.name, streaming=True, attempt=step.attempt)
+                self._sending[step.request] = self._offers[offer] = _Sending(offer)
             sending = self._sending[step.request]
             if sending.offer is not None:
                 sending.offer.extend(step.block_ids, tokens=range(step.start, step.stop))
@@ -281,8 +283,8 @@ class WorkerSide:
                 case OfferInDoubt():
                     pass  # its blocks stay taken until `OfferSettled`
                 case _:
-                    sending = self._sending.get(event.request)
-                    if sending is not None and sending.offer is event.offer:  # else it was preempted
+                    sending = self._offers.pop(event.offer, None)
+                    if sending is not None:  # else it was preempted
                         sending.safe = True
 
     def _loaded(self, transfer: BlockingTransfer) -> None:

@@ -71,7 +71,9 @@ def test_loads_inside_of_the_forward_pass(stage):
 
 
 def test_layers_arrive_while_others_are_computed(stage):
-    assert stage.play("layers_overlap")["sampled"] == {"d": 1}
+    facts = stage.play("layers_overlap")
+    assert facts["sampled"] == {"d-first": 1, "d": 1}
+    assert reported(facts, "prefill", "send") == {"p-first", "p"}
 
 
 def test_a_load_that_fails_inside_of_the_forward_pass_is_computed(stage):

@@ -227,9 +227,9 @@ def test_a_prompt_is_offered_as_it_is_computed():
         )
     ]
     assert steps == [
-        [OfferStep("r", 0, [3, 4], 0, 32, last=False)],
-        [OfferStep("r", 0, [], 32, 36, last=False)],
-        [OfferStep("r", 0, [9], 36, 40, last=True)],
+        [OfferStep("r", "r", 0, [3, 4], 0, 32, last=False)],
+        [OfferStep("r", "r", 0, [], 32, 36, last=False)],
+        [OfferStep("r", "r", 0, [9], 36, 40, last=True)],
         [],
     ]
     going.status = STATUS.FINISHED_LENGTH_CAPPED
@@ -256,6 +256,21 @@ def test_an_aborted_or_incomplete_prompt_is_withdrawn(computed, status):
     assert scheduler.build_connector_meta(step()).withdraws == ["r"]
 
 
+@pytest.mark.parametrize(("given", "name"), [("mine", "mine"), ("", "r"), (7, "r")])
+def test_a_router_may_name_what_it_makes_a_ticket_of(given, name):
+    key = secrets.token_bytes(32)
+    scheduler = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=False, key=key)
+    scheduler.collect(cards())
+    going = request({"do_remote_decode": True, "transfer_id": given})
+    scheduler.on_new_request(going)
+    (only,) = scheduler.build_connector_meta(step(new=[("r", [3, 4, 5], 0, 40)])).steps
+    assert (only.request, only.name) == ("r", name)
+    going.status = STATUS.FINISHED_STOPPED
+    _, params = scheduler.request_finished(going)
+    assert params is not None
+    assert params["ticket"] == Issuer(Ticket.parse(params["ticket"]).card, key).ticket(name)
+
+
 def test_a_prompt_that_never_ran_holds_nothing():
     scheduler, going = side(), produced()
     scheduler.on_new_request(going)
@@ -272,7 +287,7 @@ def test_a_preempted_prompt_is_another_attempt():
     assert (orders.preempted, orders.steps) == (["r"], [])
     assert scheduler.build_connector_meta(step(preempted=["r"])).preempted == []
     orders = scheduler.build_connector_meta(step(cached=[("r", [7, 8, 9], 0, 40)]))
-    assert orders.steps == [OfferStep("r", 1, [7, 8, 9], 0, 40, last=True)]
+    assert orders.steps == [OfferStep("r", "r", 1, [7, 8, 9], 0, 40, last=True)]
     going.status = STATUS.FINISHED_STOPPED
     _, params = scheduler.request_finished(going)
     assert params is not None

@@ -57,7 +57,7 @@ class Service:
         return those[-1]
 
     def offer(self, request, *, streaming, attempt):
-        assert streaming
+        assert (request, streaming) == ("name", True)
         return self._made(self.offers)
 
     def start_fetch(self, ticket, blocks, *, tokens, after):
@@ -98,7 +98,7 @@ def side(monkeypatch):
 
 
 def growing(start=0, stop=32, *, last=True):
-    return Orders(steps=[OfferStep("r", 0, [1, 2], start, stop, last)])
+    return Orders(steps=[OfferStep("r", "name", 0, [1, 2], start, stop, last)])
 
 
 def loading(*, in_step=False):
@@ -135,7 +135,7 @@ def test_layers_are_ready_one_by_one_then_all(side):
 
 def test_an_offer_that_ends_before_its_request_is_told_afterwards_once(side):
     service = begun(side, growing())
-    service.events = [OfferReleased("r", service.offers[0], ())]
+    service.events = [OfferReleased("name", service.offers[0], ())]
     assert side.poll(()) == (set(), set())
     assert side.poll({"r", "unknown"}) == ({"r"}, set())
     assert side.poll({"r"}) == (set(), set())
@@ -144,9 +144,9 @@ def test_an_offer_that_ends_before_its_request_is_told_afterwards_once(side):
 def test_an_offer_in_doubt_is_told_once_it_is_settled(side):
     service = begun(side, growing())
     (offer,) = service.offers
-    service.events = [OfferInDoubt("r", offer, doubt())]
+    service.events = [OfferInDoubt("name", offer, doubt())]
     assert side.poll({"r"}) == (set(), set())
-    service.events = [OfferSettled("r", offer)]
+    service.events = [OfferSettled("name", offer)]
     assert side.poll(()) == ({"r"}, set())
 
 
@@ -162,7 +162,7 @@ def test_an_offer_that_cannot_be_made_holds_nothing(side):
 def test_a_preempted_offer_is_waited_for_and_not_told(side):
     service = begun(side, growing())
     (offer,) = service.offers
-    service.events = [OfferExpired("r", offer, "nobody came")]
+    service.events = [OfferExpired("name", offer, "nobody came")]
     begun(side, Orders(preempted=["r"]))
     assert ("withdraw",) in offer.calls
     assert side.poll({"r"}) == (set(), set())
@@ -170,13 +170,13 @@ def test_a_preempted_offer_is_waited_for_and_not_told(side):
 
 def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
     service = begun(side, growing())
-    service.events = [OfferInDoubt("r", service.offers[0], doubt())]
+    service.events = [OfferInDoubt("name", service.offers[0], doubt())]
     with pytest.raises(MemoryInDoubtError):
         side.preempt(Orders(preempted=["r"]))
     begun(side, growing())
-    service.events = [OfferSettled("r", service.offers[0])]
+    service.events = [OfferSettled("name", service.offers[0])]
     assert side.poll({"r"}) == (set(), set())
-    service.events = [OfferReleased("r", service.offers[1], ())]
+    service.events = [OfferReleased("name", service.offers[1], ())]
     assert side.poll(()) == ({"r"}, set())
 
 

@@ -35,10 +35,11 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
     )
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=spec, enable_kv_transfer=True)
     caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
-    extra = {"layerwise": engine["layerwise"], "kvxfer": engine["settings"]}
     config = make(
         "VllmConfig",
-        kv_transfer_config=make("KVTransferConfig", engine_id=engine["name"], kv_connector_extra_config=extra),
+        kv_transfer_config=make(
+            "KVTransferConfig", engine_id=engine["name"], kv_connector_extra_config=engine["extra"]
+        ),
         parallel_config=make(
             "ParallelConfig",
             rank=rank or 0,
@@ -96,6 +97,7 @@ class Engine:
         policy: Of loads that fail: `recompute` or `fail`.
         budget: Tokens that a step computes at most.
         depth: Steps under way.
+        **extra: More of `kv_connector_extra_config`.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Engine:
         policy="recompute",
         budget=64,
         depth=2,
+        **extra,
     ):
         self.workers = workers
         described = {
@@ -116,8 +119,11 @@ class Engine:
             "world": len(workers._wires),
             "block_tokens": block_tokens,
             "layout": layout,
-            "layerwise": layerwise,
-            "settings": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"},
+            "extra": {
+                "layerwise": layerwise,
+                "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"},
+                **extra,
+            },
         }
         self._block_tokens, self._policy, self.budget, self._depth = block_tokens, policy, budget, depth
         self.connector: Any = KvxferConnector(*configured(described, None))

@@ -4,17 +4,21 @@ Each scenario returns what a test looks at.
 """
 
 import json
+import secrets
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from vllm_engine import BLOCKS, LAYERS, STATUS, Engine, KvxferConnector, Workers, configured
 
 from kvxfer.errors import ConfigError
+from kvxfer.tickets import KEY_BYTES, Issuer, Ticket
 
 PATIENCE = 30.0
-ENGINE = {"name": "e", "world": 1, "block_tokens": 16, "layerwise": False, "settings": {}}
+ENGINE = {"name": "e", "world": 1, "block_tokens": 16, "extra": {}}
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -114,10 +118,18 @@ def layerwise(wires):
 
 
 def layers_overlap(wires):
-    """The prefill engine computes its last layer only when the decode engine has read the first one."""
-    pair = Pair(wires, layerwise=True)
-    pair.prefill.add("p", 1, 32, params=dict(PREFILL), gates={("before", LAYERS - 1): "first layer read"})
-    pair.decode.add("d", 1, 40, params=pair.early("p", 32), gates={("after", 0): "first layer read"})
+    """A router makes a ticket itself; the prefill engine computes its last layer when the first one has been read."""
+    key = secrets.token_bytes(KEY_BYTES)
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(key)
+        pair = Pair(wires, layerwise=True, key_file=file.name)
+    first = pair.prefilled("p-first", 2, 24)
+    pair.decode.add("d-first", 2, 40, params=first)
+    issuer = Issuer(Ticket.parse(first["ticket"]).card, key)
+    mine = {"do_remote_prefill": True, "ticket": issuer.ticket("mine"), "remote_num_tokens": 32}
+    pair.until(lambda: not pair.prefill.requests and not pair.decode.requests)
+    pair.prefill.add("p", 1, 32, params=PREFILL | {"transfer_id": "mine"}, gates={("before", LAYERS - 1): "layer read"})
+    pair.decode.add("d", 1, 40, params=mine, gates={("after", 0): "layer read"})
     pair.prefill.step()
     pair.decode.step()
     return pair.until_over()

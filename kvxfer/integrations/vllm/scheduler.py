@@ -132,8 +132,8 @@ class SchedulerSide:
 
     @property
     def pending(self) -> bool:
-        """Whether the workers should hear something soon, though no request may be there."""
-        return self._orders != Orders()
+        """Whether the workers must hear something though no request is there; never while they sleep."""
+        return self._orders.join is not None
 
     def build_connector_meta(self, output: Any) -> Orders:
         """The orders of this step; those of the next begin."""

@@ -64,7 +64,7 @@ class WorkerSide:
         self._registered = False
         self._claims: Final[dict[str, Claim]] = {}
         self._sending: Final[dict[str, _Sending]] = {}
-        self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those of them that have not ended
+        self._offers: Final[dict[BlockingOffer, _Sending]] = {}  # those that have not ended, preempted ones too
         self._loading: Final[dict[BlockingTransfer, _Loading]] = {}
         self._growing: Final[list[tuple[BlockingOffer, OfferStep]]] = []  # in this step's forward pass
         self._in_step: Final[list[BlockingTransfer]] = []  # which this step's forward pass reads
@@ -120,7 +120,6 @@ class WorkerSide:
             offer = self._sending.pop(request).offer
             if offer is None:
                 continue
-            self._offers.pop(offer, None)
             offer.withdraw()
             while not offer.done:
                 events = self._worker.poll(max(self._worker.config.bounds().values()))
@@ -136,7 +135,8 @@ class WorkerSide:
         if orders.join is not None:
             self._worker.join(orders.join.card, key=orders.join.key)
         for request, ticket in orders.claims.items():
-            self._claims[request] = self._worker.claim(ticket)
+            with suppress(ClosedError):  # asleep: the prefill engine waits without it, for a while
+                self._claims[request] = self._worker.claim(ticket)
         for request, ticket in orders.declines.items():
             self._decline(request, ticket)
         for request in orders.withdraws:
@@ -283,9 +283,7 @@ class WorkerSide:
                 case OfferInDoubt():
                     pass  # its blocks stay taken until `OfferSettled`
                 case _:
-                    sending = self._offers.pop(event.offer, None)
-                    if sending is not None:  # else it was preempted
-                        sending.safe = True
+                    self._offers.pop(event.offer).safe = True
 
     def _loaded(self, transfer: BlockingTransfer) -> None:
         load = self._loading.pop(transfer).load

@@ -114,6 +114,8 @@ def test_a_request_is_claimed_as_it_comes():
     scheduler.on_new_request(coming)
     orders = scheduler.build_connector_meta(step())
     assert list(orders.claims) == ["r"]
+    scheduler.on_new_request(coming)
+    assert not scheduler.pending, "it may have come while the engine sleeps, which must not step then"
     assert coming.kv_transfer_params["ticket"]["mac"] not in repr(orders)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvxfer.config import Config
-from kvxfer.errors import BusyError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
+from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
@@ -47,7 +47,7 @@ class Service:
         self.transfers: list[Any] = []
         self.declined: list[Any] = []
         self.registered = 0
-        self.quiet = True
+        self.quiet, self.asleep = True, True
         self.refuses: KvxferError | None = None
 
     def _made(self, those) -> Any:
@@ -65,15 +65,22 @@ class Service:
         return self._made(self.transfers)
 
     def claim(self, ticket):
+        self._check_awake()
         return Handle()
 
     def decline(self, ticket):
+        self._check_awake()
         self.declined.append(ticket)
 
+    def _check_awake(self):
+        if self.asleep:
+            raise ClosedError("nothing is registered")
+
     def register(self, tensors):
-        self.registered += 1
+        self.registered, self.asleep = self.registered + 1, False
 
     def unregister(self):
+        self.asleep = True
         return self.quiet
 
     def poll(self, timeout=0.0):
@@ -260,3 +267,12 @@ def test_sleeping_and_waking_may_come_twice(side):
     side.restore()
     side.restore()
     assert service.registered == 2
+
+
+def test_requests_come_and_go_while_it_sleeps(side):
+    side.unregister()
+    begun(side, Orders(claims={"r": TICKET}))
+    begun(side, Orders(claims={"r": TICKET}, declines={"r": TICKET}))
+    side.end_step()
+    assert side.poll({"r"}) == (set(), set())
+    assert side._worker.declined == []

@@ -46,18 +46,10 @@ def main() -> None:
 def _print_versions(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib.metadata import PackageNotFoundError, version
+    from kvxfer.versions import versions
 
-    from kvxfer import __version__
-    from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION
-
-    typer.echo(f"kvxfer {__version__}")
-    typer.echo(f"wire {WIRE_VERSION} (speaks {WIRE_MIN} to {WIRE_VERSION})")
-    for package in ("torch", "nixl"):
-        try:
-            typer.echo(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            typer.echo(f"{package} is not installed")
+    for name, version in versions().items():
+        typer.echo(f"{name} {version}")
     raise typer.Exit
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -44,7 +45,9 @@ def test_version():
     assert lines["kvxfer"] == kvxfer.__version__
     assert lines["wire"].startswith("1 ")
     assert lines["torch"] == importlib.metadata.version("torch")
-    assert "nixl" in lines
+    assert lines["nixl"] == importlib.metadata.version("nixl")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lines["ucx"]), "NIXL's wheel brings UCX"
+    assert list(lines) == ["kvxfer", "wire", "nixl", "ucx", "torch", "cuda"]
 
 
 def test_version_imports_nothing_heavy():

@@ -74,3 +74,9 @@ def test_requirements_put_no_upper_bound_on_torch_and_none_at_all_on_triton():
 
 def test_the_installed_version_is_that_of_the_tree():
     assert importlib.metadata.version("kvxfer") == kvxfer.__version__
+
+
+def test_importing_kvxfer_takes_less_than_half_a_second():
+    code = "import time\nbegan = time.process_time()\nimport kvxfer\nprint(time.process_time() - began)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5, "of the processor, which no other work on the machine makes longer"

@@ -250,5 +250,41 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="Where caches of probes lie: auto, cuda, cpu.")] = "auto",
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Wait for another host's doctor at tcp:HOST:PORT or unix:/path, and probe with it."),
+    ] = None,
+    peer: Annotated[str | None, typer.Option(help="Probe with a listening doctor: what it has printed.")] = None,
+    wait: Annotated[float, typer.Option(help="With --listen, how many seconds to wait for the other side.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check this machine, or the way to another one: every route is probed. The exit code is 1 if something fails."""
+    if listen is not None and peer is not None:
+        raise UsageError("give --listen on one host and --peer on the other one, not both")
+    import json
+
+    from rich.console import Console
+
+    from kvxfer.doctor.display import progress, table, verdict
+    from kvxfer.doctor.examination import Examination
+
+    examination = Examination(progress, device=device)
+    if listen is not None:
+        outcome = examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+    else:
+        outcome = examination.local() if peer is None else examination.peer(peer)
+    if as_json:
+        typer.echo(json.dumps(outcome.to_json(), indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+        console.print(table(outcome.findings))
+        console.print(f"\n{verdict(outcome.findings)}", markup=False)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
 if __name__ == "__main__":
     main()

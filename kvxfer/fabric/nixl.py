@@ -189,6 +189,13 @@ class NixlTransport:
         )
         return agent
 
+    def plugins(self) -> list[str]:
+        """Backends that NIXL could load, by name."""
+        try:
+            return sorted(self._open().get_plugin_list())
+        except self._errors as error:
+            raise self._translated(error, "list its plugins") from error
+
     def register(self, memories: Sequence[Memory]) -> object:
         """Register memories with every backend that takes their kind.
 

@@ -12,6 +12,8 @@ them.
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Final, TypedDict, cast
@@ -21,7 +23,18 @@ from structlog.typing import EventDict, WrappedLogger
 
 from kvxfer.errors import Code
 
-__all__ = ["KEYS", "Intervals", "Metrics", "Snapshot", "TransferStats", "hears_debug", "hears_info", "logger", "mask"]
+__all__ = [
+    "KEYS",
+    "Intervals",
+    "Metrics",
+    "Snapshot",
+    "TransferStats",
+    "hears_debug",
+    "hears_info",
+    "logger",
+    "mask",
+    "overheard",
+]
 
 KEYS: Final = frozenset(
     {
@@ -159,6 +172,39 @@ def hears_debug(name: str) -> bool:
 def hears_info(name: str) -> bool:
     """The same for informational events: what one says of every transfer costs as much as a step of it."""
     return _of_stdlib(name).isEnabledFor(logging.INFO)
+
+
+class _Listener(logging.Handler):
+    """Keeps one value of the warnings of some events."""
+
+    def __init__(self, events: Collection[str], key: str) -> None:
+        super().__init__(logging.WARNING)
+        self._events, self._key = events, key
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said: dict[str, Any] = getattr(record, "kvxfer", {})
+        if said.get("event") in self._events:
+            self.heard.append(str(said.get(self._key, "")))
+
+
+@contextmanager
+def overheard(events: Collection[str], key: str) -> Generator[list[str], None, None]:
+    """Listen to what this process warns of, beside whoever else does.
+
+    Args:
+        events: Names of events.
+        key: Of the value that is wanted.
+
+    Yields:
+        A list that grows with each of them.
+    """
+    listener, log = _Listener(events, key), _of_stdlib("kvxfer")
+    log.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        log.removeHandler(listener)
 
 
 def mask(secret: str | bytes) -> str:

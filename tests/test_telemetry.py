@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import Code
-from kvxfer.telemetry import KEYS, Intervals, Metrics, TransferStats, logger, mask
+from kvxfer.telemetry import KEYS, Intervals, Metrics, TransferStats, logger, mask, overheard
 
 # --- logs
 
@@ -228,3 +228,14 @@ def test_labels_do_not_grow_without_bound():
     fallbacks = metrics.snapshot()["fallbacks"]
     assert len(fallbacks) <= 65
     assert sum(fallbacks.values()) == 1000
+
+
+def test_warnings_of_some_events_are_overheard():
+    log = logger("kvxfer.worker")
+    with overheard({"memory_leaked"}, "reason") as heard:
+        log.warning("memory_leaked", reason="one")
+        log.warning("cache_not_exported", reason="another event")
+        log.info("memory_leaked", reason="no warning")
+        log.warning("memory_leaked")
+    log.warning("memory_leaked", reason="nobody listens any more")
+    assert heard == ["one", ""]

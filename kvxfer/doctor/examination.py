@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.doctor import gpus, limits, software
+from kvxfer.doctor.addresses import listening, pasted
 from kvxfer.doctor.findings import Check, Finding, Status, fail, said
-from kvxfer.doctor.machine import Machine
+from kvxfer.doctor.machine import Machine, let_ucx_tell
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import KvxferError, UsageError
 
 __all__ = ["Examination", "Outcome"]
@@ -63,15 +65,13 @@ class Examination:
 
     def peer(self, address: str) -> Outcome:
         """What can be seen from here, and a probe with a side that listens."""
-        device = self._devices(self._look())[0]
-        self._with_peer(lambda folder: _check_peer(address, device, folder))
-        return Outcome(tuple(self.found))
+        code, endpoint = pasted(address)
+        return self._with_peer(lambda device, folder: _check_peer(code, endpoint, device, folder))
 
     def listen(self, address: str, say: Callable[[str], None], timeout: float) -> Outcome:
         """What can be seen from here, and a probe with the first that connects."""
-        device = self._devices(self._look())[0]
-        self._with_peer(lambda folder: _serve_peer(address, device, folder, say, timeout))
-        return Outcome(tuple(self.found))
+        endpoint = listening(address)
+        return self._with_peer(lambda device, folder: _serve_peer(endpoint, device, folder, say, timeout))
 
     def _add(self, finding: Finding) -> None:
         self.found.append(finding)
@@ -132,36 +132,40 @@ class Examination:
 
             check_pair(devices, self._add)
 
-    def _with_peer(self, begin: Callable[[Path], AsyncGenerator[Finding, None]]) -> None:
-        if not self._usable:
-            return
+    def _with_peer(self, begin: Callable[[str, Path], AsyncGenerator[Finding, None]]) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
+            let_ucx_tell(Path(folder))  # UCX reads it when it is loaded, which the look at its version does
+            device = self._devices(self._look())[0]
+            if self._usable:
+                self._run(begin(device, Path(folder)))
+        return Outcome(tuple(self.found))
 
-        async def run(folder: Path) -> None:
-            async with aclosing(begin(folder)) as findings:
+    def _run(self, findings: AsyncGenerator[Finding, None]) -> None:
+        async def run() -> None:
+            async with aclosing(findings):
                 async for finding in findings:
                     self._add(finding)
 
-        with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
-            try:
-                asyncio.run(run(Path(folder)))
-            except UsageError:
-                raise
-            except KvxferError as error:
-                self._add(fail("peer", " ".join(str(error).split()), "look at what the other side says, and try again"))
-            except (KeyError, TypeError, ValueError) as error:
-                seen = f"the other side says what this one does not understand: {type(error).__name__}: {error}"
-                self._add(fail("peer", seen, "install the same version of kvxfer on both sides"))
+        try:
+            asyncio.run(run())
+        except UsageError:
+            raise
+        except KvxferError as error:
+            self._add(fail("peer", " ".join(str(error).split()), "look at what the other side says, and try again"))
+        except (KeyError, TypeError, ValueError) as error:
+            seen = f"the other side says what this one does not understand: {type(error).__name__}: {error}"
+            self._add(fail("peer", seen, "install the same version of kvxfer on both sides"))
 
 
-def _check_peer(address: str, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
+def _check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
     from kvxfer.doctor.remote import check_peer
 
-    return check_peer(address, device, folder)
+    return check_peer(code, endpoint, device, folder)
 
 
 def _serve_peer(
-    address: str, device: str, folder: Path, say: Callable[[str], None], timeout: float
+    endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
 ) -> AsyncGenerator[Finding, None]:
     from kvxfer.doctor.remote import serve_peer
 
-    return serve_peer(address, device, folder, say, timeout)
+    return serve_peer(endpoint, device, folder, say, timeout)

@@ -18,12 +18,13 @@ from typing import Final, Literal
 
 from kvxfer.doctor.machine import UCX_LOG
 
-__all__ = ["LaneLog", "complaints", "lane_of"]
+__all__ = ["LaneLog", "complaints", "is_tcp", "lane_of"]
 
 _TITLE: Final = re.compile(r"\| remote memory (write|read) by ")
 _ROW: Final = re.compile(r"\|\s*\d+(?:\.\.(?:\w+))?\s*\|[^|]*\|\s*([^|]+?)\s*\|\s*$")
 _OTHER: Final = re.compile(r"\| .* (?:intra|inter)-node |\| (?:active message|tagged|atomic|rendezvous|stream)")
 _COMPLAINT: Final = re.compile(r"UCX\s+(?:ERROR|WARN)\s+(.*)$")
+_TRANSPORT: Final = re.compile(r"(\w+)/")
 _SHOWN: Final = 300
 
 
@@ -38,6 +39,11 @@ def lane_of(text: str, operation: Literal["write", "read"]) -> str:
         elif wanted and (row := _ROW.search(line)):
             found = row[1]  # rows go from small to large
     return found
+
+
+def is_tcp(lane: str) -> bool:
+    """Whether everything goes through sockets: `tcp/eth0`, or `52% on tcp/lo and 48% on tcp/eth0`."""
+    return set(_TRANSPORT.findall(lane)) == {"tcp"}
 
 
 def complaints(text: str) -> str:

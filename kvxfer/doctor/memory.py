@@ -3,6 +3,7 @@
 import random
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 import kvxfer
@@ -41,8 +42,8 @@ class ProbeCache:
         self._pool: Final = 2 * self._count
         self._cache: Final = empty([_LAYERS, self._pool, _TOKENS, _HEADS, _DIM], device, shared=True)
         self._bytes: Final[Any] = self._cache.view(torch.uint8).view(_LAYERS, self._pool, _PIECE)
-        drawn = random.Random(seed).randbytes(_LAYERS * self._count * _PIECE)  # noqa: S311 - both sides draw the same
-        content: Any = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
+        drawn = np.random.PCG64(seed).random_raw(_LAYERS * self._count * _PIECE // 8)  # the same with every numpy
+        content: Any = torch.from_numpy(drawn.view(np.uint8))  # pyright: ignore[reportUnknownMemberType]
         self._content: Final[Any] = content.view(_LAYERS, self._count, _PIECE).to(device)
 
     @property

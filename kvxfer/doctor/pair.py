@@ -24,24 +24,27 @@ _SEED_BITS: Final = 48
 
 async def examine(side: Side, names: tuple[str, str], *, first: bool) -> None:
     """Both processes do the same and find the same: the first one reports it."""
+    machine = Machine()
     let_ucx_tell(side.folder)
     lanes = LaneLog(side.folder)
     async for finding in trial(side, side.device, owner=first):
         if first:
             side.report(finding)
-    agents = await asyncio.to_thread(lambda: list(check_agent(side.device, lanes, Machine())))
+    agents = await asyncio.to_thread(lambda: list(check_agent(side.device, lanes, machine)))
     failed = [finding for finding in agents if finding.status is Status.FAIL]
-    side.send(bool(failed))
-    theirs_failed: bool = await side.hear()
-    for finding in agents if first else failed:
-        side.report(finding)
-    if failed or theirs_failed:
+    side.send(failed)
+    theirs: list[Finding] = await side.hear()
+    if first:
+        for finding in [*agents, *([] if failed else theirs)]:
+            side.report(finding)
+    if failed or theirs:
         if first:
             side.report(skipped("routes", "without a NIXL agent there are no transfers to probe"))
         return
     nbytes, seed = await asyncio.to_thread(probe_bytes, side.device), secrets.randbits(_SEED_BITS)
+    tls = machine.environment.get("UCX_TLS", "")
     listen = f"unix:{side.folder / side.name}-{{route}}.sock"
-    async for finding in Probe(side, first, side.device, names, listen, lanes, nbytes, seed).run():
+    async for finding in Probe(side, first, side.device, names, listen, lanes, nbytes, seed, tls).run():
         if first:
             side.report(finding)
 

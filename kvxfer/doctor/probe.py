@@ -5,21 +5,21 @@ a few transfers each way, the first of which warms up. Items are plain data, sin
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Generator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.doctor.findings import Finding, fail, ok, skipped, warn
-from kvxfer.doctor.lanes import LaneLog, lane_of
+from kvxfer.doctor.lanes import LaneLog, is_tcp, lane_of
 from kvxfer.doctor.memory import ProbeCache
 from kvxfer.doctor.trial import Channel
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.mapped import elsewhere, here, unlike
+from kvxfer.telemetry import overheard
 
 __all__ = ["ROUTES", "Probe", "judge"]
 
@@ -28,7 +28,6 @@ _TRANSFERS: Final = 3
 _FETCH_SECONDS: Final = 30.0
 _MIB: Final = 1 << 20
 _LEAST_ARENA: Final = 64 * _MIB
-_TCP: Final = "tcp"
 _REASONS: Final = frozenset(
     {"peer_not_mapped", "cache_not_exported", "route_fell_back", "blocks_not_registered", "locks_refused"}
 )
@@ -49,6 +48,7 @@ class Probe:
         lanes: What UCX writes in this process.
         nbytes: Of one transfer at most; the smaller of both sides is taken.
         seed: Of the content; the first side's is taken.
+        tls: Value of `UCX_TLS` in this process.
     """
 
     channel: Channel
@@ -59,6 +59,7 @@ class Probe:
     lanes: LaneLog
     nbytes: int
     seed: int
+    tls: str = ""
 
     async def run(self) -> AsyncGenerator[Finding, None]:
         """Probe every route."""
@@ -75,7 +76,7 @@ class Probe:
         return heard
 
     async def _route(self, route: str, cache: ProbeCache) -> list[Finding]:
-        with _reasons() as reasons:
+        with overheard(_REASONS, "reason") as reasons:
             async with AsyncExitStack() as stack:
                 worker, why = None, ""
                 self.lanes.forget()
@@ -133,6 +134,7 @@ class Probe:
             "reasons": list(dict.fromkeys([*mine["reasons"], *theirs["reasons"]])),
             "trusted": trusted and theirs["trusted"],
             "gpu": self.device != "cpu",
+            "tls": self.tls,
         }
         return judge(name, route, came, facts, host)
 
@@ -171,7 +173,7 @@ def judge(name: str, route: str, came: list[dict[str, Any]], facts: dict[str, An
         route: Asked for.
         came: What each transfer came to, up to the first that went wrong.
         facts: `lane` that UCX took, `reasons` that were logged, whether both sides are `trusted`, whether it is a
-            `gpu`.
+            `gpu`, and what `tls` (UCX_TLS) is set to.
         host: Where the other side is, as it says.
     """
     last = came[-1]
@@ -192,8 +194,8 @@ def judge(name: str, route: str, came: list[dict[str, Any]], facts: dict[str, An
     over = f" over {facts['lane']}" if facts["lane"] and last["route"] != "mapped" else ""
     if last["route"] != route:
         return _another(name, route, f"{last['route']} was taken instead, {went}{over}", reasons, facts, host)
-    if facts["lane"].startswith(_TCP) and last["route"] != "mapped" and (facts["gpu"] or not elsewhere(host)):
-        return warn(name, f"{went}{over}, which is the slowest lane there is", _slow(host, gpu=facts["gpu"]), **facts)
+    if is_tcp(facts["lane"]) and last["route"] != "mapped" and (facts["gpu"] or not elsewhere(host)):
+        return warn(name, f"{went}{over}, which is the slowest lane there is", _slow(host, facts), **facts)
     return ok(name, f"{went}{over}, all bytes right", **facts)
 
 
@@ -217,10 +219,12 @@ def _another(name: str, route: str, seen: str, reasons: str, facts: dict[str, An
     return warn(name, f"{seen}{': ' + because if because else ''}", remedy, **facts)
 
 
-def _slow(host: str, *, gpu: bool) -> str:
+def _slow(host: str, facts: dict[str, Any]) -> str:
+    if facts["tls"]:
+        return f"UCX_TLS={facts['tls']} allows no better one: unset it"
     if elsewhere(host):
         return "UCX found no RDMA lane: look at the check of rdma on both sides, UCX_NET_DEVICES and UCX_TLS"
-    if gpu:
+    if facts["gpu"]:
         return (
             "UCX found no cuda_ipc lane: UCX_TLS must name cuda_ipc and cuda_copy or be unset, the processes need a "
             "common PID and IPC namespace, and both GPUs peer access"
@@ -241,27 +245,3 @@ def _not_opened(route: str, names: tuple[str, str], why: str, theirs: dict[str, 
 
 def _words(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-class _Listener(logging.Handler):
-    """Keeps the reasons that the library logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        said: dict[str, Any] = getattr(record, "kvxfer", {})
-        if said.get("event") in _REASONS:
-            self.heard.append(str(said.get("reason", "")))
-
-
-@contextmanager
-def _reasons() -> Generator[list[str], None, None]:
-    """What the library logs inside of why a route is not taken."""
-    listener, log = _Listener(), logging.getLogger("kvxfer")
-    log.addHandler(listener)
-    try:
-        yield listener.heard
-    finally:
-        log.removeHandler(listener)

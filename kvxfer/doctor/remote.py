@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvxfer import versions
 from kvxfer.doctor.findings import Finding, fail, ok, warn
 from kvxfer.doctor.lanes import LaneLog
-from kvxfer.doctor.machine import let_ucx_tell
+from kvxfer.doctor.machine import Machine
 from kvxfer.doctor.memory import probe_bytes
 from kvxfer.doctor.probe import Probe
 from kvxfer.endpoint import Endpoint
@@ -84,28 +84,18 @@ class Wire:
         return item  # pyright: ignore[reportUnknownVariableType]
 
 
-def _parsed(text: str, option: str) -> Endpoint:
-    try:
-        endpoint = Endpoint.parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option} {text}: {error}") from error
-    if endpoint.scheme == "unix" and not endpoint.path:
-        raise UsageError(f"{option} {text}: give a path that both sides see, as in unix:/run/kvxfer-doctor.sock")
-    return endpoint
-
-
 # --- the side that listens
 
 
 async def serve_peer(
-    address: str, device: str, folder: Path, say: Callable[[str], None], timeout: float
+    endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
 ) -> AsyncGenerator[Finding, None]:
     """Listen, say the line to paste, and probe with the first that connects and knows its code.
 
     Args:
-        address: `tcp:host:port`, where the other side reaches this one, or `unix:/path`.
+        endpoint: Where the other side reaches this one.
         device: Of the cache.
-        folder: For what UCX writes.
+        folder: Where UCX writes down its lanes.
         say: Hears the line.
         timeout: Seconds to wait for the other side.
 
@@ -113,11 +103,6 @@ async def serve_peer(
         UsageError: If one cannot listen there.
         UnreachableError: If nobody came.
     """
-    endpoint = _parsed(address, "--listen")
-    if endpoint.anywhere:
-        raise UsageError(
-            f"--listen {address}: name the address at which the other side reaches this host, not all of them"
-        )
     code, came = secrets.token_urlsafe(_CODE_BYTES), asyncio.Queue[tuple[Wire, asyncio.StreamWriter]]()
 
     async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,7 +116,7 @@ async def serve_peer(
         else:
             writer.close()
 
-    server = await _listening(endpoint, address, met)
+    server = await _listening(endpoint, met)
     async with server, _removed(endpoint.path):
         port = server.sockets[0].getsockname()[1] if endpoint.scheme == "tcp" else 0
         at = Endpoint(endpoint.scheme, endpoint.path, endpoint.host, port)
@@ -144,10 +129,13 @@ async def serve_peer(
                 f"nobody connected to {at} within {timeout:g} s with the code of the line"
             ) from error
         try:
+            server.close()  # one is enough
             async for finding in _probe(wire, writer, at, device, folder, first=False):
                 yield finding
         finally:
             await _closed(writer)
+            while not came.empty():
+                came.get_nowait()[1].close()
 
 
 @asynccontextmanager
@@ -160,7 +148,7 @@ async def _removed(path: str) -> AsyncGenerator[None, None]:
             await asyncio.to_thread(Path(path).unlink, missing_ok=True)
 
 
-async def _listening(endpoint: Endpoint, address: str, met: Any) -> asyncio.Server:
+async def _listening(endpoint: Endpoint, met: Any) -> asyncio.Server:
     try:
         if endpoint.scheme == "tcp":
             return await asyncio.start_server(met, endpoint.host, endpoint.port, limit=_LINE_BYTES)
@@ -170,28 +158,24 @@ async def _listening(endpoint: Endpoint, address: str, met: Any) -> asyncio.Serv
         finally:
             os.umask(before)
     except OSError as error:
-        raise UsageError(f"--listen {address}: one cannot listen there: {error}") from error
+        raise UsageError(f"--listen {endpoint}: one cannot listen there: {error}") from error
 
 
 # --- the side that connects
 
 
-async def check_peer(address: str, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
+async def check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
     """Connect to a listening side, and probe with it.
 
     Args:
-        address: As its line says: `code@tcp:host:port` or `code@unix:/path`.
+        code: As its line says.
+        endpoint: Likewise.
         device: Of the cache.
-        folder: For what UCX writes.
+        folder: Where UCX writes down its lanes.
 
     Raises:
-        UsageError: If the address is malformed.
         UnreachableError: If nobody listens there, or the code is not that of its line.
     """
-    code, _, text = address.rpartition("@")
-    if not code:
-        raise UsageError(f"--peer {address}: paste what the listening side has printed, CODE@tcp:HOST:PORT")
-    endpoint = _parsed(text, "--peer")
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
             if endpoint.scheme == "tcp":
@@ -224,7 +208,6 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 async def _probe(
     wire: Wire, writer: asyncio.StreamWriter, endpoint: Endpoint, device: str, folder: Path, *, first: bool
 ) -> AsyncGenerator[Finding, None]:
-    let_ucx_tell(folder)
     mine = {"versions": versions.versions(), "host": here(), "device": device, "wall": time.time()}
     asked = time.monotonic()
     wire.send(mine)
@@ -237,7 +220,8 @@ async def _probe(
         host = str(writer.get_extra_info("sockname")[0])
         listen = f"{Endpoint('tcp', host=host)}"
     nbytes, seed = await asyncio.to_thread(probe_bytes, device), secrets.randbits(_SEED_BITS)
-    probe = Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder), nbytes, seed)
+    tls = Machine().environment.get("UCX_TLS", "")
+    probe = Probe(wire, first, device, ("here", "peer"), listen, LaneLog(folder), nbytes, seed, tls)
     async for finding in probe.run():
         yield finding
 

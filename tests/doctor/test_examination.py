@@ -1,0 +1,137 @@
+"""The whole: what is asked for, what comes of it, and the command."""
+
+import io
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvxfer.doctor import examination, local
+from kvxfer.doctor.display import table, verdict
+from kvxfer.doctor.examination import Examination, Outcome
+from kvxfer.doctor.findings import Status, fail, ok, skipped, warn
+from kvxfer.doctor.machine import Machine
+from kvxfer.errors import UnreachableError, UsageError
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "kvxfer.cli", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("findings", "code"),
+    [([ok("a", "")], 0), ([warn("a", "", "x"), skipped("b", "")], 0), ([ok("a", ""), fail("b", "", "x")], 1), ([], 0)],
+)
+def test_the_exit_code_says_whether_something_fails(findings, code):
+    outcome = Outcome(tuple(findings))
+    assert outcome.exit_code == code
+    assert outcome.to_json()["ok"] is (code == 0)
+    assert sum(outcome.to_json()["count"].values()) == len(findings)
+
+
+def test_remedies_stand_below_what_was_seen():
+    from rich.console import Console
+
+    findings = [ok("one", "well"), fail("other", "bro[k]en", "mend it")]
+    console = Console(width=80, file=(printed := io.StringIO()))
+    console.print(table(findings))
+    text = printed.getvalue()
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["one", "ok", "well"],
+        ["other", "fail", "bro[k]en"],
+        ["->", "mend", "it"],
+    ]
+    assert verdict(findings) == "1 ok, 1 fail"
+
+
+def test_what_cannot_be_imported_is_not_tried(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "check_pair", lambda *_: pytest.fail("it was tried"))
+    machine = Machine(root=tmp_path, package=lambda _: "", cuda=lambda: "", ucx=lambda: "")
+    outcome = Examination(lambda _: None, machine).local()
+    assert {one.name for one in outcome.findings if one.status is Status.FAIL} == {"torch", "nixl"}
+
+
+def test_a_machine_without_gpus_has_none_to_be_asked_for(tmp_path):
+    with pytest.raises(UsageError, match="CUDA shows no GPU here"):
+        Examination(lambda _: None, Machine(root=tmp_path), "cuda").local()
+    with pytest.raises(UsageError, match="one of auto, cpu, cuda"):
+        Examination(lambda _: None, device="tpu")
+
+
+@pytest.mark.parametrize("error", [UnreachableError("nobody there"), KeyError("nbytes"), ValueError("x")])
+def test_a_peer_that_fails_is_a_finding(monkeypatch, tmp_path, error):
+    async def broken(*_):
+        yield ok("peer", "")
+        raise error
+
+    monkeypatch.setattr(examination, "_check_peer", broken)
+    monkeypatch.setenv("UCX_LOG_FILE", "")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "warn")
+    monkeypatch.setenv("UCX_PROTO_INFO", "n")
+    last = Examination(lambda _: None, Machine(root=tmp_path)).peer("code@tcp:x:1").findings[-1]
+    assert (last.name, last.status) == ("peer", Status.FAIL)
+    assert str(error) in last.seen
+
+
+def test_this_machine():
+    done = run("--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+    assert found["shared memory"]["status"] == "ok"
+    assert found["nixl agent"]["status"] == "ok"
+    routes = [name for name in found if "->" in name]
+    assert len(routes) == 8, "four routes, in both directions"
+    for name in routes:
+        route, facts = name.split(" ")[0], found[name]["facts"]
+        assert (facts["route"], facts["reasons"]) == (route, [])
+        assert facts["gbps"] > 0
+        assert route == "mapped" or facts["lane"], "UCX says which lane it took"
+
+
+def test_an_agent_that_cannot_be_made_fails_and_no_process_stays():
+    done = run("--device", "cpu", UCX_TLS="bogus")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("nixl agent")]
+    assert line.split()[2] == "fail"
+    assert "unset UCX_TLS (it is bogus)" in done.stdout
+    assert "without a NIXL agent there are no transfers to probe" in done.stdout
+
+
+def test_a_process_that_dies_is_a_finding(monkeypatch, tmp_path):
+    (tmp_path / "doctor_bodies.py").write_text("import os\n\ndef die(side, names):\n    os._exit(9)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import doctor_bodies  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(local, "_first", doctor_bodies.die)
+    monkeypatch.setattr(local, "_second", doctor_bodies.die)
+    found = []
+    local.check_pair(("cpu", "cpu"), found.append)
+    del sys.modules["doctor_bodies"]
+    assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
+    assert "the process ended early, with exit code 9" in found[0].seen
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--listen", "unix:/x", "--peer", "y"], "not both"),
+        (["--device", "tpu"], "one of auto, cpu, cuda"),
+        (["--peer", "nonsense"], "paste what the listening side has printed"),
+        (["--listen", "tcp:0.0.0.0:0"], "name the address"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, said):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

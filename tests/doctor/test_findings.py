@@ -1,0 +1,20 @@
+"""A check that breaks is a finding too."""
+
+from kvxfer.doctor.findings import Status, fail, ok, said, skipped, warn
+
+
+def test_what_a_check_says_is_passed_on_until_it_breaks():
+    def check():
+        yield ok("a", "well", gbps=1.5)
+        raise OSError("no such\nthing")
+
+    first, second = said("b", check)
+    assert first.to_json() == {"name": "a", "status": "ok", "seen": "well", "remedy": "", "facts": {"gbps": 1.5}}
+    assert (second.name, second.status) == ("b", Status.FAIL)
+    assert second.seen == "the check broke: OSError: no such thing"
+    assert second.remedy
+
+
+def test_what_is_not_well_has_a_remedy():
+    assert warn("a", "slow", "do this").remedy == fail("a", "broken", "do this").remedy == "do this"
+    assert (ok("a", "").remedy, skipped("a", "").remedy) == ("", "")

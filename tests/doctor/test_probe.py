@@ -1,0 +1,117 @@
+"""What a few transfers say, and what is said when they are damaged."""
+
+import asyncio
+import secrets
+
+import pytest
+
+from kvxfer.doctor import probe
+from kvxfer.doctor.lanes import LaneLog
+from kvxfer.doctor.memory import ProbeCache
+from kvxfer.doctor.probe import Probe, judge
+from kvxfer.mapped import here
+
+MIB = 1 << 20
+BOOT, NAMESPACE = here().split(" ")
+FAR = f"00000000-another-boot {NAMESPACE}"
+OTHER_CONTAINER = f"{BOOT} pid:[1]"
+
+
+def came(route, seconds=0.01, **changes):
+    return {"error": "", "difference": "", "route": route, "why": "", "seconds": seconds, "bytes": 16 * MIB} | changes
+
+
+def facts(**changes):
+    return {"lane": "cma/memory", "reasons": [], "trusted": True, "gpu": False, "tls": ""} | changes
+
+
+@pytest.mark.parametrize(
+    ("route", "last", "known", "host", "status", "seen", "remedy"),
+    [
+        ("staged", came("staged"), {}, here(), "ok", "16 MiB at 1.7 GB/s over cma/memory, all bytes right", ""),
+        ("staged", came("staged", 1e-4), {"lane": "cuda_ipc/cuda", "gpu": True}, here(), "ok", "at 168 GB/s", ""),
+        ("mapped", came("mapped"), {"lane": "tcp/lo"}, here(), "ok", "1.7 GB/s, all bytes right", ""),
+        ("staged", came("staged"), {"lane": "tcp/lo"}, here(), "warn", "the slowest lane", "cross-memory attach"),
+        ("staged", came("staged"), {"lane": "tcp/lo", "tls": "tcp"}, here(), "warn", "slowest", "UCX_TLS=tcp"),
+        ("staged", came("staged"), {"lane": "tcp/lo", "gpu": True}, here(), "warn", "the slowest lane", "cuda_ipc"),
+        ("staged", came("staged"), {"lane": "tcp/eth0"}, FAR, "ok", "over tcp/eth0", ""),
+        ("staged", came("staged"), {"lane": "tcp/eth0", "gpu": True}, FAR, "warn", "slowest lane", "rdma"),
+        ("direct", came("staged"), {"trusted": False}, here(), "skipped", "do not trust each other", "KVXFER_SECRET"),
+        ("mapped", came("staged"), {}, FAR, "skipped", "memory of another host cannot be mapped", ""),
+        ("mapped", came("staged"), {}, OTHER_CONTAINER, "warn", "in another PID namespace", "mend what it names"),
+        ("mapped", came("direct"), {"reasons": ["no handle"]}, here(), "warn", "direct was taken instead", "mend"),
+        ("pull", came("staged"), {}, here(), "warn", "staged was taken instead", "KVXFER_ROUTE"),
+        ("pull", came("pull", difference="3 bytes are wrong"), {}, here(), "fail", "3 bytes are wrong", "do not use"),
+        ("pull", came("", error="PeerLostError: gone"), {"reasons": ["x"]}, here(), "fail", "gone (x)", "mend"),
+    ],
+)  # fmt: skip
+def test_a_direction_is_judged(route, last, known, host, status, seen, remedy):
+    found = judge("a -> b", route, [came("staged", 9.0), last], facts(**known), host)
+    assert found.status == status
+    assert seen in found.seen
+    assert remedy in found.remedy
+    assert bool(found.remedy) is bool(remedy)
+
+
+class Both:
+    """Two sides in this process, on real workers over NIXL."""
+
+    def __init__(self, channels, folder):
+        listen = f"unix:{folder}/{{route}}-"
+        self.sides = [
+            Probe(channel, first, "cpu", names, f"{listen}{first}", LaneLog(folder), MIB, secrets.randbits(32))
+            for channel, first, names in ((channels[0], True, ("a", "b")), (channels[1], False, ("b", "a")))
+        ]
+
+    async def run(self):
+        async def one(side):
+            return [finding async for finding in side.run()]
+
+        first, second = await asyncio.gather(*map(one, self.sides))
+        assert [one.status for one in first] == [one.status for one in second]
+        return {finding.name: finding for finding in first}
+
+
+async def test_damage_is_seen(channels, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "ROUTES", ("staged",))
+    found = ProbeCache.source
+
+    def damaged(self, number):
+        ids = found(self, number)
+        if number == 1:
+            self._bytes[0, ids[0], 7] ^= 1
+        return ids
+
+    monkeypatch.setattr(ProbeCache, "source", damaged)
+    findings = await Both(channels, tmp_path).run()
+    assert {name: one.status for name, one in findings.items()} == {"staged a -> b": "fail", "staged b -> a": "fail"}
+    assert f"1 of {MIB} bytes are wrong" in findings["staged a -> b"].seen
+
+
+async def test_settings_that_forbid_a_route_are_named(channels, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "ROUTES", ("direct",))
+    monkeypatch.setenv("KVXFER_TRUST", "none")
+    (found,) = (await Both(channels, tmp_path).run()).values()
+    assert (found.name, found.status) == ("direct a <-> b", "skipped")
+    assert "the settings of a forbid it: trust is 'none'" in found.seen
+
+
+async def test_a_worker_that_cannot_be_opened_is_named(channels, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "ROUTES", ("staged",))
+    monkeypatch.setenv("KVXFER_FABRIC__BACKENDS", "NOWHERE")
+    (found,) = (await Both(channels, tmp_path).run()).values()
+    assert (found.name, found.status) == ("staged a <-> b", "fail")
+    assert "NIXL has no backend 'NOWHERE'" in found.seen
+
+
+def test_bytes_outside_of_a_request_are_looked_at():
+    cache = ProbeCache("cpu", MIB, 1)
+    assert cache.nbytes == MIB
+    cache.target(0)
+    inside = cache._ids(1)
+    cache._bytes[:, inside] = cache._content
+    assert cache.difference(0) == ""
+    outside = min(set(range(cache._pool)) - set(inside))
+    cache._bytes[1, outside, 0] = 0
+    assert cache.difference(0) == "1 bytes outside of the request were overwritten"
+    assert cache.difference(1).endswith(f"of {MIB} bytes are wrong"), "each transfer holds something else"

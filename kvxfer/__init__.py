@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvxfer.errors import EventError as EventError
     from kvxfer.errors import FabricError as FabricError
     from kvxfer.errors import FailureReport as FailureReport
+    from kvxfer.errors import ForkedError as ForkedError
     from kvxfer.errors import GeometryError as GeometryError
     from kvxfer.errors import IntegrityError as IntegrityError
     from kvxfer.errors import KvxferError as KvxferError
@@ -92,6 +93,7 @@ __all__ = [
     "FetchFailed",
     "FetchResult",
     "Fetched",
+    "ForkedError",
     "GeometryError",
     "Group",
     "IntegrityError",

@@ -27,7 +27,7 @@ from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.routes.cost import profile_of
 from kvxfer.routes.estimates import Estimates
-from kvxfer.runtime import Runtime, ThreadRuntime
+from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.site import Site, Tasks
 from kvxfer.staging import Staging
 from kvxfer.telemetry import Metrics, logger
@@ -64,6 +64,7 @@ class Assembly:
     staging: Staging = field(default_factory=Staging)
     exports: Exports = field(default_factory=Exports)
     placement: Placement = field(default_factory=Placement)
+    home: Home = field(default_factory=Home)
 
     @classmethod
     def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
@@ -173,7 +174,7 @@ async def assemble(parts: Assembly) -> Site:
     Raises:
         KvxferError: Whatever failed; nothing is left behind.
     """
-    config, loop = parts.config, asyncio.get_running_loop()
+    config, loop, parts.home = parts.config, asyncio.get_running_loop(), Home()
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)

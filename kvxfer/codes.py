@@ -25,6 +25,7 @@ class Code(IntEnum):
     CLOSED = 9
     MISSING_EXTRA = 10
     ARENA = 11
+    FORKED = 12
     # the peer
     PEER = 20
     UNREACHABLE = 21

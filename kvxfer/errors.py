@@ -11,6 +11,7 @@
     |   |   +-- BusyError          this worker has as much under way as its settings allow
     |   +-- TicketError            a ticket or an engine card is malformed or does not belong here
     |   +-- ClosedError            the worker is not open, or draining
+    |   +-- ForkedError            the worker runs in the process that this one was forked off
     |   +-- MissingExtraError      an optional package is not installed
     |   +-- ArenaError             the arena can never serve this, or not before the deadline
     +-- PeerError                  the other side, or the way to it
@@ -48,6 +49,7 @@ __all__ = [
     "EventError",
     "FabricError",
     "FailureReport",
+    "ForkedError",
     "GeometryError",
     "IntegrityError",
     "KvxferError",
@@ -190,6 +192,17 @@ class ClosedError(UsageError):
     """
 
     code: ClassVar[Code] = Code.CLOSED
+
+
+class ForkedError(UsageError):
+    """A worker was used in a process that was forked off the one that it runs in.
+
+    Cause: `os.fork`, or `multiprocessing` with the start method `fork`, after the worker was opened. Its threads, its
+        NIXL agent and its CUDA context stay behind in the parent, where they go on as before.
+    Remedy: open a worker of its own in the child, and start children with `spawn` or `forkserver`.
+    """
+
+    code: ClassVar[Code] = Code.FORKED
 
 
 class MissingExtraError(UsageError, ImportError):

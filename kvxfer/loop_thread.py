@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Self, TypeVar, overload
 
-from kvxfer.errors import ClosedError, KvxferError, MemoryInDoubtError
+from kvxfer.errors import ClosedError, ForkedError, KvxferError, MemoryInDoubtError
 from kvxfer.offers import Offer
-from kvxfer.runtime import Runtime
+from kvxfer.runtime import Home, Runtime
 from kvxfer.transfers import Transfer, TransferState
 from kvxfer.worker import Worker
 
@@ -48,6 +48,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, runtime: Runtime) -> None:
+        self._home: Final = Home()
         self._loop: Final = asyncio.SelectorEventLoop()
         self._hand_over: Final = runtime.hand_over(self._loop)
         self._stop: Final = asyncio.Event()
@@ -73,6 +74,7 @@ class LoopThread:
 
     def post(self, callback: Callable[[], None]) -> bool:
         """Run `callback` on the loop soon. Returns at once; False if the loop is closed and it will not run."""
+        self._home.own(self)  # before the lock, which a thread may have held that a fork has not
         with self._lock:
             if not self._closed:
                 self._hand_over(callback)
@@ -84,6 +86,11 @@ class LoopThread:
         Raises:
             ClosedError: If the loop is closed.
         """
+        try:
+            self._home.own(self)
+        except ForkedError:
+            work.close()
+            raise
         with self._lock:
             if self._closed:
                 work.close()
@@ -200,6 +207,7 @@ class LoopThread:
         return ended.done()
 
     def _begin_close(self) -> None:
+        self._home.own(self)
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -22,7 +22,9 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 import anyio.to_thread
 
-__all__ = ["TURN_SECONDS", "HandOver", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind"]
+from kvxfer.errors import ForkedError
+
+__all__ = ["TURN_SECONDS", "HandOver", "Home", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind"]
 
 Step = Callable[[], float | None]
 _T = TypeVar("_T")
@@ -149,6 +151,31 @@ class _Batch:
                     self._pending.extendleft(reversed(batch))
                     self._scheduled = True
                 self._schedule()
+
+
+class Home:
+    """The process in which something lives whose threads a forked child does not have."""
+
+    def __init__(self) -> None:
+        self._process: Final = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._process
+
+    def own(self, thing: _T) -> _T:
+        """Give a thing to whoever may use it.
+
+        Raises:
+            ForkedError: If this process was forked off the one in which it lives.
+        """
+        if not self.here:
+            raise ForkedError(
+                f"this is process {os.getpid()}, forked off process {self._process}, where the worker runs; a fork has "
+                "none of its threads: open another worker here, and start processes with spawn or forkserver"
+            )
+        return thing
 
 
 class _Signal:

@@ -116,7 +116,7 @@ class Worker:
         await self.aclose(drain=error is None)
 
     def __del__(self) -> None:
-        if getattr(self, "_site", None) is not None and self._closing is None:
+        if getattr(self, "_site", None) is not None and self._closing is None and self._assembly.home.here:
             warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
@@ -362,6 +362,7 @@ class Worker:
         still write is not given back but left to the process's end.
         """
         if self._site is not None:
+            self._assembly.home.own(self)
             if self._closing is None:
                 if drain and not self._hurried:
                     self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
@@ -462,8 +463,7 @@ class Worker:
     def sent(self, link: Link, message: Message) -> None:
         """Count a message that goes out."""
         del link
-        if self._site is not None:
-            self._site.metrics.frame_sent(type(message).__name__)
+        self._open.metrics.frame_sent(type(message).__name__)
 
     # --- inside
 
@@ -477,7 +477,7 @@ class Worker:
     def _open(self) -> Site:
         if self._site is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._site
+        return self._assembly.home.own(self._site)
 
     @property
     def _roles(self) -> tuple[Sender, Receiver]:

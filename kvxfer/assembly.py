@@ -19,6 +19,7 @@ from kvxfer.lanes import Lanes
 from kvxfer.mapped import Windows, here
 from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody
+from kvxfer.metrics import Metrics
 from kvxfer.onlookers import see_through
 from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
@@ -30,7 +31,7 @@ from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.site import Site, Tasks
 from kvxfer.staging import Staging
-from kvxfer.telemetry import Metrics, logger
+from kvxfer.telemetry import logger
 
 __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
 

@@ -13,6 +13,7 @@ What `poll` gives is in `kvxfer.polling`, what `offer` and `start_fetch` return 
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -231,6 +232,14 @@ class BlockingWorker:
         """Join an engine of several ranks, after each `register`; see `Worker.join`. Waits for the service to do so."""
         service = self._open
         service.thread.call(lambda: service.worker.join(card, key=key))
+
+    def describe_soon(self) -> "Future[dict[str, Any]]":
+        """The service's state as plain data, as `Worker.describe` has it. Does not wait.
+
+        Raises:
+            ClosedError: If nothing is registered.
+        """
+        return self._open.worker.describe_soon()
 
     def occupy(self, ctas: int) -> None:
         """Let copies on the GPU occupy so many thread blocks from now on; see `Worker.occupy`. Does not wait.

@@ -44,6 +44,9 @@ class Claims:
         self._away: set[tuple[str, bytes]] = set()  # what was not reached the last time, and has been logged
         self._renewal: asyncio.TimerHandle | None = None
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def keep(self, ticket: Ticket) -> None:
         """Claim a request from now on.
 

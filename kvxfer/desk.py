@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 
 from kvxfer.errors import KvxferError
 from kvxfer.memory import Extent, Request, Share
-from kvxfer.telemetry import Metrics
+from kvxfer.metrics import Metrics
 
 __all__ = ["Admitted", "Desk"]
 

@@ -110,10 +110,10 @@ class Fetching(Steps):
         self._connecting: asyncio.Task[None] | None = None
         self._revoke: asyncio.TimerHandle | None = None
         self._settled: asyncio.Future[None] = site.loop.create_future()
-        self._began = site.now()
+        self.began: Final = site.now()
         self._timer: asyncio.TimerHandle | None = None
         if demand.timeout is not None:
-            self._timer = site.at(self._began + demand.timeout, self._timed_out)
+            self._timer = site.at(self.began + demand.timeout, self._timed_out)
 
     @property
     def ticket(self) -> Ticket:
@@ -203,7 +203,7 @@ class Fetching(Steps):
         """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
         demand, site = self._demand, self.site
         self.transfer.state = TransferState.WAITING
-        deadline = None if demand.timeout is None else self._began + demand.timeout
+        deadline = None if demand.timeout is None else self.began + demand.timeout
         for selections, link in zip(shares, links, strict=True):
             if link is None:
                 continue
@@ -298,7 +298,9 @@ class Fetching(Steps):
                 error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent)
             error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        self.site.metrics.transfer_ended(code, route=stats.route, nbytes=stats.bytes)
+        self.site.metrics.transfer_ended(code, stats, "receive")
+        for incoming in self.incoming:
+            incoming.link.moved[incoming.route] += incoming.tally.bytes
         self._log(stats, report)
         if error is None or report is None:
             payload = next((i.machine.payload for i in self.incoming if i.machine.payload), b"")
@@ -348,7 +350,7 @@ class Fetching(Steps):
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),
             limited_by="; ".join(dict.fromkeys(i.limited_by for i in self.incoming if i.limited_by)),
             peers=tuple(incoming.peer.name for incoming in self.incoming),
-            started=self._began,
+            started=self.began,
             finished=self.site.now(),
         )
 
@@ -368,7 +370,7 @@ class Fetching(Steps):
             self.transfer.landed(layers)
 
     def _timed_out(self) -> None:
-        waited, at = self.site.now() - self._began, standing(self.incoming)
+        waited, at = self.site.now() - self.began, standing(self.incoming)
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s ({waited:.3f} s "

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final, Protocol, cast
 
@@ -68,6 +69,7 @@ class Link(asyncio.Protocol):
         encrypted: Whether the stream is TLS.
         renewals: How often the peer has made its agent anew, as far as it has said so here.
         proved: Routes on which the peer itself moves what it writes here, as was seen (`kvxfer.proving`).
+        moved: Bytes of cache that transfers of this session moved, in either direction, by route.
         ready: Resolves when the handshake is complete, or with the error that prevented it.
     """
 
@@ -78,6 +80,7 @@ class Link(asyncio.Protocol):
         self.encrypted = False
         self.renewals = 0
         self.proved: frozenset[Route] = frozenset()
+        self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime
         self._since: Final = runtime.now()

@@ -137,6 +137,18 @@ class Mappings:
         for spec in theirs.tensors:
             windows.locate(spec.base, spec.extent_bytes)
 
+    def kinds(self, peer: PeerInfo) -> list[str]:
+        """By which kinds of handles a peer's memory is mapped; `process` if it is this one's. Empty if it is not."""
+        mapping = self._mappings.get(peer.identity.incarnation)
+        if mapping is None or mapping.windows is None:
+            return []
+        return ["process"] if self.own(peer) else sorted({one.kind for one in peer.body.mapped})
+
+    @staticmethod
+    def own(peer: PeerInfo) -> bool:
+        """Whether a peer is another worker of this process."""
+        return peer.identity.incarnation in _here
+
     def why_not(self, peer: PeerInfo) -> str:
         """Why nothing is mapped of a peer; empty if that is not known, or something is."""
         mapping = self._mappings.get(peer.identity.incarnation)

@@ -212,8 +212,9 @@ class OfferBook:
         self._offers.pop(offer.key, None)
         self._past[offer.key] = (self._site.now(), code[type(ending)])
         self._forget()
+        outcome = type(ending).__name__.lower()
+        self._site.metrics.offer_ended(outcome)
         if hears_info(_NAME):
-            outcome = type(ending).__name__.lower()
             _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=outcome)
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ be in use, and the future that it guards is open to whoever holds it.
 import asyncio
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvxfer.errors import RequestError
+from kvxfer.errors import KvxferError, RequestError
 
-__all__ = ["follow", "given_seconds", "see_through"]
+__all__ = ["follow", "given_seconds", "see_through", "soon"]
 
 _T = TypeVar("_T")
 
@@ -71,3 +72,39 @@ def given_seconds(seconds: Any, default: _T) -> float | _T:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # the middle two of tensors that are not one number
         pass
     raise RequestError(f"timeout must be a number of seconds, or None, not {seconds!r}")
+
+
+def soon(
+    loop: asyncio.AbstractEventLoop, hand_over: Callable[[Callable[[], None]], object], work: Callable[[], _T]
+) -> "Future[_T]":
+    """Run a function on a loop, from any thread, without waiting; at once if this is that loop.
+
+    Args:
+        loop: Where it runs.
+        hand_over: The way there.
+        work: What it returns, or raises, is in the future. It is not run if the future was cancelled before.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            value = work()
+        except KvxferError as error:
+            answer.set_exception(error)
+        except BaseException as error:  # a defect: whoever asked hears of it, and so does the loop
+            answer.set_exception(error)
+            raise
+        else:
+            answer.set_result(value)
+
+    try:
+        here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        here = False
+    if here:
+        run()
+    else:
+        hand_over(run)
+    return answer

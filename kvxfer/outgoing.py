@@ -61,6 +61,8 @@ class Outgoing(Steps):
         machine: The sans-I/O state.
         link: Where results go; replaced when the same incarnation reconnects.
         offer: The offer that it reads, once there is one.
+        tally: Counts.
+        began: When it was asked for.
         stats: Set when it ends.
         report: Set when it ends, if it failed.
     """
@@ -77,8 +79,8 @@ class Outgoing(Steps):
         self.report: FailureReport | None = None
         self._ended: Final = ended
         self._sums_every: Final = sums_every
-        self._tally: Final = Tally()
-        self._began: Final = site.now()
+        self.tally: Final = Tally()
+        self.began: Final = site.now()
         self._stopped_at: Step | None = None
         self._bound: Bound | None = None
         self._choice: Choice | None = None
@@ -87,7 +89,7 @@ class Outgoing(Steps):
         self._planning = False
         lease_ms = fetch.lease_ms or fetch.staging_lease_ms
         self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
-        self._ahead_until = self._began + lease_ms / 1000
+        self._ahead_until = self.began + lease_ms / 1000
         self._prompt = False  # nothing of the offer is waited for, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = 0  # route pull: chunks announced and not yet read
@@ -97,7 +99,7 @@ class Outgoing(Steps):
         self._patience: asyncio.TimerHandle | None = None
         if fetch.timeout_ms < FOREVER_MS:
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
-            given_up = self._began + fetch.timeout_ms / 1000 + site.config.heartbeat
+            given_up = self.began + fetch.timeout_ms / 1000 + site.config.heartbeat
             self._patience = site.at(given_up, self._overdue)
         self._way: Callable[[], None] = no_hold  # open to the peer, and the transport awake, until this is called
 
@@ -235,7 +237,7 @@ class Outgoing(Steps):
         make = SHIPMENTS[self.machine.route]
         for grant in grants:
             terms = Terms(until, self._events(bound, grant.chunk), generation, self.link.renewals)
-            shipment = make(self.site, self.peer, bound, grant, terms, self._tally, self._reported)
+            shipment = make(self.site, self.peer, bound, grant, terms, self.tally, self._reported)
             self._shipments[grant.chunk] = shipment
             shipment.run(shipment.begin)
             if self.machine.state is not SendState.MOVING:  # one before it has failed at once
@@ -248,7 +250,7 @@ class Outgoing(Steps):
             if bound is None or offer is None:
                 continue
             part = bound.chunk(chunk)
-            self._tally.bytes += part.bytes
+            self.tally.bytes += part.bytes
             self._readable -= 1
             self._confirm(chunk, part, Timings())
         self._announce()
@@ -284,8 +286,8 @@ class Outgoing(Steps):
         self._said = draft.spans
         self._choice = choice
         self._remaining = [] if message.ahead else list(range(message.chunks))
-        self._tally.chunks, self._tally.pieces = message.chunks, self._bound.pieces
-        self._tally.predicted = message.predicted_us / 1e6
+        self.tally.chunks, self.tally.pieces = message.chunks, self._bound.pieces
+        self.tally.predicted = message.predicted_us / 1e6
         self._prompt = draft.finished and offer.readiness.fired
         if choice.fallback:
             self.site.metrics.fell_back(choice.fallback)
@@ -400,7 +402,7 @@ class Outgoing(Steps):
         """A shipment is over."""
         shipment = self._shipments.pop(chunk)
         if moved.outcome is Outcome.DONE:
-            self._tally.bytes += moved.bytes
+            self.tally.bytes += moved.bytes
             self._confirm(chunk, shipment.part, moved.timings)
             return
         if moved.outcome is Outcome.STOPPED:
@@ -446,12 +448,12 @@ class Outgoing(Steps):
 
     def _finish(self) -> None:
         machine, failure = self.machine, self.machine.failure
-        self.stats = self._tally.stats(
+        self.stats = self.tally.stats(
             route="" if machine.route is Route.UNKNOWN else machine.route.name.lower(),
             why=self._choice.why if self._choice else "",
             limited_by=self._bound.limited_by if self._bound else "",
             peers=(self.peer_name,),
-            started=self._began,
+            started=self.began,
             finished=self.site.now(),
         )
         if failure is None and self._prompt and self.stats.predicted:
@@ -464,6 +466,9 @@ class Outgoing(Steps):
             offer, at = self.offer, self._stopped_at or self.step
             blocks = offer.block_ids() if offer is not None else {}
             self.report = report(machine, failure, self.stats, name=self.name, step=at, blocks=blocks, reads=reads)
+        code = None if failure is None else failure.code
+        self.site.metrics.transfer_ended(code, self.stats, "send")
+        self.link.moved[machine.route] += self.stats.bytes
         log_transfer(self.stats, self.report, request=machine.fetch.ticket.request, transfer=self.name)
         self._way()
         if self._exposure is not None and not machine.in_doubt:

@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvxfer.assembly import Assembly
+from kvxfer.failures import standing
+from kvxfer.fetching import Fetching
 from kvxfer.link import Link
+from kvxfer.mapped import elsewhere, may_be_elsewhere
+from kvxfer.outgoing import Outgoing
+from kvxfer.protocol.messages import Route
+from kvxfer.protocol.session import Role
 from kvxfer.receiver import Receiver
 from kvxfer.sender import Sender
 from kvxfer.site import Site
@@ -17,24 +23,14 @@ def overview(
     card: RankCard, site: Site, parts: Assembly, sender: Sender, receiver: Receiver, links: Iterable[Link]
 ) -> dict[str, Any]:
     """Identity, peers, arena, threads, offers, transfers and counters."""
-    staging = parts.staging
+    staging, now = parts.staging, site.now()
+    fabric_late, fabric_broken = site.fabric.health()
     return {
         "card": card.to_dict(),
         "epoch": site.issuer.card.epoch if site.issuer else None,
         "draining": site.draining,
-        "peers": [
-            {
-                "peer": link.peer.name,
-                "role": link.role.value,
-                "trusted": link.trusted,
-                "encrypted": link.encrypted,
-                "endpoint": link.endpoint,
-                "draining": link.draining,
-                "lane": site.estimates.lane(link.peer.identity.incarnation),
-                "proved": sorted(route.name.lower() for route in link.proved),
-            }
-            for link in links
-        ],
+        "closed": site.closing.done(),
+        "peers": [_peer(site, parts, link) for link in links],
         "arena": {
             "kind": staging.kind,
             "refused": dict(staging.refused),
@@ -43,11 +39,81 @@ def overview(
         },
         "in_place": site.in_place,
         "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
+        "fabric": {"late": fabric_late, "broken": fabric_broken},
         "affinity": parts.placement.describe(),
         "offers": len(sender.book),
+        "claims": receiver.claimed,
         "sending": len(sender),
         "receiving": len(receiver),
         "in_doubt": receiver.doubtful,
+        "transfers": [
+            *(_fetch(fetching, now) for fetching in receiver.fetches),
+            *(_sending(outgoing, now) for outgoing in sender.transfers),
+        ],
         "custody": site.custody.snapshot(),
         "metrics": site.metrics.snapshot(),
     }
+
+
+def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
+    """One session. What is said of its lane was seen: what is mapped, who moves the bytes, how fast they went."""
+    peer, moved = link.peer, {_name(route): nbytes for route, nbytes in link.moved.items() if nbytes}
+    if link.role is Role.SERVER:
+        mapped = site.mappings.kinds(peer)  # by this side, which copies
+    elif _name(Route.MAPPED) not in moved:
+        mapped = []
+    else:  # by the peer, which has copied through what it was told of
+        mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
+    host = peer.body.host
+    return {
+        "peer": peer.name,
+        "role": link.role.value,
+        "trusted": link.trusted,
+        "encrypted": link.encrypted,
+        "endpoint": link.endpoint,
+        "draining": link.draining,
+        "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
+        "mapped": mapped,
+        "not_mapped": site.mappings.why_not(peer),
+        "lane": site.estimates.lane(peer.identity.incarnation),
+        "proved": sorted(_name(route) for route in link.proved),
+        "moved": moved,
+    }
+
+
+def _fetch(fetching: Fetching, now: float) -> dict[str, Any]:
+    at = standing(fetching.incoming)
+    return {
+        "side": "receive",
+        "id": fetching.transfer.id,
+        "request": fetching.transfer.request,
+        "peers": [incoming.peer.name for incoming in fetching.incoming],
+        "route": "+".join(sorted({_name(i.route) for i in fetching.incoming if i.route is not Route.UNKNOWN})),
+        "step": at.step.value,
+        "in_doubt": fetching.transfer.done,
+        "bytes": at.bytes,
+        "chunks_done": at.chunks_done,
+        "chunks": at.chunks,
+        "seconds": now - fetching.began,
+    }
+
+
+def _sending(outgoing: Outgoing, now: float) -> dict[str, Any]:
+    machine = outgoing.machine
+    return {
+        "side": "send",
+        "id": outgoing.name,
+        "request": machine.fetch.ticket.request,
+        "peers": [outgoing.peer_name],
+        "route": "" if machine.route is Route.UNKNOWN else _name(machine.route),
+        "step": outgoing.step.value,
+        "in_doubt": outgoing.in_doubt,
+        "bytes": outgoing.tally.bytes,
+        "chunks_done": machine.chunks_done,
+        "chunks": machine.chunks,
+        "seconds": now - outgoing.began,
+    }
+
+
+def _name(route: Route) -> str:
+    return route.name.lower()

@@ -170,6 +170,11 @@ class OwnLoopWorker(Worker):
         """See `Worker.describe`."""
         return self._served[0].call(self._inner.describe)
 
+    def describe_soon(self) -> "Future[dict[str, Any]]":
+        """See `Worker.describe_soon`."""
+        _ = self._served
+        return self._inner.describe_soon()
+
     def begin_drain(self) -> None:
         """See `Worker.begin_drain`."""
         self._served[0].call(self._inner.begin_drain)

@@ -1,7 +1,7 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, count
 from typing import Any, Final
 
@@ -50,6 +50,16 @@ class Receiver:
 
     def __len__(self) -> int:
         return len(self._fetches)
+
+    @property
+    def fetches(self) -> Iterable[Fetching]:
+        """What has not ended, or is in doubt."""
+        return self._fetches
+
+    @property
+    def claimed(self) -> int:
+        """Requests whose leases are renewed."""
+        return len(self._claims)
 
     @property
     def doubtful(self) -> int:

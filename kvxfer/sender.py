@@ -1,6 +1,7 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -58,6 +59,11 @@ class Sender:
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+    @property
+    def transfers(self) -> Iterable[Outgoing]:
+        """What has not ended."""
+        return self._transfers.values()
 
     def handle(self, link: Link, message: Message) -> None:
         """Take a message of a decode rank."""

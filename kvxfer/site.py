@@ -18,6 +18,7 @@ from kvxfer.lanes import Lanes
 from kvxfer.mapped import unlike
 from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody, Share
+from kvxfer.metrics import Metrics
 from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
@@ -26,7 +27,7 @@ from kvxfer.rebuilds import Rebuilds
 from kvxfer.routes.chooser import Means, acceptable
 from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import HandOver, Runtime
-from kvxfer.telemetry import Metrics, logger
+from kvxfer.telemetry import logger
 from kvxfer.tickets import Issuer
 
 __all__ = ["Callback", "Site", "Tasks", "no_hold", "resolve"]
@@ -232,6 +233,7 @@ class Site:
                 peer=peer.name,
                 fields={"chunk_bytes": (str(here), str(there))},
             )
+        self.metrics.session_opened("send" if sending else "receive")
         self.lanes.wanted(peer)
         self.warm(peer, trusted=trusted, sending=sending)
 

@@ -16,8 +16,9 @@ from kvxfer.fabric.port import Memory
 from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry
 from kvxfer.memory import Arena, Backing, Kind, allocate
+from kvxfer.metrics import Metrics
 from kvxfer.protocol.messages import MemorySpan
-from kvxfer.telemetry import Metrics, logger
+from kvxfer.telemetry import logger
 
 __all__ = ["Staging"]
 

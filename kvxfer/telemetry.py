@@ -1,4 +1,4 @@
-"""What kvxfer says about itself: log lines, the stats of a transfer, and counters.
+"""What kvxfer says about itself: log lines, and the stats of a transfer. `metrics` counts.
 
 Logs are structlog events that go through the stdlib logger `kvxfer`. The library configures nothing and is silent
 until the application does (`logging.basicConfig()` suffices). A message reads `event key=value ...`; the same data
@@ -11,30 +11,16 @@ them.
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, cast
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-from kvxfer.errors import Code
-
-__all__ = [
-    "KEYS",
-    "Intervals",
-    "Metrics",
-    "Snapshot",
-    "TransferStats",
-    "hears_debug",
-    "hears_info",
-    "logger",
-    "mask",
-    "overheard",
-]
+__all__ = ["KEYS", "Intervals", "TransferStats", "hears_debug", "hears_info", "logger", "mask", "overheard"]
 
 KEYS: Final = frozenset(
     {
@@ -120,8 +106,6 @@ KEYS: Final = frozenset(
 """Every key that a log line may have."""
 
 _GIGABYTE: Final = 1e9
-_LABELS: Final = 64
-"""Distinct free-text labels that one counter keeps; what is over counts as `other`."""
 _MASK_BYTES: Final = 4
 _ADDED: Final = 256
 """Intervals that are kept as they came before they are united."""
@@ -343,136 +327,3 @@ class TransferStats:
         if self.first_byte is not None:
             said["first_byte_after"] = self.first_byte - self.started
         return {key: value for key, value in said.items() if value is not None}
-
-
-class Snapshot(TypedDict):
-    """Counters by name; those with a label are dicts by label."""
-
-    transfers: dict[str, int]
-    bytes: dict[str, int]
-    refusals_sent: dict[str, int]
-    refusals_received: dict[str, int]
-    fallbacks: dict[str, int]
-    memory_refused: dict[str, int]
-    results_dropped: dict[str, int]
-    chunks_checked: dict[str, int]
-    frames_sent: dict[str, int]
-    frames_received: dict[str, int]
-    quarantined_bytes: int
-    quarantined_bytes_ever: int
-    agents_rebuilt: int
-    admission_waits: int
-    admission_wait_seconds: float
-    loop_blocked: int
-    loop_lag_max_seconds: float
-
-
-class Metrics:
-    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now."""
-
-    def __init__(self) -> None:
-        self._transfers: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._refusals_sent: Counter[str] = Counter()
-        self._refusals_received: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
-        self._memory_refused: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._checked: Counter[str] = Counter()
-        self._frames_sent: Counter[str] = Counter()
-        self._frames_received: Counter[str] = Counter()
-        self._quarantined = 0
-        self._quarantined_ever = 0
-        self._rebuilt = 0
-        self._waits = 0
-        self._waited = 0.0
-        self._loop_blocked = 0
-        self._loop_lag_max = 0.0
-
-    def transfer_ended(self, code: Code | None, *, route: str = "", nbytes: int = 0) -> None:
-        """Count one transfer by its outcome (None: success) and its bytes by route."""
-        self._transfers["ok" if code is None else code.name.lower()] += 1
-        if nbytes:
-            _count(self._bytes, route, nbytes)
-
-    def quarantined(self, nbytes: int) -> None:
-        """Count memory that went into custody because a peer may still touch it."""
-        self._quarantined += nbytes
-        self._quarantined_ever += nbytes
-
-    def settled(self, nbytes: int) -> None:
-        """Count memory that left custody."""
-        self._quarantined -= nbytes
-
-    def agent_rebuilt(self) -> None:
-        """Count that the transport's agent was destroyed and made anew, to end doubts."""
-        self._rebuilt += 1
-
-    def result_dropped(self, why: str) -> None:
-        """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
-        _count(self._dropped, why)
-
-    def chunk_checked(self, outcome: str) -> None:
-        """Count a chunk that was compared with its source: `ok`, `damaged`, or `reported` by the peer as damaged."""
-        self._checked[outcome] += 1
-
-    def refused(self, code: Code, *, by_peer: bool) -> None:
-        """Count a request that one side refused."""
-        (self._refusals_received if by_peer else self._refusals_sent)[code.name.lower()] += 1
-
-    def fell_back(self, reason: str) -> None:
-        """Count a transfer that took a slower route than the settings prefer."""
-        _count(self._fallbacks, reason)
-
-    def memory_refused(self, kind: str) -> None:
-        """Count memory that CUDA or the transport refused and something slower replaced.
-
-        Args:
-            kind: The kind of arena, or `blocks` for the caller's.
-        """
-        _count(self._memory_refused, kind)
-
-    def frame_sent(self, kind: str) -> None:
-        """Count a control frame by the name of its message, of which there are few."""
-        self._frames_sent[kind] += 1
-
-    def frame_received(self, kind: str) -> None:
-        """Count a control frame by the name of its message, of which there are few."""
-        self._frames_received[kind] += 1
-
-    def admission_waited(self, seconds: float) -> None:
-        """Count a transfer that had to wait for admission or memory."""
-        self._waits += 1
-        self._waited += seconds
-
-    def loop_blocked(self, seconds: float) -> None:
-        """Count that the event loop stood still for so long."""
-        self._loop_blocked += 1
-        self._loop_lag_max = max(self._loop_lag_max, seconds)
-
-    def snapshot(self) -> Snapshot:
-        """All counters now, as plain numbers that later changes do not touch."""
-        return {
-            "transfers": dict(self._transfers),
-            "bytes": dict(self._bytes),
-            "refusals_sent": dict(self._refusals_sent),
-            "refusals_received": dict(self._refusals_received),
-            "fallbacks": dict(self._fallbacks),
-            "memory_refused": dict(self._memory_refused),
-            "results_dropped": dict(self._dropped),
-            "chunks_checked": dict(self._checked),
-            "frames_sent": dict(self._frames_sent),
-            "frames_received": dict(self._frames_received),
-            "quarantined_bytes": self._quarantined,
-            "quarantined_bytes_ever": self._quarantined_ever,
-            "agents_rebuilt": self._rebuilt,
-            "admission_waits": self._waits,
-            "admission_wait_seconds": self._waited,
-            "loop_blocked": self._loop_blocked,
-            "loop_lag_max_seconds": self._loop_lag_max,
-        }
-
-
-def _count(counter: Counter[str], label: str, by: int = 1) -> None:
-    """Count under a label, or under `other` once there are very many: labels must not grow without bound."""
-    counter[label if label in counter or len(counter) < _LABELS else "other"] += by

@@ -173,6 +173,20 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Endpoint of every rank."""
         return self.endpoints.expand(self.world)
 
+    def check_member(self, mine: RankCard) -> None:
+        """See that a rank is one of this engine's.
+
+        Raises:
+            TicketError: If it is not.
+        """
+        if (mine.engine, mine.world) != (self.engine, self.world):
+            raise TicketError(
+                f"this is a rank of {mine.engine!r} with {mine.world} ranks, but the card is of {self.engine!r} with "
+                f"{self.world}"
+            )
+        if self.rank_endpoints[mine.rank] != mine.endpoint:
+            raise TicketError(f"rank {mine.rank} at {mine.endpoint} is not part of this engine card")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return _plain(self)

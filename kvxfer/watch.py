@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvxfer.telemetry import Metrics, logger
+from kvxfer.metrics import Metrics
+from kvxfer.telemetry import logger
 
 __all__ = ["LoopWatch"]
 
@@ -30,9 +31,9 @@ class Timer(Protocol):
 class LoopWatch:
     """Measures how late a periodic callback runs. Four beats a second cost next to nothing.
 
-    A beat that is late is counted in the metrics. The first one that is very late is logged; the incident is over, and
-    the next may be logged, once a beat was in time again. A loop that stands still for `t` seconds makes a beat late by
-    something between `t - 0.25` and `t`.
+    How late each beat is goes into the metrics, which count those that are very late. The first one that is later still
+    is logged; the incident is over, and the next may be logged, once a beat was in time again. A loop that stands still
+    for `t` seconds makes a beat late by something between `t - 0.25` and `t`.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,8 @@ class LoopWatch:
 
         def beat() -> None:
             late = now() - self._due
-            if late >= _LATE_SECONDS:
-                metrics.loop_blocked(late)
-            else:
+            metrics.loop_late(late, blocked=late >= _LATE_SECONDS)
+            if late < _LATE_SECONDS:
                 self._blocked = False
             if late >= _BLOCKED_SECONDS and not self._blocked:
                 self._blocked = True

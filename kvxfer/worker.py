@@ -10,19 +10,20 @@ Everything below runs on the loop that entered it; copies and posts run in threa
 import asyncio
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
-from kvxfer.errors import BusyError, ClosedError, Code, ConfigError, KvxferError, RequestError, TicketError
+from kvxfer.errors import BusyError, ClosedError, Code, ConfigError, KvxferError, RequestError
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
 from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.onlookers import given_seconds, see_through
+from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Goodbye, Message, Renewed
@@ -169,14 +170,7 @@ class Worker:
             TicketError: If this rank is not part of the card, or the key has the wrong length.
         """
         joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
-        mine = self.card
-        if (mine.engine, mine.world) != (joined.engine, joined.world):
-            raise TicketError(
-                f"this is a rank of {mine.engine!r} with {mine.world} ranks, but the card is of {joined.engine!r} with "
-                f"{joined.world}"
-            )
-        if joined.rank_endpoints[mine.rank] != mine.endpoint:
-            raise TicketError(f"rank {mine.rank} at {mine.endpoint} is not part of this engine card")
+        joined.check_member(self.card)
         site = self._open
         issuer = Issuer(joined, key)
         if site.issuer is None or site.issuer.card.epoch != joined.epoch:
@@ -325,6 +319,10 @@ class Worker:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
         site, (sender, receiver) = self._open, self._roles
         return overview(self.card, site, self._assembly, sender, receiver, self._links)
+
+    def describe_soon(self) -> "Future[dict[str, Any]]":
+        """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
+        return soon(self._open.loop, self._open.hand_over, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.

@@ -9,7 +9,7 @@ import pytest
 from kvxfer import ArenaError
 from kvxfer.desk import Desk
 from kvxfer.memory import Extent, Share
-from kvxfer.telemetry import Metrics
+from kvxfer.metrics import Metrics
 
 PAGE = 4096
 

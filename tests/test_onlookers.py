@@ -1,10 +1,12 @@
 """Waiting that a cancellation cannot turn into harm."""
 
 import asyncio
+import threading
 
 import pytest
 
-from kvxfer.onlookers import follow, see_through
+from kvxfer.errors import ClosedError
+from kvxfer.onlookers import follow, see_through, soon
 
 
 async def turns(count=5):
@@ -74,3 +76,43 @@ async def test_cancelling_a_follower_leaves_the_rest_alone():
     followed.set_result(7)
     assert await second == 7
     assert followed.result() == 7
+
+
+async def test_soon_runs_at_once_on_the_loop_itself():
+    loop = asyncio.get_running_loop()
+    assert soon(loop, loop.call_soon_threadsafe, lambda: 7).result(timeout=0) == 7
+
+
+async def test_soon_runs_on_the_loop_when_it_is_asked_from_another_thread():
+    loop, home = asyncio.get_running_loop(), threading.get_ident()
+    asked = await asyncio.to_thread(soon, loop, loop.call_soon_threadsafe, threading.get_ident)
+    assert await asyncio.wrap_future(asked) == home
+
+
+async def test_soon_brings_the_error_and_heeds_a_cancellation():
+    handed, ran = [], []
+
+    def fail():
+        raise ClosedError("x")
+
+    other = asyncio.new_event_loop()
+    failed, cancelled = soon(other, handed.append, fail), soon(other, handed.append, lambda: ran.append(1))
+    other.close()
+    assert not failed.done()
+    assert cancelled.cancel()
+    for run in handed:
+        run()
+    assert isinstance(failed.exception(timeout=0), ClosedError)
+    assert ran == []
+
+
+def test_soon_hides_no_defect():
+    def fail():
+        raise KeyError("x")
+
+    other, handed = asyncio.new_event_loop(), []
+    failed = soon(other, handed.append, fail)
+    other.close()
+    with pytest.raises(KeyError):
+        handed[0]()
+    assert isinstance(failed.exception(timeout=0), KeyError)

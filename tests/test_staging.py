@@ -13,9 +13,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ArenaError, ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.pump import Fabric
 from kvxfer.memory import Backing
+from kvxfer.metrics import Metrics
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.staging import Staging
-from kvxfer.telemetry import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 BYTES = 1 << 16

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import Code
-from kvxfer.telemetry import KEYS, Intervals, Metrics, TransferStats, logger, mask, overheard
+from kvxfer.telemetry import KEYS, Intervals, TransferStats, logger, mask, overheard
 
 # --- logs
 
@@ -163,71 +162,6 @@ def test_stats_of_nothing():
     assert stats.gbps == 0.0
     assert "first_byte_after" not in stats.log_fields()
     assert "predicted" not in stats.log_fields()
-
-
-# --- counters
-
-
-def test_metrics():
-    metrics = Metrics()
-    metrics.transfer_ended(None, route="staged", nbytes=100)
-    metrics.transfer_ended(None, route="staged", nbytes=11)
-    metrics.transfer_ended(Code.TIMEOUT, route="mapped", nbytes=5)
-    metrics.transfer_ended(Code.CANCELLED)
-    metrics.quarantined(64)
-    metrics.quarantined(32)
-    metrics.settled(64)
-    metrics.agent_rebuilt()
-    metrics.result_dropped("stale")
-    metrics.chunk_checked("ok")
-    metrics.chunk_checked("ok")
-    metrics.chunk_checked("damaged")
-    metrics.refused(Code.TOO_MANY, by_peer=True)
-    metrics.refused(Code.DRAINING, by_peer=False)
-    metrics.fell_back("no native atomics")
-    metrics.memory_refused("cuda")
-    metrics.frame_sent("Fetch")
-    metrics.frame_received("Accept")
-    metrics.frame_received("Accept")
-    metrics.admission_waited(0.25)
-    metrics.admission_waited(0.5)
-    metrics.loop_blocked(0.2)
-    metrics.loop_blocked(0.1)
-    assert metrics.snapshot() == {
-        "transfers": {"ok": 2, "timeout": 1, "cancelled": 1},
-        "bytes": {"staged": 111, "mapped": 5},
-        "refusals_sent": {"draining": 1},
-        "refusals_received": {"too_many": 1},
-        "fallbacks": {"no native atomics": 1},
-        "memory_refused": {"cuda": 1},
-        "results_dropped": {"stale": 1},
-        "chunks_checked": {"ok": 2, "damaged": 1},
-        "frames_sent": {"Fetch": 1},
-        "frames_received": {"Accept": 2},
-        "quarantined_bytes": 32,
-        "quarantined_bytes_ever": 96,
-        "admission_waits": 2,
-        "admission_wait_seconds": 0.75,
-        "agents_rebuilt": 1,
-        "loop_blocked": 2,
-        "loop_lag_max_seconds": 0.2,
-    }
-
-
-def test_a_snapshot_does_not_change():
-    metrics = Metrics()
-    before = metrics.snapshot()
-    metrics.frame_sent("Ping")
-    assert before["frames_sent"] == {}
-
-
-def test_labels_do_not_grow_without_bound():
-    metrics = Metrics()
-    for number in range(1000):
-        metrics.fell_back(f"reason {number}")
-    fallbacks = metrics.snapshot()["fallbacks"]
-    assert len(fallbacks) <= 65
-    assert sum(fallbacks.values()) == 1000
 
 
 def test_warnings_of_some_events_are_overheard():

@@ -9,7 +9,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.geometry import CacheTensor
-from kvxfer.telemetry import Metrics
+from kvxfer.metrics import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.watch import LoopWatch
 from kvxfer.worker import Worker

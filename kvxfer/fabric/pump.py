@@ -119,6 +119,7 @@ class Fabric:
         self._pause: Pause | None = None
         self._clock = 0.0
         self._last_pass = self._active_at = runtime.now()
+        self._due: float | None = None  # since when the service owes a pass, or is in one
 
     # ---- any thread -------------------------------------------------------------------------------------------------
 
@@ -251,6 +252,12 @@ class Fabric:
         self._submit(run).add_done_callback(renewal.refused)
         return renewal.answer
 
+    def health(self) -> tuple[float, str]:
+        """For how many seconds the service has owed a pass, and why the fabric is broken; 0.0 and "" if all is well."""
+        due, refusal = self._due, self._refusal
+        late = 0.0 if due is None or self._over else max(0.0, self._runtime.now() - due)
+        return late, "" if refusal is None or self._closed is not None else str(refusal)
+
     def close(self, timeout: float) -> Future[bool]:
         """Refuse new work, let accepted posts end, then undo every connect and register once and close the transport.
 
@@ -292,6 +299,8 @@ class Fabric:
     def _wake(self) -> None:
         service = self._service
         if service is not None:
+            if self._due is None:
+                self._due = self._runtime.now()
             service.wake()
 
     # ---- the service ------------------------------------------------------------------------------------------------
@@ -311,9 +320,12 @@ class Fabric:
         except Exception as error:  # noqa: BLE001 - the service is supervised here: a defect is named and answered
             self._break(error)
             return 0.0
+        finally:
+            self._due = None
 
     def _pass(self) -> float | None:
         now = self._runtime.now()
+        self._due = self._due or now
         self._clock += min(max(now - self._last_pass, 0.0), self._longest_step)
         self._last_pass = now
         self._raise_defect()

@@ -1335,3 +1335,60 @@ def test_hold_awake_makes_a_thread_progress(threaded):
     release = threaded.fabrics[1].hold_awake()
     assert progressed.wait(10)
     release()
+
+
+# ---- health
+
+
+def test_a_service_that_owes_nothing_is_well():
+    rig = Rig()
+    rig.runtime.time += 50.0
+    assert rig.fabric.health() == (0.0, "")
+    rig.post()
+    rig.step(30)
+    assert rig.results
+    rig.runtime.time += 50.0
+    assert rig.fabric.health() == (0.0, "")
+
+
+def test_a_service_that_does_not_come_is_late_by_the_oldest_call():
+    rig = Rig()
+    rig.post()
+    rig.runtime.time += 3.0
+    rig.post("y")
+    rig.runtime.time += 4.0
+    assert rig.fabric.health() == (7.0, "")
+    rig.step(30)
+    assert rig.fabric.health() == (0.0, "")
+
+
+def test_a_call_that_does_not_return_is_late(monkeypatch):
+    rig, seen = Rig(), []
+
+    def deregister(token: object) -> None:
+        rig.runtime.time += 11.0
+        seen.append(rig.fabric.health())
+
+    monkeypatch.setattr(rig.transport, "deregister", deregister)
+    rig.now(rig.fabric.deregister(rig.token))
+    assert seen == [(11.0, "")]
+    assert rig.fabric.health() == (0.0, "")
+
+
+def test_what_broke_the_fabric_is_named_until_it_is_closed(monkeypatch):
+    rig = Rig()
+
+    def broken() -> None:
+        raise FabricError("the device is gone")
+
+    monkeypatch.setattr(rig.transport, "progress", broken)
+    release = rig.fabric.hold_awake()
+    rig.step()
+    release()
+    assert rig.fabric.health() == (0.0, "the device is gone")
+    closed = rig.fabric.close(0.0)
+    rig.step(3)
+    assert closed.done()
+    rig.fabric.hold_awake()
+    rig.runtime.time += 9.0
+    assert rig.fabric.health() == (0.0, "")

@@ -28,7 +28,7 @@ LAYERS = {
     "names": ({"codes", "errors", "reports", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
     "runtime": ({"runtime", "pace"}, {"names"}, {"anyio"}),
     "settings": ({"config", "settings", "tls"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
-    "telemetry": ({"telemetry"}, {"names"}, {"structlog"}),
+    "telemetry": ({"telemetry", "metrics"}, {"names"}, {"structlog"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec"}),
     "memory": ({"memory"}, {"names", "geometry", "wire"}, {"numpy"}),

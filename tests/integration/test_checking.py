@@ -98,7 +98,7 @@ async def test_a_damaged_block_fails_the_fetch_and_is_named(stage, route, damage
     await eventually(lambda: counted(prefill) == {"reported": 1})
     assert counted(decode)["damaged"] == 1
     assert [cancel.code for cancel in tap.of(Cancel)] == [Code.INTEGRITY]
-    assert decode.describe()["metrics"]["transfers"] == {"integrity": 1}
+    assert decode.describe()["metrics"]["receive"]["transfers"] == {"integrity": 1}
     await bring_again(prefill, decode, source, target)
 
 

@@ -189,10 +189,16 @@ async def test_both_ends_say_what_happened(stage, route):
     assert 0 < mine.posting <= mine.duration
     assert (sent.gathering > 0) == (got.scattering > 0) == (route == "staged")
     assert got.started <= got.first_byte <= got.finished
-    assert (decode.describe()["metrics"]["bytes"], decode.describe()["metrics"]["transfers"]) == (
-        {route: nbytes},
-        {"ok": 1},
-    )
+    counted, theirs = decode.describe()["metrics"]["receive"], prefill.describe()["metrics"]["send"]
+    for side, stats in ((counted, got), (theirs, sent)):
+        assert (side["bytes"], side["transfers"]) == ({route: nbytes}, {"ok": 1})
+        assert (side["pieces"], side["chunks"]) == (stats.pieces, stats.chunks)
+        assert side["durations"][route]["sum"] == stats.duration
+        assert {stage: seen["sum"] for stage, seen in side["stages"].items()} == {
+            stage: getattr(stats, stage)
+            for stage in ("queued", "gathering", "posting", "wire", "scattering")
+            if getattr(stats, stage)
+        }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,246 @@
+"""Counters and durations of one worker: plain numbers that belong to the event loop's thread.
+
+`Metrics.snapshot` hands them to whatever exports them. Counting is what every transfer pays for, so a duration costs a
+search among fixed bounds and an addition, and names of labels are few: those that come of free text are capped.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from typing import Final, Literal, TypeAlias, TypedDict
+
+from kvxfer.errors import Code
+from kvxfer.telemetry import TransferStats
+
+__all__ = ["SECONDS", "HistogramSnapshot", "Metrics", "Side", "SideSnapshot", "Snapshot"]
+
+_LABELS: Final = 64
+"""Distinct free-text labels that one counter keeps; what is over counts as `other`."""
+
+SECONDS: Final = tuple(digits * 10.0**power for power in range(-5, 2) for digits in (1.0, 2.5, 5.0))
+"""Upper bounds of the buckets of durations: three in each power of ten, from 10 us to 50 s."""
+
+Side: TypeAlias = Literal["receive", "send"]
+"""Which end of a transfer counts it."""
+
+
+class HistogramSnapshot(TypedDict):
+    """Durations: how many fell into each bucket (the last one is for what is above all bounds), and their sum."""
+
+    counts: list[int]
+    sum: float
+
+
+class SideSnapshot(TypedDict):
+    """What one side counted: transfers by outcome, bytes and durations by route, seconds of each stage."""
+
+    transfers: dict[str, int]
+    bytes: dict[str, int]
+    pieces: int
+    chunks: int
+    durations: dict[str, HistogramSnapshot]
+    stages: dict[str, HistogramSnapshot]
+
+
+class Snapshot(TypedDict):
+    """Counters by name; those with a label are dicts by label."""
+
+    receive: SideSnapshot
+    send: SideSnapshot
+    refusals_sent: dict[str, int]
+    refusals_received: dict[str, int]
+    fallbacks: dict[str, int]
+    memory_refused: dict[str, int]
+    results_dropped: dict[str, int]
+    chunks_checked: dict[str, int]
+    frames_sent: dict[str, int]
+    frames_received: dict[str, int]
+    sessions_opened: dict[str, int]
+    offers_ended: dict[str, int]
+    quarantined_bytes: int
+    quarantined_bytes_ever: int
+    agents_rebuilt: int
+    admission_waits: int
+    admission_wait_seconds: float
+    loop_lag: HistogramSnapshot
+    loop_blocked: int
+    loop_lag_max_seconds: float
+
+
+class _Histogram:
+    """Durations by bucket."""
+
+    __slots__ = ("_counts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def snapshot(self) -> HistogramSnapshot:
+        return {"counts": list(self._counts), "sum": self._sum}
+
+
+class _Account:
+    """What one side counts of the transfers that ended there."""
+
+    def __init__(self) -> None:
+        self._transfers: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._pieces = self._chunks = 0
+        self._durations: defaultdict[str, _Histogram] = defaultdict(_Histogram)
+        self._stages: defaultdict[str, _Histogram] = defaultdict(_Histogram)
+
+    def ended(self, code: Code | None, stats: TransferStats) -> None:
+        self._transfers["ok" if code is None else code.name.lower()] += 1
+        if stats.bytes:
+            self._bytes[stats.route] += stats.bytes
+        if code is not None:
+            return  # how long a failure took says what was set, not how fast anything is
+        self._pieces += stats.pieces
+        self._chunks += stats.chunks
+        self._durations[stats.route].add(stats.duration)
+        for stage, seconds in (
+            ("queued", stats.queued),
+            ("gathering", stats.gathering),
+            ("posting", stats.posting),
+            ("wire", stats.wire),
+            ("scattering", stats.scattering),
+        ):
+            if seconds:  # not every route has every stage, and not every side sees it
+                self._stages[stage].add(seconds)
+
+    def snapshot(self) -> SideSnapshot:
+        return {
+            "transfers": dict(self._transfers),
+            "bytes": dict(self._bytes),
+            "pieces": self._pieces,
+            "chunks": self._chunks,
+            "durations": {route: histogram.snapshot() for route, histogram in self._durations.items()},
+            "stages": {stage: histogram.snapshot() for stage, histogram in self._stages.items()},
+        }
+
+
+class Metrics:
+    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now."""
+
+    def __init__(self) -> None:
+        self._sides: Final[dict[Side, _Account]] = {"receive": _Account(), "send": _Account()}
+        self._refusals_sent: Counter[str] = Counter()
+        self._refusals_received: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._memory_refused: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._checked: Counter[str] = Counter()
+        self._frames_sent: Counter[str] = Counter()
+        self._frames_received: Counter[str] = Counter()
+        self._sessions: Counter[str] = Counter()
+        self._offers: Counter[str] = Counter()
+        self._quarantined = 0
+        self._quarantined_ever = 0
+        self._rebuilt = 0
+        self._waits = 0
+        self._waited = 0.0
+        self._loop_lag = _Histogram()
+        self._loop_blocked = 0
+        self._loop_lag_max = 0.0
+
+    def transfer_ended(self, code: Code | None, stats: TransferStats, side: Side) -> None:
+        """Count one transfer: its outcome (None: success), its bytes, and if it succeeded where its time went."""
+        self._sides[side].ended(code, stats)
+
+    def session_opened(self, side: Side) -> None:
+        """Count a handshake that was completed, by what this rank does in the session."""
+        self._sessions[side] += 1
+
+    def offer_ended(self, how: str) -> None:
+        """Count an offer that is over, by how it ended: there are three ways."""
+        self._offers[how] += 1
+
+    def quarantined(self, nbytes: int) -> None:
+        """Count memory that went into custody because a peer may still touch it."""
+        self._quarantined += nbytes
+        self._quarantined_ever += nbytes
+
+    def settled(self, nbytes: int) -> None:
+        """Count memory that left custody."""
+        self._quarantined -= nbytes
+
+    def agent_rebuilt(self) -> None:
+        """Count that the transport's agent was destroyed and made anew, to end doubts."""
+        self._rebuilt += 1
+
+    def result_dropped(self, why: str) -> None:
+        """Count a result of a peer that changed nothing, by the reason: nothing waited for it (any more)."""
+        _count(self._dropped, why)
+
+    def chunk_checked(self, outcome: str) -> None:
+        """Count a chunk that was compared with its source: `ok`, `damaged`, or `reported` by the peer as damaged."""
+        self._checked[outcome] += 1
+
+    def refused(self, code: Code, *, by_peer: bool) -> None:
+        """Count a request that one side refused."""
+        (self._refusals_received if by_peer else self._refusals_sent)[code.name.lower()] += 1
+
+    def fell_back(self, reason: str) -> None:
+        """Count a transfer that took a slower route than the settings prefer."""
+        _count(self._fallbacks, reason)
+
+    def memory_refused(self, kind: str) -> None:
+        """Count memory that CUDA or the transport refused and something slower replaced.
+
+        Args:
+            kind: The kind of arena, or `blocks` for the caller's.
+        """
+        _count(self._memory_refused, kind)
+
+    def frame_sent(self, kind: str) -> None:
+        """Count a control frame by the name of its message, of which there are few."""
+        self._frames_sent[kind] += 1
+
+    def frame_received(self, kind: str) -> None:
+        """Count a control frame by the name of its message, of which there are few."""
+        self._frames_received[kind] += 1
+
+    def admission_waited(self, seconds: float) -> None:
+        """Count a transfer that had to wait for admission or memory."""
+        self._waits += 1
+        self._waited += seconds
+
+    def loop_late(self, seconds: float, *, blocked: bool) -> None:
+        """Count how late the loop came to a periodic callback; `blocked` if so late that it stood still."""
+        self._loop_lag.add(max(0.0, seconds))
+        self._loop_lag_max = max(self._loop_lag_max, seconds)
+        self._loop_blocked += blocked
+
+    def snapshot(self) -> Snapshot:
+        """All counters now, as plain numbers that later changes do not touch."""
+        return {
+            "receive": self._sides["receive"].snapshot(),
+            "send": self._sides["send"].snapshot(),
+            "refusals_sent": dict(self._refusals_sent),
+            "refusals_received": dict(self._refusals_received),
+            "fallbacks": dict(self._fallbacks),
+            "memory_refused": dict(self._memory_refused),
+            "results_dropped": dict(self._dropped),
+            "chunks_checked": dict(self._checked),
+            "frames_sent": dict(self._frames_sent),
+            "frames_received": dict(self._frames_received),
+            "sessions_opened": dict(self._sessions),
+            "offers_ended": dict(self._offers),
+            "quarantined_bytes": self._quarantined,
+            "quarantined_bytes_ever": self._quarantined_ever,
+            "agents_rebuilt": self._rebuilt,
+            "admission_waits": self._waits,
+            "admission_wait_seconds": self._waited,
+            "loop_lag": self._loop_lag.snapshot(),
+            "loop_blocked": self._loop_blocked,
+            "loop_lag_max_seconds": self._loop_lag_max,
+        }
+
+
+def _count(counter: Counter[str], label: str) -> None:
+    """Count under a label, or under `other` once there are very many: labels must not grow without bound."""
+    counter[label if label in counter or len(counter) < _LABELS else "other"] += 1

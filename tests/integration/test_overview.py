@@ -1,0 +1,96 @@
+"""`describe`: what is said of sessions and transfers is what was seen; and it can be asked for from any thread."""
+
+import asyncio
+import threading
+
+import pytest
+from stage import Cache, eventually, quiet
+
+from kvxfer import BlockingWorker, ClosedError, Config
+from kvxfer.fabric.loopback import LoopbackTransport
+
+
+async def fetched(prefill, decode, request="r"):
+    prefill.offer(request, [1, 2], tokens=8)
+    return await decode.fetch(prefill.engine.ticket(request), [3, 4], tokens=range(8), timeout=10)
+
+
+def session(worker):
+    (peer,) = worker.describe()["peers"]
+    return peer
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull", "mapped"])
+async def test_a_session_says_what_was_moved_on_which_route(stage, route):
+    mapped = route == "mapped"
+    prefill, decode = await stage.pair(Cache(shared=mapped), Cache(shared=mapped), route=route)
+    await fetched(prefill, decode)
+    result = await fetched(prefill, decode, "s")
+    await quiet(prefill, decode)
+    assert result.stats.bytes > 0
+    for worker in (prefill, decode):
+        seen = session(worker)
+        assert seen["moved"] == {route: 2 * result.stats.bytes}
+        assert seen["host"] == "this"
+        assert seen["mapped"] == (["process"] if mapped else [])  # it is its own, on both sides
+    assert session(prefill)["not_mapped"] == ""
+
+
+async def test_a_transfer_that_waits_is_shown_on_both_sides_until_it_ends(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+    await eventually(lambda: prefill.describe()["transfers"])
+    (here,), (there,) = decode.describe()["transfers"], prefill.describe()["transfers"]
+    assert here["id"] == there["id"] == transfer.id
+    assert (here["side"], there["side"]) == ("receive", "send")
+    assert (here["request"], here["step"], here["route"], here["bytes"]) == ("r", "asking", "", 0)
+    assert "prefill" in here["peers"][0]
+    assert "decode" in there["peers"][0]
+    assert 0 <= here["seconds"] < 20
+    prefill.offer("r", [1, 2], tokens=8)
+    await transfer
+    await quiet(prefill, decode)
+    assert prefill.describe()["transfers"] == decode.describe()["transfers"] == []
+
+
+async def test_sessions_offers_and_claims_are_counted(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await fetched(prefill, decode)
+    kept = prefill.offer("kept", [1], tokens=4)
+    claim = decode.claim(prefill.engine.ticket("kept"))
+    await eventually(lambda: prefill.describe()["metrics"]["offers_ended"] == {"released": 1})  # `Release` comes last
+    assert prefill.describe()["metrics"]["sessions_opened"] == {"send": 1}
+    assert (prefill.describe()["offers"], decode.describe()["claims"]) == (1, 1)
+    assert decode.describe()["metrics"]["sessions_opened"] == {"receive": 1}
+    claim.close()
+    await kept.withdraw()
+    assert prefill.describe()["metrics"]["offers_ended"] == {"released": 1, "withdrawn": 1}
+    assert prefill.describe()["offers"] == decode.describe()["claims"] == 0
+
+
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_describe_is_asked_for_from_any_thread(stage, loop):
+    worker = await stage.worker("prefill", Cache(), loop=loop)
+    there = await asyncio.to_thread(worker.describe_soon)
+    seen = await asyncio.wrap_future(there)
+    assert seen["card"] == worker.card.to_dict()
+    assert (await asyncio.wrap_future(worker.describe_soon()))["card"] == seen["card"]
+    await worker.aclose()
+    if loop == "caller":
+        assert worker.describe()["closed"]
+
+
+def test_describe_is_asked_of_a_blocking_worker(network):
+    with BlockingWorker(
+        Config(arena_bytes="64KiB", chunk_bytes="2KiB"), (), lambda: LoopbackTransport("a", network)
+    ) as worker:
+        with pytest.raises(ClosedError):
+            worker.describe_soon()
+        worker.register(Cache().tensors)
+        asked = []
+        thread = threading.Thread(target=lambda: asked.append(worker.describe_soon()))
+        thread.start()
+        thread.join()
+        assert asked[0].result(timeout=30)["card"] == worker.card.to_dict()
+    with pytest.raises(ClosedError):
+        worker.describe_soon()

@@ -39,7 +39,11 @@ def overview(
         },
         "in_place": site.in_place,
         "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
-        "fabric": {"late": fabric_late, "broken": fabric_broken},
+        "fabric": {
+            "transport": "NIXL" if parts.transport is None else type(parts.transport).__name__,
+            "late": fabric_late,
+            "broken": fabric_broken,
+        },
         "affinity": parts.placement.describe(),
         "offers": len(sender.book),
         "claims": receiver.claimed,

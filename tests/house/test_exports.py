@@ -18,6 +18,7 @@ NEEDS = {  # where the package may be missing
     "kvxfer.fabric.nixl": "nixl",
     "kvxfer.integrations.vllm": "vllm",
     "kvxfer.integrations.vllm.connector": "vllm",
+    **{f"kvxfer.admin{name}": "prometheus_client" for name in ("", ".app", ".collector", ".server")},
 }
 # groups that are caught and never raised, so that they have neither a cause nor a remedy of their own
 GROUPS = {errors.KvxferError, errors.PeerError, errors.TransferError}

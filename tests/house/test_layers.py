@@ -46,6 +46,12 @@ LAYERS = {
         CORE | PORTS | {"runtime", "telemetry", "settings", "routes", "shell", "package"},
         {"anyio", "numpy", "torch", "msgspec", "typer", "rich", "transformers", "structlog", "uvloop", "vllm"},
     ),
+    # what an operator asks for, and nothing else does: its packages are imported nowhere else
+    "admin": (
+        {"admin"},
+        {"names", "telemetry", "settings", "memory"},
+        {"prometheus_client", "starlette", "uvicorn"},
+    ),
     # `import kvxfer` must stay free: nothing of this is imported before a name is used, which is tested below
     "package": ({"kvxfer"}, CORE | PORTS | {"settings", "shell"}, set()),
 }

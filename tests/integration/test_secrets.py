@@ -1,6 +1,7 @@
 """What must stay secret stays out of every log line, error, description and repr of a whole scene."""
 
 import gc
+import json
 import logging
 import traceback
 from pathlib import Path
@@ -8,10 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from certificates import Authority
+from prometheus_client import CollectorRegistry, generate_latest
 from stage import KEY, Cache, Tap
 from typer.testing import CliRunner
 
 from kvxfer import KvxferError
+from kvxfer.admin import Collector, Limits
+from kvxfer.admin.look import look
+from kvxfer.admin.status import status
 from kvxfer.cli import app
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.inspect import describe
@@ -55,6 +60,13 @@ def texts_of(error):
     return [*traceback.format_exception(error), repr(error), repr(error.__cause__), repr(error.__context__)]
 
 
+def served_of(worker):
+    """All that an operator is served of a worker."""
+    registry = CollectorRegistry()
+    registry.register(Collector(worker))
+    return [json.dumps(status(look([worker], 5.0), Limits())), generate_latest(registry).decode()]
+
+
 async def play(stage, tls):
     """Fetches that succeed, fail, and are refused; what anybody could read of it."""
     config = {"secret": SECRET, "tls": tls, "listen": "tcp:127.0.0.1:0", "world": 1}
@@ -87,6 +99,7 @@ async def play(stage, tls):
     await transfer
     for worker in (prefill, decode):
         read += [repr(worker), repr(worker.config), repr(worker.describe()), repr(worker.config.effective())]
+        read += served_of(worker)
         site = worker._site
         read += [repr(site.config), repr(site.issuer), repr(worker.card), repr(worker.config.model_dump())]
     read += [repr(thing) for thing in gc.get_objects() if issubclass(type(thing), Terms | msgspec.Struct)]

@@ -1,0 +1,472 @@
+"""What an operator is told of workers: metrics that mean what they say, health with reasons, and nothing secret."""
+
+import asyncio
+import errno
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from stage import Cache, eventually, quiet
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import kvxfer.admin
+from kvxfer import BlockingWorker, Config, ConfigError, KvxferError, RequestError
+from kvxfer.admin.health import reasons
+from kvxfer.admin.look import look
+from kvxfer.admin.server import AdminServer
+from kvxfer.admin.status import status
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.metrics import SECONDS
+
+DASHBOARD = json.loads((Path(kvxfer.admin.__file__).parent / "grafana.json").read_text())
+LIMITS = kvxfer.admin.Limits()
+PROVED = "the peer moves the bytes without this process, as was seen on direct, staged"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def ask(server, path):
+    """Status, content type and body; runs in a thread, since it waits for the worker's loop."""
+    try:
+        with DIRECT.open(f"{server.url}{path}", timeout=30) as answer:
+            return answer.status, answer.headers["content-type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["content-type"], error.read().decode()
+
+
+async def asked(server, path):
+    return await asyncio.to_thread(ask, server, path)
+
+
+async def why(server):
+    """What /readyz complains of, of all workers; it agrees with its own status."""
+    code, _, body = await asked(server, "readyz")
+    told = json.loads(body)
+    found = [reason for reasons in told["reasons"].values() for reason in reasons]
+    assert (code, told["ready"]) == ((503, False) if found else (200, True))
+    return found
+
+
+def samples(text):
+    """Every sample as {(name, labels but who): value}."""
+    return {
+        (sample.name, *sorted((k, v) for k, v in sample.labels.items() if k not in {"engine", "rank"})): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scrape(*workers):
+    registry = CollectorRegistry()
+    registry.register(kvxfer.admin.Collector(workers))
+    return generate_latest(registry).decode()
+
+
+async def played(stage, **config):
+    """A pair after fetches of which one succeeded and one was refused; what was moved."""
+    prefill, decode = await stage.pair(Cache(), Cache(), **config)
+    prefill.offer("r", [1, 2], tokens=8)
+    result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10)
+    prefill.offer("s", [1], tokens=4)
+    with pytest.raises(KvxferError):
+        await decode.fetch(prefill.engine.ticket("s"), [3, 4], tokens=range(8), timeout=10)
+    decode.claim(prefill.engine.ticket("s"))
+    await quiet(prefill, decode)
+    await eventually(lambda: prefill.describe()["metrics"]["offers_ended"])
+    return prefill, decode, result.stats
+
+
+# --- metrics
+
+
+async def test_metrics_say_what_was_moved(stage):
+    prefill, decode, stats = await played(stage, route="staged")
+    here, there = samples(await scrape(decode)), samples(await scrape(prefill))
+    received, sent = ("side", "receive"), ("side", "send")
+    assert here["kvxfer_transferred_bytes_total", ("route", "staged"), received] == stats.bytes
+    assert there["kvxfer_transferred_bytes_total", ("route", "staged"), sent] == stats.bytes
+    assert here["kvxfer_pieces_total", received] == stats.pieces
+    assert here["kvxfer_chunks_total", received] == there["kvxfer_chunks_total", sent] == stats.chunks
+    assert here["kvxfer_transfers_total", ("outcome", "ok"), received] == 1
+    assert sum(value for name, value in here.items() if name[0] == "kvxfer_transfers_total") == 2
+    assert here["kvxfer_transfer_duration_seconds_count", ("route", "staged"), received] == 1
+    assert here["kvxfer_transfer_duration_seconds_sum", ("route", "staged"), received] == stats.duration
+    assert here["kvxfer_stage_duration_seconds_sum", received, ("stage", "wire")] == stats.wire
+    assert there["kvxfer_sessions", sent] == here["kvxfer_sessions", received] == 1
+    assert (here["kvxfer_claims",], there["kvxfer_offers",]) == (1, 1)
+    assert there["kvxfer_refusals_total", ("code", "tokens_outside_offer"), ("direction", "sent")] == 1
+    assert there["kvxfer_offers_ended_total", ("ending", "released")] == 1
+    assert here["kvxfer_ready",] == here["kvxfer_answering",] == 1
+    share = decode.describe()["arena"]["receive"]
+    assert here["kvxfer_arena_capacity_bytes", ("share", "receive")] == share.capacity_bytes
+    assert here["kvxfer_arena_bytes", ("share", "receive"), ("state", "free")] == share.capacity_bytes
+
+
+async def test_buckets_are_cumulative_and_end_in_all(stage):
+    _, decode, stats = await played(stage)
+    found = {
+        dict(key[1:])["le"]: value
+        for key, value in samples(await scrape(decode)).items()
+        if key[0] == "kvxfer_transfer_duration_seconds_bucket"
+    }
+    assert list(found) == [*map(repr, SECONDS), "+Inf"]
+    assert found == {le: float(stats.duration <= float(le)) for le in found}
+
+
+async def test_names_and_labels_keep_to_the_conventions(stage):
+    prefill, decode, _ = await played(stage)
+    text = await scrape(prefill, decode)
+    labels = {"engine", "rank", "side", "route", "outcome", "stage", "share", "state", "direction", "code", "kind"}
+    labels |= {"reason", "ending", "version", "le"}
+    for family in text_string_to_metric_families(text):
+        assert family.name.startswith("kvxfer_")
+        assert family.documentation.endswith(".")
+        assert not re.search(r"_(ms|us|seconds|bytes)_\w*(ms|us|seconds|bytes)$", family.name)
+        if family.type == "counter":
+            assert all(sample.name == f"{family.name}_total" for sample in family.samples)
+        assert {label for sample in family.samples for label in sample.labels} <= labels
+        who = {(sample.labels["engine"], sample.labels["rank"]) for sample in family.samples}
+        assert who <= {("prefill", "0"), ("decode", "0")}
+        if family.type == "gauge":
+            assert len(who) == 2, family.name
+
+
+async def test_a_registry_of_ones_own_serves_both(stage):
+    decode = await stage.worker("decode", Cache())
+    registry = CollectorRegistry()
+    Counter("mine", "Of the application.", registry=registry).inc()
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0", registry=registry) as server:
+        code, kind, body = await asked(server, "metrics")
+    assert code == 200
+    assert kind.startswith("text/plain")
+    assert samples(body)["mine_total",] == 1
+    assert samples(body)["kvxfer_ready",] == 1
+
+
+def named(query):
+    """Metrics that a query names, with the labels that it asks of them or groups by."""
+    bare = re.sub(r'"[^"]*"', '""', query)
+    asked_for = set(re.findall(r"by \(([\w, ]*)\)", bare))
+    grouped = {label for group in asked_for for label in re.split(r", *", group)}
+    for name, selector in re.findall(r"(\bkvxfer_\w+)(\{[^}]*\})?", bare):
+        yield name, grouped | set(re.findall(r"(\w+) *=~?", selector))
+
+
+def queries():
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"], set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["definition"], set(re.findall(r", (\w+)\)$", variable["definition"]))
+
+
+async def test_every_query_of_the_dashboard_finds_what_metrics_serve(stage):
+    prefill, decode, _ = await played(stage, route="staged", integrity="full")
+    metrics = prefill._site.metrics  # what only misfortune counts, so that every series is there
+    metrics.fell_back("x")
+    metrics.memory_refused("x")
+    metrics.result_dropped("x")
+    served: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(await scrape(prefill, decode)):
+        for sample in family.samples:
+            served.setdefault(sample.name, set()).update(sample.labels)
+    asked_for = list(queries())
+    assert len(asked_for) > 20
+    used = set()
+    for query, shown in asked_for:
+        found = list(named(query))
+        assert found, query
+        for name, labels in found:
+            assert name in served, query
+            assert labels | shown <= served[name], query
+            used.add(name)
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in served}
+    assert families - {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} == set(), "shown nowhere"
+
+
+async def test_every_metric_is_explained(stage):
+    prefill, decode, _ = await played(stage)
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    families = list(text_string_to_metric_families(await scrape(prefill, decode)))
+    named = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert set(re.findall(r"`(kvxfer_\w+)`", page)) == named
+
+
+@pytest.mark.parametrize("query", ['sum(kvxfer_no_such{engine="a"})', "sum by (nothing) (kvxfer_ready)"])
+def test_the_rule_reads_names_and_labels(query):
+    ((name, labels),) = named(query)
+    assert (name, labels) in [("kvxfer_no_such", {"engine"}), ("kvxfer_ready", {"nothing"})]
+
+
+# --- health
+
+
+async def test_a_worker_is_ready_until_it_drains(stage):
+    decode = await stage.worker("decode", Cache())
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+        assert await asked(server, "healthz") == (200, "text/plain; charset=utf-8", "ok\n")
+        assert await why(server) == []
+        decode.begin_drain()
+        assert await why(server) == ["it is draining"]
+        await decode.aclose()
+        assert await why(server) == ["it is closed"]
+        assert (await asked(server, "healthz"))[0] == 200
+
+
+async def test_of_several_workers_each_must_be_ready(stage):
+    workers = [await stage.worker(name, Cache()) for name in ("one", "two")]
+    async with kvxfer.admin.serve(workers, address="127.0.0.1:0") as server:
+        workers[1].begin_drain()
+        told = json.loads((await asked(server, "readyz"))[2])
+    assert told == {"ready": False, "reasons": {"one[0]": [], "two[0]": ["it is draining"]}}
+
+
+async def test_a_loop_that_stands_still_is_said_to(stage):
+    """The server answers while the worker's loop is held, as by a model step, and after."""
+    decode = await stage.worker("decode", Cache())
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0", patience=0.2) as server:
+        told, done = [], threading.Event()
+
+        def visit():
+            told.extend(ask(server, path) for path in ("readyz", "metrics", "status.json", "healthz"))
+            done.set()
+
+        thread = threading.Thread(target=visit)
+        thread.start()
+        assert done.wait(60)  # holds this loop, which is the worker's
+        thread.join()
+        assert [code for code, _, _ in told] == [503, 200, 200, 200]
+        reason = "its event loop has not answered for 0.2 s"
+        assert json.loads(told[0][2])["reasons"] == {"decode[0]": [reason]}
+        assert samples(told[1][2])["kvxfer_answering",] == samples(told[1][2])["kvxfer_ready",] == 0
+        (worker,) = json.loads(told[2][2])["workers"]
+        assert (worker["state"], worker["reasons"]) == (None, [reason])
+        assert await why(server) == []
+
+
+async def test_a_fabric_that_stands_still_is_said_to(stage, monkeypatch):
+    decode = await stage.worker("decode", Cache())
+    fabric, go = decode._site.fabric, threading.Event()
+    monkeypatch.setattr(fabric._transport, "progress", go.wait)
+    async with kvxfer.admin.serve(
+        decode, address="127.0.0.1:0", limits=kvxfer.admin.Limits(stuck_after=0.05)
+    ) as server:
+        release = fabric.hold_awake()
+        try:
+            await eventually(lambda: fabric.health()[0] > 0.05)
+            (reason,) = await why(server)
+            assert re.fullmatch(r"its fabric has stood still for \d+ s", reason)
+        finally:
+            release()
+            go.set()
+        await eventually(lambda: fabric.health()[0] == 0.0)
+        assert await why(server) == []
+
+
+async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
+    decode = await stage.worker("decode", Cache())
+
+    def broken():
+        raise ValueError("no such device")
+
+    monkeypatch.setattr(decode._site.fabric._transport, "progress", broken)
+    decode._site.fabric.hold_awake()()
+    release = decode._site.fabric.hold_awake()
+    await eventually(lambda: decode._site.fabric.health()[1])
+    release()
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+        (reason,) = await why(server)
+    assert reason.startswith("its fabric is broken: ")
+    assert "no such device" in reason
+
+
+async def test_a_full_quarantine_is_a_reason_and_shown(stage):
+    decode = await stage.worker("decode", Cache(), send_share=0.5)
+    desk = decode._site.receive_desk
+    capacity = desk.share.capacity
+    extents = [desk.take(f"peer {n}", capacity // 4) for n in range(2)]
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+        desk.quarantine(extents[0], "peer 0 is silent")
+        assert await why(server) == []
+        desk.quarantine(extents[1], "peer 1 is silent")
+        assert await why(server) == [f"50% of the receive share of its arena ({capacity // 2} bytes) is in quarantine"]
+        (worker,) = json.loads((await asked(server, "status.json"))[2])["workers"]
+        assert worker["state"]["arena"]["receive"]["extents"][0] == {
+            "offset": 0,
+            "length": capacity // 4,
+            "state": "quarantined",
+            "peer": "peer 0",
+            "why": "peer 0 is silent",
+        }
+        assert worker["state"]["metrics"]["quarantined_bytes"] == capacity // 2
+        for extent in extents:
+            desk.settle(extent)
+        assert await why(server) == []
+
+
+@pytest.mark.parametrize("bad", [{"quarantine": 0}, {"quarantine": 1.5}, {"stuck_after": 0}])
+def test_limits_make_sense(bad):
+    with pytest.raises(ConfigError):
+        kvxfer.admin.Limits(**bad)
+
+
+# --- status
+
+
+async def test_status_says_who_is_there_and_what_is_under_way(stage):
+    prefill, decode, stats = await played(stage, route="direct")
+    waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4), timeout=30)
+    await eventually(lambda: prefill.describe()["transfers"])
+    async with kvxfer.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
+        code, kind, body = await asked(server, "status.json")
+    told = json.loads(body)
+    assert (code, kind) == (200, "application/json")
+    (first, second) = (worker["state"] for worker in told["workers"])
+    assert [worker["ready"] for worker in told["workers"]] == [True, True]
+    assert [one["id"] for one in first["transfers"]] == [one["id"] for one in second["transfers"]] == [waiting.id]
+    (peer,) = second["peers"]
+    assert peer["moved"] == {"direct": stats.bytes}
+    assert peer["role"] == "client"
+    assert second["fabric"]["transport"] == "LoopbackTransport"
+    assert told["bucket_bounds_seconds"] == list(SECONDS)
+    prefill.offer("later", [1], tokens=4)
+    await waiting
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ({}, ["nothing was moved yet"]),
+        ({"mapped": ["shm"], "moved": {"mapped": 5}}, ["mapped: shared memory"]),
+        ({"mapped": ["cuda_ipc"]}, ["mapped: CUDA IPC"]),
+        ({"moved": {"staged": 1}, "host": "another"}, ["NIXL: over a network; which lane it took is not known"]),
+        (
+            {"moved": {"staged": 1}},
+            ["NIXL: which lane it took is not known (no proof of who moves the bytes)"],
+        ),
+        (
+            {"moved": {"staged": 1, "mapped": 2}, "proved": ["direct", "staged"], "mapped": ["cuda_vmm"]},
+            [
+                "mapped: CUDA virtual memory",
+                "NIXL: CMA, CUDA IPC or a NIC of this host, not TCP; " + PROVED,
+            ],
+        ),
+    ],
+)
+def test_lanes_are_what_was_seen(seen, said):
+    from kvxfer.admin.status import _lanes
+
+    assert _lanes({"mapped": [], "moved": {}, "proved": [], "host": "this", **seen}, "NIXL") == said
+
+
+async def test_lists_have_a_bound(stage, monkeypatch):
+    monkeypatch.setattr("kvxfer.admin.status._LISTED", 2)
+    decode = await stage.worker("decode", Cache())
+    prefill = await stage.worker("prefill", Cache())
+    transfers = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=30) for n in range(3)]
+    extents = [decode._site.receive_desk.take("peer", 512) for _ in range(3)]
+    (worker,) = status(look([decode], 2.0), LIMITS)["workers"]
+    assert len(worker["state"]["transfers"]) == len(worker["state"]["arena"]["receive"]["extents"]) == 2
+    assert worker["state"]["arena"]["receive"]["extents_left_out"] == 1
+    assert worker["state"]["receiving"] == 3
+    for extent in extents:
+        decode._site.receive_desk.release(extent)
+    for transfer in transfers:
+        transfer.cancel()
+    await asyncio.gather(*transfers, return_exceptions=True)
+
+
+# --- serving
+
+
+async def test_it_can_be_mounted_into_an_application(stage):
+    decode = await stage.worker("decode", Cache())
+    application = Starlette(routes=[Mount("/kvxfer", kvxfer.admin.app(decode))])
+    async with AdminServer(application, "127.0.0.1:0") as server:
+        assert (await asked(server, "kvxfer/readyz"))[0] == 200
+        assert "<title>kvxfer</title>" in (await asked(server, "kvxfer/"))[2]
+        assert (await asked(server, "readyz"))[0] == 404
+
+
+async def test_the_mounted_application_answers_on_the_worker_s_own_loop(stage):
+    import httpx
+
+    decode = await stage.worker("decode", Cache())
+    transport = httpx.ASGITransport(kvxfer.admin.app(decode))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+        for path in ("/", "/metrics", "/healthz", "/readyz", "/status.json", "/grafana.json"):
+            answer = await client.get(path)
+            assert answer.status_code == 200, path
+            assert answer.headers["cache-control"] == "no-store"
+        assert (await client.post("/status.json")).status_code == 405
+        assert (await client.get("/grafana.json")).json() == DASHBOARD
+        policy = (await client.get("/")).headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+def test_a_blocking_worker_is_served_too(network):
+    config = Config(engine="stepping", arena_bytes="64KiB", chunk_bytes="2KiB")
+    with (
+        BlockingWorker(config, (), lambda: LoopbackTransport("a", network)) as worker,
+        kvxfer.admin.serve(worker, address="127.0.0.1:0") as server,
+    ):
+        assert json.loads(ask(server, "readyz")[2])["reasons"]["stepping[0]"]
+        worker.register(Cache().tensors)
+        assert ask(server, "readyz")[0] == 200
+        assert samples(ask(server, "metrics")[2])["kvxfer_arena_capacity_bytes", ("share", "send")] > 0
+
+
+async def test_it_stops_and_gives_its_port_back(stage):
+    decode = await stage.worker("decode", Cache())
+    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+        host, _, port = server.address.rpartition(":")
+        assert (host, port) != ("127.0.0.1", "0")
+        with pytest.raises(ConfigError, match=r"cannot be taken: .*in use"):
+            kvxfer.admin.serve(decode, address=server.address).start()
+        with pytest.raises(RequestError):
+            server.start()
+    assert all(thread.name != "kvxfer-admin" for thread in threading.enumerate())
+    server.stop()
+    with socket.socket() as probe:
+        assert probe.connect_ex((host, int(port))) == errno.ECONNREFUSED
+
+
+def test_by_default_it_is_reached_from_this_host_alone():
+    assert kvxfer.admin.serve([]).address.startswith("127.0.0.1:")
+
+
+def test_an_address_that_others_reach_is_warned_of(caplog):
+    with kvxfer.admin.serve([], address="0.0.0.0:0"):
+        pass
+    assert [record.kvxfer["event"] for record in caplog.records if record.levelname == "WARNING"] == ["admin_exposed"]
+
+
+@pytest.mark.parametrize("address", ["", "9471", "127.0.0.1", "127.0.0.1:x", "unix:/x"])
+def test_a_malformed_address_is_refused(address):
+    with pytest.raises(ConfigError):
+        kvxfer.admin.serve([], address=address)
+
+
+@pytest.mark.parametrize("package", ["prometheus_client", "starlette", "uvicorn"])
+def test_what_is_missing_is_named_with_its_remedy(package):
+    code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.admin"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"kvxfer.admin needs {package}, which is not installed: pip install 'kvxfer[admin]'" in done.stderr
+
+
+def test_reasons_of_a_worker_that_is_not_open():
+    (seen,) = look([BlockingWorker(Config(engine="e"))], 2.0)
+    assert seen.state is None
+    assert reasons(seen, LIMITS) == [seen.why] != [""]

@@ -1,4 +1,4 @@
-"""The command `kvxfer`: look at settings, plan transfers, measure them, read frames, show versions.
+"""The command `kvxfer`: settings, plans of transfers, benchmarks, frames, running workers, versions.
 
 Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
 exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
@@ -222,6 +222,35 @@ def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
             typer.echo(next(lines))
         except StopIteration as end:
             return cast("list[int]", end.value)
+
+
+@app.command()
+def top(
+    addresses: Annotated[
+        list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Where `kvxfer.admin` serves workers.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit; 1 if a worker is not ready.")] = False,
+) -> None:
+    """Show workers live: what they move, what is in flight, who is not ready and why. Ctrl-C ends it."""
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from kvxfer.top import Top
+
+    console, view = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS), Top(addresses or ["127.0.0.1:9471"])
+    if once:
+        sights = view.look()
+        console.print(view.draw(sights))
+        if not all(sight.ready for sight in sights):
+            raise typer.Exit(1)
+        return
+    with Live(view.draw(view.look()), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            time.sleep(every)
+            live.update(view.draw(view.look()), refresh=True)
 
 
 @app.command()

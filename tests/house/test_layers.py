@@ -42,7 +42,7 @@ LAYERS = {
         {"anyio", "numpy", "torch", "uvloop", "msgspec"},
     ),
     "edge": (
-        {"cli", "integrations", "testing", "demo", "bench", "doctor"},
+        {"cli", "integrations", "testing", "demo", "bench", "doctor", "top"},
         CORE | PORTS | {"runtime", "telemetry", "settings", "routes", "shell", "package"},
         {"anyio", "numpy", "torch", "msgspec", "typer", "rich", "transformers", "structlog", "uvloop", "vllm"},
     ),

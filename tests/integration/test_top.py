@@ -1,0 +1,172 @@
+"""`kvxfer top`: what it draws is what workers say, whoever answers at the address."""
+
+import asyncio
+import http.server
+import threading
+
+import pytest
+from rich.console import Console
+from stage import Cache, eventually
+from typer.testing import CliRunner
+
+import kvxfer.admin
+from kvxfer.cli import app
+from kvxfer.top import Sight, Top, url_of
+
+
+def drawn(top, sights):
+    console = Console(width=400, no_color=True)
+    with console.capture() as capture:
+        console.print(top.draw(sights))
+    return capture.get()
+
+
+def row(text, start):
+    (found,) = [line for line in text.splitlines() if line.startswith(start)]
+    return found
+
+
+async def test_it_shows_workers_and_what_is_under_way(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(), route="staged")
+    prefill.offer("r", [1, 2], tokens=8)
+    moved = (await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10)).stats.bytes
+    waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4), timeout=60)
+    await eventually(lambda: prefill.describe()["transfers"])
+    async with kvxfer.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
+        top = Top([server.address])
+        first = await asyncio.to_thread(top.look)
+        assert first[0].ready
+        text = drawn(top, first)
+        assert row(text, "decode[0]").split()[:4] == ["decode[0]", "ready", "-", "-"]  # no rate before a second look
+        assert f"{moved / 1024:.1f} KiB" in row(text, "decode[0]")
+        listed = [line for line in text.splitlines() if " later " in line]
+        assert len(listed) == 2
+        assert all("asking" in line and "0/?" in line for line in listed)
+        prefill.begin_drain()
+        second = await asyncio.to_thread(top.look)
+        assert not second[0].ready
+        assert "it is draining" in row(drawn(top, second), "prefill[0]")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+def state(**changes):
+    share = {"capacity_bytes": 400, "free_bytes": 100, "quarantined_bytes": 0}
+    side = {"bytes": {"staged": 0}, "transfers": {}}
+    base = {
+        "incarnation": "a",
+        "metrics": {"receive": side, "send": side, "loop_lag_max_seconds": 0.5},
+        "receiving": 0,
+        "sending": 0,
+        "arena": {"receive": share, "send": share},
+        "transfers": [],
+    }
+    return base | changes
+
+
+def said(at, **changes):
+    worker = {"engine": "e", "rank": 3, "ready": True, "reasons": [], "state": state(**changes)}
+    return [Sight("x:1", {"monotonic": at, "workers": [worker]})]
+
+
+def moving(received, sent):
+    return {
+        "receive": {"bytes": {"staged": received}, "transfers": {"ok": 7, "timeout": 2}},
+        "send": {"bytes": {"mapped": sent}, "transfers": {"ok": 1}},
+        "loop_lag_max_seconds": 0.5,
+    }
+
+
+def test_rates_are_those_between_two_looks():
+    top = Top(["x:1"])
+    drawn(top, said(10.0, metrics=moving(1024, 0)))
+    cells = row(drawn(top, said(14.0, metrics=moving(5 * 1024, 4))), "e[3]").split()
+    assert cells == [
+        "e[3]",
+        "ready",
+        "1.0",
+        "KiB",
+        "1",
+        "B",
+        "5.0",
+        "KiB",
+        "4",
+        "B",
+        "7+1",
+        "2",
+        "0+0",
+        "75%+75%",
+        "500",
+        "ms",
+    ]
+    anew = row(drawn(top, said(15.0, metrics=moving(0, 0), incarnation="b")), "e[3]").split()
+    assert anew[2:4] == ["-", "-"]  # it began anew: nothing was taken back
+
+
+def test_quarantine_is_said():
+    share = {"capacity_bytes": 400, "free_bytes": 300, "quarantined_bytes": 100}
+    text = drawn(Top(["x:1"]), said(1.0, arena={"receive": share, "send": {**share, "quarantined_bytes": 0}}))
+    assert "25% (25% in quarantine)+25%" in text
+
+
+def test_a_terminal_obeys_nothing_that_a_peer_is_called():
+    one = {
+        "seconds": 1.0,
+        "side": "receive",
+        "request": "\x1b[2J[red]r",
+        "peers": ["\x07p"],
+        "route": "",
+        "step": "asking",
+    }
+    one |= {"in_doubt": True, "chunks_done": 0, "chunks": 0, "bytes": 0}
+    text = drawn(Top(["x:1"]), said(1.0, transfers=[one]))
+    assert "?[2J[red]r" in text
+    assert "asking, in doubt" in text
+    assert not {"\x1b", "\x07"} & set(text)
+
+
+def test_what_is_too_much_is_counted():
+    one = {"side": "send", "request": "r", "peers": [], "route": "", "step": "asking", "in_doubt": False}
+    one |= {"chunks_done": 0, "chunks": 1, "bytes": 0}
+    many = [{**one, "seconds": float(second)} for second in range(25)]
+    text = drawn(Top(["x:1"]), said(1.0, transfers=many))
+    assert "24.00 s" in text
+    assert "4.00 s " not in text.replace("14.00 s", "").replace("24.00 s", "")
+    assert "and 5 more" in text
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"workers": [{}]}', b"no JSON", b'{"workers": 5}'])
+def test_something_else_at_the_address_is_named(body):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format, *args):  # noqa: A002 - its name there
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        top = Top([f"127.0.0.1:{server.server_port}"])
+        sights = top.look()
+        server.shutdown()
+        thread.join()
+    assert not sights[0].ready
+    assert "is no admin page of kvxfer" in (text := drawn(top, sights)) or "no answer" in text
+
+
+def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():
+    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+        well = CliRunner().invoke(app, ["top", "--once", server.address])
+        address = server.address
+    gone = CliRunner().invoke(app, ["top", "--once", address])
+    assert (well.exit_code, gone.exit_code) == (0, 1)
+    assert "no transfer is in flight" in well.output
+    assert "no answer: " in gone.output
+
+
+def test_addresses_may_be_urls():
+    assert url_of("host:1") == "http://host:1/status.json"
+    assert url_of("https://host/kvxfer/") == "https://host/kvxfer/status.json"

@@ -164,7 +164,6 @@ class Fabric:
         """Undo one `connect`, and with the last forget the peer; harmless if it is not known. This is no fence.
 
         Whoever lies about how it is reached cannot have others forgotten so.
-
         Posts to it that have nothing in flight end as `FAILED`, the others as `IN_DOUBT`: wait for them first.
         """
 
@@ -299,8 +298,7 @@ class Fabric:
     def _wake(self) -> None:
         service = self._service
         if service is not None:
-            if self._due is None:
-                self._due = self._runtime.now()
+            self._due = self._due or self._runtime.now()
             service.wake()
 
     # ---- the service ------------------------------------------------------------------------------------------------

@@ -40,8 +40,12 @@ def is_awaited(name: str, member: Any) -> bool:
         return True
     if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
         return False
-    is_async = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
-    return is_async or any(word in _returned(member) for word in _AWAITABLE)
+    if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
+        return True
+    returned = _returned(member)
+    if returned.startswith("Future["):  # of concurrent.futures: threads wait for it, and nobody awaits it
+        return False
+    return any(word in returned for word in _AWAITABLE)
 
 
 def every_await() -> set[tuple[str, str]]:

@@ -56,7 +56,7 @@ async def test_a_grant_outside_of_staging_memory_is_not_written(pair, tap, place
     tap.change[Reserve] = lambda message: replace(message, grants=[move(grant, span) for grant in message.grants])
     await ends_badly(start(pair), target)
     assert "outside the staging memory" in caplog.text
-    assert prefill.describe()["metrics"]["bytes"] == {}
+    assert prefill.describe()["metrics"]["send"]["bytes"] == {}
     await quiet(prefill)
 
 
@@ -73,7 +73,7 @@ async def test_nor_is_one_that_rides_with_a_fetch(stage, tap, place, caplog):
     tap.change[Fetch] = change
     await ends_badly(start((prefill, decode, source, target)), target)
     assert "outside the staging memory" in caplog.text
-    assert prefill.describe()["metrics"]["bytes"] == {}
+    assert prefill.describe()["metrics"]["send"]["bytes"] == {}
     await quiet(prefill)
 
 

@@ -163,14 +163,15 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
         for wanted in range(1, 5):
             rebuilds.strand(lambda: None, urgent=True)
             await eventually(lambda wanted=wanted: rebuilds.count == wanted, timeout=20)
-            enough = decode.describe()["metrics"]["transfers"].get("ok", 0) + 20
+            enough = decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) + 20
             await eventually(
-                lambda enough=enough: decode.describe()["metrics"]["transfers"].get("ok", 0) > enough, timeout=20
+                lambda enough=enough: decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) > enough,
+                timeout=20,
             )
         stop.set()
     assert failed == []
     await quiet(prefill, decode)
-    assert decode.describe()["metrics"]["transfers"].keys() == {"ok"}
+    assert decode.describe()["metrics"]["receive"]["transfers"].keys() == {"ok"}
     for worker in (prefill, decode):
         assert len(worker._site.fabric._peers) <= 1, "agents that are no more were forgotten"
 

@@ -5,6 +5,7 @@
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ class Stranger:
     def __init__(self, peer, number):
         name = number.to_bytes(16, "big")
         self.peer = replace(peer, identity=replace(peer.identity, incarnation=name, epoch=name))
-        self.heard = []
+        self.heard, self.moved = [], Counter()
 
     def send(self, *messages):
         self.heard += messages

@@ -123,7 +123,8 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     assert {message.transfer for message in tap.of(Cancel)} <= asked
     # what moves chunk by chunk is stopped in the middle; where all is granted at once, the others may be through
     least = 3 if fails is loses_its_stream else int(route == "staged")
-    assert len({message.transfer for message in tap.of(Cancel)}) >= least
+    told = [*tap.of(Cancel), *tap.of(Abandon)]  # a reader whose reads stand says so first, and may need no more
+    assert len({message.transfer for message in told}) >= least
     copied = Copied(target)
     for source in sources:
         copied.bring(source, [1, 2], [3, 4], TOKENS)

@@ -10,10 +10,12 @@ from typing import Final, Self
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from kvxfer.admin.app import app
 from kvxfer.admin.health import Limits
 from kvxfer.admin.look import PATIENCE_SECONDS, Watched
+from kvxfer.admin.names import NamesThisHost
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ConfigError, RequestError
 from kvxfer.telemetry import logger
@@ -32,15 +34,16 @@ class AdminServer:
         address: Host and port, as asked for; the port is that which was taken once it is entered.
     """
 
-    def __init__(self, application: object, address: str) -> None:
+    def __init__(self, application: Starlette, address: str) -> None:
         try:
             self._endpoint: Final = Endpoint.parse(f"tcp:{address}")
         except ValueError as error:
             raise ConfigError(f"the admin address {address!r} is not host:port: {error}") from error
         self.address = address
+        self._application: Final = application
         self._server: Final = uvicorn.Server(
             uvicorn.Config(
-                application,  # type: ignore[arg-type]  # any ASGI application
+                application,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -70,7 +73,9 @@ class AdminServer:
         listening = self._listen()
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            self._server.config.app = NamesThisHost(self._application)
+        else:
             _log.warning("admin_exposed", address=self.address, reason="whoever reaches it reads it; see SECURITY.md")
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="kvxfer-admin", daemon=True

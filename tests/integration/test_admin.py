@@ -447,6 +447,36 @@ def test_by_default_it_is_reached_from_this_host_alone():
     assert kvxfer.admin.serve([]).address.startswith("127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    "name", [b"localhost", b"LOCALHOST:9471", b"127.0.0.1:1", b"127.7.7.7", b"[::1]:9471", b"worker.localhost"]
+)
+def test_on_this_host_alone_it_answers_to_names_of_this_host(name):
+    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+        assert code_for(server, name) == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"evil.example:9471", b"10.0.0.1", b"localhost.evil.example", b"", b"[::1", b"\xff", b"127.0.0.1.evil.example"],
+)
+def test_on_this_host_alone_it_refuses_a_page_from_elsewhere_that_points_here(name):
+    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+        assert code_for(server, name) == 421
+
+
+def test_where_others_reach_it_it_answers_to_any_name():
+    with kvxfer.admin.serve([], address="0.0.0.0:0") as server:
+        assert code_for(server, b"kvxfer.example:9471") == 200
+
+
+def code_for(server, name):
+    """The status for who calls the host so."""
+    with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), 30) as stream:
+        stream.sendall(b"GET /healthz HTTP/1.1\r\nConnection: close\r\nHost: " + name + b"\r\n\r\n")
+        with stream.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
 def test_an_address_that_others_reach_is_warned_of(caplog):
     with kvxfer.admin.serve([], address="0.0.0.0:0"):
         pass

@@ -148,17 +148,14 @@ class Readiness:
         """One past the last token of a layer that is (or will be, after its events) ready."""
         return _reached(self._marks[layer] if self._of_all is None else self._of_all)
 
-    def mark(self, layers: Sequence[int], stop: int, event: Event) -> None:
-        """Tokens up to `stop` of these layers are ready once `event` has fired.
+    def mark(self, layers: Iterable[int] | None, stop: int, event: Event) -> None:
+        """Tokens up to `stop` of these layers, or of all, are ready once `event` has fired.
 
         Raises:
             TokensError: If a layer is unknown here; nothing is marked then.
+            TypeError: If one is no whole number; likewise.
         """
-        marked = frozenset(layers)
-        if not marked <= self._layers:
-            raise TokensError(
-                f"layer {min(marked - self._layers)} is not held here; this cache has {sorted(self._layers)}"
-            )
+        marked = self._layers if layers is None else frozenset(map(self._known, layers))
         self.by_layer = len(marked) < len(self._layers)
         if self._of_all is not None and not self.by_layer:
             self._of_all = _longer(self._of_all, stop, event)
@@ -168,6 +165,12 @@ class Readiness:
         longer = {id(marks): _longer(marks, stop, event) for marks in self._distinct(marked)}
         for layer in marked:
             self._marks[layer] = longer[id(self._marks[layer])]
+
+    def _known(self, layer: object) -> int:
+        number = operator.index(layer)  # type: ignore[arg-type]  # it raises for what is none
+        if number not in self._layers:
+            raise TokensError(f"layer {number} is not held here; this cache has {sorted(self._layers)}")
+        return number
 
     def missing(self, stop: int) -> list[int]:
         """Layers of which some tokens before `stop` were never marked."""
@@ -296,14 +299,15 @@ class Offer:
             return
         try:
             stop = self.tokens if tokens is None else operator.index(tokens)
-            chosen = None if layers is None else [operator.index(layer) for layer in layers]
         except TypeError as error:
-            raise TokensError(f"ready() takes a list of layers and a number of tokens: {error}") from error
+            raise TokensError(f"ready() takes a number of tokens: {error}") from error
         if not 0 < stop <= self.tokens:
             raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
         event = as_event(after, self._site.geometry)
-        every = sorted({layer for spec in self._site.geometry.tensors for layer in spec.layers})
-        self.readiness.mark(every if chosen is None else chosen, stop, event)
+        try:
+            self.readiness.mark(layers, stop, event)
+        except TypeError as error:
+            raise TokensError(f"ready() takes a list of layers: {error}") from error
         self._grew()
 
     def finish(self, payload: bytes = b"") -> None:

@@ -80,6 +80,17 @@ async def test_layers_are_numbers_and_who_stops_waiting_for_them_leaves_nothing(
     await asyncio.wait([transfer.outcome])
 
 
+@pytest.mark.parametrize("layers", [range(10**30), [0, 2], ["0"], [0.0], 0, [[0]]])
+async def test_layers_of_an_offer_are_those_that_are_held(pair, layers):
+    """And what is none is not looked for in all that was given, which may be without end."""
+    offer = pair[0].offer("r", [1], tokens=4, streaming=True)
+    with pytest.raises(TokensError, match=r"layer \d+ is not held here|takes a list of layers"):
+        offer.ready(layers=layers)
+    offer.ready()  # nothing was marked by halves
+    offer.finish()
+    await offer.withdraw()
+
+
 def test_waits_of_an_engine_that_polls():
     network = LoopbackNetwork()
     with BlockingWorker(Config(**DEFAULTS), transport=lambda: LoopbackTransport("one", network)) as worker:

@@ -43,7 +43,7 @@ class Endpoint:
         if scheme == "unix":
             if not rest.startswith("/"):
                 raise ValueError("a unix endpoint needs an absolute path: 'unix:/run/kvxfer/0.sock'")
-            if any(ord(character) < ord(" ") for character in rest):
+            if not rest.isprintable() and any(ord(character) < ord(" ") for character in rest):
                 raise ValueError("the path of a unix endpoint has no control characters")
             if len(os.fsencode(rest)) > SOCKET_PATH_BYTES:
                 raise ValueError(f"the path of a unix socket may have {SOCKET_PATH_BYTES} bytes; use a shorter one")

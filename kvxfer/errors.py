@@ -33,8 +33,9 @@ A local mistake (`UsageError`) and a remote one (`PeerError`) are different type
 Codes are part of the wire (`proto/registry.toml`): they are appended to, never renumbered.
 """
 
+import copyreg
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from kvxfer.codes import Code
 from kvxfer.reports import FailureReport, Step
@@ -86,6 +87,10 @@ class KvxferError(Exception):
     code: ClassVar[Code] = Code.UNKNOWN
     report: FailureReport | None = None
     retry_after: float | None = None
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        # who runs workers in other processes gets their errors pickled; by default that calls __init__ with the message
+        return copyreg.__newobj__, (type(self), *self.args), {**self.__dict__, "args": self.args}  # type: ignore[attr-defined]
 
 
 class UsageError(KvxferError):
@@ -428,9 +433,21 @@ class MemoryInDoubtError(TransferError):
         super().__init__(message, peer=peer, transfer=transfer, blocks=blocks, memory_safe=False)
         self._settled = settled
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        again, arguments, state = super().__reduce__()
+        return again, arguments, state | {"_settled": _settled_elsewhere}
+
     async def settled(self) -> None:
-        """Return once there is evidence that no peer can touch the blocks any more; they are the caller's again."""
+        """Return once there is evidence that no peer can touch the blocks any more; they are the caller's again.
+
+        Raises:
+            UsageError: If this error came from another process; only there is it known.
+        """
         await self._settled()
+
+
+async def _settled_elsewhere() -> None:
+    raise UsageError("this error was raised in another process: await settled() there, where the blocks are")
 
 
 MemoryInDoubt = MemoryInDoubtError

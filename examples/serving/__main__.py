@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="of a router: decode servers")
     parser.add_argument("--on-failure", choices=["recompute", "fail"], default="recompute", help="if no cache comes")
     parser.add_argument("--verify", action="store_true", help="compare digests of K and V of every prompt")
+    parser.add_argument(
+        "--admin", default="", metavar="HOST:PORT", help="of one server: kvxfer's page, metrics, health"
+    )
     parser.add_argument("--log", choices=["debug", "info", "warning", "error"], default="warning")
     for name, value in {"layers": 4, "kv-heads": 4, "head-dim": 32, "hidden": 128, "blocks": 512, "batch": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -83,9 +86,9 @@ def _application(arguments: argparse.Namespace) -> Starlette:
     names = ("device", "layers", "kv_heads", "head_dim", "hidden", "blocks", "batch", "chunk")
     common: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     if arguments.role == "prefill":
-        return prefill.app(EngineSettings(**common, **_PREFILL), verify=arguments.verify)
+        return prefill.app(EngineSettings(**common, **_PREFILL), verify=arguments.verify, admin=arguments.admin)
     settings = EngineSettings(**common, **_DECODE)
-    return decode.app(settings, on_failure=arguments.on_failure, verify=arguments.verify)
+    return decode.app(settings, on_failure=arguments.on_failure, verify=arguments.verify, admin=arguments.admin)
 
 
 def _serve(application: Starlette, arguments: argparse.Namespace) -> None:

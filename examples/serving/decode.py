@@ -163,11 +163,13 @@ def app(
     on_failure: Policy = "recompute",
     verify: bool = False,
     open_worker: OpenWorker = kvxfer.Worker,
+    admin: str = "",
     **config: Any,
 ) -> Starlette:
     """The server as an ASGI application; arguments as of `Decode` and `Node`, and settings of its worker."""
     config = {"engine": "decode", **config}
-    server = Decode(settings, on_failure=on_failure, verify=verify, open_worker=open_worker, config=config)
+    common: dict[str, Any] = {"verify": verify, "open_worker": open_worker, "admin": admin, "config": config}
+    server = Decode(settings, on_failure=on_failure, **common)
     routes = [*completion_routes(server.answer), state_route("/stats", server.describe)]
     application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
     application.state.node = server

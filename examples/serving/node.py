@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -83,30 +83,50 @@ class Node:
         verify: Compare K and V of every prompt on both sides, by digest.
         open_worker: Makes the worker.
         config: Settings of the worker that no `KVXFER_*` variable may change.
+        admin: Where an operator finds kvxfer's page, its metrics and its readiness, as `host:port`; nowhere if empty.
     """
 
     engine: Engine
     worker: kvxfer.Worker
 
     def __init__(
-        self, settings: EngineSettings, *, verify: bool, open_worker: OpenWorker, config: Mapping[str, Any]
+        self,
+        settings: EngineSettings,
+        *,
+        verify: bool,
+        open_worker: OpenWorker,
+        config: Mapping[str, Any],
+        admin: str = "",
     ) -> None:
         self.verify = verify
         self.tasks = Tasks()
         self._settings = settings
         self._open_worker = open_worker
         self._config = config
+        self._admin = admin
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """As an ASGI server runs it. On the way out, requests end first, then transfers, then the model."""
+        """As an ASGI server runs it.
+
+        On the way out it drains: what was promised to others is still fetched. Then requests end, transfers, the model.
+        """
         self.engine = await asyncio.to_thread(Engine.load, self._settings)
         config = kvxfer.Config(**{"model": self.engine.model_name, **self._config})
-        async with self.engine, self._open_worker(self.engine.cache.cache_tensors(), config) as self.worker:
+        tensors = self.engine.cache.cache_tensors()
+        async with self.engine, self._open_worker(tensors, config) as self.worker, self._watched():
             try:
                 yield
+                await self.worker.drain()
             finally:
                 await self.tasks.stop()
+
+    def _watched(self) -> AbstractAsyncContextManager[object]:
+        if not self._admin:
+            return nullcontext()
+        from kvxfer.admin import serve  # an extra
+
+        return serve(self.worker, address=self._admin)
 
     def check_length(self, tokens: int) -> None:
         """Refuse a request that could never have enough blocks.

@@ -153,11 +153,16 @@ def _beside(computed: _Computed, stats: Any) -> dict[str, Any]:
 
 
 def app(
-    settings: EngineSettings, *, verify: bool = False, open_worker: OpenWorker = kvxfer.Worker, **config: Any
+    settings: EngineSettings,
+    *,
+    verify: bool = False,
+    open_worker: OpenWorker = kvxfer.Worker,
+    admin: str = "",
+    **config: Any,
 ) -> Starlette:
     """The server as an ASGI application; arguments as of `Node`, and settings of its worker."""
     config = {"engine": "prefill", **config}
-    server = Prefill(settings, verify=verify, open_worker=open_worker, config=config)
+    server = Prefill(settings, verify=verify, open_worker=open_worker, admin=admin, config=config)
     routes = [
         *(Route(path, server.submit, methods=["POST"]) for path in PATHS),
         Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),

@@ -79,6 +79,10 @@ class Service:
         self._servers[url] = server
         return url
 
+    def stop(self, url):
+        """Ask a server to end, as SIGTERM does."""
+        self._servers[url].should_exit = True
+
     def cut_off(self, url):
         """Break all connections to a server."""
         for connection in list(self._servers[url].server_state.connections):

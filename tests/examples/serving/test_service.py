@@ -204,6 +204,18 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
     await service.idle("prefill", "first", "second")
 
 
+async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(service, alone):
+    prefill, decode = await service.prefill(), await service.decode(on_failure="fail")
+    asked = await service.post(prefill, prompt="Hello", kv_transfer_params={"do_remote_decode": True})
+    worker = service.nodes["prefill"].worker
+    await service.eventually(lambda: worker.describe()["offers"])
+    service.stop(prefill)
+    await service.eventually(lambda: worker.describe()["draining"])
+    answer = await service.post(decode, prompt="Hello", kv_transfer_params=asked.json()["kv_transfer_params"])
+    assert text_of(answer) == alone("Hello").text
+    assert (await service.stats(decode))["caches"] == {"fetched": 1, "recomputed": 0}
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_an_answer_goes_on_where_another_server_left_it(service, path):
     decode = await service.decode()

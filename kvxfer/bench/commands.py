@@ -287,6 +287,8 @@ def scale(
     peers: Annotated[str | None, typer.Option(help="How many. Default 1,10,100,1000.")] = None,
     route: Annotated[str, typer.Option(help="staged or direct.")] = "staged",
     transfers: Annotated[int | None, typer.Option(min=1, help="Warm ones at each number. Default 1000.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the cache, a tensor each. Default 4.")] = None,
+    nixl: Annotated[bool, typer.Option("--nixl", help="NIXL in place of the in-process transport: few peers.")] = False,
     quick: Quick = False,
     json_file: Json = None,
     plot_folder: Plot = None,
@@ -296,8 +298,9 @@ def scale(
     from kvxfer.errors import UsageError
 
     small: dict[str, Any] = {"peers": (1, 10), "transfers": 100, "idle_seconds": 0.5} if quick else {}
-    asked = _given(peers=_numbers("--peers", peers) if peers else None, transfers=transfers)
+    asked = _given(peers=_numbers("--peers", peers) if peers else None, transfers=transfers, layers=layers)
     if route not in _IN_PROCESS:
         raise UsageError(f"--route {route}: the in-process transport can do {' and '.join(_IN_PROCESS)}")
-    arguments, given = {**small, **asked, "route": route, "quick": quick}, small | asked
+    arguments = {**small, **asked, "route": route, "quick": quick, "nixl": nixl}
+    given: dict[str, Any] = small | asked | {"nixl": nixl}
     _perform("scale", "cpu", json_file, plot_folder, arguments, lambda kind: Scale(kind, route=route, **given))

@@ -1,6 +1,7 @@
 """`kvxfer bench scale` at its smallest; and the relay counts every byte."""
 
 import asyncio
+from importlib.util import find_spec
 
 import pytest
 
@@ -19,6 +20,9 @@ def test_peers_by_number(bench, route):
         assert one["fetch"]["repetitions"] == 5
         assert min(one["loop_cpu_s"].values()) > 0
         assert set(one["memory_bytes"]) == {"an_open_worker", "a_connection"}
+        assert one["open_files"]["an_open_worker"] >= 1, "where it listens"
+        assert one["open_files"]["a_connection"] == 6, "at both ends a stream, the other process, and its file of gates"
+        assert min(one["first_fetch_loop_cpu_s"].values()) > 0
         assert set(one["idle"]) == {"hub_cpu", "peers_cpu", "hub_cpu_a_peer", "seconds"}
     control = found["control"]
     frames = control["frames_a_transfer"]
@@ -28,6 +32,15 @@ def test_peers_by_number(bench, route):
     for way in ("to_hub", "from_hub"):
         assert control["first_fetch_bytes"][way] > control["bytes_a_transfer"][way] > 0
     assert output.count("yes") == 2
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+def test_peers_over_nixl(bench):
+    code, output, found = bench("scale", "--nixl", "--peers", "2", "--transfers", "2", "--layers", "3")
+    (one,) = found["cells"]
+    assert (code, one["verified"], output.count("yes")) == (0, True, 1)
+    assert found["control"]["request_bytes"] == 3 * 16 * 1024
+    assert one["open_files"]["a_connection"] > 2, "NIXL's connections are files as well"
 
 
 def test_a_route_that_needs_two_processes_is_refused(bench):

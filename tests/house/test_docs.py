@@ -15,7 +15,10 @@ PAGES = sorted(
 )
 WRAPPED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("design", "architecture", "operations", "performance", "serving")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("design", "architecture", "operations", "performance", "scale", "serving")
+    ),
 ]
 COLUMNS = 120
 

@@ -52,6 +52,8 @@ _LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""
 _KEPT_PAIRS: Final = 512
+_KEPT_A_PEER: Final = 4
+"""Plans that are kept for each peer that is here, if that is more: so many are in use, one or two in each direction."""
 _KEPT_EXTENTS: Final = 1024
 
 
@@ -70,6 +72,11 @@ class PairPlans:
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
         self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan]] = {}  # what a peer asked for last
+
+    @property
+    def _kept(self) -> int:
+        """How many plans are kept; with fewer than there are peers, each would be made anew for every transfer."""
+        return max(_KEPT_PAIRS, _KEPT_A_PEER * len(self._geometries))
 
     def meet(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
         """Read a new peer's geometry, and plan the copy of all that both sides hold in one direction.
@@ -160,7 +167,7 @@ class PairPlans:
         if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
             return last[1]
         pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
-        if len(self._asked) >= _KEPT_PAIRS:
+        if len(self._asked) >= self._kept:
             self._asked.clear()
         self._asked[peer.identity.incarnation] = selections, pair
         return pair
@@ -183,7 +190,7 @@ class PairPlans:
             of_rank = dict(zip(present, parts, strict=True))
             found = [of_rank.get(number, ()) for number in range(len(peers))]
             self._shares[key] = found
-            if len(self._shares) > _KEPT_PAIRS:
+            if len(self._shares) > self._kept:
                 self._shares.popitem(last=False)
         return found
 
@@ -228,7 +235,7 @@ class PairPlans:
             src, dst = self._ends(peer, sending=sending)
             pair = PairPlan(src, dst, selections, convert=self.converts(peer, sending=sending))
             self._pairs[key] = pair
-            if len(self._pairs) > _KEPT_PAIRS:
+            if len(self._pairs) > self._kept:
                 self._pairs.popitem(last=False)
             if hears_debug(_NAME):
                 role, told = "sending" if sending else "receiving", str(pair.explain())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvxfer.encoding import geometry_to_wire
+from kvxfer.encoding import geometry_to_wire, selection_to_wire
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import (
     CacheGeometry,
@@ -230,6 +230,24 @@ def test_a_transfer_of_too_many_chunks_is_refused():
     plan = pair.bind(spans, spans, range(1 << 21))
     with pytest.raises(RefusedError, match="cut into 2097152 chunks, and 1048576 are the limit: raise chunk_bytes"):
         fit_grid(plan, target_bytes=16, limit_bytes=16, tokens_per_chunk=1)
+
+
+def test_plans_with_as_many_peers_as_there_are_are_made_once():
+    cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
+    body = AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False))
+    selections = [selection_to_wire(one) for one in common(cache, cache)]
+    plans = PairPlans(cache)
+    peers = [PeerInfo(1, Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
+    for peer in peers:
+        plans.meet(peer, sending=True, convert=False)
+    first = [plans.outgoing(peer, selections) for peer in peers]
+    assert all(plans.outgoing(peer, selections) is plan for peer, plan in zip(peers, first, strict=True))
+    plans._asked.clear()
+    assert all(plans.outgoing(peer, selections) is plan for peer, plan in zip(peers, first, strict=True))
+    for peer in peers:
+        plans.forget(peer)
+    assert not plans._pairs
+    assert not plans._asked
 
 
 def test_of_a_peer_that_is_gone_nothing_is_kept():

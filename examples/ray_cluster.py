@@ -7,7 +7,8 @@ What to look at: Ray carries what is small (cards, tickets, prompts, answers), a
 to node. A request that meets a node that is gone begins again with others, as its next attempt. In a cluster of your
 own, `ray.init("auto")` takes the place of `local_cluster`; give nodes the resources that the actors ask for, and an
 autoscaler brings one when an actor waits for it. On GPUs that is `num_gpus=1`, and offers and fetches need `after=`.
-Ray runs actors at a niceness of 15; where others use the same CPUs, nodes should have `RAY_worker_niceness=0`.
+Ray runs actors at a niceness of 15; where others use the same CPUs, nodes should have `RAY_worker_niceness=0`. It
+carries tickets, keys and the secret in the clear unless it has TLS of its own.
 """
 
 import asyncio

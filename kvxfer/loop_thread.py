@@ -45,10 +45,13 @@ class LoopThread:
     Args:
         name: Name of the thread.
         runtime: Gives the way to hand callbacks over.
+
+    Attributes:
+        home: The process in which the thread runs.
     """
 
     def __init__(self, name: str, runtime: Runtime) -> None:
-        self._home: Final = Home()
+        self.home: Final = Home()
         self._loop: Final = asyncio.SelectorEventLoop()
         self._hand_over: Final = runtime.hand_over(self._loop)
         self._stop: Final = asyncio.Event()
@@ -74,7 +77,7 @@ class LoopThread:
 
     def post(self, callback: Callable[[], None]) -> bool:
         """Run `callback` on the loop soon. Returns at once; False if the loop is closed and it will not run."""
-        self._home.own(self)  # before the lock, which a thread may have held that a fork has not
+        self.home.own(self)  # before the lock, which a thread may have held that a fork has not
         with self._lock:
             if not self._closed:
                 self._hand_over(callback)
@@ -87,7 +90,7 @@ class LoopThread:
             ClosedError: If the loop is closed.
         """
         try:
-            self._home.own(self)
+            self.home.own(self)
         except ForkedError:
             work.close()
             raise
@@ -207,7 +210,7 @@ class LoopThread:
         return ended.done()
 
     def _begin_close(self) -> None:
-        self._home.own(self)
+        self.home.own(self)
         with self._lock:
             if not self._closed:
                 self._closed = True

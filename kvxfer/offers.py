@@ -30,6 +30,7 @@ from kvxfer.onlookers import follow
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.runtime import Home
 from kvxfer.site import Site, resolve
 from kvxfer.telemetry import TransferStats
 
@@ -214,6 +215,8 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
 class Offer:
     """One request on offer, as its owner sees it. Made by `Worker.offer`.
 
+    In a process that was forked off this one every method raises `ForkedError`.
+
     Attributes:
         request: Its id.
         attempt: Which attempt at this id.
@@ -236,6 +239,7 @@ class Offer:
         self.stats: Final[list[TransferStats]] = []
         self._book = book
         self._site = site
+        self._home: Final = Home()
         self._ending: Ending | None = None
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
         self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()
@@ -348,14 +352,15 @@ class Offer:
         Raises:
             MemoryInDoubtError: If a silent peer or a stuck post may still read them.
         """
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self._home.own(self._ended))
 
     def wait_end(self) -> "asyncio.Future[Ending]":
         """Resolves when the offer has ended, as `released` does. Cancelling it changes nothing."""
-        return follow(self._ended)
+        return follow(self._home.own(self._ended))
 
     async def withdraw(self) -> Ending:
         """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
+        self._home.own(self)
         self.end(Withdrawn(), Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn"))
         return await self.released()
 
@@ -450,6 +455,7 @@ class Offer:
 
     def _is_open(self, what: str) -> bool:
         """Whether more may be added. Not where the offer has ended by itself: its owner could not foresee that."""
+        self._home.own(self)
         if self.finished or isinstance(self._ending, Withdrawn):
             state = "finished" if self.state is OfferState.LIVE else self.state.value
             raise RequestError(f"cannot {what}: offer {self.request!r} is {state}")

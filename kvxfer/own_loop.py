@@ -253,6 +253,7 @@ class OwnLoopOffer:
 
     async def released(self) -> Ending:
         """See `Offer.released`."""
+        self._thread.home.own(self)  # nobody would resolve it there
         return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def withdraw(self) -> Ending:

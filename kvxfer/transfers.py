@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.onlookers import follow
+from kvxfer.runtime import Home
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
 
@@ -49,9 +50,15 @@ class Claim:
     def __init__(self, ticket: Ticket, close: Callable[[], None]) -> None:
         self.ticket: Final = ticket
         self._close = close
+        self._home: Final = Home()
 
     def close(self) -> None:
-        """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent."""
+        """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent.
+
+        Raises:
+            ForkedError: In a process that was forked off the one that made the claim.
+        """
+        self._home.own(self)
         self._close()
 
 
@@ -59,7 +66,8 @@ class Transfer:
     """One fetch under way. Made by `Worker.start_fetch`; await it for its `FetchResult`.
 
     Cancelling the waiting task cancels the transfer, waits (bounded by `revoke_timeout`) until its memory is safe, and
-    then lets the cancellation through; if memory is not safe by then, `MemoryInDoubt` is raised instead.
+    then lets the cancellation through; if memory is not safe by then, `MemoryInDoubt` is raised instead. In a process
+    that was forked off this one only its attributes can be read: what waits or cancels raises `ForkedError`.
 
     Attributes:
         id: As in the logs of both sides.
@@ -78,6 +86,7 @@ class Transfer:
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
         self._cancel = cancel
+        self._home: Final = Home()
         self._loop = loop
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
@@ -96,12 +105,13 @@ class Transfer:
 
     def cancel(self) -> None:
         """Give up. Returns at once; await the transfer to know that its memory is safe. Idempotent."""
+        self._home.own(self)
         self._cancel()
 
     @property
     def outcome(self) -> "asyncio.Future[FetchResult]":
         """Resolves when it has ended. Cancelling it changes nothing; `cancel` gives up."""
-        return follow(self._outcome)
+        return follow(self._home.own(self._outcome))
 
     async def layers(self, start: int, stop: int) -> None:
         """Wait until every byte of the layers [start, stop) has landed. Cancelling the wait leaves the transfer alone.
@@ -110,6 +120,7 @@ class Transfer:
             KvxferError: If the transfer fails before; the same error that awaiting it raises.
             RequestError: If a layer is no number.
         """
+        self._home.own(self)
         wanted = layer_range(start, stop)
         if self._outcome.done():
             self._outcome.result()
@@ -131,6 +142,7 @@ class Transfer:
         return self._outcome.result()
 
     async def _wait(self) -> FetchResult:
+        self._home.own(self)
         try:
             return await asyncio.shield(self._outcome)
         except asyncio.CancelledError as cancelled:

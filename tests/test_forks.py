@@ -1,4 +1,4 @@
-"""A worker that is used in a forked child says so at once, in the child, and goes on in its parent."""
+"""A worker, or what it made, that is used in a forked child says so there at once, and goes on in its parent."""
 
 import subprocess
 import sys
@@ -28,15 +28,35 @@ def in_child(*calls):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 """
 AWAITED = """
+async def waited(transfer):
+    return await transfer
+
 async def main():
     async with kvxfer.Worker(tensors, config, transport=LoopbackTransport("e", LoopbackNetwork())) as worker:
+        held = worker.offer("held", [1], tokens=16, streaming=True)
+        early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)
+        claim = worker.claim(worker.engine.ticket("claimed"))
         print(in_child(
             lambda: worker.offer("r", [0], tokens=16, after=kvxfer.READY),
             lambda: worker.claim({}),
             worker.describe,
             worker.begin_drain,
             lambda: asyncio.run(worker.aclose()),
+            lambda: held.extend([3], tokens=range(16, 32)),
+            lambda: held.ready(after=kvxfer.READY),
+            held.finish,
+            lambda: asyncio.run(held.released()),
+            lambda: asyncio.run(held.withdraw()),
+            early.cancel,
+            lambda: early.outcome,
+            lambda: asyncio.run(waited(early)),
+            lambda: asyncio.run(early.layers(0, 1)),
+            claim.close,
         ))
+        await held.withdraw()
+        early.cancel()
+        claim.close()
+        await asyncio.wait({early.outcome})
         offer = worker.offer("r", [0], tokens=16, after=kvxfer.READY)
         await offer.withdraw()
         print("goes on")
@@ -46,11 +66,19 @@ asyncio.run(main())
 BLOCKING = """
 worker = kvxfer.BlockingWorker(config, transport=lambda: LoopbackTransport("e", LoopbackNetwork()))
 worker.register(tensors)
+held = worker.offer("held", [1], tokens=16, streaming=True)
+early = worker.start_fetch(worker.engine.ticket("early"), [2], tokens=range(16), after=kvxfer.READY)
 print(in_child(
     lambda: worker.offer("r", [0], tokens=16, after=kvxfer.READY),
     worker.begin_drain,
     worker.close,
+    lambda: held.extend([3], tokens=range(16, 32)),
+    held.withdraw,
+    early.cancel,
+    lambda: early.wait_layer(0),
 ))
+early.cancel()
+held.withdraw()
 worker.offer("r", [0], tokens=16, after=kvxfer.READY)
 worker.close()
 print("goes on")

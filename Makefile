@@ -66,7 +66,7 @@ errors: $(STAMP)
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,ray]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,ray,docs]"
 	touch $@
 
 clean:

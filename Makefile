@@ -7,7 +7,11 @@ STAMP  := $(VENV)/.installed
 WORKERS ?= 2
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo serve test check unit fuzz simulate network cancel faults soak format schema errors clean
+# without mkdocs-material's advertisement of its successor
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
+.PHONY: demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
+.PHONY: schema errors drawings reference licences
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -46,6 +50,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright
+	$(SITE) build --strict
 
 # the full count of what `make test` plays a tenth of
 fuzz: $(STAMP)
@@ -61,6 +66,24 @@ schema: $(STAMP)
 
 errors: $(STAMP)
 	$(BIN)/python -m docs.generate_errors
+
+drawings: $(STAMP)
+	$(BIN)/python docs/generate_drawings.py
+
+reference: $(STAMP)
+	$(BIN)/python docs/generate_reference.py
+
+licences: $(STAMP)
+	$(BIN)/python docs/generate_licences.py
+
+pages: errors drawings reference licences
+
+# the documentation as a site, in build/site; strict, so a broken link or a page that no menu has is an error
+docs: $(STAMP)
+	$(SITE) build --strict
+
+docs-serve: $(STAMP)
+	$(SITE) serve $(ARGS)
 
 # installed again only when the pins or the package's metadata change
 $(STAMP): constraints.txt pyproject.toml

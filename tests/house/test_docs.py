@@ -19,6 +19,11 @@ WRAPPED = [
         ROOT / "docs" / f"{name}.md"
         for name in ("design", "architecture", "deploy", "operations", "performance", "scale", "serving")
     ),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("index", "tutorial", "timeline", "states", "versions", "compatibility")
+    ),
+    *sorted((ROOT / "docs/how-to").glob("*.md")),
 ]
 COLUMNS = 120
 
@@ -36,9 +41,11 @@ def prose(text):
 
 
 def anchors(text):
-    """The anchors that a forge makes of headings."""
-    headings = re.findall(r"^#+ +(.*?)\s*$", FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The anchors that a forge makes of headings, and those that the site makes of names whose docstrings it shows."""
+    plain = FENCE.sub("", text)
+    headings = re.findall(r"^#+ +(.*?)\s*$", plain, re.MULTILINE)
+    shown = re.findall(r"^::: (\S+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(shown)
 
 
 def broken_links(path, text):

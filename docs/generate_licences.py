@@ -1,0 +1,100 @@
+# ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_licences.py` from the top of the tree
+"""Writes docs/licences.md: what kvxfer and its extras require, and the licences that the packages themselves name.
+
+With `--check` it only says whether the page is current.
+"""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("licences.md")
+ROOT = PAGE.parents[1]
+NOT_INSTALLED = {"cuda-bindings": ("13.5.0", "Apache-2.0")}
+"""What the development environment leaves out, with the version whose metadata was read, and what that says."""
+_WORDS = {"Apache 2.0 License": "Apache-2.0", "MIT License": "MIT"}
+_SHORT = 60
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def required() -> dict[str, list[str]]:
+    """Names of what is required, always and by each extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"Always": project["dependencies"]}
+    groups |= {f"Extra `{extra}`": needs for extra, needs in project["optional-dependencies"].items()}
+    return {title: sorted({_name(need) for need in needs}, key=str.lower) for title, needs in groups.items()}
+
+
+def _lines() -> Iterator[str]:
+    yield from ("# Licences", "", "<!-- Made by `make licences` from the packages' own metadata. -->", "")
+    yield from _HEAD.splitlines()
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+    versions = {_plain(name): version for name, version in pins.items()}
+    for title, names in required().items():
+        yield from ("", f"## {title}", "", "| package | version read | licence |", "|---|---|---|")
+        for name in names:
+            version, licence = NOT_INSTALLED.get(name) or (versions[_plain(name)], licence_of(name))
+            yield f"| {name} | {version} | {licence} |"
+
+
+_HEAD = """\
+kvxfer itself is under [Apache 2.0](../LICENSE). What it requires is installed beside it. Each line says what the
+package's own metadata says, in the version that `constraints.txt` pins (`cuda-bindings`, which needs a GPU, is not
+pinned). What these packages require in turn is not listed, nor are libraries inside of wheels, such as CUDA's, which
+have licences of their own."""
+
+
+def _name(need: str) -> str:
+    found = re.match(r"[\w.-]+", need)
+    if found is None:
+        raise ValueError(f"{need!r} names no package")
+    return found[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def licence_of(name: str) -> str:
+    """What an installed package says: its expression, else its short text, else its classifiers.
+
+    Raises:
+        PackageNotFoundError: If it is not installed.
+        ValueError: If it says nothing.
+    """
+    said = metadata(name)
+    (expression, *_), (text, *_) = (said.get_all(field) or [""] for field in ("License-Expression", "License"))
+    text = expression or (text if len(text) <= _SHORT else "")
+    if not text:
+        classifiers = [line for line in said.get_all("Classifier") or [] if line.startswith("License :: OSI")]
+        text = ", ".join(line.rpartition(" :: ")[2] for line in classifiers)
+    if not text:
+        raise ValueError(f"the metadata of {name} names no licence")
+    return _WORDS.get(text, text)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    try:
+        made = page()
+    except PackageNotFoundError as error:
+        sys.stderr.write(f"{error} is not installed, so its licence cannot be read\n")
+        return 1
+    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if "--check" in sys.argv[1:]:
+        if current != made:
+            sys.stderr.write(f"{PAGE.name} is stale: run `make licences`\n")
+        return int(current != made)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

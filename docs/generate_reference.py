@@ -1,0 +1,211 @@
+# ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_reference.py` from the top of the tree
+"""Writes docs/reference/settings.md and command-line.md, from the models of the settings and from the commands.
+
+With `--check` it only says whether the pages are current.
+"""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from pydantic.fields import FieldInfo
+
+from kvxfer.cli import app
+from kvxfer.config import Config
+from kvxfer.settings import PREFIX, leaves, parse_duration, parse_size
+
+FOLDER = Path(__file__).with_name("reference")
+_MADE = "<!-- Made by `make reference` from the code; changes belong there. -->"
+_SETTINGS = """\
+A setting is an argument of `kvxfer.Config`, a variable of the environment, or an entry of a TOML or JSON file that
+`config_file` names; what comes first in this list wins. A dot in a name is a nested table of the file and a nested
+mapping of the arguments. Sizes may have a unit (`256MiB`, `100MB`), durations too (`200ms`, `5s`, `2m`). `none` as
+text, in the environment and in a file, means that nothing is set. A name that is not known is an error that gives the
+nearest one. `kvxfer config` prints what is in effect and where it comes from."""
+_EXITS = """\
+Exit codes: 0 if all is well, 1 if what was checked is not, 2 if the command was called wrongly or ended with one of
+kvxfer's errors. Settings come from the environment ([settings](settings.md))."""
+_UNITS = {parse_size: "bytes", parse_duration: "seconds"}
+_TYPES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true, false",
+    Path: "path",
+    tuple: "list",
+    list: "list",
+}
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def pages() -> Mapping[str, str]:
+    """Every page by the name of its file."""
+    return {"settings.md": _page(_settings()), "command-line.md": _page(_commands())}
+
+
+def _page(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+# --- settings
+
+
+def _settings() -> Iterator[str]:
+    yield from ("# Settings", "", _MADE, "")
+    yield from (*_SETTINGS.splitlines(), "", "| setting | variable | takes | default | what |", "|---|---|---|---|---|")
+    for name, declared in leaves(Config):
+        variable = PREFIX + name.upper().replace(".", "__")
+        takes = "; ".join(filter(None, (_type(declared), _bounds(declared))))
+        what = " ".join((declared.description or "").split()).replace("|", r"\|")
+        yield f"| `{name}` | `{variable}` | {takes} | {_default(name, declared)} | {what} |"
+    yield from ("", "## How long failures take to be heard of", "")
+    yield "`Config.bounds()` computes them from the settings. The last column is what the defaults give."
+    yield from ("", "| failure | counted from | formula | seconds |", "|---|---|---|---|")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", inspect.getdoc(Config.bounds) or "", re.MULTILINE)
+    for (kind, said), (computed, seconds) in zip(rows, _plain().bounds().items(), strict=True):
+        if kind != computed:
+            raise ValueError(f"the docstring of bounds() has {kind} where {computed} is computed")
+        yield f"| `{kind}` |{said}| {seconds:g} |"
+
+
+def _plain() -> Config:
+    """Defaults alone, whatever the environment says."""
+    for variable in [variable for variable in os.environ if variable.upper().startswith(PREFIX)]:
+        del os.environ[variable]
+    return Config()
+
+
+def _metadata(annotation: Any, declared: Iterable[Any] = ()) -> Iterator[Any]:
+    """What is said of a type, in it and around it."""
+    for said in declared:
+        yield from said.metadata if isinstance(said, FieldInfo) else (said,)
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _metadata(inner, getattr(inner, "__metadata__", ()))
+
+
+def _type(declared: FieldInfo) -> str:
+    units = [_UNITS[said.func] for said in _metadata(declared.annotation, declared.metadata) if _parser(said) in _UNITS]
+    return units[0] if units else _named(declared.annotation)
+
+
+def _parser(said: Any) -> Any:
+    return getattr(said, "func", None)
+
+
+def _named(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if annotation is type(None):
+        return "`none`"
+    kind = get_origin(annotation) or annotation
+    if kind in _TYPES:
+        return _TYPES[kind]
+    if kind is Mapping or (isinstance(kind, type) and issubclass(kind, Mapping)):
+        return "JSON"
+    if isinstance(kind, type) and kind.__name__ == "SecretStr":
+        return "text"
+    inner = [part for part in (_named(part) for part in get_args(annotation)) if part]
+    return ", ".join(dict.fromkeys(inner))
+
+
+def _bounds(declared: FieldInfo) -> str:
+    size = _type(declared) == "bytes"
+    found: dict[str, Any] = {}
+    for said in _metadata(declared.annotation, declared.metadata):
+        for kind in _BOUNDS:
+            bound = getattr(said, kind, None)
+            if bound is not None:
+                tighter = min if kind in {"le", "lt"} else max
+                found[kind] = tighter(bound, found.get(kind, bound))
+    return ", ".join(f"{_BOUNDS[kind]} {_amount(bound, size=size)}" for kind, bound in found.items())
+
+
+def _amount(value: Any, *, size: bool) -> str:
+    if size and value:
+        for unit, name in _SIZES:
+            if value % unit == 0:
+                return f"{value // unit}{name}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _default(name: str, declared: FieldInfo) -> str:
+    value: Any = _plain()
+    for part in name.split("."):
+        value = getattr(value, part)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{','.join(map(str, value))}`" if value else "empty"
+    if value in ("", {}):
+        return "empty"
+    kind = _type(declared)
+    return f"`{_amount(value, size=kind == 'bytes')}`" if isinstance(value, int | float) else f"`{value}`"
+
+
+# --- commands
+
+
+def _commands() -> Iterator[str]:
+    yield from ("# The command kvxfer", "", _MADE, "")
+    yield from _EXITS.splitlines()
+    yield from _group("kvxfer", app)
+
+
+def _group(path: str, group: typer.Typer) -> Iterator[str]:
+    registered = group.registered_callback
+    if registered is not None and registered.callback is not None:
+        yield from _command(path, registered.callback)
+    for command in group.registered_commands:
+        if command.callback is not None:
+            yield from _command(f"{path} {command.name or command.callback.__name__}", command.callback)
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            yield from _group(f"{path} {inner.name}", inner.typer_instance)
+
+
+def _command(path: str, function: Callable[..., Any]) -> Iterator[str]:
+    yield from ("", f"## `{path}`", "", inspect.cleandoc(function.__doc__ or ""))
+    hints = get_type_hints(function, include_extras=True)
+    rows = [_parameter(name, hints[name], one.default) for name, one in inspect.signature(function).parameters.items()]
+    if rows:
+        yield from ("", "| | takes | default | what |", "|---|---|---|---|", *rows)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> str:
+    kind, said = get_args(annotation)
+    flag = kind is bool
+    if isinstance(said, typer.models.OptionInfo):
+        given = [one for one in (said.default, *(said.param_decls or ())) if isinstance(one, str)]
+        names = given or [f"--{name.replace('_', '-')}"]
+    else:
+        names = [(said.metavar or name.upper()).replace("|", r"\|")]
+    takes = "" if flag else _named(kind).replace(", `none`", "")
+    shown = "" if default in (None, False, "") else f"`{default}`"
+    if default is inspect.Parameter.empty:
+        shown = "required"
+    return f"| {', '.join(f'`{one}`' for one in names)} | {takes} | {shown} | {said.help or ''} |"
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    made = pages()
+    there = {name: path.read_text(encoding="utf-8") for name in made if (path := FOLDER / name).exists()}
+    if "--check" in sys.argv[1:]:
+        if there != made:
+            sys.stderr.write("docs/reference is stale: run `make reference`\n")
+        return int(there != made)
+    for name, text in made.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""Pages and pictures that are made of the code are current, and pages name all that they should."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import generate_drawings
+import generate_licences
+import generate_reference
+import pytest
+
+import kvxfer
+from kvxfer import errors
+from kvxfer.config import Config
+from kvxfer.protocol import receiving, sending
+from kvxfer.settings import leaves
+
+DOCS = Path(__file__).parents[2] / "docs"
+PINS = dict(line.split("==") for line in (DOCS.parent / "constraints.txt").read_text().split())
+
+
+def as_pinned():
+    names = {name for group in generate_licences.required().values() for name in group}
+    names -= set(generate_licences.NOT_INSTALLED)
+    return all(importlib.metadata.version(name).partition("+")[0] == PINS[name] for name in names)
+
+
+def test_drawings_are_current():
+    there = {path.name: path.read_text() for path in (DOCS / "drawings").iterdir()}
+    assert there == dict(generate_drawings.drawings()), "run `make drawings`"
+
+
+@pytest.mark.parametrize(
+    ("table", "drawing"),
+    [(sending.SEND_TRANSITIONS, "states-sending.svg"), (receiving.RECEIVE_TRANSITIONS, "states-receiving.svg")],
+)
+def test_every_state_and_event_of_a_table_is_drawn(table, drawing):
+    made = generate_drawings.drawings()[drawing]
+    shown = re.findall(r"<text [^>]*>([^<]*)</text>", made)
+    assert sorted(event for _, event in table) == sorted(text for text in shown if text.islower())
+    assert {state.name for (source, _), target in table.items() for state in (source, target)} <= set(shown)
+    assert made.count("marker-end") == len(table)
+
+
+def test_a_picture_of_another_table_is_another_picture(monkeypatch):
+    before = generate_drawings.drawings()["states-sending.svg"]
+    fewer = dict(list(sending.SEND_TRANSITIONS.items())[1:])
+    monkeypatch.setattr(sending, "SEND_TRANSITIONS", fewer)
+    assert generate_drawings.drawings()["states-sending.svg"] != before
+
+
+def test_the_reference_is_current():
+    for name, page in generate_reference.pages().items():
+        assert (DOCS / "reference" / name).read_text() == page, "run `make reference`"
+
+
+def test_every_setting_is_in_the_reference():
+    page = (DOCS / "reference/settings.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `(KVXFER_\w+)` \| (.+?) \| (.+?) \| (.+) \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == [name for name, _ in leaves(Config)]
+    assert {row[0]: row[2:4] for row in rows}["arena_bytes"] == ("bytes; at most 128TiB, at least 0", "`512MiB`")
+    assert {row[0]: row[2:4] for row in rows}["peer_timeout"][1] == "`20`"
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = set(re.findall(r"^::: kvxfer\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE))
+    explained = {name for name in errors.__all__ if f"`{name}`" in (DOCS / "errors.md").read_text()} | {"Code"}
+    assert set(kvxfer.__all__) - {"__version__"} <= shown | explained
+    assert not (set(kvxfer.__all__) & shown & explained), "each has one place"
+
+
+def test_licences_are_current():
+    try:
+        made = generate_licences.page()
+    except importlib.metadata.PackageNotFoundError as error:
+        pytest.skip(f"{error} is not installed here")
+    if not as_pinned():
+        pytest.skip("these are not the versions of constraints.txt")
+    assert generate_licences.PAGE.read_text() == made, "run `make licences`"
+
+
+def test_the_tested_versions_are_those_that_are_pinned():
+    page = (DOCS / "versions.md").read_text()
+    rows = {row[0]: row[1] for row in re.findall(r"^\| ([^|]*?) \| ([^|]*?) \| ", page, re.MULTILINE)}
+    for row, pins in {
+        "torch": ["torch"],
+        "NIXL": ["nixl"],
+        "Triton": ["triton"],
+        "numpy": ["numpy"],
+        "uvloop": ["uvloop"],
+        "transformers, for the demo and the serving example": ["transformers"],
+        "starlette, prometheus_client, for `kvxfer.admin`": ["starlette", "prometheus_client"],
+    }.items():
+        assert re.findall(r"\d+\.\d+\.\d+", rows[row]) == [PINS[pin] for pin in pins], row

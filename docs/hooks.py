@@ -74,7 +74,8 @@ def anchor(heading: str, separator: str) -> str:
 
 
 def _drawing(source: str, _language: str, _class: str, _options: Mapping[str, Any], _markdown: Any, **_: Any) -> str:
-    return f'<div class="drawing">{draw(source)}</div>'
+    svg = draw(source).replace("<svg ", '<svg style="max-width: none" ', 1)  # one that is too wide is moved, not shrunk
+    return f'<div class="drawing" style="overflow-x: auto">{svg}</div>'
 
 
 def _targets(file: File) -> Iterator[str]:

@@ -87,7 +87,7 @@ def test_diagrams_in_mermaid_are_drawn(site):
     for name in ("architecture", "serving", "performance"):
         source = (ROOT / f"docs/{name}.md").read_text()
         drawn = (site / f"{name}.html").read_text()
-        assert drawn.count('<div class="drawing"><svg') == source.count("```mermaid") > 0
+        assert len(re.findall(r'<div class="drawing"[^>]*><svg', drawn)) == source.count("```mermaid") > 0
     assert ">QUARANTINED</text>" in (site / "architecture.html").read_text()
 
 

@@ -1,5 +1,6 @@
 """What the how-to pages show runs as it stands, and says what they say; commands and settings that are named exist."""
 
+import ast
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from blocks import blocks, compare, play
 
+import kvxfer
 from kvxfer.config import Config
 from kvxfer.settings import leaves
 
@@ -67,6 +69,15 @@ def test_commands_that_are_shown_exist(path):
                 command = next(" ".join(words[:n]) for n in (3, 2, 1) if " ".join(words[:n]) in known)
                 used = {word.partition("=")[0] for word in words if word.startswith("--")}
                 assert used <= known[command] | known["kvxfer"], line
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_python_that_is_shown_can_be_read_and_names_what_there_is(path):
+    for block in blocks(path.read_text()):
+        if block.language == "python":
+            compile(block.text, name(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            for public in re.findall(r"\bkvxfer\.([A-Z]\w+)", block.text):
+                assert public in kvxfer.__all__, public
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

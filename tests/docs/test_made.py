@@ -30,6 +30,11 @@ def test_drawings_are_current():
     assert there == dict(generate_drawings.drawings()), "run `make drawings`"
 
 
+def test_every_drawing_is_on_a_page():
+    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert [name for name in generate_drawings.drawings() if f"(drawings/{name})" not in pages] == []
+
+
 @pytest.mark.parametrize(
     ("table", "drawing"),
     [(sending.SEND_TRANSITIONS, "states-sending.svg"), (receiving.RECEIVE_TRANSITIONS, "states-receiving.svg")],

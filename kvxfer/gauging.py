@@ -93,6 +93,7 @@ class Gauging:
         transfer: Its number.
         in_doubt: It is over, but a write of it may still be under way, and the peer was told so.
         failure: Why it ended, unless it went well.
+        renewals: How often the decode rank had made its agent anew when it lent that.
 
     Args:
         site: The worker.
@@ -112,7 +113,7 @@ class Gauging:
         self._site: Final = site
         self._probe: Final = probe
         self._ended: Final = ended
-        self._renewals: Final = link.renewals
+        self.renewals: Final = link.renewals
         self._until: Final = site.now() + probe.lease_ms / 1000
         self._theirs: Final = self.peer.body.staging[0] if self.peer.body.staging else MemorySpan("", 0, 0, 0)
         self._cell: Cell | None = None  # of the last write
@@ -175,7 +176,7 @@ class Gauging:
 
     async def _connected(self) -> str:
         self._release = self._site.lanes.hold(self.peer)
-        return await asyncio.shield(self._site.lanes.connect(self.peer, self._renewals))
+        return await asyncio.shield(self._site.lanes.connect(self.peer, self.renewals))
 
     async def _show(self, extent: Extent, nonce: bytes) -> None:
         """Write what the decode rank looks for: few bytes, then many."""

@@ -65,6 +65,7 @@ class Outgoing(Steps):
         began: When it was asked for.
         stats: Set when it ends.
         report: Set when it ends, if it failed.
+        renewals: How often the decode rank had made its agent anew by its last grant; no later one was posted to.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Outgoing(Steps):
         self.offer: Offer | None = None
         self.stats: TransferStats | None = None
         self.report: FailureReport | None = None
+        self.renewals = link.renewals
         self._ended: Final = ended
         self._sums_every: Final = sums_every
         self.tally: Final = Tally()
@@ -234,9 +236,9 @@ class Outgoing(Steps):
 
     def _ship(self, bound: Bound, grants: Sequence[Grant], until: float, generation: int) -> None:
         """Move chunks that were granted."""
-        make = SHIPMENTS[self.machine.route]
+        make, self.renewals = SHIPMENTS[self.machine.route], self.link.renewals
         for grant in grants:
-            terms = Terms(until, self._events(bound, grant.chunk), generation, self.link.renewals)
+            terms = Terms(until, self._events(bound, grant.chunk), generation, self.renewals)
             shipment = make(self.site, self.peer, bound, grant, terms, self.tally, self._reported)
             self._shipments[grant.chunk] = shipment
             shipment.run(shipment.begin)

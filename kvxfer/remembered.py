@@ -29,7 +29,7 @@ class Doubt:
 
     Attributes:
         failure: Why it ended.
-        renewals: How often the peer's agent had been made anew by then, as far as the peer had said so.
+        renewals: How often the peer had made its agent anew when it granted the memory, as far as it had said so.
         reader: Route `pull`: the transfer whose blocks the peer may be reading.
         watched: Whether the end of the peer's process will be seen.
         placed: Whether it has a place.
@@ -71,8 +71,9 @@ class Remembered:
         link: Link,
         transfer: int,
         failure: Failure | None,
+        renewals: int,
         *,
-        here: bool,
+        here: Link | None,
         placed: bool = True,
         reader: Outgoing | None = None,
     ) -> None:
@@ -82,17 +83,20 @@ class Remembered:
             link: The last control stream over which the peer spoke of it.
             transfer: Its number.
             failure: As of a `Doubt`.
-            here: Whether the peer is connected.
+            renewals: As of a `Doubt`.
+            here: The link to the peer, if it is connected.
             placed: Whether it comes with a place.
             reader: As of a `Doubt`.
         """
         who, processes = link.peer.identity.incarnation, self._site.processes
-        doubt = Doubt(failure, link.renewals, reader, processes.ended(link.peer) is not None, placed)
+        doubt = Doubt(failure, renewals, reader, processes.ended(link.peer) is not None, placed)
         self._unplaced += not placed
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_gone(link.peer, partial(self.forget, who, transfer))
-        if not here:
+        if here is None:
             self.lost(who)
+        else:
+            self.renewed(here)  # it may have told of its new agent before our post to the old one ended
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""

@@ -288,8 +288,10 @@ class Sender:
         who = gauging.peer.identity.incarnation
         del self._gaugings[who, gauging.transfer]
         if gauging.in_doubt:
-            here, placed = who in self._here, self._places.take(who)
-            self._doubtful.keep(gauging.link, gauging.transfer, gauging.failure, here=here, placed=placed)
+            here, placed = self._here.get(who), self._places.take(who)
+            self._doubtful.keep(
+                gauging.link, gauging.transfer, gauging.failure, gauging.renewals, here=here, placed=placed
+            )
 
     def _ended(self, outgoing: Outgoing) -> None:
         who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer
@@ -299,9 +301,9 @@ class Sender:
         if outgoing.in_doubt:
             del self._transfers[who, transfer]
             reader = outgoing if outgoing.machine.route is Route.PULL else None
-            failure, here = outgoing.machine.failure, who in self._here
-            self._doubtful.keep(outgoing.link, transfer, failure, here=here, reader=reader)
-            if here:
+            failure, here = outgoing.machine.failure, self._here.get(who)
+            self._doubtful.keep(outgoing.link, transfer, failure, outgoing.renewals, here=here, reader=reader)
+            if here is not None:
                 outgoing.help_to_read()
         elif self._transfers.pop((who, transfer), None) is not None:
             self._places.give(who)

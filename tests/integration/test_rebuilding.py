@@ -241,6 +241,26 @@ async def test_writes_in_doubt_to_an_agent_that_is_no_more_keep_no_place(stage, 
     assert len(prefill._sender._places) == 0
 
 
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_nor_do_those_that_end_only_after_their_prefill_rank_was_told(
+    stage, source, target, hosts, route, monkeypatch
+):
+    """It hears of the new agent first, and then that what it had posted to the old one has failed."""
+    times = {**TIMES, "revoke_timeout": 0.4}
+    prefill, decode = await stage.pair(source, target, route=route, **times)
+    transfer = await in_flight(stage, prefill, decode)
+    transfer.cancel()
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.network, "poll", lambda part: False)
+        await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+        assert prefill.describe()["sending"] == 1
+    await eventually(lambda: not prefill.describe()["sending"])
+    with pytest.raises((asyncio.CancelledError, MemoryInDoubt)):
+        await transfer
+    assert not prefill._sender._doubtful
+    assert len(prefill._sender._places) == 0
+
+
 async def test_those_to_one_on_this_host_are_remembered_whatever_it_says(stage, source, target, no_locks):
     """It may be written without an agent on its side."""
     prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)

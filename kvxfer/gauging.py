@@ -23,7 +23,7 @@ from kvxfer.memory import Extent, poke
 from kvxfer.planning import staging_pieces
 from kvxfer.protocol.messages import MemorySpan, Probe, Status
 from kvxfer.protocol.sending import Failure, build_result
-from kvxfer.rebuilding import strand
+from kvxfer.rebuilding import runs_on, strand
 from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
@@ -236,7 +236,8 @@ class Gauging:
         self._cell = cell = Cell(self._until, site.keys.passage(self.peer, self._probe.generation))
         local, remote = shape.at(site.arena, address), shape.at(self._theirs, self._probe.address)
         self._writing = self._reading = True
-        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))
+        stays = runs_on(site, self.peer)
+        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays))
         result: PostResult = await done
         self._writing = result.outcome is Outcome.IN_DOUBT
         # where the transport says that the peer is gone, it has ended its own work

@@ -18,6 +18,7 @@ from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
 from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.rebuilding import runs_on
 from kvxfer.site import Site, no_hold
 from kvxfer.tally import Tally
 
@@ -324,7 +325,8 @@ class Reading:
         remote = block_pieces(host.site.plans.geometry(host.peer), pieces.src, pieces.nbytes)
         host.tally.descriptors += len(pieces)
         self._posted = True
-        host.read(lambda done: Post(lane, Operation.READ, local, remote, self._cell, done), self._has_read)
+        stays = runs_on(host.site, host.peer)
+        host.read(lambda done: Post(lane, Operation.READ, local, remote, self._cell, done, stays), self._has_read)
 
     def _has_read(self, result: PostResult) -> None:
         host = self._host

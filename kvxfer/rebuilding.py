@@ -31,7 +31,7 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
-__all__ = ["Rebuilding", "Role", "severed", "strand"]
+__all__ = ["Rebuilding", "Role", "runs_on", "severed", "strand"]
 
 _log: Final = logger("kvxfer.worker")
 _LOOK_SECONDS: Final = 0.002
@@ -183,8 +183,13 @@ def strand(site: Site, peer: PeerInfo, then: Callable[[], None], *, urgent: bool
 
     Never, where it may be a copy between GPUs of this host: that goes on without us.
     """
-    if site.geometry.kind != "cuda" or elsewhere(peer.body.host):
+    if not runs_on(site, peer):
         site.rebuilds.strand(then, urgent=urgent)
+
+
+def runs_on(site: Site, peer: PeerInfo) -> bool:
+    """Whether a post of ours to or from a peer may be a copy between GPUs of this host, which needs no agent."""
+    return site.geometry.kind == "cuda" and not elsewhere(peer.body.host)
 
 
 def severed(site: Site, peer: PeerInfo) -> bool:

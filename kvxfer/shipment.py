@@ -16,7 +16,7 @@ from kvxfer.memory import Extent, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.rebuilding import strand
+from kvxfer.rebuilding import runs_on, strand
 from kvxfer.site import Site
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
@@ -197,12 +197,13 @@ class _OverFabric(Shipment):
         self.tally.descriptors += len(local.pieces)
         timed = bool(gather.segments)
         posted = partial(site.hand_over, self.run, self._posted)  # on the fabric's thread
+        stays = runs_on(site, self.peer)
 
         def copied(outcome: CopyOutcome) -> None:  # on the executor's
             if timed:
                 self._gathered = (outcome.started, outcome.finished)
             if outcome.error is None:
-                site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted))
+                site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays))
             else:
                 cell.kill()
                 site.hand_over(self.run, self.end, Moved(Outcome.FAILED, outcome.error))

@@ -305,7 +305,9 @@ class LivePost:
             release(flight.handle)
 
     def cut_off(self) -> None:
-        """The agent that had it under way is no more: it touches no memory of this side."""
+        """The agent that had it under way is no more: it touches no memory of this side, unless it runs on."""
+        if self.post.runs_on:
+            return
         self.may_linger = False
         if self._error is not None:
             self._error = restated(self._error, disconnected=True, in_doubt=True)

@@ -213,6 +213,7 @@ class Post:
         remote: Pieces there, piece by piece as long as the local ones.
         cell: Decides whether it is posted.
         done: Called exactly once, on the fabric's thread; must return quickly and must not raise.
+        runs_on: Whether it goes on without the agent that has it under way, as a copy between GPUs of one host does.
     """
 
     peer: str
@@ -221,6 +222,7 @@ class Post:
     remote: Descriptors
     cell: Cell
     done: Callable[[PostResult], None]
+    runs_on: bool = False
 
 
 Handle: TypeAlias = object

@@ -233,13 +233,13 @@ class Fabric:
         """Destroy the agent and make another in its place, which peers reach by new metadata only.
 
         Nothing is posted meanwhile. What is in flight has `timeout` seconds to end, and is `IN_DOUBT` if it does not,
-        with an error that says `disconnected`: this side has ended its own work. All else goes on afterwards. Tokens
-        and names of peers stay valid.
+        with an error that says `disconnected`, since this side has ended its own work; but for what runs on without an
+        agent. All else goes on afterwards. Tokens and names of peers stay valid.
 
         Returns:
             True once it is done: what others have under way to the old agent does not land any more if it comes over a
-            network, and nothing that was ever posted here touches memory of this side. False if it cannot be done now:
-            then nothing has changed, but for posts that were given up. The future cannot be cancelled.
+            network, and nothing that was posted here touches memory of this side, but for what runs on. False if it
+            cannot be done now: then nothing has changed, but for posts given up. The future cannot be cancelled.
         """
         renewal = Renewal(self._runtime.now() + timeout)
 
@@ -424,9 +424,9 @@ class Fabric:
             for live in caught:
                 live.cut_off()
             for post in self._lingering:
-                if post.operation is Operation.READ:
+                if post.operation is Operation.READ and not post.runs_on:
                     post.cell.end()
-            self._lingering.clear()
+            self._lingering = [post for post in self._lingering if post.runs_on]
         self._ended.extend(self._posts.settle(self._clock))
         self._deliver()
         renewal.answer.set_result(done)

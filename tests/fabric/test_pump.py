@@ -106,7 +106,7 @@ class Rig:
 
     def post(
         self, tag: str = "x", nbytes: int = 8 * PART, *, peer: str = "b", at: int = 0, cell: Cell | None = None,
-        operation: Operation = Operation.WRITE,
+        operation: Operation = Operation.WRITE, runs_on: bool = False,
     ) -> Cell:  # fmt: skip
         cell = cell or Cell(deadline=1e9)
         self.results[tag] = []
@@ -118,7 +118,7 @@ class Rig:
         local = np.array([[self.source.ctypes.data + at, nbytes]], dtype=np.int64)
         remote = np.array([[self.memory[peer].ctypes.data + at, nbytes]], dtype=np.int64)
         here, there = Descriptors("DRAM", 0, local), Descriptors("DRAM", 0, remote)
-        self.fabric.post(Post(peer, operation, here, there, cell, done))
+        self.fabric.post(Post(peer, operation, here, there, cell, done, runs_on))
         return cell
 
     def result(self, tag: str = "x") -> PostResult:
@@ -1102,6 +1102,27 @@ def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(operation):
     assert rebuilt(rig)
     assert passage.inside == (operation is Operation.WRITE)
     assert rig.now(rig.fabric.close(1.0)) is True
+
+
+@pytest.mark.parametrize("given_up", ["before", "for it"])
+@pytest.mark.parametrize("operation", Operation)
+def test_a_post_that_runs_on_without_an_agent_stays_in_doubt(operation, given_up):
+    """A copy between GPUs of one host: its memory is nobody's until the process ends."""
+    rig = Rig(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    passage = Pass()
+    rig.post(operation=operation, cell=Cell(1e9, passage), runs_on=True)
+    rig.step()
+    for _ in range(8 if given_up == "before" else 0):
+        rig.runtime.time += 0.2
+        rig.step()
+    assert rebuilt(rig, 0.0)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert not result.error.disconnected
+    assert passage.inside
+    assert rig.now(rig.fabric.close(1.0)) is False
 
 
 @pytest.mark.parametrize("rest", ["ends", "stands still"])

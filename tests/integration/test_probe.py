@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, quiet, taken
 
-from kvxfer import PeerLostError
+from kvxfer import PeerLostError, gauging, rebuilding
 from kvxfer.gauging import LEAST_LOAN, Gauging, loan_bytes
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Fetch, KvAgentResult, Probe, Status
@@ -349,6 +349,19 @@ async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, discon
     cut(decode)  # asked again, it still cannot say
     await eventually(lambda: len(answers(tap, Status.IN_DOUBT)) > 1)
     assert loans(decode, "quarantined")
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+async def test_a_new_agent_ends_its_write_unless_that_is_a_copy_between_gpus(stage, tap, runs_on, monkeypatch):
+    for module in (gauging, rebuilding):
+        monkeypatch.setattr(module, "runs_on", lambda site, peer: runs_on)
+    prefill, decode, _, _ = await probing(stage, revoke_timeout=0.4)
+    await eventually(lambda: stage.network.held("*"))
+    prefill._site.rebuilds.strand(lambda: None, urgent=True)
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    ours = prefill._site.send_desk.share.extents()
+    assert [extent.state for extent in ours] == ([ExtentState.QUARANTINED] if runs_on else [])
+    assert loans(decode)
 
 
 async def test_a_doubt_that_one_measurement_leaves_keeps_no_other_lane_from_being_measured(stage, tap, monkeypatch):

@@ -5,11 +5,22 @@
 import asyncio
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from stage import Cache, Copied, eventually, quiet
 
-from kvxfer import KvxferError, MemoryInDoubt, Released, UnreachableError, assembly, rebuilding
+from kvxfer import (
+    KvxferError,
+    MemoryInDoubt,
+    Released,
+    UnreachableError,
+    assembly,
+    gauging,
+    landing,
+    rebuilding,
+    shipment,
+)
 from kvxfer.link import Link
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
@@ -136,6 +147,42 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, other, target, "after")
     assert decode._site.receive_desk.share.quarantined_bytes(), "and if it is done, it is no evidence"
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "expected"),
+    [("cuda", "here", True), ("cuda", "", True), ("cuda", "there", False), ("cpu", "here", False)],
+)
+def test_which_posts_go_on_without_an_agent(kind, host, expected, monkeypatch):
+    monkeypatch.setattr(rebuilding, "elsewhere", lambda theirs: theirs == "there")
+    site = SimpleNamespace(geometry=SimpleNamespace(kind=kind))
+    peer = SimpleNamespace(body=SimpleNamespace(host=host))
+    assert rebuilding.runs_on(site, peer) is expected  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, target, route, monkeypatch, no_locks):
+    """A rebuild for another reason gives up our own post, and ends no copy between two GPUs."""
+    prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
+    poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
+    monkeypatch.setattr(rebuilding, "runs_on", lambda site, peer: True)
+    for module in (gauging, landing, shipment):
+        monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
+    stage.network.hold(far)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held(far))
+    poster._site.rebuilds.strand(lambda: None, urgent=True)
+    await eventually(lambda: poster.describe()["agent"]["rebuilt"])
+    with pytest.raises(KvxferError) as raised:
+        await transfer
+    if route == "pull":
+        assert isinstance(raised.value, MemoryInDoubt)
+    elif route == "direct":
+        with pytest.raises(MemoryInDoubt):
+            await offer.withdraw()
+    else:
+        assert prefill._site.send_desk.share.quarantined_bytes()
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill"])
@@ -302,8 +349,8 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not share.quarantined_bytes())
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
     moved = len(stage.network.log)
-    for shipment, part in late:
-        shipment.run(shipment.prepare, part)
+    for one, part in late:
+        one.run(one.prepare, part)
     await eventually(lambda: not prefill.describe()["sending"])
     assert len(stage.network.log) == moved, "memory that is somebody else's by now was written"
     stream.abort()

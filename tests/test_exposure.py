@@ -1,0 +1,27 @@
+"""Whether an empty gate tells of all that a peer was granted."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvxfer.exposure import Exposure
+
+
+@pytest.mark.parametrize(
+    ("granted", "fenced"),
+    [([], False), ([7], True), ([7, 7], True), ([0], False), ([7, 0], False), ([0, 7], False), ([0, None, 7], True)],
+)
+def test_one_grant_that_names_no_gate_is_enough_for_it_to_tell_nothing(granted, fenced):
+    """None: the peer has said that it does not use what it was granted so far."""
+    generations = iter([one for one in granted if one is not None])
+    site = SimpleNamespace(
+        gates=SimpleNamespace(allot=lambda: 5), granted=lambda peer, gate, *, mapped: next(generations)
+    )
+    link = SimpleNamespace(peer=None)
+    exposure = Exposure(site, link, "x", lambda: None, ())  # pyright: ignore[reportArgumentType]
+    for one in granted:
+        if one is None:
+            exposure.void()
+        else:
+            assert exposure.grant(mapped=False) == one
+    assert exposure.fenced is fenced

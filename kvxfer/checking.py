@@ -73,7 +73,7 @@ class Checking:
         self._heard = message
 
     def arrived(self, chunk: int) -> None:
-        """The result of a chunk has come."""
+        """A chunk that was waited for has come; what is said of any other is not kept."""
         heard, self._heard = self._heard, None
         if heard is not None and heard.chunk == chunk and selected(self._transfer, chunk, self._every):
             self._sums[chunk] = heard.sums

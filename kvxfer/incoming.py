@@ -233,6 +233,8 @@ class Incoming(Steps):
         if self.machine.stale > stale:
             self.site.metrics.result_dropped("stale")
         if chunk is not None and chunk in self._chunks:
+            if self.checking is not None:
+                self.checking.arrived(chunk)
             self._chunks[chunk].arrived(message)
         if self.machine.failure is not None and self.machine.state is ReceiveState.MOVING:
             self.stop(self.machine.failure)

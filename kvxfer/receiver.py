@@ -154,8 +154,6 @@ class Receiver:
 
     def _result(self, link: Link, message: KvAgentResult) -> None:
         if (incoming := self._find(link, message.transfer)) is not None:
-            if incoming.checking is not None:
-                incoming.checking.arrived(message.chunk)
             incoming.result(message)
         elif (loan := self._lender.find(link, message.transfer)) is not None:
             self._lender.result(loan, message)

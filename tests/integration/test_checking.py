@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
-from stage import Cache, Copied, Tap, eventually, quiet
+from stage import Cache, Copied, Gate, Tap, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
 from kvxfer.copy import host
 from kvxfer.geometry import selected
-from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Check, KvAgentResult, Sums
+from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Check, KvAgentResult, Status, Sums
+from kvxfer.protocol.sending import build_result
 
 ROUTES = ["staged", "direct", "pull", "mapped"]
 IDS, INTO = [3, 1, 7], [2, 5, 9]
@@ -171,6 +172,23 @@ async def test_sums_that_do_not_come_fail_the_fetch(stage, route, monkeypatch):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
     assert (caught.value.layers, caught.value.damaged) == ((), {})
     await quiet(decode)
+
+
+async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
+    """A peer may say them of as many chunks as there are numbers."""
+    source, target = caches("staged")
+    prefill, decode = await checked_pair(stage, "staged", source, target)
+    offer = prefill.offer("r", IDS, tokens=12, after=Gate())
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
+    await eventually(lambda: decode._receiver._incoming)
+    ((number, incoming),) = decode._receiver._incoming.items()
+    for chunk in range(100):
+        decode._receiver.handle(incoming.link, Sums(number, 1000 + chunk, bytes(8)))
+        decode._receiver.handle(incoming.link, build_result(number, Status.CANCELLED, chunk=1000 + chunk))
+    assert incoming.checking is not None
+    assert not incoming.checking._sums
+    transfer.cancel()
+    await offer.withdraw()
 
 
 async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):

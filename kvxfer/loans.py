@@ -106,6 +106,7 @@ class Loan:
         if written is not None and written.done():
             self.take_back()
         elif not self.ended and not self.is_lost:
+            self._awake()  # it may have been resumed before this turn
             self._awake = self._site.fabric.hold_awake()
 
     def cancel(self) -> None:

@@ -278,6 +278,22 @@ async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stag
     await quiet(prefill, decode)
 
 
+async def test_another_stream_in_the_middle_keeps_nothing_awake(stage, tap, tmp_path):
+    """The old one is lost, and the new one asks what became of the loan, before who looks at it has his turn."""
+    prefill, decode, _, _ = await met(stage)
+    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS)
+    await asyncio.wait_for(transfer.outcome, 5)
+    stage.network.hold("*")  # before the loop turns again: nothing of the proof is posted yet
+    await offer.released()
+    await eventually(lambda: probes(tap) and stage.network.held("*"))
+    (tmp_path / "again").symlink_to(prefill.card.endpoint.removeprefix("unix:"))
+    await decode._peers.link(f"unix:{tmp_path}/again", None)
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    await eventually(lambda: not decode._site.fabric._holds)
+
+
 @pytest.mark.parametrize("gpu", ["here", "there", None])
 async def test_blocks_on_a_gpu_may_go_another_way_than_staging_memory(stage, gpu, monkeypatch):
     prefill, decode, *_ = await met(stage)

@@ -13,7 +13,7 @@ from kvxfer import proving
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
-from kvxfer.proving import proof_bytes
+from kvxfer.proving import Prover, proof_bytes
 
 BLOCKS = list(range(4))
 TOKENS = range(16)
@@ -276,6 +276,28 @@ async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stag
     await eventually(lambda: proved(decode))
     assert len(probes(tap)) == 2
     await quiet(prefill, decode)
+
+
+async def test_what_was_seen_of_an_agent_that_is_no_more_proves_nothing_of_the_next(stage, monkeypatch):
+    """The peer tells of its new one while it is being looked at what the old one has written."""
+    prefill, decode, source, target = await met(stage)
+    seen, landed = [], Prover._landed
+
+    async def and_then_another(prover, link, loan, *, firm):
+        seen.append(await landed(prover, link, loan, firm=firm))
+        decode._receiver.renewed(link)
+        return seen[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prover, "_landed", and_then_another)
+        while True not in seen:  # the first tries give way to others
+            tried = len(seen)
+            await moved(prefill, decode, source, target, f"{tried}")
+            await eventually(lambda tried=tried: len(seen) > tried)
+            await quiet(prefill, decode)
+        assert not proved(decode)
+    await moved(prefill, decode, source, target, "last")
+    await eventually(lambda: proved(decode))
 
 
 async def test_another_stream_in_the_middle_keeps_nothing_awake(stage, tap, tmp_path):

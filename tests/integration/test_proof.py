@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from stage import Cache, Copied, Tap, eventually, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
-from kvxfer import proving
+from kvxfer import MemoryInDoubt, PeerLostError, proving
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
-from kvxfer.protocol.messages import WHOLE, Cancel, Capability, KvAgentResult, Probe, Route, Status
+from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, KvAgentResult, Probe, Route, Status
 from kvxfer.proving import Prover, proof_bytes
 
 BLOCKS = list(range(4))
@@ -276,6 +276,31 @@ async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stag
     await eventually(lambda: proved(decode))
     assert len(probes(tap)) == 2
     await quiet(prefill, decode)
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_over_a_lane_that_was_not_proved_the_end_of_a_process_ends_no_doubt(stage, tap, route, monkeypatch):
+    """Chunk by chunk: what was granted with `Fetch` is as unsure."""
+    prefill, decode, _, _ = await met(stage, route=route)
+    decode._site.rebuilds.wanted = lambda: None
+    writable = Gate()
+    stage.network.hold("decode")
+    prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, after=writable)
+    await eventually(lambda: tap.of(Accept))
+    assert not tap.of(Accept)[0].ahead
+    writable.fired = True
+    await eventually(lambda: stage.network.held("decode"))
+    monkeypatch.setattr(decode._site.processes, "gone", lambda peer: True)
+    prefill._listener._stop()
+    for link in list(decode._links):
+        link._transport.abort()
+    with pytest.raises(MemoryInDoubt if route == "direct" else PeerLostError):
+        await transfer
+    await eventually(lambda: decode.describe()["agent"]["wanted"])
+    if route == "staged":
+        assert decode._site.receive_desk.share.quarantined_bytes()
 
 
 async def test_what_was_seen_of_an_agent_that_is_no_more_proves_nothing_of_the_next(stage, monkeypatch):

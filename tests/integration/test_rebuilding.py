@@ -258,6 +258,18 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
     await fetching
 
 
+async def test_who_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, target):
+    site = (await stage.worker("w", target))._site
+    peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"new"))
+    site.pause()
+    desk = site.in_place_desk(peer)
+    assert desk.take("new", 1) is None
+    site.resume(done=False)
+    extent = desk.take("new", 1)
+    assert extent is not None
+    desk.release(extent)
+
+
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     await brings(prefill, decode, source, target, "before")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Final, Self, TypeVar, overload
 
 from kvxfer.errors import ClosedError, ForkedError, KvxferError, MemoryInDoubtError
@@ -80,7 +82,8 @@ class LoopThread:
         self.home.own(self)  # before the lock, which a thread may have held that a fork has not
         with self._lock:
             if not self._closed:
-                self._hand_over(callback)
+                # what is current for whoever hands it in (a span, say) is so for it: the loop runs many in one batch
+                self._hand_over(partial(copy_context().run, callback))
             return not self._closed
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextvars import ContextVar, copy_context
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_what_is_handed_in_runs_in_order(thread):
     assert [n for n in seen if n % 2] == list(range(1, 20, 2))
     for number in range(0, 20, 2):
         assert seen.index(number) < seen.index(number + 1)
+
+
+def test_what_is_handed_in_runs_in_the_context_of_whoever_hands_it_in(thread):
+    told = ContextVar("told", default="nothing")
+    go, seen, ended = threading.Event(), [], threading.Event()
+    thread.post(go.wait)  # so that all of it is one batch, which belongs to nobody's context
+    for name in ("one", "other"):
+        context = copy_context()
+        context.run(told.set, name)
+        context.run(thread.post, lambda: seen.append(told.get()))
+    thread.post(lambda: seen.append(told.get()))
+    thread.post(ended.set)
+    go.set()
+    assert ended.wait(PATIENCE)
+    assert seen == ["one", "other", "nothing"]
 
 
 async def raising():

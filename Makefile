@@ -89,7 +89,7 @@ docs-serve: $(STAMP)
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,ray,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,otel,ray,docs]"
 	touch $@
 
 clean:

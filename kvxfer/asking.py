@@ -45,4 +45,5 @@ def fetch_message(
         staging_bytes=length,
         staging_lease_ms=ahead.lease_ms if ahead is not None and ahead.staged else 0,
         fenced=site.keys.has(peer),
+        trace=need.trace,
     )

@@ -19,7 +19,7 @@ from kvxfer.lanes import Lanes
 from kvxfer.mapped import Windows, here
 from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody
-from kvxfer.metrics import Metrics
+from kvxfer.metrics import Listener, Metrics
 from kvxfer.onlookers import see_through
 from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
@@ -180,7 +180,7 @@ async def assemble(parts: Assembly) -> Site:
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)
-    incarnation, staging, metrics = runtime.token(_INCARNATION_BYTES), parts.staging, Metrics()
+    incarnation, staging, metrics = runtime.token(_INCARNATION_BYTES), parts.staging, Metrics(_listener(config))
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
@@ -224,6 +224,19 @@ async def assemble(parts: Assembly) -> Site:
         processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,
     )
+
+
+def _listener(config: Config) -> Listener | None:
+    """Who hears of transfers and offers, beside the counters.
+
+    Raises:
+        ConfigError: If the settings ask for what is not installed.
+    """
+    if config.traces == "off":
+        return None
+    from kvxfer.traces import Traces
+
+    return Traces(config.engine, config.rank)
 
 
 def _gates(exports: Exports, executor: Executor, runtime: Runtime) -> Gates:

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvxfer.endpoint import Endpoint, is_admitted
+from kvxfer.endpoint import Endpoint, check_advertise, check_listen, check_patterns, is_admitted
 from kvxfer.errors import ConfigError
 from kvxfer.limits import MAX_CTAS, MAX_WORLD
 from kvxfer.settings import (
@@ -55,7 +55,6 @@ GIB: Final = 1024 * MIB
 _SHARE_ALIGNMENT: Final = 512  # as the arena is split by `kvxfer.memory`, which a test compares
 _CHUNK_BYTES: Final = 64 * MIB
 _SECRET_CHARACTERS: Final = 16
-_SHOWN_CHARACTERS: Final = 80
 _HIDDEN: Final = frozenset({"secret", "fabric.backend_params"})
 _MASK: Final = "**********"
 _SENSITIVE: Final = ("secret", "password", "token", "key", "credential")
@@ -78,27 +77,6 @@ class Setting:
     value: object
     source: str
     description: str
-
-
-def _check_listen(text: str) -> str:
-    return str(Endpoint.parse(text))
-
-
-def _check_advertise(text: str | None) -> str | None:
-    if text is None:
-        return None
-    endpoint = Endpoint.parse(text)
-    if text == "unix" or endpoint.anywhere:
-        raise ValueError("peers cannot connect to this; give the path or the address at which they reach this worker")
-    return str(endpoint)
-
-
-def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    if wrong := [pattern for pattern in patterns if not pattern.startswith(("unix:", "tcp:"))]:
-        raise ValueError(
-            f"the pattern {wrong[0][:_SHOWN_CHARACTERS]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'"
-        )
-    return patterns
 
 
 def _check_backends(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -205,18 +183,20 @@ class Config(BaseSettings):
     world: Annotated[int, Field(ge=1, le=MAX_WORLD)] = 1
     """Ranks of this engine."""
 
-    listen: Annotated[str, AfterValidator(_check_listen)] = "unix"
+    listen: Annotated[str, AfterValidator(check_listen)] = "unix"
     """`unix` (a private socket in a fresh 0700 directory), `unix:/path`, or `tcp:host:port` (port 0: any free one)."""
-    advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(_check_advertise)] = None
+    advertise: Annotated[str | None, BeforeValidator(parse_optional), AfterValidator(check_advertise)] = None
     """Endpoint to put in the card when it differs from `listen`; port 0 stands for the port that `listen` got."""
     loop: Literal["caller", "own"] = "caller"
     """Run on the caller's event loop, or on one of its own in a thread."""
+    traces: Literal["off", "otel"] = "off"
+    """`otel`: spans of fetches and offers go to OpenTelemetry, and peers are told to which trace a fetch belongs."""
 
     secret: Annotated[SecretStr | None, AfterValidator(_check_secret)] = None
     """Shared by both engines; peers prove that they know it, and it never travels."""
     trust: Literal["auto", "full", "none"] = "auto"
     """Whom to give access to whole allocations: `auto` the same host, and beyond it whoever proves the secret."""
-    allow_peers: Annotated[Names, AfterValidator(_check_patterns)] = ("unix:*", "tcp:*")
+    allow_peers: Annotated[Names, AfterValidator(check_patterns)] = ("unix:*", "tcp:*")
     """Endpoints that this worker connects to, as patterns: `unix:/run/kvxfer/*`, `tcp:10.0.*:*`, `tcp:[fd00::7]:*`. A
     host of digits and no letters stands for addresses alone, not for names."""
     compat: Literal["strict", "geometry"] = "strict"

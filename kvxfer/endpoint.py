@@ -6,11 +6,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Literal, Self
 
-__all__ = ["MAX_PORT", "SOCKET_PATH_BYTES", "Endpoint", "is_admitted"]
+__all__ = [
+    "MAX_PORT",
+    "SOCKET_PATH_BYTES",
+    "Endpoint",
+    "check_advertise",
+    "check_listen",
+    "check_patterns",
+    "is_admitted",
+]
 
 SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path on Linux, less the final zero
 MAX_PORT: Final = 65_535
 _PORT_DIGITS: Final = 5
+_SHOWN_CHARACTERS: Final = 80
 _ANYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 
 
@@ -108,3 +117,39 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def check_listen(text: str) -> str:
+    """Where a worker is to listen, as it is written.
+
+    Raises:
+        ValueError: If it is no endpoint.
+    """
+    return str(Endpoint.parse(text))
+
+
+def check_advertise(text: str | None) -> str | None:
+    """Where peers are to reach a worker, as it is written.
+
+    Raises:
+        ValueError: If it is no endpoint, or none that they can connect to.
+    """
+    if text is None:
+        return None
+    endpoint = Endpoint.parse(text)
+    if text == "unix" or endpoint.anywhere:
+        raise ValueError("peers cannot connect to this; give the path or the address at which they reach this worker")
+    return str(endpoint)
+
+
+def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Patterns of endpoints.
+
+    Raises:
+        ValueError: If one of them can match none.
+    """
+    if wrong := [pattern for pattern in patterns if not pattern.startswith(("unix:", "tcp:"))]:
+        raise ValueError(
+            f"the pattern {wrong[0][:_SHOWN_CHARACTERS]!r} must begin with 'unix:' or 'tcp:', as in 'tcp:10.0.*:*'"
+        )
+    return patterns

@@ -27,6 +27,7 @@ from kvxfer.failures import Cause, Standing, Subject, in_doubt, reported, standi
 from kvxfer.geometry import BlockLists, Selection
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
+from kvxfer.metrics import Ended
 from kvxfer.need import Need
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Release, Route, Status
@@ -111,6 +112,7 @@ class Fetching(Steps):
         self._revoke: asyncio.TimerHandle | None = None
         self._settled: asyncio.Future[None] = site.loop.create_future()
         self.began: Final = site.now()
+        self._trace: Final = site.metrics.fetch_began(ident, (demand.ticket.request, demand.ticket.attempt), self.began)
         self._timer: asyncio.TimerHandle | None = None
         if demand.timeout is not None:
             self._timer = site.at(self.began + demand.timeout, self._timed_out)
@@ -211,7 +213,9 @@ class Fetching(Steps):
             if not selections:
                 link.send(Release(demand.ticket.ref()))
                 continue
-            need = Need(demand.ticket.ref(), selections, demand.spans, demand.tokens, demand.after, deadline)
+            need = Need(
+                demand.ticket.ref(), selections, demand.spans, demand.tokens, demand.after, deadline, self._trace
+            )
             incoming = Incoming(site, link, self._number(), need, self)
             self.transfer.expect(dict.fromkeys(incoming.layers, 1))
             self.incoming.append(incoming)
@@ -289,7 +293,8 @@ class Fetching(Steps):
     # --- ending
 
     def _finish(self) -> None:
-        stats = self._stats()
+        tally = self._tally()
+        stats = self._stats(tally)
         error, report = self._error, None
         if error is not None:
             self.transfer.failed_blocks = self._subject.blocks
@@ -298,7 +303,17 @@ class Fetching(Steps):
                 error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent)
             error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
-        self.site.metrics.transfer_ended(code, stats, "receive")
+        self.site.metrics.transfer_ended(
+            Ended(
+                side="receive",
+                code=code,
+                stats=stats,
+                report=report,
+                transfer=self.transfer.id,
+                key=(self.ticket.request, self.ticket.attempt),
+                stages=tally.stages,
+            )
+        )
         for incoming in self.incoming:
             incoming.link.moved[incoming.route] += incoming.tally.bytes
         self._log(stats, report)
@@ -338,13 +353,16 @@ class Fetching(Steps):
             )
             self._settled.exception()
 
-    def _stats(self) -> TransferStats:
+    def _tally(self) -> Tally:
+        """What all ranks' parts counted."""
         if len(self.incoming) == 1:
-            tally = self.incoming[0].tally
-        else:
-            tally = Tally()
-            for incoming in self.incoming:
-                tally.merge(incoming.tally)
+            return self.incoming[0].tally
+        tally = Tally()
+        for incoming in self.incoming:
+            tally.merge(incoming.tally)
+        return tally
+
+    def _stats(self, tally: Tally) -> TransferStats:
         return tally.stats(
             route="+".join(sorted({i.route.name.lower() for i in self.incoming if i.route is not Route.UNKNOWN})),
             why="; ".join(dict.fromkeys(incoming.why for incoming in self.incoming if incoming.why)),

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_SUMS",
     "MAX_TENSORS",
     "MAX_TOKENS",
+    "MAX_TRACE",
     "MAX_WIDTH",
     "MAX_WORLD",
 ]
@@ -37,6 +38,9 @@ MAX_LAYERS: Final = 16_384
 
 MAX_PLACES: Final = 32_768
 """Layers that a rank holds at most, counted once for each part, K, V and tensor: whoever meets it looks at each."""
+
+MAX_TRACE: Final = 64
+"""Characters at most by which a fetch names the trace that it belongs to: a `traceparent` of version 00 has 55."""
 
 MAX_TOKENS: Final = 0xFFFF_FFFF
 """Token numbers travel in 32 bits."""

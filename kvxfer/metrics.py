@@ -1,17 +1,31 @@
 """Counters and durations of one worker: plain numbers that belong to the event loop's thread.
 
-`Metrics.snapshot` hands them to whatever exports them. Counting is what every transfer pays for, so a duration costs a
+`Metrics.snapshot` hands them to whatever exports them. What begins and ends is said here alone, so whoever else wants
+to hear of it (traces do) is a `Listener`. Counting is what every transfer pays for, so a duration costs a
 search among fixed bounds and an addition, and names of labels are few: those that come of free text are capped.
 """
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from typing import Final, Literal, TypeAlias, TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, TypeAlias, TypedDict
 
-from kvxfer.errors import Code
-from kvxfer.telemetry import TransferStats
+from kvxfer.errors import Code, FailureReport
+from kvxfer.telemetry import Intervals, TransferStats
 
-__all__ = ["SECONDS", "HistogramSnapshot", "Metrics", "Side", "SideSnapshot", "Snapshot"]
+__all__ = [
+    "SECONDS",
+    "Ended",
+    "HistogramSnapshot",
+    "Listener",
+    "Metrics",
+    "RequestKey",
+    "Side",
+    "SideSnapshot",
+    "Snapshot",
+    "Stage",
+]
 
 _LABELS: Final = 64
 """Distinct free-text labels that one counter keeps; what is over counts as `other`."""
@@ -21,6 +35,55 @@ SECONDS: Final = tuple(digits * 10.0**power for power in range(-5, 2) for digits
 
 Side: TypeAlias = Literal["receive", "send"]
 """Which end of a transfer counts it."""
+Stage: TypeAlias = Literal["queued", "gathering", "posting", "wire", "scattering"]
+"""What takes time in a transfer."""
+RequestKey: TypeAlias = tuple[str, int]
+"""Request id and attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A transfer that is over.
+
+    Attributes:
+        side: Which end of it this is.
+        code: Kind of its failure; None if it succeeded.
+        stats: What it did.
+        report: What is known of its failure.
+        transfer: Its name in the logs.
+        key: Its request.
+        stages: When each stage that this side saw ran.
+        trace: To which trace the decode rank says that it belongs; not checked.
+    """
+
+    side: Side
+    code: Code | None
+    stats: TransferStats
+    report: FailureReport | None = None
+    transfer: str = ""
+    key: RequestKey = ("", 0)
+    stages: Mapping[Stage, Intervals] = field(default_factory=dict[Stage, Intervals])
+    trace: str = ""
+
+
+class Listener(Protocol):
+    """Hears of what begins and ends. It must not raise. Instants are seconds of the worker's clock."""
+
+    def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
+        """A fetch began. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
+        ...
+
+    def offer_began(self, key: RequestKey, at: float) -> None:
+        """An offer can be found from now on."""
+        ...
+
+    def transfer_ended(self, ended: Ended) -> None:
+        """A fetch that began, or what a peer fetched here, is over."""
+        ...
+
+    def offer_ended(self, key: RequestKey, how: str, at: float) -> None:
+        """An offer is over."""
+        ...
 
 
 class HistogramSnapshot(TypedDict):
@@ -124,9 +187,14 @@ class _Account:
 
 
 class Metrics:
-    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now."""
+    """Counters of one worker. Everything only grows, but for `quarantined_bytes`, which is what is in custody now.
 
-    def __init__(self) -> None:
+    Args:
+        listener: Who hears of transfers and offers too.
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener: Final = listener
         self._sides: Final[dict[Side, _Account]] = {"receive": _Account(), "send": _Account()}
         self._refusals_sent: Counter[str] = Counter()
         self._refusals_received: Counter[str] = Counter()
@@ -147,17 +215,30 @@ class Metrics:
         self._loop_blocked = 0
         self._loop_lag_max = 0.0
 
-    def transfer_ended(self, code: Code | None, stats: TransferStats, side: Side) -> None:
-        """Count one transfer: its outcome (None: success), its bytes, and if it succeeded where its time went."""
-        self._sides[side].ended(code, stats)
+    def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
+        """Take note of a fetch. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
+        return self._listener.fetch_began(transfer, key, at) if self._listener is not None else ""
+
+    def transfer_ended(self, ended: Ended) -> None:
+        """Count one transfer: its outcome, its bytes, and if it succeeded where its time went."""
+        self._sides[ended.side].ended(ended.code, ended.stats)
+        if self._listener is not None:
+            self._listener.transfer_ended(ended)
 
     def session_opened(self, side: Side) -> None:
         """Count a handshake that was completed, by what this rank does in the session."""
         self._sessions[side] += 1
 
-    def offer_ended(self, how: str) -> None:
+    def offer_began(self, key: RequestKey, at: float) -> None:
+        """Take note of an offer that can be found from now on."""
+        if self._listener is not None:
+            self._listener.offer_began(key, at)
+
+    def offer_ended(self, key: RequestKey, how: str, at: float) -> None:
         """Count an offer that is over, by how it ended: there are three ways."""
         self._offers[how] += 1
+        if self._listener is not None:
+            self._listener.offer_ended(key, how, at)
 
     def quarantined(self, nbytes: int) -> None:
         """Count memory that went into custody because a peer may still touch it."""

@@ -22,6 +22,7 @@ class Need:
         tokens: Token range.
         after: The blocks may be written when this has fired.
         deadline: When the caller gives up, by the runtime's clock; None if never.
+        trace: To which trace the fetch belongs; empty if nobody traces it.
     """
 
     ticket: TicketRef
@@ -30,6 +31,7 @@ class Need:
     tokens: range
     after: Event
     deadline: float | None
+    trace: str = ""
 
 
 class Owner(Protocol):

@@ -102,6 +102,7 @@ class OfferBook:
 
     def publish(self, offer: Offer) -> None:
         """The offer is complete enough to be found: hand it what came early."""
+        self._site.metrics.offer_began(offer.key, self._site.now())
         early = self._forget_early(offer.key)
         if early is not None:
             for engine, world in early.claims.items():
@@ -213,7 +214,7 @@ class OfferBook:
         self._past[offer.key] = (self._site.now(), code[type(ending)])
         self._forget()
         outcome = type(ending).__name__.lower()
-        self._site.metrics.offer_ended(outcome)
+        self._site.metrics.offer_ended(offer.key, outcome, self._site.now())
         if hears_info(_NAME):
             _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=outcome)
 

@@ -17,6 +17,7 @@ from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import BlockLists, ChunkPlan, CopyPlan, SumPlan, selected
 from kvxfer.link import Link
+from kvxfer.metrics import Ended
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
@@ -469,7 +470,17 @@ class Outgoing(Steps):
             blocks = offer.block_ids() if offer is not None else {}
             self.report = report(machine, failure, self.stats, name=self.name, step=at, blocks=blocks, reads=reads)
         code = None if failure is None else failure.code
-        self.site.metrics.transfer_ended(code, self.stats, "send")
+        ended = Ended(
+            side="send",
+            code=code,
+            stats=self.stats,
+            report=self.report,
+            transfer=self.name,
+            key=(machine.fetch.ticket.request, machine.fetch.ticket.attempt),
+            stages=self.tally.stages,
+            trace=machine.fetch.trace,
+        )
+        self.site.metrics.transfer_ended(ended)
         self.link.moved[machine.route] += self.stats.bytes
         log_transfer(self.stats, self.report, request=machine.fetch.ticket.request, transfer=self.name)
         self._way()

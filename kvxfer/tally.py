@@ -1,14 +1,13 @@
 """What one side of a transfer counts while it runs, and the stats that come of it."""
 
 from collections import defaultdict
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from kvxfer.metrics import Stage
 from kvxfer.protocol.messages import Timings
 from kvxfer.telemetry import Intervals, TransferStats
 
-__all__ = ["Stage", "Tally"]
-
-Stage: TypeAlias = Literal["queued", "gathering", "posting", "wire", "scattering"]
+__all__ = ["Tally"]
 
 
 class Tally:

@@ -143,6 +143,7 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "fetch_that_grants_ahead", ahead
     extent = (0, 0, DIGEST, 0x7F00_0000_0000, 65_536, 30_000)
     yield "fetch_that_grants_staging_ahead", Fetch(1, TICKET, keys, GROUPS, 0, 48, [Route.STAGED], *bounds, *extent)
+    yield "fetch_that_is_traced", msgspec.structs.replace(ahead, trace=f"00-{MAC.hex()[:32]}-{MAC.hex()[:16]}-01")
     yield "accept_of_what_was_granted_ahead", Accept(1, Route.MAPPED, 8192, [], 2, 32, 1, DIGEST, "", True, 64)
     yield "accept", Accept(1, Route.STAGED, 1_572_864, GROUPS, 2, 32, 2, DIGEST)
     yield "accept_with_a_reason", Accept(1, Route.DIRECT, 8192, GROUPS, 2, 32, 1, DIGEST, "only 2 pieces")
@@ -294,6 +295,8 @@ _INVALID: list[tuple[str, str, bytes]] = [
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("9090 0001 dc0011") + b"\x01" * 17 + bytes.fromhex("0000")),
     ("too_many_tickets", "4097 tickets are announced, 4096 are allowed",
      b"\x92\x05\xdc" + (4097).to_bytes(2, "big") + _TICKET * 4097),
+    ("trace_is_too_long", "65 characters, 64 are allowed",
+     bytes.fromhex("dc00130601") + _TICKET + bytes.fromhex("9090 0001 90 0000 000000 c400 000000 c2") + _text(65)),
     ("tail_is_nested_too_deeply", "20,000 arrays in each other", b"\x92\x04" + b"\x91" * 20_000 + b"\x01"),
 ]  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvxfer.errors import Code
-from kvxfer.metrics import SECONDS, Metrics
+from kvxfer.metrics import SECONDS, Ended, Metrics
 from kvxfer.telemetry import TransferStats
 
 EMPTY = {"transfers": {}, "bytes": {}, "pieces": 0, "chunks": 0, "durations": {}, "stages": {}}
@@ -21,7 +21,7 @@ def buckets(histogram):
 def test_counters():
     metrics = Metrics()
     metrics.session_opened("send")
-    metrics.offer_ended("released")
+    metrics.offer_ended(("r", 0), "released", 1.0)
     metrics.quarantined(64)
     metrics.quarantined(32)
     metrics.settled(64)
@@ -69,9 +69,15 @@ def test_counters():
 
 def test_both_sides_of_transfers_are_counted_apart():
     metrics = Metrics()
-    metrics.transfer_ended(None, moved(nbytes=100, pieces=7, chunks=2, took=0.001, wire=0.0004), "receive")
-    metrics.transfer_ended(None, moved(nbytes=11, pieces=1, chunks=1, took=99.0, queued=90.0, wire=0.0002), "receive")
-    metrics.transfer_ended(None, moved("mapped", 5), "send")
+    metrics.transfer_ended(
+        Ended(code=None, stats=moved(nbytes=100, pieces=7, chunks=2, took=0.001, wire=0.0004), side="receive")
+    )
+    metrics.transfer_ended(
+        Ended(
+            code=None, stats=moved(nbytes=11, pieces=1, chunks=1, took=99.0, queued=90.0, wire=0.0002), side="receive"
+        )
+    )
+    metrics.transfer_ended(Ended(code=None, stats=moved("mapped", 5), side="send"))
     seen = metrics.snapshot()
     received = seen["receive"]
     assert (received["transfers"], received["bytes"]) == ({"ok": 2}, {"staged": 111})
@@ -89,8 +95,10 @@ def test_both_sides_of_transfers_are_counted_apart():
 
 def test_a_failure_counts_its_bytes_and_not_how_long_it_took():
     metrics = Metrics()
-    metrics.transfer_ended(Code.TIMEOUT, moved(nbytes=5, took=10.0, pieces=3, chunks=1, wire=9.0), "receive")
-    metrics.transfer_ended(Code.CANCELLED, moved(""), "receive")
+    metrics.transfer_ended(
+        Ended(code=Code.TIMEOUT, stats=moved(nbytes=5, took=10.0, pieces=3, chunks=1, wire=9.0), side="receive")
+    )
+    metrics.transfer_ended(Ended(code=Code.CANCELLED, stats=moved(""), side="receive"))
     assert metrics.snapshot()["receive"] == {
         **EMPTY,
         "transfers": {"timeout": 1, "cancelled": 1},

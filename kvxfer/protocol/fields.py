@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvxfer.limits import MAX_NAME, MAX_SCALES, MAX_SUMS
+from kvxfer.limits import MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TRACE
 
 __all__ = [
     "I64",
@@ -22,6 +22,7 @@ __all__ = [
     "Route",
     "Scale",
     "Status",
+    "TraceParent",
     "check_ids",
 ]
 
@@ -34,6 +35,7 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
+TraceParent = Annotated[str, msgspec.Meta(max_length=MAX_TRACE)]
 # four bytes a number; one a head at most
 Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
 # a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding

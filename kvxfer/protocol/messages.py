@@ -26,6 +26,7 @@ from kvxfer.protocol.fields import (
     Route,
     Scale,
     Status,
+    TraceParent,
     check_ids,
 )
 
@@ -299,6 +300,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     staging_bytes: U64 = 0
     staging_lease_ms: U32 = 0
     fenced: bool = False
+    trace: TraceParent = ""
 
 
 class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -28,7 +28,7 @@ LAYERS = {
     "names": ({"codes", "errors", "reports", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
     "runtime": ({"runtime", "pace"}, {"names"}, {"anyio"}),
     "settings": ({"config", "settings", "tls"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
-    "telemetry": ({"telemetry", "metrics"}, {"names"}, {"structlog"}),
+    "telemetry": ({"telemetry", "metrics", "traces"}, {"names"}, {"structlog", "opentelemetry"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec"}),
     "memory": ({"memory"}, {"names", "geometry", "wire"}, {"numpy"}),
@@ -59,6 +59,7 @@ ONLY_HERE = {
     "nixl": "kvxfer/fabric/nixl.py",
     "triton": "kvxfer/copy/kernel.py",
     "vllm": "kvxfer/integrations/vllm/connector.py",
+    "opentelemetry": "kvxfer/traces.py",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -129,6 +130,7 @@ def test_imports_point_down(path):
         ("kvxfer/copy/host.py", "import triton"),
         ("kvxfer/link.py", "from kvxfer.cli import app"),
         ("kvxfer/worker.py", "import kvxfer.testing"),
+        ("kvxfer/metrics.py", "from opentelemetry import trace"),
         ("kvxfer/worker.py", "from kvxfer import Config"),
     ],
 )

@@ -30,6 +30,7 @@ BROAD = {
     ("kvxfer/fabric/pump.py", "Fabric._step"): 1,  # the service is supervised there
     ("kvxfer/fabric/pump.py", "Fabric._undo"): 1,  # the last step of the service
     ("kvxfer/steps.py", "Steps.run"): 1,  # a defect ends the transfer that it is in, and no other
+    ("kvxfer/traces.py", "_harmless.guarded"): 1,  # samplers and span processors are the application's
     ("kvxfer/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
     ("kvxfer/runtime.py", "_Batch._run"): 1,  # one broken callback must not strand the rest of its batch
 }

@@ -22,6 +22,7 @@ import torch
 from certificates import Authority
 from far import Far, Ranks
 from stage import KEY, Cache, Copied, Gate
+from traced import Spans
 from wire import SIZES, deaf_port, play
 
 from kvxfer import (
@@ -142,6 +143,14 @@ async def another_dtype_is_converted(play):
 def damaged(play):
     """What is fetched next arrives with a bit flipped."""
     play.network.damage_next("decode", byte=3)
+
+
+@field("traces")
+async def spans_are_exported(play):
+    spans = Spans()
+    await play.pair(traces="otel")
+    await play.bring("r")
+    assert {"fetch", "send"} <= set(spans.names)
 
 
 @field("integrity")

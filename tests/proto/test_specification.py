@@ -87,6 +87,7 @@ WIRE_TYPES = {
     "u64": {"minimum": 0, "maximum": 2**63 - 1},
     "name": {"type": "string", "maxLength": 128},
     "reason": {"type": "string", "maxLength": 1024},
+    "trace": {"type": "string", "maxLength": 64},
     "hash": {"contentEncoding": "base64", "maxLength": 88},
     "payload": {"contentEncoding": "base64", "maxLength": 87384},
     "ids": {"description": "u32 numbers, little-endian, packed"},

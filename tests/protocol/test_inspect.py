@@ -117,6 +117,7 @@ def test_a_fetch():
         "  staging_bytes     0 bytes",
         "  staging_lease_ms  0 ms",
         "  fenced            no",
+        "  trace             ''",
     ]
 
 

@@ -1,0 +1,289 @@
+"""One trace over both sides of a transfer, by OpenTelemetry's SDK: spans, parents, status, peers that lie about it."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, StatusCode
+from stage import Cache, Copied, Tap, eventually, quiet
+from traced import Spans
+
+from kvxfer import KvxferError, Released
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.own_loop import OwnLoopWorker
+from kvxfer.protocol.messages import Fetch
+from kvxfer.traces import parsed
+
+ROOT = Path(__file__).parents[2]
+TOKENS = range(8)
+CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+STAGES = {
+    "staged": ({"reserve", "arrive", "scatter"}, {"reserve", "gather", "post", "write"}),
+    "direct": ({"arrive"}, {"reserve", "post", "write"}),
+    "mapped": ({"arrive"}, {"reserve", "write"}),
+    "pull": ({"read"}, set()),
+}
+"""What each side sees by itself, by route: at the decode rank and at the prefill rank."""
+
+
+@pytest.fixture
+def spans():
+    return Spans()
+
+
+@pytest.fixture
+def source():
+    return Cache(shared=True)
+
+
+@pytest.fixture
+def target():
+    return Cache(shared=True)
+
+
+async def traced(stage, source, target, **config):
+    config.setdefault("traces", "otel")
+    return await stage.pair(source, target, **config)
+
+
+async def moved(prefill, decode):
+    """A request, offered, fetched and released."""
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert isinstance(await offer.released(), Released)
+    await quiet(prefill, decode)
+
+
+def fails_with(span, code):
+    return span.status.status_code is StatusCode.ERROR and span.attributes["error.type"] == code
+
+
+@pytest.mark.parametrize("route", STAGES)
+async def test_one_trace_over_both_sides(stage, spans, source, target, route):
+    prefill, decode = await traced(stage, source, target, route=route)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await moved(prefill, decode)
+    copied.check()
+    fetch, send, offer = spans.one("fetch"), spans.one("send"), spans.one("offer")
+    assert fetch.parent is None
+    assert send.parent.span_id == offer.parent.span_id == fetch.context.span_id
+    assert [link.context for link in offer.links] == [send.context]
+    assert {span.context.trace_id for span in spans.all} == {fetch.context.trace_id}
+    assert (fetch.kind, send.kind) == (SpanKind.CLIENT, SpanKind.SERVER)
+    seen = tuple(set(spans.below(side)) - {"offer"} for side in (fetch, send))
+    # a chunk for which no memory is waited for has nothing to reserve
+    assert (seen[0] | {"reserve"}, seen[1]) == (STAGES[route][0] | {"reserve"}, STAGES[route][1])
+    for side in (fetch, send):
+        assert side.status.status_code is StatusCode.OK
+        assert side.attributes["kvxfer.route"] == route
+        assert side.attributes["kvxfer.bytes"] == 2 * 2 * 8 * 4 * 8 * 4
+        assert side.attributes["kvxfer.request"] == "r"
+        assert (side.attributes["kvxfer.engine"], side.attributes["kvxfer.rank"]) == (
+            ("decode", 0) if side is fetch else ("prefill", 0)
+        )
+        for stage_span in spans.below(side).values():
+            assert stage_span.start_time <= stage_span.end_time
+            if stage_span.name != "kvxfer.offer":  # which began before it was fetched
+                assert side.start_time <= stage_span.start_time
+                assert stage_span.attributes["kvxfer.busy_seconds"] >= 0
+                assert stage_span.attributes["kvxfer.intervals"] >= 1
+
+
+async def test_a_fetch_and_an_offer_belong_to_the_spans_that_ask_for_them(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target, route="staged")
+    tracer = trace.get_tracer("test")
+    with tracer.start_as_current_span("prefill") as there:
+        offer = prefill.offer("r", [1, 2], tokens=8)
+    with tracer.start_as_current_span("decode") as here:
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await offer.released()
+    assert spans.one("fetch").parent.span_id == here.get_span_context().span_id
+    assert spans.one("send").parent.span_id == spans.one("fetch").context.span_id
+    assert spans.one("offer").parent.span_id == there.get_span_context().span_id
+    assert [link.context for link in spans.one("offer").links] == [spans.one("send").context]
+
+
+async def test_the_span_of_a_caller_is_found_from_another_loop(stage, spans, source, target):
+    prefill = await stage.worker("prefill", source, traces="otel")
+    config = prefill.config.model_copy(update={"engine": "decode", "loop": "own"})
+    async with OwnLoopWorker(target.tensors, config, transport=LoopbackTransport("decode", stage.network)) as decode:
+        with trace.get_tracer("test").start_as_current_span("caller") as caller:
+            prefill.offer("r", [1, 2], tokens=8)
+            await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert spans.one("fetch").parent.span_id == caller.get_span_context().span_id
+
+
+async def test_an_engine_of_two_ranks_sends_in_the_same_trace(stage, spans):
+    sources = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
+    ranks, _ = await stage.engine("prefill", sources, traces="otel")
+    decode = await stage.worker("decode", Cache(), traces="otel")
+    for rank in ranks:
+        rank.offer("r", [1, 2], tokens=8)
+    await decode.fetch(ranks[0].engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await quiet(*ranks, decode)
+    fetch = spans.one("fetch")
+    sends = [span for span in spans.all if span.name == "kvxfer.send"]
+    assert [send.parent.span_id for send in sends] == [fetch.context.span_id] * 2
+    assert {send.attributes["kvxfer.rank"] for send in sends} == {0, 1}
+    assert fetch.attributes["kvxfer.bytes"] == sum(send.attributes["kvxfer.bytes"] for send in sends)
+
+
+async def test_a_transfer_that_fails_says_so_on_both_sides(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target, route="staged")
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.refuse_next("decode")
+    with pytest.raises(KvxferError) as caught:
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await quiet(prefill, decode)
+    code = caught.value.report.code.name
+    for side in (spans.one("fetch"), spans.one("send")):
+        assert fails_with(side, code.lower())
+        assert side.attributes["kvxfer.memory_safe"] is True
+        assert side.status.description.startswith(f"{code}: ")
+
+
+async def test_a_fetch_that_is_refused_says_so(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    await offer.withdraw()
+    with pytest.raises(KvxferError):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    assert fails_with(spans.one("fetch"), "offer_withdrawn")
+    assert spans.one("offer").attributes["kvxfer.ending"] == "withdrawn"
+
+
+async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target, route="staged")
+    stage.network.hold("*")
+    prefill.offer("r", [1, 2], tokens=8)
+    fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+    await eventually(lambda: stage.network.held("*"))
+    fetch.cancel()
+    stage.network.release("*")
+    with suppress(asyncio.CancelledError):
+        await fetch
+    await quiet(prefill, decode)
+    assert fetch.cancelled()
+    for side in (spans.one("fetch"), spans.one("send")):
+        assert fails_with(side, "cancelled")
+
+
+async def test_a_worker_that_closes_ends_its_spans(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target)
+    fetch = asyncio.ensure_future(decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS).outcome)
+    await decode.aclose(drain=False)
+    with suppress(KvxferError):
+        await fetch
+    assert fails_with(spans.one("fetch"), "closed")
+
+
+RUBBISH = [
+    "",
+    "rubbish",
+    "00-" + "0" * 32 + "-" + "cd" * 8 + "-01",
+    "00-" + "ab" * 16 + "-" + "0" * 16 + "-01",
+    CALLER.upper(),
+    CALLER.replace("00-", "01-", 1),
+    CALLER + "\n",
+    CALLER[:-1],
+    "00-" + "٣" * 32 + "-" + "cd" * 8 + "-01",
+    "\0" * 64,
+]
+
+
+@pytest.mark.parametrize("said", RUBBISH)
+async def test_what_is_no_trace_is_ignored(stage, spans, source, target, monkeypatch, said):
+    tap = Tap(monkeypatch)
+    tap.change[Fetch] = lambda fetch: replace(fetch, trace=said)
+    prefill, decode = await traced(stage, source, target)
+    await moved(prefill, decode)
+    send = spans.one("send")
+    assert send.parent is None
+    assert send.status.status_code is StatusCode.OK
+    assert parsed(said) is None
+
+
+async def test_a_peer_is_believed_no_more_than_a_parent(stage, spans, source, target, monkeypatch):
+    tap = Tap(monkeypatch)
+    tap.change[Fetch] = lambda fetch: replace(fetch, trace=CALLER[:-2] + "ff")
+    prefill, decode = await traced(stage, source, target)
+    await moved(prefill, decode)
+    send = spans.one("send")
+    assert (send.parent.trace_id, send.parent.span_id) == (int("ab" * 16, 16), int("cd" * 8, 16))
+    assert send.parent.trace_flags == 1, "no flag but `sampled` is passed on"
+
+
+async def test_what_a_peer_does_not_sample_is_not_recorded(stage, spans, source, target, monkeypatch):
+    tap = Tap(monkeypatch)
+    tap.change[Fetch] = lambda fetch: replace(fetch, trace=CALLER[:-2] + "00")
+    prefill, decode = await traced(stage, source, target)
+    await moved(prefill, decode)
+    assert "send" not in spans.names
+    assert "gather" not in spans.names
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_one_side_alone_may_trace(stage, spans, source, target, side):
+    prefill, decode = await stage.pair(source, target, **{side: {"traces": "otel"}})
+    await moved(prefill, decode)
+    assert ("send" in spans.names, "fetch" in spans.names) == (side == "prefill", side == "decode")
+
+
+async def test_code_of_the_application_that_raises_harms_no_transfer(stage, spans, source, target, caplog):
+    class Raising:
+        def start_span(self, *_, **__):
+            raise RuntimeError("a sampler")
+
+    prefill, decode = await traced(stage, source, target)
+    for worker in (prefill, decode):
+        worker._site.metrics._listener._tracer = Raising()
+    await moved(prefill, decode)
+    assert spans.names == []
+    assert {record.kvxfer["event"] for record in caplog.records if record.levelname == "ERROR"} == {"trace_failed"}
+
+
+async def test_nothing_is_kept_of_what_is_over(stage, spans, source, target):
+    prefill, decode = await traced(stage, source, target)
+    await moved(prefill, decode)
+    for worker in (prefill, decode):
+        traces = worker._site.metrics._listener
+        assert (traces._fetches, traces._offers) == ({}, {})
+
+
+OFF = """
+import asyncio, sys
+sys.modules["opentelemetry"] = None  # whoever imports it fails
+sys.path.insert(0, "tests/integration")
+from contextlib import AsyncExitStack
+from stage import Cache, Stage, quiet
+from kvxfer import ConfigError
+from kvxfer.fabric.loopback import LoopbackNetwork
+
+async def main():
+    async with AsyncExitStack() as stack:
+        stage = Stage(LoopbackNetwork(), stack)
+        prefill, decode = await stage.pair(Cache(), Cache())
+        offer = prefill.offer("r", [1], tokens=4)
+        await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
+        await offer.released()
+        assert not any(name.startswith(("opentelemetry.", "kvxfer.traces")) for name in sys.modules)
+        try:
+            await stage.worker("traced", Cache(), traces="otel")
+        except ConfigError as error:
+            print(error)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_of_it_is_imported_unless_it_is_asked_for():
+    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'kvxfer[otel]'" in done.stdout

@@ -34,6 +34,7 @@ from kvxfer.geometry import (
 )
 from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.loop_thread import LoopThread, ServedWorker
+from kvxfer.offerbook import Awaited
 from kvxfer.onlookers import given_seconds
 from kvxfer.polling import Handle, Outbox, PollEvent
 from kvxfer.runtime import Runtime, ThreadRuntime
@@ -291,6 +292,16 @@ class BlockingWorker:
             ),
         )
         return offer
+
+    def awaited(self, request: str, *, attempt: int = 0) -> Awaited | None:
+        """What decode ranks have said of a request that is not on offer yet; None if nothing.
+
+        For an engine that computes a prompt when somebody wants it, or from where somebody wants it on. Does not wait.
+
+        Raises:
+            ClosedError: If nothing is registered.
+        """
+        return self._open.worker.awaited(request, attempt)
 
     # --- decode
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar, overload
 
 from kvxfer.errors import ClosedError, ForkedError, KvxferError, MemoryInDoubtError
+from kvxfer.offerbook import Awaited
 from kvxfer.offers import Offer
 from kvxfer.runtime import Home, Runtime
 from kvxfer.transfers import Transfer, TransferState
@@ -35,6 +36,10 @@ class ServedWorker(Worker):
         await super().__aenter__()
         self._assembly.placement.bind()
         return self
+
+    def awaited(self, request: str, attempt: int) -> Awaited | None:
+        """What decode ranks have said of a request that is not on offer yet. From any thread."""
+        return self._roles[0].book.awaited((request, attempt))
 
     def hurry(self) -> None:
         """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""

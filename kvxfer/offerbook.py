@@ -21,13 +21,26 @@ from kvxfer.quota import Quota
 from kvxfer.site import Site
 from kvxfer.telemetry import hears_info, logger
 
-__all__ = ["TOO_MANY_ENGINES", "OfferBook"]
+__all__ = ["TOO_MANY_ENGINES", "Awaited", "OfferBook"]
 
 _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
 _ENGINES: Final = 16
 """Decode engines that one request is kept for, before its offer and after: more do not try in vain by then."""
 TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to others already"
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What decode ranks have said of a request that is not on offer yet.
+
+    Attributes:
+        first_token: Where the first of their fetches begins; None if they want nothing of this rank.
+        declined: Whether one of them has said that it will not fetch it.
+    """
+
+    first_token: int | None
+    declined: bool = False
 
 
 @dataclass(slots=True)
@@ -40,6 +53,7 @@ class Early:
         fetches: Transfers that wait.
         claims: Size of each engine that claims it, by epoch.
         releases: Who has released it, by engine and rank.
+        declined: Whether one of them said that no fetch will come.
     """
 
     until: float
@@ -47,6 +61,7 @@ class Early:
     fetches: list[OutgoingTransfer] = field(default_factory=list[OutgoingTransfer])
     claims: dict[bytes, int] = field(default_factory=dict[bytes, int])
     releases: dict[tuple[bytes, int], Identity] = field(default_factory=dict[tuple[bytes, int], Identity])
+    declined: bool = False
 
 
 class OfferBook:
@@ -128,6 +143,16 @@ class OfferBook:
         past = self._past.get(key)
         return past[1] if past is not None else None
 
+    def awaited(self, key: OfferKey) -> Awaited | None:
+        """Who waits for a request that is not on offer yet. From any thread: it reads, and each read is whole."""
+        early = self._early.get(key)
+        if early is None:
+            return None
+        fetches = tuple(early.fetches)
+        if not fetches and not early.releases:
+            return None  # a claim alone: nothing is known of what will be wanted
+        return Awaited(min((fetch.first_token for fetch in fetches), default=None), early.declined)
+
     def claim_early(self, key: OfferKey, who: Identity) -> None:
         """A decode rank claims what is not on offer yet. Without room it is not kept: a claim comes again."""
         early = self._keep_early(key, who.incarnation)
@@ -176,8 +201,8 @@ class OfferBook:
         offer.engine, offer.world = engine, world
         self._watch(offer.key, offer.lease)
 
-    def release(self, key: OfferKey, who: Identity) -> None:
-        """One rank of a decode engine is done with the request."""
+    def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
+        """One rank of a decode engine is done with the request; `declined` if it never wanted it."""
         found, engine = self.find(key), who.epoch
         if isinstance(found, Offer):
             if found.engine is None:
@@ -192,6 +217,7 @@ class OfferBook:
             early = self._keep_early(key, who.incarnation)
             if early is not None and len(early.releases) < MAX_WORLD:
                 early.releases[engine, who.rank] = who
+                early.declined |= declined
 
     def grew(self, offer: Offer) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""

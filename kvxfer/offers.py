@@ -79,6 +79,11 @@ class OutgoingTransfer(Protocol):
     report: FailureReport | None
 
     @property
+    def first_token(self) -> int:
+        """Where what it wants begins."""
+        ...
+
+    @property
     def peer(self) -> PeerInfo:
         """The decode rank."""
         ...

@@ -17,7 +17,6 @@ from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Outcome
 from kvxfer.geometry import BlockLists, ChunkPlan, CopyPlan, SumPlan, selected
 from kvxfer.link import Link
-from kvxfer.metrics import Ended
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
@@ -36,7 +35,7 @@ from kvxfer.protocol.messages import (
 from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.rebuilding import strand
 from kvxfer.routes.chooser import Choice
-from kvxfer.sent import log_transfer, report
+from kvxfer.sent import count, log_transfer, report
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
 from kvxfer.site import Site, no_hold
 from kvxfer.steps import Steps
@@ -120,6 +119,11 @@ class Outgoing(Steps):
     def name(self) -> str:
         """Its id, as the decode rank says it too."""
         return f"{self.peer.identity.incarnation.hex()[:8]}-{self.machine.transfer}"
+
+    @property
+    def first_token(self) -> int:
+        """Where what it wants begins."""
+        return self.machine.fetch.token_start
 
     @property
     def step(self) -> Step:
@@ -469,18 +473,7 @@ class Outgoing(Steps):
             offer, at = self.offer, self._stopped_at or self.step
             blocks = offer.block_ids() if offer is not None else {}
             self.report = report(machine, failure, self.stats, name=self.name, step=at, blocks=blocks, reads=reads)
-        code = None if failure is None else failure.code
-        ended = Ended(
-            side="send",
-            code=code,
-            stats=self.stats,
-            report=self.report,
-            transfer=self.name,
-            key=(machine.fetch.ticket.request, machine.fetch.ticket.attempt),
-            stages=self.tally.stages,
-            trace=machine.fetch.trace,
-        )
-        self.site.metrics.transfer_ended(ended)
+        count(self.site.metrics, machine, failure, self.stats, self.report, self.tally.stages, name=self.name)
         self.link.moved[machine.route] += self.stats.bytes
         log_transfer(self.stats, self.report, request=machine.fetch.ticket.request, transfer=self.name)
         self._way()

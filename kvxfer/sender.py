@@ -164,7 +164,8 @@ class Sender:
         """A decode rank is done with a request."""
         who = link.peer.identity
         if self._refusal(message.ticket) is None:
-            self.book.release((message.ticket.request, message.ticket.attempt), who)
+            declined = message.code is Code.CANCELLED
+            self.book.release((message.ticket.request, message.ticket.attempt), who, declined=declined)
 
     def probe(self, link: Link, message: Probe) -> None:
         """A decode rank lends memory, so that the lane to it can be measured (if nothing else moves there now) or seen.

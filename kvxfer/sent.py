@@ -1,16 +1,43 @@
-"""The one line that a prefill rank logs of each transfer, and what it reports of one that failed."""
+"""What a prefill rank says of a transfer that is over: one line in the log, one call to who counts, a report."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from kvxfer.errors import Code, FailureReport, Step
+from kvxfer.metrics import Ended, Metrics, Stage
 from kvxfer.protocol.sending import Failure, Sending
-from kvxfer.telemetry import TransferStats, hears_info, logger
+from kvxfer.telemetry import Intervals, TransferStats, hears_info, logger
 
-__all__ = ["log_transfer", "report"]
+__all__ = ["count", "log_transfer", "report"]
 
 _NAME: Final = "kvxfer.send"
 _log: Final = logger(_NAME)
+
+
+def count(
+    metrics: Metrics,
+    machine: Sending,
+    failure: Failure | None,
+    stats: TransferStats,
+    report: FailureReport | None,
+    stages: Mapping[Stage, Intervals],
+    *,
+    name: str,
+) -> None:
+    """Tell whoever counts or traces."""
+    fetch = machine.fetch
+    metrics.transfer_ended(
+        Ended(
+            side="send",
+            code=None if failure is None else failure.code,
+            stats=stats,
+            report=report,
+            transfer=name,
+            key=(fetch.ticket.request, fetch.ticket.attempt),
+            stages=stages,
+            trace=fetch.trace,
+        )
+    )
 
 
 def log_transfer(stats: TransferStats, report: FailureReport | None, *, request: str, transfer: str) -> None:

@@ -31,8 +31,9 @@ from kvxfer.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.geometry import CacheTensor, Group
+from kvxfer.geometry import CacheTensor, Group, Span
 from kvxfer.handles import BlockingOffer, BlockingTransfer
+from kvxfer.offerbook import Awaited
 from kvxfer.polling import (
     Fetched,
     FetchFailed,
@@ -565,6 +566,43 @@ def test_a_declined_offer_is_released(pair):
     event(pair.prefill, OfferReleased)
 
 
+def eventually(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_an_engine_sees_from_where_on_a_request_is_wanted_before_it_offers_it(pair):
+    assert pair.prefill.awaited("r") is None
+    ticket = pair.prefill.engine.ticket("r")
+    transfer = pair.decode.start_fetch(ticket, Span([7], 16), tokens=range(16, 32))
+    eventually(lambda: pair.prefill.awaited("r") is not None)
+    assert pair.prefill.awaited("r") == Awaited(first_token=16)
+    assert pair.prefill.awaited("r", attempt=1) is None
+    pair.prefill.offer("r", Span([5], 16), tokens=32)
+    event(pair.decode, Fetched)
+    assert transfer.done
+    assert pair.prefill.awaited("r") is None, "it is on offer"
+
+
+def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
+    transfer = pair.fetch("r", [2], 16)
+    eventually(lambda: pair.prefill.awaited("r") is not None)
+    transfer.cancel()
+    event(pair.decode, FetchFailed)
+    assert pair.prefill.awaited("r") is None
+    pair.decode.decline(pair.prefill.engine.ticket("r"))
+    eventually(lambda: pair.prefill.awaited("r") is not None)
+    assert pair.prefill.awaited("r") == Awaited(first_token=None, declined=True)
+
+
+def test_a_claim_does_not_say_what_is_wanted(pair):
+    pair.decode.claim(pair.prefill.engine.ticket("r"))
+    eventually(lambda: pair.prefill._service.worker._sender.book._early)
+    assert pair.prefill.awaited("r") is None
+
+
 # --- life
 
 
@@ -578,6 +616,7 @@ def test_nothing_works_before_register():
         lambda: worker.claim({}),
         lambda: worker.decline({}),
         lambda: worker.occupy(24),
+        lambda: worker.awaited("r"),
     ):
         with pytest.raises(ClosedError, match="register"):
             call()

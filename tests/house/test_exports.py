@@ -16,6 +16,8 @@ MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 NEEDS = {  # where the package may be missing
     "kvxfer.copy.kernel": "triton",
     "kvxfer.fabric.nixl": "nixl",
+    "kvxfer.integrations.sglang": "sglang",
+    "kvxfer.integrations.sglang.conn": "sglang",
     "kvxfer.integrations.vllm": "vllm",
     "kvxfer.integrations.vllm.connector": "vllm",
     **{f"kvxfer.admin{name}": "prometheus_client" for name in ("", ".app", ".collector", ".server")},

@@ -44,7 +44,19 @@ LAYERS = {
     "edge": (
         {"cli", "integrations", "testing", "demo", "bench", "doctor", "top"},
         CORE | PORTS | {"runtime", "telemetry", "settings", "routes", "shell", "package"},
-        {"anyio", "numpy", "torch", "msgspec", "typer", "rich", "transformers", "structlog", "uvloop", "vllm"},
+        {
+            "anyio",
+            "numpy",
+            "torch",
+            "msgspec",
+            "typer",
+            "rich",
+            "transformers",
+            "structlog",
+            "uvloop",
+            "vllm",
+            "sglang",
+        },
     ),
     # what an operator asks for, and nothing else does: its packages are imported nowhere else
     "admin": (
@@ -59,6 +71,7 @@ ONLY_HERE = {
     "nixl": "kvxfer/fabric/nixl.py",
     "triton": "kvxfer/copy/kernel.py",
     "vllm": "kvxfer/integrations/vllm/connector.py",
+    "sglang": "kvxfer/integrations/sglang/conn.py",
     "opentelemetry": "kvxfer/traces.py",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

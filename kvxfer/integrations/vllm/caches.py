@@ -6,29 +6,16 @@ is: strides tell. Content is K and V side by side; of latent attention (MLA) it 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheTensor
+from kvxfer.integrations.heads import Place
 
-__all__ = ["Place", "describe", "only_group"]
+__all__ = ["describe", "only_group"]
 
 _KNOWN: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """vLLM's classes of caches that hold every token of a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a worker stands among those that share the heads of the same layers."""
-
-    rank: int
-    ranks: int
-
-    def heads(self, total: int, held: int) -> range:
-        """The heads that it holds. Where there are fewer heads than ranks, neighbours hold the same one."""
-        first = self.rank * total // self.ranks
-        return range(first, first + held)
 
 
 def only_group(config: Any) -> Any:

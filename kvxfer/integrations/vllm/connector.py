@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.errors import ConfigError, MissingExtraError
-from kvxfer.integrations.vllm.caches import Place, describe, only_group
+from kvxfer.integrations.heads import Place
+from kvxfer.integrations.vllm.caches import describe, only_group
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 

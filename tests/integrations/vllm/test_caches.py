@@ -6,7 +6,8 @@ from vllm_stand_in import make
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry
-from kvxfer.integrations.vllm.caches import Place, describe, only_group
+from kvxfer.integrations.heads import Place
+from kvxfer.integrations.vllm.caches import describe, only_group
 
 BLOCKS = 6
 

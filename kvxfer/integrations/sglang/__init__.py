@@ -1,0 +1,44 @@
+"""Disaggregated serving for sglang that lives out of its tree: its KV senders and receivers, made of kvxfer.
+
+    SGLANG_PLUGINS=kvxfer python -m sglang.launch_server --disaggregation-mode prefill \
+        --disaggregation-transfer-backend nixl ...
+
+    conn.py      the classes that sglang makes: manager, sender, receiver, bootstrap server
+    prefill.py   what a sender does: an offer that grows chunk by chunk
+    decode.py    what a receiver does: a fetch that waits for it
+    rooms.py     what both have in common: a `BlockingWorker` that is polled whenever sglang polls
+    meeting.py   where the engines find each other
+    caches.py    sglang's pools and rows of metadata in kvxfer's words
+
+Only the first of them imports sglang. What it overrides, reads there and is read of was taken from release 0.5.23; the
+names and signatures are recorded beside the tests.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.integrations.sglang.conn import KvxferKVBootstrapServer as KvxferKVBootstrapServer
+    from kvxfer.integrations.sglang.conn import KvxferKVManager as KvxferKVManager
+    from kvxfer.integrations.sglang.conn import KvxferKVReceiver as KvxferKVReceiver
+    from kvxfer.integrations.sglang.conn import KvxferKVSender as KvxferKVSender
+
+__all__ = ["KvxferKVBootstrapServer", "KvxferKVManager", "KvxferKVReceiver", "KvxferKVSender", "plugin"]
+
+
+def plugin() -> None:
+    """What sglang calls in each of its processes, as the plugin `kvxfer`. Nothing, unless `SGLANG_PLUGINS` names it.
+
+    Then these classes take the place of the transfer backend `nixl`.
+    """
+    from kvxfer.integrations.sglang.conn import install
+
+    install()
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvxfer.integrations.sglang import conn
+
+    found: object = getattr(conn, name)
+    return found

@@ -1,0 +1,155 @@
+"""What needs no engine: rows of metadata, pools as sglang tells of them, and the place where engines meet."""
+
+import ctypes
+import json
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvxfer.errors import ConfigError, GeometryError, TicketError, UnreachableError
+from kvxfer.integrations.heads import Place
+from kvxfer.integrations.sglang.caches import MAX_ROW_BYTES, Rows, describe
+from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, register_room, rooms_of
+from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
+
+CPU = torch.device("cpu")
+CARD = EngineCard.of([RankCard(engine="prefill", rank=0, world=1, endpoint="unix:/run/a.sock", incarnation="00" * 16)])
+ENGINE = Engine(0, 1, CARD.to_dict(), "11" * 32, 16, "bfloat16", by_room=True)
+
+
+def test_a_row_travels_from_all_buffers_into_all_buffers():
+    here, there = (
+        [torch.zeros((4, 16), dtype=torch.int32), torch.zeros((4, 8), dtype=torch.float16)] for _ in range(2)
+    )
+    here[0][2], here[1][2] = torch.arange(16), torch.arange(8)
+
+    def rows(buffers):
+        return Rows([buffer.data_ptr() for buffer in buffers], [buffer[0].nbytes for buffer in buffers])
+
+    row = rows(here).read(2)
+    assert rows(there).write(3, row)
+    assert torch.equal(there[0][3], here[0][2])
+    assert torch.equal(there[1][3], here[1][2])
+    assert not there[0][:3].any()
+    before = [buffer.clone() for buffer in there]
+    assert not rows(there).write(1, row[:-1])
+    assert all(torch.equal(buffer, kept) for buffer, kept in zip(there, before, strict=True))
+
+
+def test_a_row_that_is_too_long_is_refused():
+    memory = (ctypes.c_uint8 * (MAX_ROW_BYTES + 1))()
+    with pytest.raises(ConfigError, match="hidden states"):
+        Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES + 1])
+    Rows([ctypes.addressof(memory)], [MAX_ROW_BYTES])
+
+
+def pools(count, **more):
+    memory = [torch.zeros((8, 4, 2, 16), dtype=torch.float16) for _ in range(count)]
+    known = {
+        "kv_data_ptrs": [pool.data_ptr() for pool in memory],
+        "kv_data_lens": [pool.nbytes for pool in memory],
+        "kv_item_lens": [pool[0].nbytes for pool in memory],
+        "kv_layer_ids": [],
+        "page_size": 4,
+    }
+    return SimpleNamespace(**(known | more), memory=memory)
+
+
+def test_pools_of_keys_and_values():
+    args = pools(4, prefill_start_layer=6)
+    found = describe(args, CPU, Place(1, 2), 4, latent=False)
+    assert [list(tensor.layers) for tensor in found] == [[6], [7], [6], [7]]
+    assert [tensor.kv for tensor in found] == ["k", "k", "v", "v"]
+    assert {tensor.heads for tensor in found} == {range(2, 4)}
+    assert [tensor.tensor.data_ptr() for tensor in found] == args.kv_data_ptrs
+    assert found[0].tensor.shape == (8, 4, 2, 32)
+
+
+def test_pools_of_latents_and_layers_that_are_named():
+    found = describe(pools(2, kv_layer_ids=[3, 9]), CPU, Place(0, 2), 0, latent=True)
+    assert [list(tensor.layers) for tensor in found] == [[3], [9]]
+    assert found[0].tensor.shape == (8, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"num_draft_entries": 2}, "draft"),
+        ({"kv_layout": "vectorized"}, "layout"),
+        ({"mla_compression_ratios": [4]}, "compressed"),
+        ({"kv_data_mem_kinds": ["VRAM", "DRAM"]}, "host memory"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_described_is_refused_by_name(odd, said):
+    with pytest.raises(GeometryError, match=said):
+        describe(pools(4, **odd), CPU, Place(0, 1), 2, latent=False)
+
+
+def test_buffers_that_are_no_pairs():
+    with pytest.raises(GeometryError, match="3 buffers"):
+        describe(pools(3), CPU, Place(0, 1), 2, latent=False)
+    with pytest.raises(GeometryError, match="no whole number"):
+        describe(pools(2), CPU, Place(0, 1), 3, latent=False)
+
+
+@pytest.fixture
+def meeting():
+    meeting = Meeting("127.0.0.1", 0)
+    yield meeting
+    meeting.close()
+
+
+@pytest.fixture
+def address(meeting):
+    return f"127.0.0.1:{meeting.port}"
+
+
+def test_engines_are_told_of_when_all_of_them_are_there(address):
+    with pytest.raises(UnreachableError, match="503"):
+        ask(address)
+    register(address, replace(ENGINE, dp_size=2))
+    with pytest.raises(UnreachableError, match="503"):
+        ask(address)
+    register(address, replace(ENGINE, dp_rank=1, dp_size=2))
+    found = ask(address)
+    assert (found.dp_size, found.follow_bootstrap_room, set(found.engines)) == (2, True, {0, 1})
+    ticket = found.ticket(1, "sglang-7")
+    assert Ticket.parse(ticket).ref() == Ticket.parse(Issuer(CARD, bytes.fromhex("11" * 32)).ticket("sglang-7")).ref()
+    with pytest.raises(TicketError, match="rank 2"):
+        found.ticket(2, "sglang-7")
+
+
+def test_rooms_of_data_parallel_ranks(address):
+    register_room(address, 7, 1)
+    assert rooms_of(address, [7, 8]) == {"7": 1}
+
+
+def test_nobody_answers(meeting, address):
+    meeting.close()
+    with pytest.raises(UnreachableError, match="does not answer"):
+        ask(address)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"dp_rank": 0}', b"[" * 100_000], ids=lambda body: body[:8])
+@pytest.mark.parametrize("path", ["/kvxfer/engines", "/register_dp_rank", "/query_dp_ranks"])
+def test_rubbish_changes_nothing(address, path, body):
+    register(address, ENGINE)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(f"http://{address}{path}", body), timeout=20)
+    with refused.value as answer:
+        assert answer.code == 400
+    assert ask(address).engines == {0: ENGINE}
+
+
+def test_other_paths(address):
+    with urllib.request.urlopen(f"http://{address}/health", timeout=20) as answer:
+        assert json.loads(answer.read()) == {}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://{address}/nonsense", timeout=20)
+    with refused.value as answer:
+        assert answer.code == 404

@@ -9,6 +9,7 @@ called from the scheduler's thread.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -87,6 +88,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.dp_rank = parallel.attn_dp_rank if whole else args.system_dp_rank or 0
         self._by_room = parallel.load_balance_method == "follow_bootstrap_room"
         self.says_where = self.dp_size > 1 and not self._by_room and parallel.attn_tp_rank == 0
+        self._registering: threading.Thread | None = None
         self._held: dict[int, Receiving] = {}  # that have failed, and whose pages sglang keeps meanwhile
         device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
         total = 0 if is_mla_backend else _total_heads(args, server_args)
@@ -135,7 +137,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
     def register_to_bootstrap(self) -> None:
         """Tell the bootstrap server of this engine; its first rank does. It may begin later than this rank."""
         if get_parallel().attn_tp_rank == 0:
-            keep_registering(_bootstrap_address(), self._engine, self.rooms.patience)
+            self._registering = keep_registering(_bootstrap_address(), self._engine, self.rooms.patience)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server is known; asks for it if not.

@@ -247,6 +247,7 @@ class Engine:
             thread.start()
         for thread in threads:
             thread.join()
+        self.ranks[0].manager._registering.join(20)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -453,12 +454,11 @@ class Engine:
                 peer.kv_mgr.is_abort_release_safe(request.room, len(peer.bootstrap_infos)) for peer in request.peers
             ]
             if all(ready):
-                pages = request.pages
+                self._check_safe(request, request.pages)  # before `clear`, which would have to wait
                 self._release(request, "failed")
                 for peer in request.peers:
                     peer.kv_mgr.clear_deferred_abort_state(request.room)
                     peer.clear()
-                self._check_safe(request, pages)
                 self._forget(request)
 
     def _check_safe(self, request: SimpleNamespace, pages: list[int]) -> None:

@@ -57,11 +57,10 @@ class _BatchLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships 
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `[batch, heads, 1, dim]` through the tables; return `[batch, heads, longest + 1, dim]`."""
-        batch, pool = self._batch, self._batch.cache.by_token(self._index)  # [kv, block, token, head, dim]
-        pool[0].index_put_(batch.place, key_states[:, :, 0])
-        pool[1].index_put_(batch.place, value_states[:, :, 0])
+        batch, pool = self._batch, self._batch.cache
+        pool.put(self._index, batch.place, key_states[:, :, 0], value_states[:, :, 0])
         keys, values = (
-            half[batch.table].flatten(1, 2)[:, : batch.longest + 1].transpose(1, 2) for half in (pool[0], pool[1])
+            half.flatten(1, 2)[:, : batch.longest + 1].transpose(1, 2) for half in pool.take(self._index, batch.table)
         )
         return keys, values
 

@@ -1,6 +1,6 @@
 """A paged KV pool in plain torch: blocks, sequences, and digests that do not depend on the layout.
 
-`PagedCache` owns one tensor per layer and hands out its blocks in a shuffled order. A `Sequence` is a block
+`PagedCache` owns the tensors of all layers and hands out their blocks in a shuffled order. A `Sequence` is a block
 table: token `t` of a request lives in block `block_ids[t // block_tokens]`, row `t % block_tokens`. Nothing
 else holds K or V: whoever wants them reads through the table.
 
@@ -15,25 +15,19 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from kvxfer import shared_empty
 from kvxfer.errors import BlocksError, ConfigError, GeometryError, TokensError
+from kvxfer.integrations.shards import Layout, Shard
 
 if TYPE_CHECKING:
     from kvxfer.geometry import CacheTensor
 
 __all__ = ["Difference", "Layout", "PagedCache", "Sequence", "digests", "first_difference", "token_digests"]
-
-Layout = Literal["NHD", "HND"]
-"""Order of the axes inside a block: `NHD` is token, head, dim; `HND` is head, token, dim."""
-
-_AXES: Final[dict[str, str]] = {"NHD": "kv block token head dim", "HND": "kv block head token dim"}
-_GARBAGE: Final = 4.0
-"""Pools are filled with values in (-4, 4): garbage of about the size of real keys and values."""
 
 
 @dataclass(slots=True)
@@ -60,7 +54,12 @@ class PagedCache:
 
     Layer `i` is `tensors[i]`, one tensor for K and V, of shape `[2, num_blocks, block_tokens, heads,
     head_dim]` (`NHD`) or `[2, num_blocks, heads, block_tokens, head_dim]` (`HND`); `axes` names these axes as
-    kvxfer does. Block ids mean the same block in every layer.
+    kvxfer does. With `cross_layer` there is one tensor, `[num_blocks, layers, 2, ...]`, so that a block is one
+    contiguous piece of all layers. Block ids mean the same block in every layer.
+
+    The heads may be divided among ranks, as tensor parallelism does. What each holds is a `Shard`, on a device of
+    its own; `write` and `gather` take and give all heads, on the model's device. A rank's worker gets
+    `shards[rank].cache_tensors()`; block ids mean the same block at every rank.
 
     `allocate`, `reserve` and `free` may be called from any thread. Tensor contents are not guarded: whoever
     holds a block orders its reads and writes.
@@ -73,17 +72,20 @@ class PagedCache:
         block_tokens: Tokens per block.
         layout: Order of the axes inside a block.
         dtype: Element type of K and V; the model's.
-        device: Where the pool lives; the model's device.
+        device: The model's device, where the pool lives.
+        cross_layer: One tensor whose blocks hold all layers, rather than a tensor a layer.
+        ranks: Devices among which the heads are divided, one a rank, in order; `device` alone if left out.
         seed: Seed of the order in which blocks are handed out, and of the initial garbage.
 
     Attributes:
-        tensors: One tensor per layer. They belong to the cache and live as long as it does.
+        shards: What each rank holds.
+        tensors: The tensors of all shards. They belong to the cache and live as long as it does.
         axes: Axis string of every tensor in `tensors`.
 
     Raises:
         ConfigError: A size is not positive, or `layout` is unknown.
         GeometryError: The model does not keep plain K and V for every token (sliding windows, recurrent
-            layers).
+            layers), or its heads cannot be divided equally.
     """
 
     def __init__(
@@ -95,12 +97,12 @@ class PagedCache:
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device | str,
+        cross_layer: bool = False,
+        ranks: ListOf[torch.device | str] = (),
         seed: int = 0,
     ) -> None:
         if num_blocks < 1 or block_tokens < 1:
             raise ConfigError(f"num_blocks={num_blocks} and block_tokens={block_tokens} must both be at least 1")
-        if layout not in _AXES:
-            raise ConfigError(f"layout {layout!r} is unknown; use one of {', '.join(_AXES)}")
         _check_plain_attention(config)
         attention_heads = int(config.num_attention_heads)
         self.layers: Final = int(config.num_hidden_layers)
@@ -109,21 +111,26 @@ class PagedCache:
         self.num_blocks: Final = num_blocks
         self.block_tokens: Final = block_tokens
         self.layout: Final[Layout] = layout
-        self.axes: Final = _AXES[layout]
         self.dtype: Final = dtype
-
-        inner = (block_tokens, self.heads) if layout == "NHD" else (self.heads, block_tokens)
-        shape = (2, num_blocks, *inner, self.head_dim)
-        shared = torch.device(device).type == "cpu"  # so that a prefill process on this host may map it
-        self.tensors: Final = [
-            shared_empty(shape, dtype=dtype) if shared else torch.empty(shape, dtype=dtype, device=device)
-            for _ in range(self.layers)
+        places = list(ranks) or [device]
+        self.shards: Final = [
+            Shard(
+                heads=heads,
+                layers=self.layers,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                head_dim=self.head_dim,
+                layout=layout,
+                cross_layer=cross_layer,
+                dtype=dtype,
+                device=place,
+                seed=seed + rank,
+            )
+            for rank, (heads, place) in enumerate(zip(_divided(self.heads, len(places)), places, strict=True))
         ]
-        self.device: Final = self.tensors[0].device
-        self._noise = torch.Generator(device=self.device)
-        self._noise.manual_seed(seed)
-        for tensor in self.tensors:
-            tensor.uniform_(-_GARBAGE, _GARBAGE, generator=self._noise)
+        self.tensors: Final = [tensor for shard in self.shards for tensor in shard.tensors]
+        self.axes: Final = self.shards[0].axes
+        self.device: Final = torch.empty(0, device=device).device  # with its number, where `device` leaves that out
 
         self._lock = threading.Lock()
         self._order = random.Random(seed)  # noqa: S311 - a shuffled order, not a secret
@@ -143,10 +150,16 @@ class PagedCache:
             return len(self._free)
 
     def cache_tensors(self) -> "list[CacheTensor]":
-        """Describe the pool to kvxfer: one `CacheTensor` per layer with all heads, in the group `default`."""
-        from kvxfer.geometry import group
+        """Describe the pool of an engine of one rank to kvxfer, in the group `default`.
 
-        return group(self.tensors, self.axes, heads=range(self.heads))
+        Raises:
+            GeometryError: The heads are divided among ranks; each `Shard` has its own tensors then.
+        """
+        if len(self.shards) > 1:
+            raise GeometryError(
+                f"this pool is divided among {len(self.shards)} ranks: give each worker shards[rank].cache_tensors()"
+            )
+        return self.shards[0].cache_tensors()
 
     # blocks
 
@@ -200,9 +213,8 @@ class PagedCache:
             BlocksError: An id is not allocated.
         """
         ids = self.table(block_ids)
-        for tensor in self.tensors:
-            part = torch.empty((2, len(ids), *tensor.shape[2:]), dtype=self.dtype, device=self.device)
-            tensor[:, ids] = part.uniform_(-_GARBAGE, _GARBAGE, generator=self._noise)
+        for shard in self.shards:
+            shard.scrub(ids)
 
     def _take(self, blocks: int) -> list[int]:
         with self._lock:
@@ -273,9 +285,7 @@ class PagedCache:
         self._check_room(len(table), first_token + n)
         positions = torch.arange(first_token, first_token + n, device=self.device)
         at = (table[positions // self.block_tokens], positions % self.block_tokens)
-        pool = self.by_token(layer)
-        pool[0].index_put_(at, keys.transpose(0, 1))
-        pool[1].index_put_(at, values.transpose(0, 1))
+        self.put(layer, at, keys.transpose(0, 1), values.transpose(0, 1))
 
     def gather(self, layer: int, table: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V of the first `tokens` tokens of one layer through a block table.
@@ -289,13 +299,41 @@ class PagedCache:
         """
         self._check_room(len(table), tokens)
         used = table[: -(-tokens // self.block_tokens)]
-        pool = self.by_token(layer)
-        keys, values = (half.index_select(0, used).flatten(0, 1)[:tokens] for half in (pool[0], pool[1]))
+        keys, values = (half.flatten(0, 1)[:tokens] for half in self.take(layer, used))
         return keys, values
 
-    def by_token(self, layer: int) -> torch.Tensor:
-        """View of a layer as `[kv, block, token, head, dim]`, whatever its layout: for attention of your own."""
-        return self.tensors[layer] if self.layout == "NHD" else self.tensors[layer].transpose(2, 3)
+    def put(
+        self, layer: int, place: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Store K and V of tokens anywhere in one layer.
+
+        Args:
+            layer: Index of the layer.
+            place: Of each token its block id, and its row in there.
+            keys: `[n, heads, head_dim]`.
+            values: `[n, heads, head_dim]`.
+        """
+        for shard in self.shards:
+            at, mine = tuple(each.to(shard.device) for each in place), slice(shard.heads.start, shard.heads.stop)
+            for half, given in zip(shard.by_token(layer), (keys, values), strict=True):
+                half.index_put_(at, given[:, mine].to(shard.device))
+
+    def take(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read whole blocks of one layer: K and V, each `[*table.shape, block_tokens, heads, head_dim]`, and fresh."""
+        parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for shard in self.shards:
+            ids = table.flatten().to(shard.device)
+            for half, found in zip(shard.by_token(layer), parts, strict=True):
+                found.append(half.index_select(0, ids).to(self.device))
+        keys, values = (found[0] if len(found) == 1 else torch.cat(found, -2) for found in parts)
+        return keys.view(*table.shape, *keys.shape[1:]), values.view(*table.shape, *values.shape[1:])
+
+
+def _divided(heads: int, ranks: int) -> list[range]:
+    each, over = divmod(heads, ranks)
+    if over:
+        raise GeometryError(f"{heads} heads of K and V cannot be divided equally among {ranks} ranks")
+    return [range(rank * each, (rank + 1) * each) for rank in range(ranks)]
 
 
 def _check_distinct(ids: list[int]) -> None:

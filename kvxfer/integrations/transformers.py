@@ -255,12 +255,13 @@ def tiny_llama(
     initializer_range: float = 0.2,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    draw_on: torch.device | str = "cpu",
 ) -> Any:
     """Build a real `transformers.LlamaForCausalLM` with random weights that depend on `seed` alone.
 
-    The weights are drawn on the CPU in float32 and then converted, so two processes, or a CPU and a GPU, get
-    the same ones; `weights_digest` confirms it. The global random state is left as it was. K and V of one
-    token take `2 * layers * kv_heads * head_dim * dtype.itemsize` bytes.
+    The weights are drawn in float32 and then converted, on the CPU unless told otherwise, so two processes, or a
+    CPU and a GPU, get the same ones; `weights_digest` confirms it. The global random state is left as it was. K
+    and V of one token take `2 * layers * kv_heads * head_dim * dtype.itemsize` bytes.
 
     Args:
         seed: Seed of the weights.
@@ -274,6 +275,8 @@ def tiny_llama(
             damaged K and V do not change the greedy tokens; from 0.1 on they do.
         dtype: Type of weights, K and V.
         device: Where the model is put.
+        draw_on: Where the weights are drawn. A large model takes a GPU a moment and a CPU minutes, but only
+            devices of one kind draw the same.
 
     Returns:
         The model, in eval mode, without gradients. It generates with no end-of-sequence token.
@@ -292,11 +295,12 @@ def tiny_llama(
         bos_token_id=None,
         eos_token_id=None,
     )
-    state = torch.get_rng_state()
-    model: Any = LlamaForCausalLM(config)
-    torch.set_rng_state(state)
+    drawn_on = torch.device(draw_on)
+    gpus = [drawn_on] if drawn_on.type == "cuda" else []
+    with torch.random.fork_rng(gpus), drawn_on:  # pyright: ignore[reportUnknownMemberType]  # torch gives no types
+        model: Any = LlamaForCausalLM(config)
     model.float()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(drawn_on).manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if "norm" in name:

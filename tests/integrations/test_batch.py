@@ -17,7 +17,7 @@ def prompt(length):
     return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def pool(model, layout: Any = "NHD", block_tokens=16, num_blocks=40):
+def pool(model, layout: Any = "NHD", block_tokens=16, num_blocks=40, cross_layer=False, ranks=1):
     return PagedCache(
         model.config,
         num_blocks=num_blocks,
@@ -25,6 +25,8 @@ def pool(model, layout: Any = "NHD", block_tokens=16, num_blocks=40):
         layout=layout,
         dtype=model.dtype,
         device=model.device,
+        cross_layer=cross_layer,
+        ranks=[model.device] * ranks,
     )
 
 
@@ -47,11 +49,14 @@ def alone(model):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("layout", "block_tokens"), [("NHD", 16), ("HND", 32)])
-def test_sequences_that_come_and_go_are_as_if_alone(alone, attention, layout, block_tokens):
+@pytest.mark.parametrize(
+    ("layout", "block_tokens", "divided"),
+    [("NHD", 16, {}), ("HND", 32, {}), ("HND", 16, {"cross_layer": True, "ranks": 2})],
+)
+def test_sequences_that_come_and_go_are_as_if_alone(alone, attention, layout, block_tokens, divided):
     model = tiny_llama(SEED)
     model.set_attn_implementation(attention)
-    cache = pool(model, layout, block_tokens)
+    cache = pool(model, layout, block_tokens, **divided)
     waiting, running, done = list(LENGTHS), {}, {}
     while waiting or running:
         if waiting:  # one more joins at each step; each leaves when it has its tokens

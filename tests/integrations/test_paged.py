@@ -21,6 +21,7 @@ from kvxfer.integrations.paged import (
 
 LAYERS, HEADS, DIM, TOKENS = 3, 4, 8, 75
 SHAPES = [("NHD", 16), ("HND", 16), ("NHD", 32), ("HND", 32), ("HND", 7)]
+DIVIDED: list[dict[str, Any]] = [{}, {"cross_layer": True}, {"ranks": 2}, {"cross_layer": True, "ranks": 4}]
 
 
 def config(**changes):
@@ -28,7 +29,17 @@ def config(**changes):
     return SimpleNamespace(**(plain | {"head_dim": DIM, "hidden_size": 64} | changes))
 
 
-def pool(layout: Any = "NHD", block_tokens=16, *, num_blocks=24, dtype=torch.float32, seed=0, **changes):
+def pool(
+    layout: Any = "NHD",
+    block_tokens=16,
+    *,
+    num_blocks=24,
+    dtype=torch.float32,
+    seed=0,
+    cross_layer=False,
+    ranks=1,
+    **changes,
+):
     return PagedCache(
         config(**changes),
         num_blocks=num_blocks,
@@ -36,6 +47,8 @@ def pool(layout: Any = "NHD", block_tokens=16, *, num_blocks=24, dtype=torch.flo
         layout=layout,
         dtype=dtype,
         device="cpu",
+        cross_layer=cross_layer,
+        ranks=["cpu"] * ranks,
         seed=seed,
     )
 
@@ -61,8 +74,11 @@ def filled(cache, data=None):
 def element(cache, sequence, layer, kv, token, head, dim):
     """One element, addressed by hand from the axis string alone."""
     block = sequence.block_ids[token // cache.block_tokens]
-    at = {"kv": kv, "block": block, "token": token % cache.block_tokens, "head": head, "dim": dim}
-    return cache.tensors[layer][tuple(at[axis] for axis in cache.axes.split())]
+    (shard,) = [shard for shard in cache.shards if head in shard.heads]
+    at = {"kv": kv, "block": block, "token": token % cache.block_tokens, "dim": dim}
+    at |= {"head": head - shard.heads.start, "layer": layer}
+    tensor = shard.tensors[0] if len(shard.tensors) == 1 else shard.tensors[layer]
+    return tensor[tuple(at[axis] for axis in shard.axes.split())]
 
 
 # blocks
@@ -159,9 +175,10 @@ def test_blocks_of_others_and_freed_blocks_cannot_be_read():
 # contents
 
 
+@pytest.mark.parametrize("divided", DIVIDED, ids=str)
 @pytest.mark.parametrize(("layout", "block_tokens"), SHAPES)
-def test_every_element_lies_where_the_axis_string_says(layout, block_tokens):
-    cache = pool(layout, block_tokens)
+def test_every_element_lies_where_the_axis_string_says(layout, block_tokens, divided):
+    cache = pool(layout, block_tokens, **divided)
     data = logical()
     sequence = filled(cache, data)
     for layer, kv, token, head, dim in [(0, 0, 0, 0, 0), (2, 1, 74, 3, 7), (1, 0, 33, 2, 5), (2, 1, 16, 1, 0)]:
@@ -181,6 +198,31 @@ def test_shape_axes_and_bytes(layout, shape):
     assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
 
 
+@pytest.mark.parametrize(
+    ("layout", "axes", "shape"),
+    [
+        ("NHD", "block layer kv token head dim", (24, LAYERS, 2, 16, 2, 8)),
+        ("HND", "block layer kv head token dim", (24, LAYERS, 2, 2, 16, 8)),
+    ],
+)
+def test_cross_layer_blocks_of_two_ranks(layout, axes, shape):
+    cache = pool(layout, cross_layer=True, ranks=2)
+    assert [tuple(t.shape) for t in cache.tensors] == [shape] * 2, "a tensor a rank"
+    assert [shard.heads for shard in cache.shards] == [range(2), range(2, 4)]
+    for shard in cache.shards:
+        (described,) = shard.cache_tensors()
+        assert (described.axes, list(described.layers), described.heads) == (axes, list(range(LAYERS)), shard.heads)
+        assert described.spec() is not None
+    assert cache.token_bytes * 16 * 24 == sum(t.nbytes for t in cache.tensors)
+    with pytest.raises(GeometryError, match=r"divided among 2 ranks.*shards\[rank\]"):
+        cache.cache_tensors()
+
+
+def test_heads_are_divided_equally_or_not_at_all():
+    with pytest.raises(GeometryError, match="4 heads of K and V cannot be divided equally among 3 ranks"):
+        pool(ranks=3)
+
+
 def test_a_write_touches_its_own_tokens_only():
     cache = pool("HND", 16)
     before = [t.clone() for t in cache.tensors]
@@ -195,19 +237,22 @@ def test_a_write_touches_its_own_tokens_only():
     assert torch.equal(before[2], cache.tensors[2])
 
 
-def test_the_pool_starts_with_garbage_and_scrub_brings_fresh_garbage():
-    cache = pool()
+@pytest.mark.parametrize("divided", DIVIDED, ids=str)
+def test_the_pool_starts_with_garbage_and_scrub_brings_fresh_garbage(divided):
+    cache = pool(**divided)
     for tensor in cache.tensors:
         assert tensor.isfinite().all()
         assert (tensor == 0).sum() == 0
-    assert not torch.equal(cache.tensors[0], pool(seed=1).tensors[0])
+    assert not torch.equal(cache.tensors[0], pool(seed=1, **divided).tensors[0])
     ids = cache.allocate(33)
     before = [t.clone() for t in cache.tensors]
     cache.scrub(ids)
     others = [i for i in range(24) if i not in ids]
+    block = cache.axes.split().index("block")
     for old, new in zip(before, cache.tensors, strict=True):
-        assert (old[:, ids] != new[:, ids]).float().mean() > 0.99
-        assert torch.equal(old[:, others], new[:, others])
+        changed = (old != new).movedim(block, 0)
+        assert changed[ids].float().mean() > 0.99
+        assert not changed[others].any()
 
 
 def test_what_the_pool_cannot_store_is_refused_by_name():
@@ -238,8 +283,9 @@ def test_head_count_and_size_have_the_defaults_of_transformers():
 
 def test_digests_do_not_depend_on_layout_block_size_or_block_ids():
     results = []
-    for seed, (layout, block_tokens) in enumerate(SHAPES):
-        cache = pool(layout, block_tokens, seed=seed)
+    shapes = [(*shape, divided) for shape in SHAPES for divided in DIVIDED]
+    for seed, (layout, block_tokens, divided) in enumerate(shapes):
+        cache = pool(layout, block_tokens, seed=seed, **divided)
         cache.allocate(3)  # shifts the ids
         sequence = filled(cache)
         results.append((digests(cache, sequence), token_digests(cache, sequence)))

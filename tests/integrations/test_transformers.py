@@ -34,7 +34,7 @@ def prompt(length):
     return torch.randint(512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def pool(model, layout: Any = "NHD", block_tokens=16, *, num_blocks=40, seed=0):
+def pool(model, layout: Any = "NHD", block_tokens=16, *, num_blocks=40, seed=0, **divided):
     return PagedCache(
         model.config,
         num_blocks=num_blocks,
@@ -43,6 +43,7 @@ def pool(model, layout: Any = "NHD", block_tokens=16, *, num_blocks=40, seed=0):
         dtype=model.dtype,
         device=model.device,
         seed=seed,
+        **divided,
     )
 
 
@@ -367,6 +368,28 @@ def test_bfloat16_runs_with_the_same_weights_rounded(model):
     first = prefill(half, cache, sequence, prompt(17))
     own = reference(half, 17)
     assert [first, *decode(half, cache, sequence, first, STEPS)] == own.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_drawn_on_a_gpu_follow_the_seed_too():
+    state = torch.cuda.get_rng_state()
+    drawn = [weights_digest(tiny_llama(seed, device="cuda", draw_on="cuda")) for seed in (SEED, SEED, SEED + 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_heads_on_two_gpus_give_what_they_give_on_one(model):
+    gpu = tiny_llama(SEED, device="cuda:0")
+    one, two = pool(gpu, "HND", 16), pool(gpu, "HND", 16, cross_layer=True, ranks=["cuda:0", "cuda:1"])
+    results = []
+    for cache in (one, two):
+        sequence = Sequence([])
+        first = prefill(gpu, cache, sequence, prompt(40))
+        results.append(([first, *decode(gpu, cache, sequence, first, STEPS)], digests(cache, sequence)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.gpu

@@ -5,8 +5,10 @@ r"""A small inference service with prefill and decode apart, as one reads it to 
     api.py          what clients say and hear: OpenAI's completions, chat and server-sent events
     engine.py       the model in a thread of its own; scheduler.py decides what it does next
     node.py         what a prefill and a decode server have in common
+    ranks.py        the workers of an engine that divides its heads, as if they were one
     tokenizer.py    text to tokens and back
-    __main__.py     starts the servers: all of them, or one
+    service.py      the servers as processes
+    __main__.py     starts them: all of them, or one
 
 The model is a real Llama of transformers with random weights, so what it says is noise; everything else is as in a
 service: paged K and V, continuous batching, chunked prefill, streams, clients that go away, servers that die.

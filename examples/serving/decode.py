@@ -27,7 +27,8 @@ from examples.serving.api import (
     state_route,
 )
 from examples.serving.engine import EngineError, EngineSettings, Room
-from examples.serving.node import Handover, Node, OpenWorker, prompt_digest
+from examples.serving.node import Handover, Node, prompt_digest
+from examples.serving.ranks import OpenWorker, combined
 from examples.serving.scheduler import Said
 from kvxfer.integrations.paged import Sequence
 
@@ -106,7 +107,7 @@ class Decode(Node):
         """
         room: Room | None = None
         try:
-            with contextlib.closing(self.worker.claim(ticket)):  # the cache is kept for us while we wait for blocks
+            with self.ranks.claim(ticket):  # the cache is kept for us while we wait for blocks
                 room = await self._room(order, stack)
                 return room, await self._fetch(order, ticket, room, report)
         except (kvxfer.KvxferError, WrongCacheError) as error:
@@ -124,10 +125,9 @@ class Decode(Node):
         """Bring K and V of the prompt into a room; the first token of the answer."""
         tokens, sequence = len(order.prompt), room.sequence
         blocks = sequence.block_ids[: -(-tokens // self.engine.cache.block_tokens)]
-        # READY on GPUs too: who had these blocks has left, and the model's thread waits for the GPU at each step
-        result = await self.worker.fetch(ticket, blocks, tokens=range(tokens), after=kvxfer.READY)
+        results = await self.ranks.fetch(ticket, blocks, tokens=range(tokens))
         try:
-            handover = msgspec.json.decode(result.payload, type=Handover)
+            handover = msgspec.json.decode(results[0].payload, type=Handover)
         except msgspec.DecodeError as error:
             raise WrongCacheError(f"what came with the cache cannot be read: {error}") from error
         if handover.prompt != prompt_digest(order.prompt):
@@ -138,8 +138,7 @@ class Decode(Node):
             raise WrongCacheError(f"K and V have the digest {digest or 'none'}, and {handover.digest or 'none'} there")
         sequence.tokens = tokens
         self._caches["fetched"] += 1
-        stats = result.stats
-        report |= {"route": stats.route, "bytes": stats.bytes, "chunks": stats.chunks, "ms": stats.duration * 1e3}
+        report |= combined([result.stats for result in results])
         report |= {"digest": digest} if digest else {}
         return handover.first
 
@@ -154,7 +153,7 @@ class Decode(Node):
     async def _decline(self, ticket: dict[str, Any]) -> None:
         """Tell the prefill server, if it is there, that nobody will come for this cache; else its lease ends."""
         with contextlib.suppress(kvxfer.KvxferError):
-            await self.worker.decline(ticket)
+            await self.ranks.decline(ticket)
 
 
 def app(

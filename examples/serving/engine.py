@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -43,7 +43,10 @@ class EngineSettings:
     """The model and its pool.
 
     Attributes:
-        device: `cpu`, `cuda:0`, ...
+        devices: `cpu`, `cuda:0`, ... one a rank of tensor parallelism, which has its part of the heads of K and V. The
+            model computes on the first, and its thread brings there what the others hold.
+        dtype: Of weights, K and V.
+        draw_on: Where weights are drawn: the CPU, or for a large model its device, if all servers have the same kind.
         seed: Of the weights; all servers of a service have the same.
         layers: Decoder layers.
         kv_heads: Heads of K and V; there are twice as many query heads.
@@ -52,11 +55,14 @@ class EngineSettings:
         blocks: Blocks in the pool.
         block_tokens: Tokens in a block.
         layout: Order of the axes in a block.
+        cross_layer: Whether a block holds all layers, next to each other, or each layer has a tensor of its own.
         batch: Generations in one pass at most.
         chunk: Tokens of a prompt in one pass at most.
     """
 
-    device: str = "cpu"
+    devices: tuple[str, ...] = ("cpu",)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    draw_on: str = "cpu"
     seed: int = 7
     layers: int = 4
     kv_heads: int = 4
@@ -65,6 +71,7 @@ class EngineSettings:
     blocks: int = 512
     block_tokens: int = 16
     layout: Layout = "NHD"
+    cross_layer: bool = False
     batch: int = 8
     chunk: int = 256
 
@@ -128,7 +135,10 @@ class Engine:
             head_dim=settings.head_dim,
             hidden=settings.hidden,
             vocabulary=VOCABULARY,
-            device=settings.device,
+            initializer_range=min(0.2, 0.2 * (128 / settings.hidden) ** 0.5),  # a wider model must not be a wilder one
+            dtype=getattr(torch, settings.dtype),
+            device=settings.devices[0],
+            draw_on=settings.draw_on,
         )
         cache = PagedCache(
             model.config,
@@ -136,7 +146,9 @@ class Engine:
             block_tokens=settings.block_tokens,
             layout=settings.layout,
             dtype=model.dtype,
-            device=settings.device,
+            device=settings.devices[0],
+            cross_layer=settings.cross_layer,
+            ranks=settings.devices,
         )
         return cls(settings, model, cache)
 
@@ -298,8 +310,9 @@ class Engine:
             run(generations)
         except Exception as error:  # noqa: BLE001 - whoever it was for hears of it; the thread serves the others
             _log.exception("a step failed")
-            if self.cache.device.type == "cuda":
-                torch.cuda.synchronize()  # what it has queued may still write blocks, which are about to be given away
+            for shard in self.cache.shards:  # what was queued may still write blocks, which are about to be given away
+                if shard.device.type == "cuda":
+                    torch.cuda.synchronize(shard.device)
             for generation in generations:
                 self._scheduler.drop(generation)
                 self._say(generation, EngineError(f"{type(error).__name__}: {error}"))

@@ -1,21 +1,18 @@
-"""What a prefill and a decode server have in common: an engine and a kvxfer worker, open from startup to shutdown."""
+"""What a prefill and a decode server have in common: an engine and its ranks, open from startup to shutdown."""
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 
-import kvxfer
 from examples.serving.api import ApiError
 from examples.serving.engine import Engine, EngineSettings, TooLongError
-
-OpenWorker = Callable[..., kvxfer.Worker]
-"""Makes a worker of cache tensors and a `kvxfer.Config`."""
+from examples.serving.ranks import OpenWorker, Ranks
 
 _log = logging.getLogger("serving")
 
@@ -76,18 +73,18 @@ class Tasks:
 
 
 class Node:
-    """A server with an engine and a worker.
+    """A server with an engine, and a worker for each of its ranks.
 
     Args:
         settings: Model and pool.
         verify: Compare K and V of every prompt on both sides, by digest.
-        open_worker: Makes the worker.
-        config: Settings of the worker that no `KVXFER_*` variable may change.
+        open_worker: Makes the workers.
+        config: Settings of the workers that no `KVXFER_*` variable may change.
         admin: Where an operator finds kvxfer's page, its metrics and its readiness, as `host:port`; nowhere if empty.
     """
 
     engine: Engine
-    worker: kvxfer.Worker
+    ranks: Ranks
 
     def __init__(
         self,
@@ -112,12 +109,12 @@ class Node:
         On the way out it drains: what was promised to others is still fetched. Then requests end, transfers, the model.
         """
         self.engine = await asyncio.to_thread(Engine.load, self._settings)
-        config = kvxfer.Config(**{"model": self.engine.model_name, **self._config})
-        tensors = self.engine.cache.cache_tensors()
-        async with self.engine, self._open_worker(tensors, config) as self.worker, self._watched():
+        config = {"model": self.engine.model_name, **self._config}
+        opening = Ranks.open(self.engine.cache, self._open_worker, **config)
+        async with self.engine, opening as self.ranks, self._watched():
             try:
                 yield
-                await self.worker.drain()
+                await self.ranks.drain()
             finally:
                 await self.tasks.stop()
 
@@ -126,7 +123,7 @@ class Node:
             return nullcontext()
         from kvxfer.admin import serve  # an extra
 
-        return serve(self.worker, address=self._admin)
+        return serve(self.ranks.workers, address=self._admin)
 
     def check_length(self, tokens: int) -> None:
         """Refuse a request that could never have enough blocks.

@@ -1,5 +1,7 @@
 """The prefill server: runs prompts, and offers K and V of each layer as soon as the model has written it.
 
+Or, so that one can see what that is worth, all of them when the whole prompt is computed.
+
 It answers a request at once, before the model has seen it, with the ticket under which the cache will be found; so the
 decode server is there, and asks, while the first layers are still computed. What ends a request is not its HTTP
 connection, then, but the offer: the decode server has fetched it or declines it, the router takes it back
@@ -10,10 +12,9 @@ import asyncio
 import time
 from collections import deque
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,9 +23,12 @@ from starlette.routing import Route
 import kvxfer
 from examples.serving.api import PATHS, ApiError, Order, new_name, read_json, refuse, state_route
 from examples.serving.engine import EngineError, EngineSettings, Room
-from examples.serving.node import Handover, Node, OpenWorker, prompt_digest
+from examples.serving.node import Handover, Node, prompt_digest
+from examples.serving.ranks import Offers, OpenWorker, combined, queued
 from kvxfer.integrations.transformers import Sequence
 
+OfferBy = Literal["layers", "whole"]
+"""When K and V are offered: each layer of a chunk of the prompt as it is written, or all when the last one is."""
 _MOST_REQUESTS = 256
 """Requests that wait, are computed, or are not fetched yet; one more is turned away."""
 
@@ -37,10 +41,15 @@ class _Computed(NamedTuple):
 
 
 class Prefill(Node):
-    """Serves prompts."""
+    """Serves prompts.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        offer_by: When K and V are offered.
+    """
+
+    def __init__(self, *args: Any, offer_by: OfferBy, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._offer_by = offer_by
         self._recent: deque[dict[str, Any]] = deque(maxlen=32)
 
     async def submit(self, request: Request) -> JSONResponse:
@@ -55,7 +64,7 @@ class Prefill(Node):
             raise ApiError(409, f"request {order.name} is here already", "duplicate")
         self.check_length(len(order.prompt))
         self.tasks.start(order.name, self._serve(order))
-        ticket = self.worker.engine.ticket(order.name)
+        ticket = self.ranks.ticket(order.name)
         return JSONResponse(
             {
                 "id": order.name,
@@ -80,49 +89,51 @@ class Prefill(Node):
     async def _serve(self, order: Order) -> None:
         tokens = len(order.prompt)
         async with self.engine.room(tokens) as room:
-            offer = self.worker.offer(order.name, streaming=True)
+            offer = self.ranks.offer(order.name)
             computing = asyncio.create_task(self._compute(order, room.sequence, offer))
             try:
-                ending = await _ended(offer, room)
+                endings = await _ended(offer, room)
             finally:
                 computing.cancel()  # it has ended, unless the request was given up
                 await asyncio.wait({computing})
         computed = None if computing.cancelled() else computing.result()
-        if computed and isinstance(ending, kvxfer.Released) and ending.stats:
-            self._recent.append(_beside(computed, ending.stats[0]))
+        stats = [each for ending in endings if isinstance(ending, kvxfer.Released) for each in ending.stats]
+        if computed and stats:
+            self._recent.append(combined(stats) | _beside(computed, stats))
 
-    async def _compute(self, order: Order, sequence: Sequence, offer: kvxfer.Offer) -> _Computed | None:
-        """Run the prompt, and offer it layer by layer."""
+    async def _compute(self, order: Order, sequence: Sequence, offer: Offers) -> _Computed | None:
+        """Run the prompt, and offer it."""
         loop, cache = asyncio.get_running_loop(), self.engine.cache
 
         def on_layer(layer: int, running: Sequence) -> None:  # in the model's thread; on a GPU the work is only queued
-            after = torch.cuda.current_stream().record_event() if cache.device.type == "cuda" else kvxfer.READY
-            loop.call_soon_threadsafe(mark, layer, running.writing, after)
+            loop.call_soon_threadsafe(mark, [layer], running.writing, queued(cache))
 
-        def mark(layer: int, written: range, after: object) -> None:
-            if offer.state != "live":
+        def mark(layers: list[int] | None, written: range, after: list[Any]) -> None:
+            if not offer.live:
                 return  # the model may be a step behind an offer that was taken back
             if offer.tokens < written.stop:  # the first layer of a chunk
                 first, last = (-(-token // cache.block_tokens) for token in (written.start, written.stop))
                 offer.extend(sequence.block_ids[first:last], tokens=written)
-            offer.ready(layers=[layer], tokens=written.stop, after=after)
+            offer.ready(layers=layers, tokens=written.stop, after=after)
 
-        began = time.monotonic()
+        began, streamed = time.monotonic(), on_layer if self._offer_by == "layers" else None
         try:
-            async with aclosing(self.engine.generate(sequence, order.prompt, limit=1, on_layer=on_layer)) as saying:
+            async with aclosing(self.engine.generate(sequence, order.prompt, limit=1, on_layer=streamed)) as saying:
                 first = await anext(saying)  # comes by the same way as the marks, and so behind them
         except EngineError:
             await offer.withdraw()  # the decode server hears of it
             return None
         ended = time.monotonic()
+        if streamed is None:
+            mark(None, range(len(order.prompt)), queued(cache))
         digest = await asyncio.to_thread(self.engine.digest, sequence) if self.verify else ""
-        if offer.state == "live":
+        if offer.live:
             offer.finish(msgspec.json.encode(Handover(first.token, prompt_digest(order.prompt), digest)))
         return _Computed(began, ended)
 
 
-async def _ended(offer: kvxfer.Offer, room: Room) -> object:
-    """How an offer ended; if this is cancelled, it is taken back.
+async def _ended(offer: Offers, room: Room) -> list[Any]:
+    """How an offer ended at each rank; if this is cancelled, it is taken back.
 
     Nobody reads its blocks afterwards; if that is in doubt, the room knows of it.
     """
@@ -134,35 +145,36 @@ async def _ended(offer: kvxfer.Offer, room: Room) -> object:
             raise
     except kvxfer.MemoryInDoubtError as doubt:
         room.doubt = doubt
-        return None
+        return []
 
 
-def _beside(computed: _Computed, stats: Any) -> dict[str, Any]:
-    """One transfer, and how much of it the client did not have to wait for, since the model still computed."""
-    first = stats.finished if stats.first_byte is None else stats.first_byte
+def _beside(computed: _Computed, stats: list[Any]) -> dict[str, Any]:
+    """How much of a transfer the client did not have to wait for, since the model still computed."""
+    first = min(each.finished if each.first_byte is None else each.first_byte for each in stats)
+    finished = max(each.finished for each in stats)
     return {
-        "route": stats.route,
-        "bytes": stats.bytes,
-        "chunks": stats.chunks,
         "compute_ms": (computed.ended - computed.began) * 1e3,
         "first_chunk_after_ms": (first - computed.began) * 1e3,
-        "transfer_ms": (stats.finished - first) * 1e3,
-        "transfer_beside_compute_ms": max(0.0, min(computed.ended, stats.finished) - max(computed.began, first)) * 1e3,
-        "after_compute_ms": max(0.0, stats.finished - computed.ended) * 1e3,
+        "transfer_ms": (finished - first) * 1e3,
+        "transfer_beside_compute_ms": max(0.0, min(computed.ended, finished) - max(computed.began, first)) * 1e3,
+        "after_compute_ms": max(0.0, finished - computed.ended) * 1e3,
     }
 
 
 def app(
     settings: EngineSettings,
     *,
+    offer_by: OfferBy = "layers",
     verify: bool = False,
     open_worker: OpenWorker = kvxfer.Worker,
     admin: str = "",
     **config: Any,
 ) -> Starlette:
-    """The server as an ASGI application; arguments as of `Node`, and settings of its worker."""
+    """The server as an ASGI application; arguments as of `Prefill` and `Node`, and settings of its workers."""
     config = {"engine": "prefill", **config}
-    server = Prefill(settings, verify=verify, open_worker=open_worker, admin=admin, config=config)
+    server = Prefill(
+        settings, offer_by=offer_by, verify=verify, open_worker=open_worker, admin=admin, config=config
+    )
     routes = [
         *(Route(path, server.submit, methods=["POST"]) for path in PATHS),
         Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),

@@ -19,6 +19,7 @@ import kvxfer
 from examples.serving import decode, prefill, router
 from examples.serving.api import Policy
 from examples.serving.engine import Engine, EngineSettings
+from examples.serving.prefill import OfferBy
 from examples.serving.tokenizer import STOPS, TextStream, encode
 from kvxfer.integrations.transformers import Sequence
 from kvxfer.integrations.transformers import decode as continued
@@ -88,10 +89,12 @@ class Service:
         for connection in list(self._servers[url].server_state.connections):
             connection.transport.abort()
 
-    async def prefill(self, *, verify=False, **model):
+    async def prefill(self, *, verify=False, offer_by: OfferBy = "layers", **model):
         settings = EngineSettings(**{**MODEL, "layout": "NHD", "block_tokens": 16, **model})
         worker = self._worker("prefill")
-        application = prefill.app(settings, verify=verify, open_worker=worker, engine="prefill", **WORKER)
+        application = prefill.app(
+            settings, offer_by=offer_by, verify=verify, open_worker=worker, engine="prefill", **WORKER
+        )
         self.nodes["prefill"] = application.state.node
         return await self.start(application)
 
@@ -137,7 +140,11 @@ class Service:
             gate.set()
 
     def _worker(self, name):
-        return lambda tensors, config: kvxfer.Worker(tensors, config, transport=LoopbackTransport(name, self.network))
+        def worker(tensors, config):
+            place = f"{name} {config.rank}" if config.world > 1 else name
+            return kvxfer.Worker(tensors, config, transport=LoopbackTransport(place, self.network))
+
+        return worker
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_a_decode_server_that_is_killed_in_mid_answer_is_replaced(service):
 
 
 def test_it_ends_when_it_is_asked_to_and_leaves_nobody(service):
-    caches = service.stats("prefill")
+    caches = service.stats("prefill 0")
     assert (caches["tasks"], caches["free_blocks"]) == (0, caches["blocks"])
     service.process.terminate()
     assert service.process.wait(SECONDS) == 0

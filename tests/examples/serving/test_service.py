@@ -84,7 +84,7 @@ async def test_layers_travel_while_the_prompt_is_computed(service, alone):
     prompt = "layer by layer " * 60
     with service.paused("prefill"):  # until the decode server waits for the first layer
         asking = asyncio.create_task(service.post(urls.router, prompt=prompt))
-        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+        await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])
     assert text_of(await asking) == alone(prompt).text
     await service.idle("prefill")
     assert (await service.stats(urls.decode))["caches"] == {"fetched": 1, "recomputed": 0}
@@ -93,6 +93,64 @@ async def test_layers_travel_while_the_prompt_is_computed(service, alone):
     assert recent["first_chunk_after_ms"] < recent["compute_ms"]
     assert recent["transfer_beside_compute_ms"] > 0
     assert recent["transfer_ms"] == pytest.approx(recent["transfer_beside_compute_ms"] + recent["after_compute_ms"])
+
+
+async def test_offered_whole_nothing_travels_before_the_prompt_is_computed(service, alone):
+    prefill, decode = await service.prefill(verify=True, offer_by="whole"), await service.decode(verify=True)
+    router, prompt = await service.router([prefill], [decode]), "all at once " * 60
+    assert text_of(await service.post(router, prompt=prompt)) == alone(prompt).text
+    await service.idle("prefill")
+    assert (await service.stats(decode))["caches"] == {"fetched": 1, "recomputed": 0}
+    (recent,) = (await service.stats(prefill))["recent"]
+    assert recent["first_chunk_after_ms"] >= recent["compute_ms"]
+    assert recent["transfer_beside_compute_ms"] == 0
+
+
+@pytest.mark.parametrize("cross_layer", [(False, False), (True, True), (True, False)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=str)
+async def test_ranks_that_divide_the_heads_and_any_layout_say_the_same(service, alone, ranks, cross_layer):
+    prefill = await service.prefill(verify=True, devices=("cpu",) * ranks[0], cross_layer=cross_layer[0])
+    decode = await service.decode(verify=True, devices=("cpu",) * ranks[1], cross_layer=cross_layer[1])
+    router = await service.router([prefill], [decode], "fail")
+    for prompt in PROMPTS:
+        assert text_of(await service.post(router, prompt=prompt)) == alone(prompt).text
+    await service.idle("prefill", "decode")
+    assert (await service.stats(decode))["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    for name, count in zip(("prefill", "decode"), ranks, strict=True):
+        node = service.nodes[name]
+        assert len(node.ranks.workers) == count
+        assert [list(shard.heads) for shard in node.engine.cache.shards] == {1: [[0, 1]], 2: [[0], [1]]}[count]
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+async def test_one_rank_that_fails_fails_the_request_and_frees_all_of_them(service, alone, on_failure):
+    prefill = await service.prefill(verify=True)
+    decode = await service.decode(verify=True, on_failure=on_failure, devices=("cpu", "cpu"))
+    router = await service.router([prefill], [decode], on_failure)
+    service.network.refuse_next("decode 1")
+    answer = await service.post(router, prompt="Hello")
+    if on_failure == "fail":
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "transfer_failed")
+    else:
+        assert text_of(answer) == alone("Hello").text
+    assert text_of(await service.post(router, prompt="after")) == alone("after").text
+    await service.idle("prefill", "decode")
+    stats = await service.stats(decode)
+    assert stats["caches"] == {"fetched": 1, "recomputed": int(on_failure == "recompute")}
+
+
+async def test_a_client_that_goes_while_one_rank_of_two_still_receives(service):
+    prefill, decode = await service.prefill(), await service.decode(devices=("cpu", "cpu"))
+    router = await service.router([prefill], [decode])
+    service.network.hold("decode 1")
+    asking = asyncio.create_task(service.post(router, prompt="Hello"))
+    await service.eventually(lambda: service.network.held("decode 1"))
+    asking.cancel()
+    while (await service.stats(router))["decode"][0]["under_way"]:  # noqa: ASYNC110 - HTTP alone tells
+        await asyncio.sleep(0.005)
+    assert service.nodes["decode"].engine.cache.free_blocks < 64, "they may still be written"
+    service.network.release("decode 1")
+    await service.idle("prefill", "decode")
 
 
 # tickets stay inside
@@ -195,9 +253,9 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
     monkeypatch.setattr(service.nodes["first"], "_decline", never)
     with service.paused("prefill"):
         asking = asyncio.create_task(service.post(router, prompt="Hello"))
-        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+        await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])
         service.cut_off(first)
-        await service.eventually(lambda: service.nodes["second"].worker.describe()["receiving"])
+        await service.eventually(lambda: service.nodes["second"].ranks.workers[0].describe()["receiving"])
     assert text_of(await asking) == alone("Hello").text
     assert (await service.stats(second))["caches"] == {"fetched": 1, "recomputed": 0}
     assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
@@ -261,7 +319,7 @@ async def test_a_client_that_goes_before_the_prompt_is_computed(service):
     urls = await service.all()
     with service.paused("prefill"):
         asking = asyncio.create_task(service.post(urls.router, prompt="Hello"))
-        await service.eventually(lambda: service.nodes["prefill"].worker.describe()["sending"])
+        await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])
         asking.cancel()
         await service.idle("decode")
         assert len(service.nodes["prefill"].tasks) == 1, "its model has still to let go of the blocks"

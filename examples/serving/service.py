@@ -1,0 +1,150 @@
+"""The servers as processes of this one, which end with it, and the options that they are started with."""
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+
+SIZES = {"layers": 4, "kv-heads": 4, "head-dim": 32, "hidden": 128, "blocks": 512, "batch": 8, "chunk": 256}
+_STOP_SECONDS = 20.0
+
+
+def parser(**about: Any) -> argparse.ArgumentParser:
+    """The options of all servers, and of each."""
+    parser = argparse.ArgumentParser(**about)
+    parser.add_argument("role", nargs="?", choices=["all", "prefill", "decode", "router"], default="all")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="of one server, or of the router; 0: any free one")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, cuda:1, or cuda: prefill on the first, decode on others; cuda:1,cuda:2: a rank each",
+    )
+    parser.add_argument("--prefills", type=int, default=1, help="prefill servers; 0: decode servers do it all")
+    parser.add_argument("--decodes", type=int, default=1, help="decode servers")
+    parser.add_argument("--tp", type=_pair, default=(1, 1), metavar="P:D", help="ranks of a prefill, a decode server")
+    parser.add_argument("--gpus", type=int, help="GPUs there are, where ranks of a server may have to share one")
+    parser.add_argument("--prefill", action="append", default=[], metavar="URL", help="of a router: prefill servers")
+    parser.add_argument("--decode", action="append", default=[], metavar="URL", help="of a router: decode servers")
+    parser.add_argument("--on-failure", choices=["recompute", "fail"], default="recompute", help="if no cache comes")
+    parser.add_argument("--offer-by", choices=["layers", "whole"], default="layers", help="when prefill offers K and V")
+    parser.add_argument("--cross-layer", action="store_true", help="blocks hold all layers, not a tensor a layer")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 on a CPU, else bfloat16")
+    parser.add_argument("--draw-on-device", action="store_true", help="make weights there; for large models")
+    parser.add_argument("--verify", action="store_true", help="compare digests of K and V of every prompt")
+    parser.add_argument(
+        "--admin", default="", metavar="HOST:PORT", help="of one server: kvxfer's page, metrics, health"
+    )
+    parser.add_argument("--log", choices=["debug", "info", "warning", "error"], default="warning")
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="tokens in one pass" * (name == "chunk"))
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # the socket to listen on, from the parent
+    parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _pair(text: str) -> tuple[int, int]:
+    prefill, decode = map(int, text.split(":"))
+    if prefill < 1 or decode < 1:
+        raise ValueError("a server has at least one rank")
+    return prefill, decode
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket on which a server may listen."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    return listening
+
+
+class Service:
+    """The servers.
+
+    Attributes:
+        processes: By name: `prefill 0`, `decode 0`, ..., `router`.
+        urls: Likewise.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._missing: set[str] = set()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.urls: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start all of them; `end` ends them, also if this fails."""
+        arguments = self._arguments
+        places = _places(arguments)
+        for role, count in (("prefill", arguments.prefills), ("decode", arguments.decodes)):
+            for number in range(count):
+                self._start(f"{role} {number}", role, 0, *self._model(places.pop(0)))
+        others = [(f"--{name.split()[0]}", url) for name, url in self.urls.items()]
+        policy = ("--on-failure", arguments.on_failure)
+        self._start("router", "router", arguments.port, *policy, *(part for pair in others for part in pair))
+        self._missing = set(self.urls)
+
+    async def ready(self, client: httpx.AsyncClient) -> bool:
+        """Whether all have answered by now."""
+        for name in sorted(self._missing):
+            with contextlib.suppress(httpx.TransportError):
+                await client.get(f"{self.urls[name]}/stats")
+                self._missing.discard(name)
+        return not self._missing
+
+    def ended(self) -> dict[str, int]:
+        """Servers that have ended, with their codes."""
+        codes = {name: process.poll() for name, process in self.processes.items()}
+        return {name: code for name, code in codes.items() if code is not None}
+
+    def end(self) -> None:
+        """End them, and wait for it."""
+        for process in reversed(self.processes.values()):  # the router first, so that it sees nobody die
+            process.terminate()
+            with process:  # closes its standard input
+                try:
+                    process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+    def _model(self, device: str) -> list[str]:
+        """Options of a server that has a model."""
+        arguments = self._arguments
+        options = ["--device", device, "--on-failure", arguments.on_failure, "--offer-by", arguments.offer_by]
+        for name in SIZES:
+            options += [f"--{name}", str(getattr(arguments, name.replace("-", "_")))]
+        if arguments.dtype is not None:
+            options += ["--dtype", arguments.dtype]
+        flags = ("--cross-layer", "--draw-on-device", "--verify")
+        return [*options, *(flag for flag in flags if getattr(arguments, flag[2:].replace("-", "_")))]
+
+    def _start(self, name: str, role: str, port: int, *options: str) -> None:
+        with bound(self._arguments.host, port) as listening:  # the port is known before the server is there
+            host, port = listening.getsockname()[:2]
+            command = [sys.executable, "-m", "examples.serving", role, "--with-parent", "--fd", str(listening.fileno())]
+            self.processes[name] = subprocess.Popen(
+                [*command, "--log", self._arguments.log, *options],
+                stdin=subprocess.PIPE,
+                pass_fds=[listening.fileno()],
+            )
+        self.urls[name] = f"http://{host}:{port}"
+
+
+def _places(arguments: argparse.Namespace) -> list[str]:
+    """Devices of each server that has a model, prefill servers first."""
+    ranks = [arguments.tp[0]] * arguments.prefills + [arguments.tp[1]] * arguments.decodes
+    if arguments.device != "cuda":
+        return [",".join([arguments.device] * each) for each in ranks]
+    prefill = arguments.tp[0] * arguments.prefills
+    decode = arguments.tp[1] * arguments.decodes
+    gpus = arguments.gpus or prefill + decode
+    above = min(decode, max(1, gpus - prefill))  # GPUs for decode servers, behind those for prefill servers
+    below = min(prefill, max(1, gpus - above))
+    start = min(below, gpus - above)
+    numbers = [i % below for i in range(prefill)] + [start + i % above for i in range(decode)]
+    taken = iter(f"cuda:{number}" for number in numbers)
+    return [",".join(next(taken) for _ in range(each)) for each in ranks]

@@ -9,6 +9,7 @@ r"""A small inference service with prefill and decode apart, as one reads it to 
     tokenizer.py    text to tokens and back
     service.py      the servers as processes
     __main__.py     starts them: all of them, or one
+    load.py         clients that measure, and compare one arrangement of the servers with another
 
 The model is a real Llama of transformers with random weights, so what it says is noise; everything else is as in a
 service: paged K and V, continuous batching, chunked prefill, streams, clients that go away, servers that die.

@@ -172,9 +172,7 @@ def app(
 ) -> Starlette:
     """The server as an ASGI application; arguments as of `Prefill` and `Node`, and settings of its workers."""
     config = {"engine": "prefill", **config}
-    server = Prefill(
-        settings, offer_by=offer_by, verify=verify, open_worker=open_worker, admin=admin, config=config
-    )
+    server = Prefill(settings, offer_by=offer_by, verify=verify, open_worker=open_worker, admin=admin, config=config)
     routes = [
         *(Route(path, server.submit, methods=["POST"]) for path in PATHS),
         Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),

@@ -17,7 +17,16 @@ WRAPPED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("design", "architecture", "deploy", "operations", "performance", "scale", "serving")
+        for name in (
+            "design",
+            "architecture",
+            "deploy",
+            "operations",
+            "performance",
+            "scale",
+            "serving",
+            "serving-performance",
+        )
     ),
     *(
         ROOT / "docs" / f"{name}.md"

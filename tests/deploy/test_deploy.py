@@ -20,7 +20,7 @@ import yaml
 from starlette.routing import Route
 
 from examples.serving import router
-from examples.serving.__main__ import _parser
+from examples.serving.service import parser
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.settings import leaves
@@ -165,7 +165,7 @@ def test_settings_that_pages_name_are_settings(page):
 
 @pytest.mark.parametrize(("workload", "container"), CONTAINERS)
 def test_commands_are_those_of_the_servers_and_name_their_ports(workload, container):
-    arguments = _parser().parse_args(container["args"])
+    arguments = parser().parse_args(container["args"])
     assert arguments.role == container["name"]
     asked = {arguments.port, *(int(address.rpartition(":")[2]) for address in [arguments.admin] if address)}
     listen = re.fullmatch(r"tcp:.*:(\d+)", environment(container, workload).get("KVXFER_LISTEN", ""))
@@ -243,10 +243,10 @@ def test_selectors_find_their_pods_and_services_their_ports(name, workload):
 
 def test_the_router_is_told_of_every_server():
     (deployment,) = kinds("service", "Deployment")
-    arguments = _parser().parse_args(deployment["spec"]["template"]["spec"]["containers"][0]["args"])
+    arguments = parser().parse_args(deployment["spec"]["template"]["spec"]["containers"][0]["args"])
     for found in kinds("service", "StatefulSet"):
         name, (container,) = found["metadata"]["name"], found["spec"]["template"]["spec"]["containers"]
-        port = _parser().parse_args(container["args"]).port
+        port = parser().parse_args(container["args"]).port
         urls = [f"http://{name}-{number}.{name}:{port}" for number in range(found["spec"]["replicas"])]
         assert getattr(arguments, container["name"]) == urls
 

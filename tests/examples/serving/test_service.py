@@ -265,7 +265,7 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
 async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(service, alone):
     prefill, decode = await service.prefill(), await service.decode(on_failure="fail")
     asked = await service.post(prefill, prompt="Hello", kv_transfer_params={"do_remote_decode": True})
-    worker = service.nodes["prefill"].worker
+    (worker,) = service.nodes["prefill"].ranks.workers
     await service.eventually(lambda: worker.describe()["offers"])
     service.stop(prefill)
     await service.eventually(lambda: worker.describe()["draining"])

@@ -356,7 +356,7 @@ class SenderStruck(Scene):
             await victim.ready("prefill", "r", 0)
 
     async def hear(self, struck: float) -> None:
-        case, survivor = self.case, self.survivor
+        case = self.case
         if case.fault in ("cut", "pause"):
             if case.taken.how == "parked":
                 await self.victim.offer("prefill", "r")
@@ -370,10 +370,9 @@ class SenderStruck(Scene):
         assert heard["ok"] or case.fault != "pause", heard
         self.content = "fetched" if heard["ok"] else "partly"
         if case.fault in ("kill", "stop") and not heard["ok"]:
+            assert heard["safe"] or heard["refused"]
             if heard["safe"]:
                 await self.reuse()
-            else:
-                assert await survivor.refuses("decode")
 
     async def reuse(self) -> None:
         """Our blocks are ours: somebody else uses them."""
@@ -443,17 +442,16 @@ class ReceiverStruck(Scene):
         if case.taken.how == "parked":
             await survivor.offer("prefill", "r")
             struck = asyncio.get_running_loop().time()
-        ending, at, safe = await survivor.released("prefill", "r")
+        ending, at, safe, refused = await survivor.released("prefill", "r")
         bound = max(self.bounds["released_by_lease"], self.bounds["unclaimed_offer"])
         assert at - struck <= bound + STARVED_SECONDS, f"{ending} was heard {at - struck:.2f} s after it"
         self.safe = safe
         if case.fault == "pause":
             assert ending == "Released", ending
         if case.fault in ("kill", "stop"):
+            assert safe or refused
             if safe:
                 await self.reuse()
-            else:
-                assert await survivor.refuses("prefill")
         if case.fault in ("cut", "pause"):
             await self.ended()
 

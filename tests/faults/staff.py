@@ -217,15 +217,16 @@ class Ranks:
         if layer == LAYERS[-1]:
             offer.finish()
 
-    async def released(self, name: str, request: str) -> tuple[str, float, bool]:
-        """How it ended, when that was heard, and whether nobody reads the blocks any more."""
-        rank = self._ranks[name]
+    async def released(self, name: str, request: str) -> tuple[str, float, bool, bool]:
+        """How it ended, when that was heard, whether nobody reads the blocks now, and whether they were refused."""
+        rank, refused = self._ranks[name], False
         try:
             ending = type(await rank.offers[request].released()).__name__
         except KvxferError as error:
+            refused = isinstance(error, MemoryInDoubt) and await self.refuses(name)  # a moment later it may have ended
             rank.errors[request] = error
             ending = type(error).__name__
-        return ending, time.monotonic(), request not in rank.errors
+        return ending, time.monotonic(), request not in rank.errors, refused
 
     async def fetch(
         self, name: str, card: dict[str, Any], request: str, timeout: float | None = None, *, late: bool = False
@@ -237,16 +238,19 @@ class Ranks:
         rank = self._ranks[name]
         ticket = Issuer(EngineCard.from_dict(card), KEY).ticket(request)
         error: BaseException | None = None
+        refused = False
         try:
             after = _Late() if late else None
             transfer = rank.worker.start_fetch(ticket, MAIN, tokens=range(TOKENS), after=after, timeout=timeout)
             rank.fetches[request] = transfer
             await transfer
         except KvxferError as raised:
+            refused = isinstance(raised, MemoryInDoubt) and await self.refuses(name)  # a moment later it may have ended
             error = raised
             rank.errors[request] = raised
         return {
             "ok": error is None,
+            "refused": refused,
             "error": "" if error is None else f"{type(error).__name__}: {error}",
             "heard": time.monotonic(),
             "safe": not isinstance(error, MemoryInDoubt),

@@ -92,7 +92,8 @@ class Claims:
             if link is not None:
                 _send(link, those)
             else:
-                self._site.tasks.spawn(self._reach(endpoint, epoch, those), f"kvxfer claim at {endpoint}")
+                reaching = self._reach(endpoint, epoch, those)
+                self._site.tasks.spawn(reaching, f"kvxfer claim at {endpoint}", spare=True)
 
     async def _reach(self, endpoint: str, epoch: bytes, tickets: list[Ticket]) -> None:
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.backoff import Backoff
-from kvxfer.errors import KvxferError, MismatchError, UnreachableError
+from kvxfer.errors import ClosedError, KvxferError, MismatchError, UnreachableError
 from kvxfer.link import Link
 from kvxfer.site import Site
 
@@ -73,6 +73,7 @@ class Peers:
         Raises:
             UnreachableError: If `allow_peers` excludes the endpoint, or nobody answers there.
             MismatchError: If the engine there cannot work with this one, or has restarted since the ticket was made.
+            ClosedError: If this worker was closed before.
         """
         if not self._site.config.admits(endpoint):
             raise UnreachableError(
@@ -104,10 +105,16 @@ class Peers:
                 error = copy.copy(away.error)
                 error.retry_after, error.report = left, None
                 raise error
-            task = self._site.tasks.spawn(self._connect(endpoint, epoch), f"kvxfer connect {endpoint}")
+            connecting = self._connect(endpoint, epoch)
+            task = self._site.tasks.spawn(connecting, f"kvxfer connect {endpoint}", spare=True)
             self._opening[endpoint] = task
             task.add_done_callback(lambda _: self._opening.pop(endpoint, None))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled() or ((current := asyncio.current_task()) and current.cancelling()):
+                raise
+            raise ClosedError(f"the worker was closed before {endpoint} was reached") from None
 
     async def _connect(self, endpoint: str, epoch: bytes | None) -> Link:
         try:

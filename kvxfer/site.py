@@ -59,12 +59,18 @@ class Tasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._spare: set[asyncio.Task[Any]] = set()  # of these
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def spawn(
-        self, work: Coroutine[Any, Any, Any], name: str, failed: Callable[[BaseException], None] | None = None
+        self,
+        work: Coroutine[Any, Any, Any],
+        name: str,
+        failed: Callable[[BaseException], None] | None = None,
+        *,
+        spare: bool = False,
     ) -> "asyncio.Task[Any]":
         """Start a task. An exception that it lets out is a defect: it is logged, but for errors of the library's own.
 
@@ -73,12 +79,16 @@ class Tasks:
             name: For logs.
             failed: Called with an exception that was let out, or with the cancellation that ended the task, so that
                 nobody waits for ever for what it was to do.
+            spare: Nobody needs it when all others have ended.
         """
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
+        if spare:
+            self._spare.add(task)
 
         def ended(task: "asyncio.Task[Any]") -> None:
             self._tasks.discard(task)
+            self._spare.discard(task)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, (asyncio.CancelledError, KvxferError)):
                 _log.error("task_failed", task=task.get_name(), error=repr(error), exc_info=error)
@@ -88,12 +98,17 @@ class Tasks:
         task.add_done_callback(ended)
         return task
 
-    async def drain(self, timeout: float) -> bool:
-        """Wait for every task, also those that are started meanwhile. False if some did not end in time."""
+    async def drain(self, timeout: float, *, spare: bool = True) -> bool:
+        """Wait for every task, also those that are started meanwhile. False if some did not end in time.
+
+        Args:
+            timeout: Seconds.
+            spare: Those that are spare as well.
+        """
         try:
             async with asyncio.timeout(timeout):
-                while self._tasks:
-                    await asyncio.wait(self._tasks)
+                while waited := set(self._tasks) if spare else self._tasks - self._spare:
+                    await asyncio.wait(waited)
         except TimeoutError:
             return False
         return True

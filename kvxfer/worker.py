@@ -385,7 +385,7 @@ class Worker:
         receiver.cancel_all()
         sender.withdraw_all()
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
-        await site.tasks.drain(until - site.now())
+        await site.tasks.drain(until - site.now(), spare=False)
         receiver.abandon_all()
         site.closing.set_result(None)  # whoever looks for evidence looks once more
         site.tasks.cancel()

@@ -79,7 +79,7 @@ print(in_child(
 ))
 early.cancel()
 held.withdraw()
-worker.offer("r", [0], tokens=16, after=kvxfer.READY)
+worker.offer("r", [0], tokens=16, after=kvxfer.READY).withdraw()
 worker.close()
 print("goes on")
 """

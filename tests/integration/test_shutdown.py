@@ -218,20 +218,24 @@ async def test_strangers_do_not_outlive_the_worker(network):
 
 
 async def test_closing_while_connecting(network):
+    """A peer that says nothing is not waited for by who needs nothing of it any more."""
     quiet_server = []
-    decode = make("d", Cache(), network, handshake_timeout=60, **SOON)
+    decode = make("d", Cache(), network, handshake_timeout=60, revoke_timeout=30, close_timeout=30)
     async with decode:
         path = decode.card.endpoint[5:] + ".silent"
         server = await asyncio.start_unix_server(lambda *streams: quiet_server.append(streams), path)
         ticket = {**decode.engine.ticket("r"), "endpoints": {"prefix": f"unix:{path}"}}
         transfer = decode.start_fetch(ticket, [1], tokens=range(4))
         decode.claim(ticket)
+        declining = asyncio.create_task(decode.decline(ticket))
         await eventually(lambda: quiet_server)
         began = time.monotonic()
         await decode.aclose(drain=False)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 20
         with pytest.raises(ClosedError):
             await transfer
+        with pytest.raises(ClosedError, match=r"before unix:.*silent was reached"):
+            await declining
         server.close()
         quiet_server[0][1].close()
         Path(path).unlink()

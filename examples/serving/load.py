@@ -24,7 +24,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import httpx
 
 from examples.serving.api import MODEL
 from examples.serving.service import Service, parser
+from kvxfer.versions import package, versions
 
 CASES = {
     "single": ["--prefills", "0"],
@@ -152,11 +152,15 @@ async def _case(
 ) -> list[Row]:
     room = 1 + (max(arguments.clients) + 1) * (arguments.prompt + arguments.tokens) // 16
     chosen = parser().parse_args(["--blocks", str(room), *options, "--port", "0"])
+    exact = (chosen.dtype or ("float32" if chosen.device == "cpu" else "bfloat16")) == "float32"
     async with _running(Service(chosen)) as (service, client):
         for number in range(arguments.checks):
             tokens = await _tokens(service, client, _body(arguments, number))
             if tokens != expected["tokens"].setdefault(number, tokens):
-                raise FailedCaseError(f"prompt {number} has other tokens than at the single server")
+                what = f"prompt {number} has other tokens than at the single server"
+                if exact:
+                    raise FailedCaseError(what)
+                print(f"{case}: {what}", file=sys.stderr)
         rows: list[Row] = []
         for clients in arguments.clients:
             answers, seconds = await _load(service, client, arguments, clients)
@@ -286,8 +290,8 @@ def _line(row: Row) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    packages = {name: version(name) for name in ("kvxfer", "torch", "transformers", "nixl")}
-    return {"cores": len(os.sched_getaffinity(0)), "system": platform.platform(), **packages}
+    cores, system = len(os.sched_getaffinity(0)), platform.platform()
+    return {"cores": cores, "system": system, "transformers": package("transformers"), **versions()}
 
 
 if __name__ == "__main__":

@@ -165,7 +165,9 @@ async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, sou
     prefill.offer("r", [1, 2], tokens=8)
     fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
     await eventually(lambda: stage.network.held("*"))
+    (sending,) = prefill._roles[0].transfers
     fetch.cancel()
+    await eventually(lambda: sending.machine.failure)  # else what is held would have landed before it hears of that
     stage.network.release("*")
     with suppress(asyncio.CancelledError):
         await fetch

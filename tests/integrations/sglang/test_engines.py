@@ -1,6 +1,7 @@
 """A prefill and a decode engine in two processes over NIXL, driven as sglang's event loops drive them."""
 
 import importlib.util
+import re
 import time
 
 import pytest
@@ -279,7 +280,8 @@ def test_a_prefill_engine_that_dies_fails_what_it_had():
         pair.run(lambda p, d: prefill.waits(151))
         prefill.kill()
         pair.run(lambda d: d[151] == "failed", [decode])
-        assert "PEER_LOST" in decode.state(151)[1]
+        # of two ranks one alone had to be there, so the other may have met it as it died, or after
+        assert re.search(r"PEER_LOST|closed the stream|cannot connect to", decode.state(151)[1])
         idle(decode)
         decode.close()
     finally:

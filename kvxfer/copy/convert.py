@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.errors import MissingExtraError
 from kvxfer.geometry.elements import Elements
 
-__all__ = ["NAN", "convert"]
+__all__ = ["NAN", "check_exact", "convert"]
 
 Bits: TypeAlias = NDArray[np.signedinteger[Any]]
 
@@ -43,6 +44,22 @@ def convert(bits: Bits, elements: Elements, multiply: np.float32, divide: np.flo
     result: Bits = rounded.view(_INTEGERS[elements.dst_bytes]).numpy()
     np.copyto(result, NAN[elements.dst], where=np.isnan(values))
     return result
+
+
+def check_exact(ptx: str) -> None:
+    """Refuse a compiled conversion that takes subnormal numbers for zero, as compilers before Triton 3.6 make it.
+
+    Args:
+        ptx: Its instructions, as the compiler wrote them.
+
+    Raises:
+        MissingExtraError: It would not give the bits that `convert` does.
+    """
+    if ".ftz" in ptx:
+        raise MissingExtraError(
+            "this version of Triton takes subnormal numbers for zero, so dtypes cannot be converted on a GPU: "
+            "pip install 'torch>=2.10' (with Triton 3.6 or later)"
+        )
 
 
 def _tensor(values: NDArray[Any]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvxfer.copy.convert import check_exact
 from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumLaunch, SumVariant
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Launch, Variant
 
@@ -414,6 +415,8 @@ class Kernel:
                     compiled = copy_boxes.warmup(
                         self._table, 0, 0, word, word, word, **constants(variant), **OPTIONS, grid=(1,)
                     )
+                    if variant.elements.converts:
+                        check_exact(compiled.asm["ptx"])
                     stream = torch.cuda.current_stream().cuda_stream
                     nothing = (self._table.data_ptr(), 0, 0, 0, 0, 0)
                     compiled[1, 1, 1](*nothing, *constants(variant).values(), stream=stream)
@@ -439,6 +442,8 @@ class Kernel:
                 with torch.cuda.device(self._table.device):
                     fixed = sum_constants(variant)
                     compiled = sum_items.warmup(self._table, 0, 0, 0, **fixed, **SUM_OPTIONS, grid=(1,))
+                    if variant.elements.converts:
+                        check_exact(compiled.asm["ptx"])
                     stream = torch.cuda.current_stream().cuda_stream
                     compiled[1, 1, 1](self._table.data_ptr(), 0, 0, 0, *fixed.values(), stream=stream)
                 self._variants[variant] = compiled

@@ -6,6 +6,7 @@ import warnings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
+from kvxfer.copy.convert import check_exact
 from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, constants, copy_boxes, sum_constants, sum_items
 from kvxfer.copy.sum_tables import SumVariant
 from kvxfer.copy.tables import Variant
@@ -60,6 +61,7 @@ def main() -> int:
         ptx = compiled.asm["ptx"]
         loads, stores = ptx.count(load), ptx.count(store)
         narrow = sum(ptx.count(f"st.global.{kind} ") for kind in KINDS) - stores
+        check_exact(ptx)  # what a GPU is given is looked at likewise
         flushed = ptx.count(".ftz")  # subnormal numbers count
         gate = [ptx.count(f".global.sys.{order}.add.u64") for order in ("acquire", "release")]
         shared, barriers = compiled.metadata.shared, ptx.count("bar.sync")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import host, tables
-from kvxfer.copy.convert import NAN, convert
-from kvxfer.errors import GeometryError
+from kvxfer.copy.convert import NAN, check_exact, convert
+from kvxfer.errors import GeometryError, MissingExtraError
 from kvxfer.geometry.elements import Elements
 
 NBYTES = 1 << 18
@@ -110,3 +110,9 @@ def test_there_are_no_pieces_of_it():
     plan = conversions.line("float16", "bfloat16", 0, 1024, 8)
     with pytest.raises(GeometryError, match="float16 to bfloat16 cannot be copied piece by piece"):
         plan.enumerate()
+
+
+def test_a_compiler_that_takes_subnormal_numbers_for_zero_is_refused():
+    check_exact("mul.rn.f32 %f1, %f2, %f3;")
+    with pytest.raises(MissingExtraError, match=r"torch>=2\.10"):
+        check_exact("mul.rn.ftz.f32 %f1, %f2, %f3;")

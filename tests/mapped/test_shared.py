@@ -136,22 +136,23 @@ def test_private_memory_is_not_exported():
 
 
 def open_elsewhere(given, answer):
-    """In another process: map it, and say what became of that."""
-    try:
-        open_window(given, "cpu", 0).close()
-    except FabricError as error:
-        answer.send(str(error))
-    else:
-        answer.send("mapped")
+    """In another process: map each, and say what became of that."""
+    for one in given:
+        try:
+            open_window(one, "cpu", 0).close()
+        except FabricError as error:
+            answer.send(str(error))
+        else:
+            answer.send("mapped")
 
 
-def said_elsewhere(given):
+def said_elsewhere(*given):
     here, there = CONTEXT.Pipe()
     child = CONTEXT.Process(target=open_elsewhere, args=(given, there))
     child.start()
     there.close()
     try:
-        return here.recv()
+        return [here.recv() for _ in given]
     finally:
         child.join()
 
@@ -161,21 +162,27 @@ def test_what_is_not_what_it_was_is_not_mapped(tmp_path):
     (given,) = exported(tensor)
     process, number, device, inode = struct.unpack("<IIQQ", given.handle)
 
-    def opened(*handle, **changes):
-        return said_elsewhere(replace(given, handle=struct.pack("<IIQQ", *handle), **changes))
+    def named(number, device, inode, **changes):
+        return replace(given, handle=struct.pack("<IIQQ", process, number, device, inode), **changes)
 
-    assert said_elsewhere(given) == "mapped"
-    assert "is not the shared memory that it named" in opened(process, number, device, inode + 1)
-    assert "is not the shared memory that it named" in opened(process, number, device, inode, length=1 << 30)
-    with (tmp_path / "file").open("w") as file:
-        status = os.fstat(file.fileno())
-        assert "is not memory that kvxfer shares" in opened(process, file.fileno(), status.st_dev, status.st_ino)
     unsealed = os.memfd_create("kvxfer")
     os.ftruncate(unsealed, 16)
-    status = os.fstat(unsealed)
-    assert "is not the shared memory that it named" in opened(process, unsealed, status.st_dev, status.st_ino)
+    with (tmp_path / "file").open("w") as file:
+        private, other = os.fstat(file.fileno()), os.fstat(unsealed)
+        said = said_elsewhere(
+            given,
+            named(number, device, inode + 1),
+            named(number, device, inode, length=1 << 30),
+            named(file.fileno(), private.st_dev, private.st_ino),
+            named(unsealed, other.st_dev, other.st_ino),
+            named(99_999, device, inode),
+        )
     os.close(unsealed)
-    assert "cannot be opened" in opened(process, 99_999, device, inode)
+    assert said[0] == "mapped"
+    for told in (said[1], said[2], said[4]):
+        assert "is not the shared memory that it named" in told
+    assert "is not memory that kvxfer shares" in said[3]
+    assert "cannot be opened" in said[5]
     with pytest.raises(FabricError, match="3 bytes names no shared memory"):
         open_window(replace(given, handle=b"abc"), "cpu", 0)
     for kind in ("cuda_ipc", "foo"):

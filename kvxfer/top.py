@@ -4,7 +4,9 @@ It needs none of what serves it: standard HTTP, and rich, which comes with the c
 elsewhere, so it is believed in no more than that it is JSON.
 """
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,8 @@ __all__ = ["Sight", "Top", "url_of"]
 
 _TIMEOUT_SECONDS: Final = 5.0
 _MAX_BYTES: Final = 64 << 20
+_MAX_SHOWN: Final = 256
+"""Characters of one cell: a longer one would take seconds to lay out."""
 _TRANSFERS: Final = 20
 """Transfers that are listed, longest first."""
 _DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # workers are not behind a proxy
@@ -78,7 +82,7 @@ class Top:
                 for worker in sight.status["workers"]:
                     workers.add_row(*self._row(sight, worker))
                     moving += _transfers(worker)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 workers.add_row(_text(sight.address), _text(f"is no admin page of kvxfer: {error!r}", "red"), *[""] * 9)
         if not moving:
             return Group(workers, Text("\nno transfer is in flight", "dim"))
@@ -125,16 +129,28 @@ def _ask(address: str) -> Sight:
     try:
         request = urllib.request.Request(url_of(address), headers={"Accept": "application/json"})  # noqa: S310 - http only
         with _DIRECT.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-            status = json.loads(answer.read(_MAX_BYTES))
+            status = json.loads(_read(answer))
     except urllib.error.HTTPError as error:
         error.close()
         return Sight(address, None, f"answers {error.code}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return Sight(address, None, f"no answer: {reason}")
+        return Sight(address, None, f"no answer: {str(reason) or repr(reason)}")
     if not isinstance(status, dict):
         return Sight(address, None, "is no admin page of kvxfer")
     return Sight(address, cast("_Status", status))
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """All of an answer, in the time that one read may take: who answers drop by drop must not hold up the others."""
+    parts: list[bytes] = []
+    deadline, left = time.monotonic() + _TIMEOUT_SECONDS, _MAX_BYTES
+    while left and (part := answer.read1(left)):
+        parts.append(part)
+        left -= len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it was not complete after {_TIMEOUT_SECONDS:g} s")
+    return b"".join(parts)
 
 
 def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
@@ -173,7 +189,8 @@ def _arena(arena: Mapping[str, Any]) -> Text:
 
 def _text(value: str, style: str = "") -> Text:
     """Text that others chose, without what a terminal would obey."""
-    return Text("".join(one if one.isprintable() else "?" for one in value), style)
+    shown = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."
+    return Text("".join(one if one.isprintable() else "?" for one in shown), style)
 
 
 def _name(worker: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import http.server
+import socket
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from stage import Cache, eventually
 from typer.testing import CliRunner
 
 import kvxfer.admin
+from kvxfer import top as module
 from kvxfer.cli import app
 from kvxfer.top import Sight, Top, url_of
 
@@ -155,6 +157,81 @@ def test_something_else_at_the_address_is_named(body):
         thread.join()
     assert not sights[0].ready
     assert "is no admin page of kvxfer" in (text := drawn(top, sights)) or "no answer" in text
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "SSH-2.0"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "no answer: "),
+        (OK + b"A: x\r\n" * 200 + b"\r\n", "more than 100 headers"),
+        (OK + b"\r\n" + b"[" * 100_000, "recursion"),
+        (b"", "no answer: "),
+    ],
+)
+def test_what_does_not_speak_http_or_json_is_named(answer, why):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak():
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(answer)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        (sight,) = Top([f"127.0.0.1:{server.getsockname()[1]}"]).look()
+        thread.join()
+    assert sight.why.startswith("no answer: ")
+    assert why in sight.why
+
+
+def test_an_answer_that_comes_in_drops_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0.2)
+    given_up = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip():
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(OK + b"Content-Length: 100000\r\n\r\n")
+                while not given_up.wait(0.02):
+                    stream.sendall(b" ")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        (sight,) = Top([f"127.0.0.1:{server.getsockname()[1]}"]).look()
+        given_up.set()
+        thread.join()
+    assert "was not complete" in sight.why
+
+
+@pytest.mark.parametrize("number", [10**400, float("inf"), float("nan"), -(10**400)])
+@pytest.mark.parametrize("place", ["bytes", "seconds", "share", "monotonic"])
+def test_numbers_that_no_worker_has_end_nothing(number, place):
+    share = {"capacity_bytes": 1, "free_bytes": number, "quarantined_bytes": number}
+    side = {"bytes": {"staged": number}, "transfers": {}}
+    (sight,) = said(
+        number if place == "monotonic" else 1.0,
+        **{
+            "bytes": {"metrics": {"receive": side, "send": side, "loop_lag_max_seconds": 0.5}},
+            "seconds": {"transfers": [{"seconds": number}]},
+            "share": {"arena": {"receive": share, "send": share}},
+            "monotonic": {},
+        }[place],
+    )
+    assert "x:1" in (text := drawn(Top(["x:1"]), [sight])) or "e[3]" in text
+
+
+def test_what_is_too_long_is_cut():
+    worker = {"engine": "e" * 10_000, "rank": 3, "ready": True, "reasons": [], "state": None}
+    text = drawn(Top(["x:1"]), [Sight("x:1", {"monotonic": 1.0, "workers": [worker]})])
+    assert 0 < text.count("e") < 300
+    assert "..." in text
 
 
 def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():

@@ -198,7 +198,12 @@ class KvxferKVSender(BaseKVSender):  # type: ignore[misc]  # likewise
         self._early_send_wait_event: Any = None  # sglang sets it before it sends what is still being computed
         self._inner: Final = Sending(mgr.rooms, bootstrap_room)
         if mgr.says_where and not req_has_disagg_prefill_dp_rank:
-            register_room(bootstrap_addr, bootstrap_room, mgr.dp_rank)
+            try:
+                register_room(bootstrap_addr, bootstrap_room, mgr.dp_rank)
+            except UnreachableError as error:  # this request alone is lost: nobody will ask for it
+                _log.warning(
+                    "room_not_registered", address=bootstrap_addr, request=request_of(bootstrap_room), error=str(error)
+                )
 
     def init(self, num_kv_indices: int, aux_index: Any = None) -> None:
         """So many pages will be sent, and this row of metadata."""

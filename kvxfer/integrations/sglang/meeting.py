@@ -4,17 +4,19 @@ An engine here is one data-parallel rank of a prefill server, with all of its te
 what a decode engine needs to make tickets. Whoever reaches the server is told that: see SECURITY.md.
 """
 
+import http.client
 import json
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvxfer.errors import TicketError, UnreachableError
 from kvxfer.telemetry import logger
@@ -27,6 +29,7 @@ _MOST_ROOMS: Final = 65_536
 _PATIENCE_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 0.2
 _log: Final = logger("kvxfer.sglang")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,18 @@ class Engine:
     page_tokens: int
     dtype: str
     by_room: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what no ticket can be made with, as another server may say it.
+
+        Raises:
+            ValueError: Naming it.
+        """
+        bytes.fromhex(self.key)
+        try:
+            EngineCard.from_dict(self.card)
+        except TicketError as error:
+            raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +137,7 @@ class Meeting:
     def put(self, path: str, told: Any) -> tuple[HTTPStatus, Any]:
         """Take note of something."""
         if path == "/kvxfer/engines":
-            engine = Engine(**told)
+            engine = _convert(told, Engine)
             with self._lock:
                 self._engines[engine.dp_rank] = engine
             return HTTPStatus.OK, {}
@@ -130,7 +145,7 @@ class Meeting:
             with self._lock:
                 if len(self._rooms) >= _MOST_ROOMS:
                     self._rooms.pop(next(iter(self._rooms)))
-                self._rooms[str(told["bootstrap_room"])] = int(told["dp_rank"])
+                self._rooms[str(told["bootstrap_room"])] = _convert(told["dp_rank"], int)
             return HTTPStatus.OK, {}
         if path == "/query_dp_ranks":
             with self._lock:
@@ -177,7 +192,7 @@ def register(address: str, engine: Engine) -> None:
     Raises:
         UnreachableError: If it does not answer, or not well.
     """
-    _call(address, "/kvxfer/engines", asdict(engine))
+    _call(address, "/kvxfer/engines", asdict(engine), dict[str, Any])
 
 
 def keep_registering(address: str, engine: Engine, patience: float) -> threading.Thread:
@@ -203,27 +218,41 @@ def keep_registering(address: str, engine: Engine, patience: float) -> threading
 
 def register_room(address: str, room: int, dp_rank: int) -> None:
     """Tell it which data-parallel rank a request went to. Blocks and raises as `register` does."""
-    _call(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank})
+    _call(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank}, dict[str, Any])
 
 
 def rooms_of(address: str, rooms: list[int]) -> dict[str, int]:
     """Ask it which data-parallel ranks requests went to. Blocks and raises as `register` does."""
-    found: dict[str, int] = _call(address, "/query_dp_ranks", {"bootstrap_rooms": rooms})
-    return found
+    return _call(address, "/query_dp_ranks", {"bootstrap_rooms": rooms}, dict[str, int])
 
 
 def ask(address: str) -> Directory:
     """Ask it for its prefill engines. Blocks and raises as `register` does, also while some of them are missing."""
-    engines = [Engine(**told) for told in _call(address, "/kvxfer/engines")]
+    engines = _call(address, "/kvxfer/engines", None, list[Engine])
+    if not engines:
+        raise UnreachableError(f"the bootstrap server at {address} knows no engine", peer=address)
     one = engines[0]
     return Directory(one.dp_size, one.by_room, {engine.dp_rank: engine for engine in engines})
 
 
-def _call(address: str, path: str, told: Any = None) -> Any:
+def _call(address: str, path: str, told: Any, kind: type[_T]) -> _T:
+    """Ask, and believe in no more of the answer than that it is of this kind: a request names the address."""
     data = None if told is None else json.dumps(told).encode()
-    request = urllib.request.Request(f"http://{address}{path}", data)
     try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS) as answer:  # noqa: S310 - likewise
-            return json.loads(answer.read(_MOST_BYTES))
-    except (OSError, ValueError, urllib.error.URLError) as error:
+        request = urllib.request.Request(f"http://{address}{path}", data)
+        with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS) as answer:  # noqa: S310 - http only
+            return _convert(json.loads(answer.read(_MOST_BYTES)), kind)
+    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
         raise UnreachableError(f"the bootstrap server at {address} does not answer: {error}", peer=address) from error
+
+
+def _convert(told: Any, kind: type[_T]) -> _T:
+    """What was told, as this kind.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        return msgspec.convert(told, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"what it says is of another kind: {error}") from error

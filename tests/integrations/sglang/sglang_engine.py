@@ -183,14 +183,14 @@ class Engine:
     def port(self) -> int:
         return self.told["port"]
 
-    def add(self, room: int, length: int, prefix: int = 0, *, hold: bool = False) -> None:
+    def add(self, room: int, length: int, prefix: int = 0, *, hold: bool = False, address: str = "") -> None:
         """A request arrives: `prefix` tokens of it are in the cache of a decode engine."""
         request = SimpleNamespace(room=room, length=length, prefix=prefix, hold=hold, queue="bootstrap")
         request.pages, request.row = [], -1
         request.sent, request.failure, request.exact = request.prefix, "", True
         request.state = "live"
         kind = "SENDER" if self.told["role"] == "PREFILL" else "RECEIVER"
-        address = f"127.0.0.1:{self.told['port']}"
+        address = address or f"127.0.0.1:{self.told['port']}"
         made = self.classes(kind)
         request.peers = [made(rank.manager, address, room) for rank in self.ranks]
         self.requests[room] = request

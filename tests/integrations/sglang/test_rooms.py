@@ -2,9 +2,11 @@
 
 import ctypes
 import json
+import socket
+import threading
 import urllib.error
 import urllib.request
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -135,7 +137,55 @@ def test_nobody_answers(meeting, address):
         ask(address)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"dp_rank": 0}', b"[" * 100_000], ids=lambda body: body[:8])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        *(
+            b"HTTP/1.1 200 OK\r\n\r\n" + body
+            for body in (
+                b"7",
+                b"null",
+                b"[]",
+                b"[7]",
+                b'[{"dp_rank": 0}]',
+                json.dumps([asdict(ENGINE) | {"key": "no hexadecimal"}]).encode(),
+                json.dumps([asdict(ENGINE) | {"card": {}}]).encode(),
+                b"[" * 100_000,
+            )
+        ),
+    ],
+    ids=lambda answer: answer[-20:],
+)
+@pytest.mark.parametrize("question", [ask, lambda address: rooms_of(address, [7])], ids=["ask", "rooms_of"])
+def test_something_else_at_the_address_is_an_error_of_the_library(answer, question):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak():
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(answer)
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(UnreachableError, match="bootstrap server at 127"):
+            question(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:x", "a b:1", "[::1:3", ""])
+def test_what_is_no_address_is_one_too(address):
+    with pytest.raises(UnreachableError):
+        ask(address)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"7", b'{"dp_rank": 0}', b'{"bootstrap_room": 1, "dp_rank": 1e999}', b"[" * 100_000],
+    ids=lambda body: body[:8],
+)
 @pytest.mark.parametrize("path", ["/kvxfer/engines", "/register_dp_rank", "/query_dp_ranks"])
 def test_rubbish_changes_nothing(address, path, body):
     register(address, ENGINE)

@@ -71,6 +71,7 @@ class SchedulerSide:
         self._issuer: Issuer | None = None
         self._wanted: Final[dict[str, _Wanted]] = {}
         self._produced: Final[dict[str, _Produced]] = {}
+        self._names: Final[dict[str, str]] = {}  # of what is on offer, or will be; the request of each
         self._placed: Final[list[tuple[Any, _Wanted, list[int], int]]] = []  # requests that got blocks to load into
         self._orders = Orders()
 
@@ -90,9 +91,7 @@ class SchedulerSide:
         """Keep in mind what is to be fetched, and what is to be offered."""
         params: Mapping[str, Any] = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            name = params.get(_NAME)
-            named = name if isinstance(name, str) and name else request.request_id
-            self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens)
+            self._produce(request, params.get(_NAME))
         if not params.get("do_remote_prefill"):
             return
         ticket, tokens = params.get(TICKET), params.get(_TOKENS)
@@ -108,6 +107,14 @@ class SchedulerSide:
         data: dict[str, Any] = dict(ticket or {})
         self._wanted[request.request_id] = _Wanted(data, min(tokens, most))
         self._orders.claims[request.request_id] = data
+
+    def _produce(self, request: Any, name: Any) -> None:
+        """Offer what will be computed; not under the name of another request, as its ticket would be that one's."""
+        named = name if isinstance(name, str) and name else request.request_id
+        if self._names.setdefault(named, request.request_id) != request.request_id:
+            _log.warning("transfer_id_refused", request=request.request_id, error=f"{_NAME} {named!r} is in use")
+            return
+        self._produced[request.request_id] = _Produced(named, request.num_prompt_tokens)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that a fetch would add to those held here, and whether the request waits for it. Changes nothing."""
@@ -191,11 +198,15 @@ class SchedulerSide:
     # --- what became of it
 
     def update_connector_output(self, output: Any) -> None:
-        """All workers are done with these loads, well or not."""
+        """All workers are done with these loads, well or not, and with these offers."""
         for request in output.finished_recving or ():
             wanted = self._wanted.get(request)
             if wanted is not None:
                 wanted.stage = _Stage.OVER
+        over: set[str] = set(output.finished_sending or ())
+        if over:
+            for name in [name for name, request in self._names.items() if request in over]:
+                del self._names[name]
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request ends: hand out its ticket, or take back what was begun.
@@ -210,7 +221,10 @@ class SchedulerSide:
         elif wanted is not None and wanted.stage is _Stage.LOADING:
             self._orders.cancels.append(request.request_id)
         produced = self._produced.pop(request.request_id, None)
-        if produced is None or not produced.offered:
+        if produced is None:
+            return False, None
+        if not produced.offered:
+            del self._names[produced.name]
             return False, None
         params = self._params(request, produced)
         if params is None:

@@ -140,6 +140,12 @@ def test_a_request_without_a_good_ticket_is_computed(stage):
     assert facts["reported"] == {}
 
 
+def test_nobody_gets_the_cache_of_another_request_by_its_name(stage):
+    facts = stage.play("named_alike")
+    assert "second" not in facts["given"]
+    assert facts["sampled"] == {"d-first": 1, "d-third": 1}
+
+
 def test_engines_sleep_and_wake(stage):
     facts = stage.play("slept")
     assert facts["sampled"] == {"d": 1, "d-2": 1, "d-early": 1}

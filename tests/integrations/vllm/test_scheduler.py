@@ -73,8 +73,8 @@ def step(new=(), cached=(), preempted=()) -> Any:
     )
 
 
-def received(*names) -> Any:
-    return make("KVConnectorOutput", finished_recving=set(names))
+def received(*names, sent=()) -> Any:
+    return make("KVConnectorOutput", finished_recving=set(names), finished_sending=set(sent))
 
 
 def test_the_first_step_joins_the_workers_to_one_engine():
@@ -271,6 +271,30 @@ def test_a_router_may_name_what_it_makes_a_ticket_of(given, name):
     _, params = scheduler.request_finished(going)
     assert params is not None
     assert params["ticket"] == Issuer(Ticket.parse(params["ticket"]).card, key).ticket(name)
+
+
+def test_a_name_is_one_requests_until_its_offer_is_over():
+    scheduler = side()
+
+    def came(name):
+        """Whether a request of this id, named as the others, gets a ticket; and it once it has ended."""
+        one = request({"do_remote_decode": True, "transfer_id": "same"}, name=name)
+        scheduler.on_new_request(one)
+        scheduler.build_connector_meta(step(new=[(name, [3, 4, 5], 0, 40)]))
+        one.status = STATUS.FINISHED_STOPPED
+        return scheduler.request_finished(one)[1] is not None
+
+    assert came("a")
+    assert not came("b")
+    scheduler.update_connector_output(received(sent=["b", "other"]))
+    assert not came("c")
+    scheduler.update_connector_output(received(sent=["a"]))
+    assert came("d")
+    never = request({"do_remote_decode": True, "transfer_id": "free"}, name="never")
+    scheduler.on_new_request(never)
+    scheduler.request_finished(never)
+    scheduler.update_connector_output(received(sent=["d"]))
+    assert scheduler._names == {}
 
 
 def test_a_prompt_that_never_ran_holds_nothing():

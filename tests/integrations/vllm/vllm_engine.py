@@ -390,7 +390,8 @@ class Engine:
         if self._policy == "fail":
             for request_id in bad:
                 self.finish(request_id, "FINISHED_ERROR")
-        self.connector.update_connector_output(make("KVConnectorOutput", finished_recving=received))
+        output = make("KVConnectorOutput", finished_recving=received, finished_sending=sent)
+        self.connector.update_connector_output(output)
         for request_id in received:
             request = self.requests[request_id]
             if request.status is STATUS.WAITING_FOR_REMOTE_KVS:

@@ -247,6 +247,25 @@ def bad_tickets(wires):
     return pair.until_over()
 
 
+def named_alike(wires):
+    """A client names a transfer as another one's, which waits to be fetched; and again when that is over."""
+    pair = Pair(wires)
+    named, params = PREFILL | {"transfer_id": "same"}, {}
+
+    def prefilled(one, seed):
+        pair.prefill.add(f"p-{one}", seed, 40, params=dict(named))
+        pair.until(lambda: f"p-{one}" in pair.prefill.ended, pair.prefill)
+        params[one] = pair.prefill.params[f"p-{one}"]
+
+    prefilled("first", 1)
+    prefilled("second", 2)
+    pair.decode.add("d-first", 1, 40, params=params["first"])
+    pair.until(lambda: not pair.prefill.requests and not pair.decode.requests)
+    prefilled("third", 3)
+    pair.decode.add("d-third", 3, 40, params=params["third"])
+    return pair.until_over() | {"given": {one for one, known in params.items() if known is not None}}
+
+
 def slept(wires):
     """Both engines give their memory up and get it back: they are new engines, and work as before."""
     pair = Pair(wires)

@@ -109,6 +109,7 @@ class Probe:
             loop="caller",
             advertise=None,
             listen=self.listen.format(route=route),
+            allow_peers=("unix:*", "tcp:*"),  # the settings name a service's peers, and not who is probed
             route=route,
             **small,
         )

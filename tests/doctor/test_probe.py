@@ -96,6 +96,13 @@ async def test_settings_that_forbid_a_route_are_named(channels, tmp_path, monkey
     assert "the settings of a forbid it: trust is 'none'" in found.seen
 
 
+async def test_peers_that_a_service_may_have_do_not_rule_out_the_one_that_is_probed(channels, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "ROUTES", ("staged",))
+    monkeypatch.setenv("KVXFER_ALLOW_PEERS", "tcp:*.kvxfer-prefill:7400")
+    findings = await Both(channels, tmp_path).run()
+    assert [one.status for one in findings.values()] == ["ok", "ok"]
+
+
 async def test_a_worker_that_cannot_be_opened_is_named(channels, tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "ROUTES", ("staged",))
     monkeypatch.setenv("KVXFER_FABRIC__BACKENDS", "NOWHERE")

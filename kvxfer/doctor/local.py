@@ -32,7 +32,7 @@ def check_pair(devices: tuple[str, str], report: Callable[[Finding], None]) -> N
     bodies, where = {"first": _first, "second": _second}, {"first": one, "second": other}
     try:
         conduct(bodies, names, show, devices=where, silence=_SILENCE)
-    except BenchFailedError as error:
+    except (BenchFailedError, OSError) as error:  # the latter: no process could be started, or no folder made
         report(
             fail(
                 "two processes",

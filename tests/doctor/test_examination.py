@@ -1,5 +1,6 @@
 """The whole: what is asked for, what comes of it, and the command."""
 
+import errno
 import io
 import json
 import multiprocessing
@@ -119,6 +120,17 @@ def test_a_process_that_dies_is_a_finding(monkeypatch, tmp_path):
     assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
     assert "the process ended early, with exit code 9" in found[0].seen
     assert multiprocessing.active_children() == []
+
+
+def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
+    def pipe():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    found = []
+    local.check_pair(("cpu", "cpu"), found.append)
+    assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
+    assert "Too many open files" in found[0].seen
 
 
 @pytest.mark.parametrize(

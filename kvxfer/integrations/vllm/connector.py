@@ -77,6 +77,15 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         settings = usual | extra.get("kvxfer", {}) | {"rank": parallel.rank, "world": parallel.world_size}
         self._worker = WorkerSide(Config.load(**settings), layerwise=layerwise)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether vLLM drops what a step has sampled for a request that was preempted meanwhile.
+
+        In any role: any engine may hand requests on, and the step may have read a load that failed, of which vLLM does
+        not find the request any more.
+        """
+        return True
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Hooks between layers are not called by a graph of the whole model."""

@@ -158,3 +158,4 @@ def test_settings_are_those_of_vllm_and_of_the_extra_configuration(stage):
     assert facts["settings"] == [plain | {"rank": rank} for rank in BOTH]
     assert set(facts["refused"]) == {"decode_context_parallel_size", "prefill_context_parallel_size"}
     assert facts["graphs"] == [False, True]
+    assert facts["dropped"] == [True, True], "what a preempted request sampled may stand on a load that failed"

@@ -292,7 +292,8 @@ def configured_ranks(wires):
             refused[name] = str(error)
     graphs = [KvxferConnector.requires_piecewise_for_cudagraph(extra) for extra in ({}, {"layerwise": True})]
     settings = pair.prefill.workers.call("settings")
-    return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs}
+    dropped = [engine.connector.requires_kv_delivery for engine in (pair.prefill, pair.decode)]
+    return pair.until_over() | {"settings": settings, "refused": refused, "graphs": graphs, "dropped": dropped}
 
 
 def serve(wire: Any, wires: list[list[Any]]) -> None:

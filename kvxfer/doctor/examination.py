@@ -152,7 +152,7 @@ class Examination:
             raise
         except KvxferError as error:
             self._add(fail("peer", " ".join(str(error).split()), "look at what the other side says, and try again"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             seen = f"the other side says what this one does not understand: {type(error).__name__}: {error}"
             self._add(fail("peer", seen, "install the same version of kvxfer on both sides"))
 

@@ -9,6 +9,7 @@ the code of the line, drawn at random; whoever learns it can do no more than tak
 import asyncio
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -35,6 +36,7 @@ _SILENCE: Final = 90.0
 _CONNECT_SECONDS: Final = 10.0
 _CLOCKS_APART_S: Final = 1.0
 _SEED_BITS: Final = 48
+_SPOKEN: Final = re.compile(r"speaks (\d{1,9}) to (\d{1,9})")
 
 
 class Wire:
@@ -238,7 +240,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], *, slack: float) -> li
     differ = {name: (ours[name], others.get(name, "?")) for name in ours if ours[name] != others.get(name, "?")}
     shown = ", ".join(f"{name} {one} here and {other} there" for name, (one, other) in differ.items())
     advice = "install the same versions on both sides"
-    if "wire" in differ or theirs.get("device", "")[:3] != mine["device"][:3]:
+    if not _have_in_common(ours["wire"], others.get("wire", "")) or theirs.get("device", "")[:3] != mine["device"][:3]:
         device = f"caches on {mine['device']} here and on {theirs.get('device')} there"
         found = [fail("peer", "; ".join(filter(None, [shown, device])), f"{advice}, and give both the same --device")]
     elif differ:
@@ -256,3 +258,12 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], *, slack: float) -> li
     elif elsewhere(host):
         found.append(ok("clocks", f"the wall clocks agree within {apart:.3f} s"))
     return found
+
+
+def _have_in_common(wire: str, other: str) -> bool:
+    """Whether two sides speak a version of the protocol that both know, by what `versions` says of it."""
+    spoken = [_SPOKEN.search(str(one)) for one in (wire, other)]
+    if not all(spoken):
+        return False
+    (least, most), (other_least, other_most) = ((int(one[1]), int(one[2])) for one in spoken if one)
+    return least <= other_most and other_least <= most

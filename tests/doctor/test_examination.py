@@ -54,6 +54,14 @@ def test_remedies_stand_below_what_was_seen():
     assert verdict(findings) == "1 ok, 1 fail"
 
 
+def test_a_terminal_obeys_nothing_that_a_peer_says():
+    from rich.console import Console
+
+    console = Console(width=80, file=(printed := io.StringIO()))
+    console.print(table([fail("peer", "\x1b[2J\x07 here", "mend it")]))
+    assert "?[2J? here" in printed.getvalue()
+
+
 def test_what_cannot_be_imported_is_not_tried(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "check_pair", lambda *_: pytest.fail("it was tried"))
     machine = Machine(root=tmp_path, package=lambda _: "", cuda=lambda: "", ucx=lambda: "")
@@ -68,7 +76,9 @@ def test_a_machine_without_gpus_has_none_to_be_asked_for(tmp_path):
         Examination(lambda _: None, device="tpu")
 
 
-@pytest.mark.parametrize("error", [UnreachableError("nobody there"), KeyError("nbytes"), ValueError("x")])
+@pytest.mark.parametrize(
+    "error", [UnreachableError("nobody there"), KeyError("nbytes"), ValueError("x"), OverflowError("y")]
+)
 def test_a_peer_that_fails_is_a_finding(monkeypatch, tmp_path, error):
     async def broken(*_):
         yield ok("peer", "")

@@ -143,7 +143,7 @@ async def test_a_side_that_falls_silent_is_given_up():
 
 
 def said(**changes):
-    versions = {"kvxfer": "0.1.0", "wire": "1", "torch": "2.13.0"} | changes.pop("versions", {})
+    versions = {"kvxfer": "0.1.0", "wire": "1 (speaks 1 to 1)", "torch": "2.13.0"} | changes.pop("versions", {})
     return {"versions": versions, "host": here(), "device": "cpu", "wall": 1000.0} | changes
 
 
@@ -155,7 +155,9 @@ FAR = f"another-boot {here().split(' ')[1]}"
     [
         (said(), {"peer": "ok", "host": "ok"}),
         (said(versions={"torch": "2.12.0"}), {"peer": "warn", "host": "ok"}),
-        (said(versions={"wire": "2"}), {"peer": "fail", "host": "ok"}),
+        (said(versions={"wire": "3 (speaks 2 to 3)"}), {"peer": "fail", "host": "ok"}),
+        (said(versions={"wire": "2 (speaks 1 to 2)"}), {"peer": "warn", "host": "ok"}),
+        (said(versions={"wire": "nonsense"}), {"peer": "fail", "host": "ok"}),
         (said(device="cuda:0"), {"peer": "fail", "host": "ok"}),
         (said(host=FAR, wall=1000.9), {"peer": "ok", "host": "ok", "clocks": "ok"}),
         (said(host=FAR, wall=1003.0), {"peer": "ok", "host": "ok", "clocks": "warn"}),

@@ -4,6 +4,7 @@ Everything heavy is imported inside the command that needs it. An error of the l
 exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
 """
 
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -36,11 +37,19 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run the command; the entry point of the package."""
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except KvxferError as error:
         sys.stderr.write(f"kvxfer: {' '.join(str(error).split())}\n")
         raise SystemExit(_FAILED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    """End as an exception does, so that terminals, folders and processes are tidied up on the way."""
+    raise SystemExit(128 + number)
 
 
 def _print_versions(wanted: bool) -> None:
@@ -247,7 +256,12 @@ def top(
         if not all(sight.ready for sight in sights):
             raise typer.Exit(1)
         return
-    with Live(view.draw(view.look()), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if not console.is_terminal:  # there one look stands below the other
+        while True:
+            console.print(view.draw(view.look()))
+            console.file.flush()
+            time.sleep(every)
+    with Live(view.draw(view.look()), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(every)
             live.update(view.draw(view.look()), refresh=True)

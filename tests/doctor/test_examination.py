@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
@@ -141,6 +142,22 @@ def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
     local.check_pair(("cpu", "cpu"), found.append)
     assert [(one.name, one.status) for one in found] == [("two processes", Status.FAIL)]
     assert "Too many open files" in found[0].seen
+
+
+def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):
+    command = [sys.executable, "-m", "kvxfer.cli", "doctor", "--device", "cpu", "--json", "--listen", "tcp:127.0.0.1:0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert process.stderr is not None
+    try:
+        assert "kvxfer doctor --peer" in process.stderr.readline()
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stderr.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import asyncio
 import http.server
+import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -242,6 +245,25 @@ def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():
     assert (well.exit_code, gone.exit_code) == (0, 1)
     assert "no transfer is in flight" in well.output
     assert "no answer: " in gone.output
+
+
+def test_in_a_pipe_one_look_stands_below_the_other_and_sigterm_ends_it():
+    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+        command = [sys.executable, "-m", "kvxfer.cli", "top", "--every", "0.1", server.address]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            looks = 0
+            while looks < 2:
+                line = process.stdout.readline()
+                assert line, "it has ended"
+                looks += line.startswith("worker ")
+            process.terminate()
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait(30)
+            process.stdout.close()
 
 
 def test_addresses_may_be_urls():

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvxfer.errors import FailureReport as FailureReport
     from kvxfer.errors import ForkedError as ForkedError
     from kvxfer.errors import GeometryError as GeometryError
+    from kvxfer.errors import IdentityError as IdentityError
     from kvxfer.errors import IntegrityError as IntegrityError
     from kvxfer.errors import KvxferError as KvxferError
     from kvxfer.errors import MemoryInDoubt as MemoryInDoubt
@@ -96,6 +97,7 @@ __all__ = [
     "ForkedError",
     "GeometryError",
     "Group",
+    "IdentityError",
     "IntegrityError",
     "Interleave",
     "KvxferError",

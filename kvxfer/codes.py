@@ -33,6 +33,7 @@ class Code(IntEnum):
     REFUSED = 23
     PEER_LOST = 24
     PROTOCOL = 25
+    IDENTITY = 26
     # a transfer
     TRANSFER = 30
     TIMEOUT = 31

@@ -16,6 +16,7 @@
     |   +-- ArenaError             the arena can never serve this, or not before the deadline
     +-- PeerError                  the other side, or the way to it
     |   +-- UnreachableError       no connection, or no handshake in time
+    |   +-- IdentityError          no proof that it is the process that was met before
     |   +-- MismatchError          the two engines cannot exchange this cache; names each field
     |   +-- RefusedError           the peer refused one request and said why
     |   +-- PeerLostError          the peer died, or was silent too long
@@ -52,6 +53,7 @@ __all__ = [
     "FailureReport",
     "ForkedError",
     "GeometryError",
+    "IdentityError",
     "IntegrityError",
     "KvxferError",
     "MemoryInDoubt",
@@ -254,6 +256,18 @@ class UnreachableError(PeerError, ConnectionError):
     """
 
     code: ClassVar[Code] = Code.UNREACHABLE
+
+
+class IdentityError(PeerError):
+    """A peer does not prove to be the process that was met under its incarnation. Nothing of that one is disturbed.
+
+    Cause: one of two processes says that it is the other one: a hostile peer, or a copy of a running process (restored
+        from a snapshot, or forked). Raised at the side that finds out, and at the one that is refused.
+    Remedy: restart the worker that is refused: it draws another incarnation. If you made no copy, find out who else
+        passes the handshake, and change the `secret` or the certificates.
+    """
+
+    code: ClassVar[Code] = Code.IDENTITY
 
 
 class MismatchError(PeerError):

@@ -11,7 +11,7 @@ __all__ = ["greeting"]
 _NONCE_BYTES: Final = 32
 
 
-def greeting(site: Site, role: Role, *, process: int | None, since: float) -> tuple[Session, bool]:
+def greeting(site: Site, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
     """A fresh session for a new stream, and whether its peer is trusted with addresses.
 
     Args:
@@ -19,6 +19,7 @@ def greeting(site: Site, role: Role, *, process: int | None, since: float) -> tu
         role: Which side of the stream this is.
         process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in another
             namespace of processes; None if the peer is not such a process.
+        endpoint: Where the stream leads, if it was opened here.
         since: When the stream began, by the worker's clock: the handshake is bounded from then on.
     """
     config = site.config
@@ -33,6 +34,8 @@ def greeting(site: Site, role: Role, *, process: int | None, since: float) -> tu
         body=site.body[trusted],
         forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
         secret=secret,
+        met=site.acquaintances,
+        endpoint=endpoint,
         heartbeat=config.heartbeat,
         peer_timeout=config.peer_timeout,
         handshake_timeout=config.handshake_timeout,

@@ -47,6 +47,7 @@ class Receiver:
         self._recoveries: Final = Recoveries(site, peers)
         self._lender: Final = Lender(site, lambda: next(self._numbers), self._recoveries.begin)
         self._claims: Final = Claims(site, peers)
+        site.acquaintances.keep(lambda: (owed.peer.identity.incarnation for owed in self._unanswered))
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -165,8 +166,7 @@ class Receiver:
         if self._site.config.sums_every:
             link.send(Check(self._site.config.sums_every))
             self._site.warm_sums(link.peer, sending=False)
-        unanswered: list[Incoming | Loan] = [*self._incoming.values(), *self._lender.loans.values()]
-        for owed in unanswered:
+        for owed in self._unanswered:
             if owed.peer.identity.incarnation == link.peer.identity.incarnation and owed.is_lost:
                 owed.resume(link)
 
@@ -220,6 +220,11 @@ class Receiver:
         self._lender.recall()
 
     # --- inside
+
+    @property
+    def _unanswered(self) -> "list[Incoming | Loan]":
+        """What peers were asked for, or lent, and has not ended."""
+        return [*self._incoming.values(), *self._lender.loans.values()]
 
     def _in_hand(self) -> Iterator[Incoming]:
         for incoming in self._incoming.values():

@@ -21,6 +21,7 @@ from kvxfer.memory import Custody, Share
 from kvxfer.metrics import Metrics
 from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
+from kvxfer.protocol.acquaintance import MARK_BYTES, Acquaintances
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilds import Rebuilds
@@ -151,6 +152,7 @@ class Site:
         keys: What leads through the gates of peers.
         processes: Whether peers on this host are still there.
         rebuilds: When the agent was made anew, and who waits for that.
+        here: Incarnations of peers to which a link leads.
         fenced: Incarnations of peers that pass the gates that grants name.
         issuer: Makes and checks tickets; None until the engine is joined.
         tasks: Work that the worker owns.
@@ -158,6 +160,7 @@ class Site:
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
+        acquaintances: Peers that were met, and by what each is known again.
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
     """
@@ -188,6 +191,7 @@ class Site:
     gates: Gates
     processes: Processes
     keys: Keys = field(default_factory=Keys)
+    here: set[bytes] = field(default_factory=set[bytes])
     fenced: set[bytes] = field(default_factory=set[bytes])
     issuer: Issuer | None = None
     tasks: Tasks = field(default_factory=Tasks)
@@ -195,6 +199,7 @@ class Site:
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
+    acquaintances: Acquaintances = field(init=False)
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
     rebuilds: Rebuilds = field(init=False)
@@ -202,6 +207,8 @@ class Site:
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()
         self.now = self.runtime.now
+        self.acquaintances = Acquaintances(self.incarnation, self.runtime.token(MARK_BYTES))
+        self.acquaintances.keep(lambda: self.here)
         self.rebuilds = Rebuilds(self.now, self.loop)
 
     def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:
@@ -228,6 +235,7 @@ class Site:
                 peer=peer.name,
                 fields={"integrity": (self.config.integrity, "none")},
             )
+        self.here.add(peer.identity.incarnation)
         self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
         if (desk := self.in_place_desks.get(peer.identity.incarnation)) is not None:
             desk.emptied = None
@@ -373,6 +381,7 @@ class Site:
     def forget(self, peer: PeerInfo) -> None:
         """The last link to a peer is gone."""
         key = peer.identity.incarnation
+        self.here.discard(key)
         self.lanes.forget(peer)
         self.mappings.forget(peer)
         if self.keys.forget(peer):

@@ -409,7 +409,7 @@ class Worker:
         theirs = sum(link.role is Role.SERVER and link.admitted for link in (*self._links, *self._greeting))
         if role is Role.SERVER and theirs >= self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
-        return greeting(self._open, role, process=process, since=since)
+        return greeting(self._open, role, process=process, endpoint=endpoint, since=since)
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""

@@ -342,6 +342,54 @@ _RENEWED: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 
+_MARK_KEYS = {"decode": bytes(range(0x20, 0x40)), "prefill": bytes(range(0x40, 0x60))}
+_INCARNATIONS = {"decode": HELLO.incarnation, "prefill": WELCOME.incarnation}
+_OTHER: dict[Side, Side] = {"decode": "prefill", "prefill": "decode"}
+_AGAIN = msgspec.structs.replace(HELLO, nonce=bytes(range(0xA0, 0xC0)))
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+def _mark(side: Side, key: bytes | None = None) -> bytes:
+    """PROTOCOL.md section 4.8, written down once more like the proofs: by what a side is known again to the other."""
+    return _mac(key or _MARK_KEYS[side], b"kvxfer mark v1", _INCARNATIONS[_OTHER[side]])
+
+
+def _sealed(side: Side, hello: Hello) -> tuple[bytes, bytes]:
+    """The same, sealed in the session that begins with this frame, and the proof of it."""
+    hashes = b"".join(hashlib.sha256(encode(message)[4:]).digest() for message in (hello, _BARE))
+    said = {"decode": b"client", "prefill": b"server"}[side] + hashes
+    mark, seal = _mark(side), _mac(_mark(_OTHER[side]), b"kvxfer seal v1", said)
+    return bytes(a ^ b for a, b in zip(mark, seal, strict=True)), _mac(mark, b"kvxfer same v1", said)
+
+
+def _meeting(hello: Hello, marks: dict[Side, tuple[bytes, bytes]]) -> list[Line]:
+    """A handshake in which both show who they are."""
+    agents: dict[Side, Agent] = {
+        "decode": msgspec.structs.replace(CLIENT_AGENT, proof=_proof(b"client", hello, _BARE)),
+        "prefill": SERVER_AGENT,
+    }
+    said = [(side, msgspec.structs.replace(agents[side], mark=m, same=s)) for side, (m, s) in marks.items()]
+    return [
+        ("decode", hello),
+        ("prefill", msgspec.structs.replace(_BARE, proof=_proof(b"server", hello, _BARE))),
+        *said,
+    ]
+
+
+_FIRST_MEETING = _meeting(HELLO, {"decode": (_mark("decode"), b""), "prefill": (_mark("prefill"), b"")})
+_MET_AGAIN = _meeting(_AGAIN, {"decode": _sealed("decode", _AGAIN), "prefill": _sealed("prefill", _AGAIN)})
+_REFUSAL = Goodbye(
+    Code.IDENTITY,
+    "60616263 was met before, and nothing proves that this is the same process; if it is no impostor, start it again",
+)
+_NOT_THE_SAME = [
+    *_meeting(_AGAIN, {"decode": (_mark("decode", bytes(32)), b"")}),
+    ("prefill", _REFUSAL),
+]
+
 # name, what happens, how it ends for the transfer, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
@@ -364,6 +412,9 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
      [*HANDSHAKE, *_ABANDONED]),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
+    ("first_meeting", "both show their marks", "done", [*_FIRST_MEETING, *_STAGED]),
+    ("met_again", "the same two, in another session: the marks are sealed and proved", "done", [*_MET_AGAIN, *_STAGED]),
+    ("not_the_same_process", "somebody else says to be the decode rank of first_meeting", "identity", _NOT_THE_SAME),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",
      [("decode", HELLO), ("prefill", Welcome(*_greeting(PREFILL, 0x10, 2, 2)))]),
     ("version_mismatch_seen_by_prefill", "the client speaks version 2 alone; the server closes", "mismatch",
@@ -408,7 +459,16 @@ def handshake_vector() -> dict[str, Any]:
         },
         "epoch": {"incarnations": [bytes(range(0x10, 0x20)).hex()], "epoch": PREFILL.epoch},
         "ticket": {"key": KEY.hex(), "epoch": PREFILL.epoch, **_ticket_fields()},
+        "mark": {side: _mark_fields(side) for side in _OTHER},
     }
+
+
+def _mark_fields(side: Side) -> dict[str, str]:
+    """Of the conversation met_again."""
+    sealed, same = _sealed(side, _AGAIN)
+    key, peer, mark = _MARK_KEYS[side], _INCARNATIONS[_OTHER[side]], _mark(side)
+    fields = {"key": key, "incarnation_of_the_other": peer, "mark": mark, "sealed": sealed, "same": same}
+    return {name: value.hex() for name, value in fields.items()}
 
 
 def _ticket_fields() -> dict[str, Any]:

@@ -121,6 +121,8 @@ def _greetings() -> Iterator[tuple[str, Message]]:
     yield "welcome", Welcome(*hello, able, bytes(range(32)), 2000, bytes(range(32, 64)))
     yield "welcome_without_secret", Welcome(*hello, able, bytes(range(32)), 2000)
     yield "agent", Agent([("attention/k.dtype", "bfloat16"), ("model", "m")], encode_body(BODY), bytes(range(32)))
+    yield "agent_with_its_mark", Agent([], encode_body(BODY), b"", bytes(range(32)))
+    yield "agent_with_its_mark_sealed", Agent([], encode_body(BODY), b"", bytes(range(32)), bytes(range(32, 64)))
     yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())))
     yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])))
 
@@ -189,6 +191,7 @@ _READABLE: list[tuple[str, str, bytes]] = [
     ("want_without_its_tail", "lease_ms is missing: its default holds", bytes.fromhex("930901c40400000000")),
     ("result_without_its_tail", "five fields are missing: their defaults hold", bytes.fromhex("960c010001cd0400c2")),
     ("goodbye_without_fields", "every field has a default", bytes.fromhex("910f")),
+    ("agent_without_a_mark", "as older versions write it", bytes.fromhex("940390c40e9aa166c400909000a09000c40000c400")),
     ("ping_with_a_tail", "unknown tail fields are ignored, whatever they are",
      bytes.fromhex("94040182a16b91c0a16cc0d40500")),
     ("cancel_with_a_tail", "one field of a later version", bytes.fromhex("940d0144 a47461696c")),

@@ -259,11 +259,16 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Agent(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """What a side is: facts that must agree, and then (packed apart) its transport and its geometry."""
+    """What a side is: facts that must agree, and then (packed apart) its transport and its geometry.
+
+    `mark` is by what it is known again, sealed if there is a proof of it in `same`.
+    """
 
     facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=MAX_FACTS)]
     body: bytes
     proof: Hash = b""
+    mark: Hash = b""
+    same: Hash = b""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -18,9 +18,18 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvxfer.dtypes import convertible
-from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import (
+    Code,
+    IdentityError,
+    KvxferError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UnreachableError,
+)
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
+from kvxfer.protocol.acquaintance import Acquaintances, Recognition
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.messages import (
     WIRE_MIN,
@@ -177,6 +186,8 @@ class Terms:
         forgiven: Names whose difference is forgiven (`compat="geometry"`: engine and model names).
         body: Encoded `AgentBody` of this side.
         secret: Shared secret; None if no proof is asked for.
+        met: Whom this side has met; None if it knows nobody again.
+        endpoint: Where the stream leads, as far as that is known.
         heartbeat: Seconds between frames at most.
         peer_timeout: Seconds of silence after which the peer is in doubt.
         handshake_timeout: Seconds until the session must be open.
@@ -186,6 +197,8 @@ class Terms:
     body: bytes
     forgiven: frozenset[str] = frozenset()
     secret: bytes | None = field(default=None, repr=False)
+    met: Acquaintances | None = None
+    endpoint: str = ""
     heartbeat: float = 2.0
     peer_timeout: float = 20.0
     handshake_timeout: float = 30.0
@@ -227,6 +240,7 @@ class Session:
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
         self._hello: Hello | None = None
+        self._recognition: Recognition | None = None
         if role is Role.CLIENT:
             self._hello = Hello(*self._greeting())
             self._write(self._hello, now)
@@ -240,6 +254,7 @@ class Session:
         Raises:
             ProtocolError: If the peer broke the protocol.
             MismatchError: If the two sides cannot work together; names each field.
+            IdentityError: If the peer does not prove to be the process that was met under its incarnation.
             UnreachableError: If the peer does not know the secret, or says goodbye before the session is open.
         """
         if self._closed():
@@ -326,7 +341,8 @@ class Session:
 
     def _take(self, message: Message, now: float) -> SessionEvent | None:
         if isinstance(message, Goodbye) and self.state is not State.OPEN:
-            refusal = UnreachableError(f"the peer said goodbye: {message.reason or message.code.name}")
+            refused = IdentityError if message.code is Code.IDENTITY else UnreachableError
+            refusal = refused(f"the peer said goodbye: {message.reason or message.code.name}")
             refusal.retry_after = 1.0 if message.code is Code.TOO_MANY else None
             raise refusal
         if self.state is not State.OPEN:
@@ -359,10 +375,10 @@ class Session:
                 self._write(_with_proof(welcome, self._proof(Role.SERVER)), now)
                 self._greeted(message)  # last: a client of another version learns ours from Welcome
             case Welcome():
-                self._greeted(message)
                 if self._hello is None:  # only a client reaches this line, and it sent Hello when it was made
                     raise ProtocolError("Welcome before Hello")
                 self._transcript = _transcript(self._hello, message)
+                self._greeted(message)
                 self._check_proof(message.proof, Role.SERVER)
                 self._write(self._agent(), now)
             case Agent():
@@ -374,13 +390,14 @@ class Session:
         return None
 
     def _open(self, message: Agent, now: float) -> Opened:
+        theirs = self._theirs
+        if theirs is None:
+            raise ProtocolError("Agent before Hello or Welcome")
+        self._check_identity(message, now)
         if self.role is Role.SERVER:
             # before the comparison, so that the other side can name the fields too
             self._write(self._agent(), now)
         self._compare(message.facts)
-        if self._theirs is None:
-            raise ProtocolError("Agent before Hello or Welcome")
-        theirs = self._theirs
         identity = Identity(
             theirs.engine,
             theirs.epoch,
@@ -391,6 +408,8 @@ class Session:
             theirs.package,
         )
         self.peer = PeerInfo(min(WIRE_VERSION, theirs.wire), identity, decode_body(message.body), self._process)
+        if self._recognition is not None:
+            self._recognition.remember()
         return Opened(self.peer)
 
     def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:
@@ -419,11 +438,15 @@ class Session:
         if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world and len(theirs.incarnation) >= 8):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible, or the incarnation is too short")
         self._theirs = theirs
+        if (met := self._terms.met) is not None:
+            where = self._terms.endpoint if self.role is Role.CLIENT else None
+            self._recognition = Recognition(met, theirs.incarnation, self._transcript, where)
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 
     def _agent(self) -> Agent:
         proof = self._proof(Role.CLIENT) if self.role is Role.CLIENT else b""
-        return Agent(list(self._terms.facts), self._terms.body, proof)
+        mark, same = (b"", b"") if self._recognition is None else self._recognition.show()
+        return Agent(list(self._terms.facts), self._terms.body, proof, mark, same)
 
     def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
         ours = dict(self._terms.facts)
@@ -453,6 +476,14 @@ class Session:
     def _check_proof(self, proof: bytes, role: Role) -> None:
         if self._terms.secret is not None and not hmac.compare_digest(self._proof(role), proof):
             raise UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
+
+    def _check_identity(self, message: Agent, now: float) -> None:
+        try:
+            if self._recognition is not None:
+                self._recognition.check(message.mark, message.same)
+        except IdentityError as error:
+            self._write(Goodbye(error.code, str(error)), now)  # so that it need not guess
+            raise
 
     def _write(self, message: Message, now: float) -> None:
         self._clock.pending.append(encode(message))

@@ -3,13 +3,15 @@
 Whoever speaks with it begins as the golden conversations do, and at some point goes astray.
 """
 
+import dataclasses
 from random import Random
 
 import campaign
 import pytest
 from mutation import INVALID, SPOKEN, VALID, Mutator, conversations, frame, pieces
 
-from kvxfer.errors import MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import IdentityError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.protocol.acquaintance import Acquaintances
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode_body
 from kvxfer.protocol.messages import AgentBody, Goodbye, Ping
 from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Identity, Opened, Received, Role, Session, State, Terms
@@ -30,8 +32,15 @@ REPLIES = 2
 """Frames with which a session answers at most in all, its own greeting included: only the handshake has answers."""
 
 
-def session(role, identity, secret, nonce=b"n"):
-    return Session(role, identity, TERMS[secret], nonce=nonce * 32, now=0.0)
+def session(role, identity, secret, nonce=b"n", met="nobody"):
+    """`met`: "never" knows nobody again, "nobody" has met nobody yet, and "again" the other side."""
+    known = None if met == "never" else Acquaintances(identity.incarnation, identity.incarnation * 2)
+    if known is not None and met == "again":
+        other = OURS if identity is THEIRS else THEIRS
+        mark = Acquaintances(other.incarnation, other.incarnation * 2).mark(identity.incarnation)
+        known.remember(other.incarnation, mark, "")
+    terms = dataclasses.replace(TERMS[secret], met=known)
+    return Session(role, identity, terms, nonce=nonce * 32, now=0.0)
 
 
 class Hostile:
@@ -40,15 +49,16 @@ class Hostile:
     def __init__(self, draw: Random, secret):
         self.draw, self.secret = draw, secret
         self.role = draw.choice((Role.CLIENT, Role.SERVER))
-        self.tested = session(self.role, OURS, secret)
+        self.met = draw.choice(("never", "nobody", "again"))
+        self.tested = session(self.role, OURS, secret, met=self.met)
         self.opened = self.now = 0
         self.ended = False
         self.said = len(self.tested.take_output())
 
     def advance(self) -> bytes:
         """Make it NEW, GREETED or OPEN; returns the last thing an honest peer would have said, not yet delivered."""
-        honest = session(OTHER[self.role], THEIRS, self.secret, nonce=b"m")
-        fresh = session(self.role, OURS, self.secret)
+        honest = session(OTHER[self.role], THEIRS, self.secret, nonce=b"m", met=self.met)
+        fresh = session(self.role, OURS, self.secret, met=self.met)
         outs = {fresh: fresh.take_output(), honest: honest.take_output()}
         script = []
         for _ in range(4):
@@ -78,7 +88,7 @@ class Hostile:
                     case Received(message):
                         assert type(message) in RECEIVED_WHEN_OPEN[self.role] - {Ping}
                         assert session.draining or not isinstance(message, Goodbye)
-        except (ProtocolError, MismatchError, UnreachableError) as error:
+        except (ProtocolError, MismatchError, IdentityError, UnreachableError) as error:
             campaign.is_short(error)
             self.ended = True
         self.said += len(session.take_output())

@@ -201,6 +201,11 @@ def test_the_generator_does_not_overwrite_golden_bytes(tmp_path, monkeypatch, ca
 # --- proofs and tickets, computed once more from the specification's words
 
 HANDSHAKE = json.loads((HERE / "vectors/handshake.json").read_text())
+AGAIN = next(
+    one
+    for one in json.loads((HERE / "vectors/conversations.json").read_text())["conversations"]
+    if one["name"] == "met_again"
+)
 
 
 @pytest.mark.parametrize("role", ["server", "client"])
@@ -211,6 +216,23 @@ def test_a_proof_is_what_the_specification_says(role):
     expected = hmac.new(bytes.fromhex(proof["secret"]), role.encode() + hello + welcome, hashlib.sha256)
     assert proof[role] == expected.hexdigest()
     assert msgpack.unpackb(bytes.fromhex(proof["welcome_payload_with_empty_proof"]))[-1] == b""
+
+
+@pytest.mark.parametrize(("side", "role", "other"), [("decode", "client", "prefill"), ("prefill", "server", "decode")])
+def test_a_mark_is_what_the_specification_says(side, role, other):
+    """Of the conversation met_again, whose greetings its frames carry."""
+    fields = {name: bytes.fromhex(value) for name, value in HANDSHAKE["mark"][side].items()}
+    mark = hmac.new(fields["key"], b"kvxfer mark v1" + fields["incarnation_of_the_other"], hashlib.sha256).digest()
+    assert mark == fields["mark"]
+    frames = [bytes.fromhex(line["frame"])[4:] for line in AGAIN["frames"][:4]]
+    welcome = msgpack.packb([*msgpack.unpackb(frames[1])[:-1], b""])
+    assert welcome is not None
+    said = role.encode() + hashlib.sha256(frames[0]).digest() + hashlib.sha256(welcome).digest()
+    seal = hmac.new(bytes.fromhex(HANDSHAKE["mark"][other]["mark"]), b"kvxfer seal v1" + said, hashlib.sha256).digest()
+    assert bytes(a ^ b for a, b in zip(mark, seal, strict=True)) == fields["sealed"]
+    assert hmac.new(mark, b"kvxfer same v1" + said, hashlib.sha256).digest() == fields["same"]
+    agent = msgpack.unpackb(frames[2 if side == "decode" else 3])
+    assert agent[-2:] == [fields["sealed"], fields["same"]]
 
 
 def test_an_epoch_is_what_the_specification_says():

@@ -12,12 +12,13 @@ import pytest
 from ownership import Ledger, watch
 from schedule import Quiet
 from stage import Gate
-from world import World
+from world import Mortal, World
 
-from kvxfer import READY, Expired, KvxferError, MemoryInDoubtError, Withdrawn, exports
+from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn, exports
 from kvxfer.errors import BlocksError, FabricError
 from kvxfer.offers import Ending
 from kvxfer.processes import Processes
+from kvxfer.protocol.messages import Cancel
 from kvxfer.testing import simulate
 
 IDS, INTO, TOKENS = [3, 4], [7, 8], range(8)
@@ -270,6 +271,47 @@ async def another_incarnation_answers(scene):
     await asyncio.sleep(0.05)
     assert scene.b.worker.describe()["custody"].doubtful_blocks, "who knows nothing of it said that it is over"
     await scene.land()
+
+
+async def claims_to_be(scene, rank, name):
+    """Another worker, which says to be one that is, or was, there."""
+    incarnation = bytes.fromhex(rank.worker.card.incarnation)
+    with pytest.MonkeyPatch.context() as patch:
+        draw = Mortal.token
+        patch.setattr(Mortal, "token", lambda one, n: incarnation if n == len(incarnation) else draw(one, n))
+        engine = await scene.world.engine(name, 1)
+    scene.world.engines.append(engine)
+    worker = engine.ranks[0].worker
+    worker._site.body.update(rank.worker._site.body)  # all that the other one says of itself
+    return worker
+
+
+async def somebody_answers_in_its_name(scene):
+    """The prefill worker is killed with bytes in flight; who answers at its place says to be the same process."""
+    _, transfer = await scene.in_flight()
+    scene.world.kill(scene.a)
+    await claims_to_be(scene, scene.a, "a")
+    assert isinstance(await scene.failure(transfer), MemoryInDoubtError)
+    await asyncio.sleep(0.3)  # it is asked meanwhile
+    assert scene.b.worker.describe()["custody"].doubtful_blocks, "who knows nothing of it said that it is over"
+    await scene.land()
+
+
+async def somebody_speaks_in_the_name_of_a_reader(scene):
+    """It says that nothing is read any more, and so does the offer."""
+    offer, transfer = await scene.in_flight()
+    (number,) = scene.b.worker._receiver._incoming
+    other = await claims_to_be(scene, scene.b, "c")
+    other._receiver.opened = lambda link: link.send(Cancel(number))
+    scene.streams.silence(scene.b.worker)  # it would come back at once, and the last one to come is believed
+    with contextlib.suppress(IdentityError):
+        await other._peers.link(scene.a.worker.card.endpoint, None)
+    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
+    await asyncio.sleep(0.02)
+    await scene.land()
+    with contextlib.suppress(KvxferError):
+        await transfer
+    await ending
 
 
 async def granted_with_the_request(scene):

@@ -16,7 +16,7 @@ from kvxfer.fabric.pump import Fabric
 from kvxfer.gates import Gates
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
-from kvxfer.mapped import Windows, here
+from kvxfer.mapped import Windows, here, own_number
 from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody
 from kvxfer.metrics import Listener, Metrics
@@ -327,6 +327,7 @@ async def _body(
                 staging=[staging.receiving] if staging.receiving is not None else [],
                 max_chunk_bytes=limit,
                 host=here(),
+                process=own_number(),
                 mapped=exports.frames if trusted else [],
                 gates=exports.gates if trusted else 0,
                 locks=exports.locks.handle if trusted and exports.locks is not None else b"",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
 from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
@@ -125,6 +126,11 @@ class Link(asyncio.Protocol):
     def outdated(self, body: bytes) -> bool:
         """Whether the handshake told the peer something else of this side than this agent body."""
         return self._session is None or self._session.told != body
+
+    def process(self) -> int:
+        """A descriptor of the process at the other end (pidfd), which the caller owns; -1 if there is none."""
+        stream = self._transport
+        return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
     def send(self, *messages: Message) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.

@@ -1,5 +1,10 @@
 """Processes of peers on this host: whether they are still there, by a descriptor of each (pidfd).
 
+A peer in this PID namespace names its process in the handle of its locks. One in another namespace, that of another
+Pod say, has no number here; but the Unix socket that leads to it knows the process at its other end. That may be
+another one than the peer's, such as one that passes everything on. So a peer says by which number the kernel tells its
+process from all others, in whatever namespace, and only that process is watched.
+
 That a process has ended is evidence for whatever it moved by itself: it fires when the last of its threads has left the
 kernel and its descriptors were closed. A child that it has forked has descriptors of the same devices, and what was
 left to a GPU goes on: so the end of a process that has forked is no evidence where a GPU may move the bytes.
@@ -13,7 +18,7 @@ from typing import Final
 
 from kvxfer.errors import FabricError
 from kvxfer.lanes import once
-from kvxfer.mapped import check_process, unlike
+from kvxfer.mapped import check_process, may_be_elsewhere, number_of, own_number, unlike
 from kvxfer.mapped.locks import Lineage
 from kvxfer.mapped.memfd import process_of
 from kvxfer.protocol.session import PeerInfo
@@ -52,25 +57,28 @@ class Processes:
         self._gpu: Final = gpu
         self._processes: dict[bytes, _Process] = {}
 
-    def met(self, peer: PeerInfo) -> None:
-        """A session with a peer begins: it is alive, and says which process it is."""
+    def met(self, peer: PeerInfo, stream: Callable[[], int]) -> None:
+        """A session with a peer begins: it is alive, and says which process it is.
+
+        Args:
+            peer: Who.
+            stream: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+        """
         key = peer.identity.incarnation
         if key in self._processes:
             self._processes[key].wanted = True
             return
-        if not peer.body.locks or unlike(peer.body.host):
-            return
+        lineage: Lineage | None = None
         try:
-            check_process(peer.body.locks, peer.process)
-            number = process_of(peer.body.locks)
-            if number == os.getpid():
-                return
-            lineage = Lineage(peer.body.locks) if self._by_gpu(peer) else None
+            if not peer.body.locks or unlike(peer.body.host):
+                descriptor = self._by_stream(peer, stream)
+            else:
+                if self._by_gpu(peer):
+                    lineage = Lineage(peer.body.locks)
+                descriptor = _by_locks(peer)
         except (AttributeError, OSError, FabricError):
-            return  # without it, only the peer's word and its gates are left
-        try:
-            descriptor = os.pidfd_open(number)
-        except (AttributeError, OSError):
+            descriptor = -1  # without it, only the peer's word and its gates are left
+        if descriptor < 0:
             if lineage is not None:
                 lineage.close()
             return
@@ -137,6 +145,16 @@ class Processes:
             self._drop(process)
         self._processes.clear()
 
+    def _by_stream(self, peer: PeerInfo, stream: Callable[[], int]) -> int:
+        """Of a peer whose locks cannot be opened here; -1 if nothing shows that the stream leads to its process.
+
+        Nor does anything show whether it has forked, so that it is of no use where a GPU may move the bytes.
+        """
+        told = peer.body.process
+        if not told or told == own_number() or may_be_elsewhere(peer.body.host) or self._by_gpu(peer):
+            return -1
+        return _confirmed(stream(), told)
+
     def _by_gpu(self, peer: PeerInfo) -> bool:
         """Whether a GPU may move what goes from or to a peer."""
         return self._gpu or any(span.kind != "DRAM" for span in peer.body.staging)
@@ -161,3 +179,27 @@ class Processes:
             process.descriptor = -1
             if process.lineage is not None:
                 process.lineage.close()
+
+
+def _by_locks(peer: PeerInfo) -> int:
+    """Of a peer that names its process in the handle of its locks; -1 if it is this one, or not the one it says.
+
+    Raises:
+        OSError: If it is not there.
+        FabricError: If the kernel says that the peer is another one.
+    """
+    check_process(peer.body.locks, peer.process)
+    number = process_of(peer.body.locks)
+    if number == os.getpid():
+        return -1
+    descriptor = os.pidfd_open(number)
+    told = peer.body.process
+    return _confirmed(descriptor, told) if told and number_of(descriptor) else descriptor
+
+
+def _confirmed(descriptor: int, told: int) -> int:
+    """The same, if it is of the process with this number; else it is closed, and -1 is returned."""
+    if descriptor >= 0 and number_of(descriptor) != told:
+        os.close(descriptor)
+        return -1
+    return descriptor

@@ -163,9 +163,10 @@ class Prover:
         return proof_bytes(largest, self._site.receive_desk.share.capacity)
 
     def _possible(self, link: Link) -> bool:
-        """Whether the peer is on this host, so that its end can be seen, and there is memory on both sides."""
+        """Whether the peer is on this host, and its end can be seen, and there is memory on both sides."""
         peer = link.peer
-        near = peer.body.locks and not unlike(peer.body.host)
+        locked = peer.body.locks and not unlike(peer.body.host)
+        near = locked or self._site.processes.ended(peer) is not None
         able = Capability.PROBE in Capability(peer.identity.capabilities)
         return bool(near and able and self._nbytes)
 

@@ -215,13 +215,14 @@ class Site:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
-    def meet(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
+    def meet(self, peer: PeerInfo, *, trusted: bool, sending: bool, process: Callable[[], int]) -> None:
         """Take note of a new peer, and begin to prepare copies in one direction.
 
         Args:
             peer: The other side.
             trusted: Whether this side shared its addresses with it.
             sending: Whether this rank is the prefill rank.
+            process: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
 
         Raises:
             MismatchError: If its description contradicts itself, or what both sides hold cannot be copied: as it is, on
@@ -243,7 +244,7 @@ class Site:
         self.keys.met(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.heard(peer, fenced=True)
-        self.processes.met(peer)
+        self.processes.met(peer, process)
         least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)

@@ -414,7 +414,7 @@ class Worker:
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
         site, (sender, receiver) = self._open, self._roles
-        site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER)
+        site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER, process=link.process)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in list(self._links):
             same = other.peer.identity.incarnation == peer.identity.incarnation

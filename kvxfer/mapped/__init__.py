@@ -1,6 +1,7 @@
 """Memory of one process that another one on the same host can address.
 
     home          which host and which namespace of processes this is              (home.py)
+    process       which process is which, whatever namespace it is in              (process.py)
     window        what an owner says of its memory, and what a peer makes of it    (window.py)
     shared        CPU memory: anonymous files that both processes map              (shared.py)
     cuda          GPU memory: which handle fits, what two GPUs must be able to do  (cuda.py)
@@ -13,6 +14,7 @@ Importing this package imports neither torch nor CUDA.
 
 from kvxfer.mapped.home import elsewhere, here, may_be_elsewhere, unlike
 from kvxfer.mapped.memfd import check_process
+from kvxfer.mapped.process import number_of, own_number, process_of_stream
 from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
 __all__ = [
@@ -25,6 +27,9 @@ __all__ = [
     "here",
     "joined",
     "may_be_elsewhere",
+    "number_of",
     "open_window",
+    "own_number",
+    "process_of_stream",
     "unlike",
 ]

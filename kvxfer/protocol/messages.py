@@ -223,6 +223,7 @@ class AgentBody(msgspec.Struct, frozen=True, array_like=True):
     gates: U64 = 0
     locks: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDLE)] = b""
     renewals: U32 = 0
+    process: U64 = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -6,12 +6,14 @@
     await actor.reached("leased")                    # and says so
     actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on
     actor.end()                                      # killed and reaped
+    actor = Actor(apart=True)                        # in a PID namespace of its own, as in another Pod; takes root
 
 Processes are forked off a server that has imported everything slow, and has neither threads nor an agent.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import logging
 import multiprocessing
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 ANSWER_SECONDS = 20.0
+_NEW_PIDS, _NEW_MOUNTS = 0x2000_0000, 0x0002_0000
+_PRIVATE = 0x4000 | 0x4_0000
 _PRELOADED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.host", "kvxfer.mapped.shared"]
 
 
@@ -61,17 +65,20 @@ class Actor:
 
     Args:
         environment: Variables that it gets besides ours.
+        apart: Whether it is the first process of a PID namespace of its own. The one that waits for it is not.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None, *, apart: bool = False) -> None:
         context = _context()
         self.folder = Path(tempfile.mkdtemp(prefix="actor-"))
         self._wire, theirs = context.Pipe()
         go, self._go = context.Pipe(duplex=False)
         said = {name: os.environ[name] for name in ("FAULTS_LOG",) if name in os.environ}
         given = {**said, **(environment or {}), "TMPDIR": str(self.folder)}
-        self.process = context.Process(target=_serve, args=(theirs, go, given), daemon=True)
+        serve = _serve_apart if apart else _serve
+        self.process = context.Process(target=serve, args=(theirs, go, given), daemon=True)
         self.process.start()
+        self._apart = apart
         theirs.close()
         go.close()
         self._numbers = itertools.count()
@@ -97,7 +104,10 @@ class Actor:
     def kill(self) -> float:
         """SIGKILL, and wait until it is gone; when it was sent."""
         at = time.monotonic()
-        self.process.kill()
+        for process in _children(self.process.pid) if self._apart else []:
+            os.kill(process, signal.SIGKILL)
+        if not self._apart:
+            self.process.kill()
         self.process.join(20)
         return at
 
@@ -176,6 +186,13 @@ class Actor:
             answer.set_result((value, error))
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -248,3 +265,37 @@ def _serve(wire: Connection, go: Connection, environment: Mapping[str, str]) -> 
         os._exit(0)  # whoever started it is gone, or wants no more of it: nothing is waited for
 
     asyncio.run(run())
+
+
+def _serve_apart(wire: Connection, go: Connection, environment: Mapping[str, str]) -> None:
+    """The same in a namespace of its own, with its own `/proc`; returns when it has ended."""
+    apart()
+    child = os.fork()
+    if not child:
+        own_proc()
+        _serve(wire, go, environment)
+    wire.close()
+    go.close()
+    os.waitpid(child, 0)
+
+
+def apart() -> None:
+    """Children of this process are in a new PID namespace from now on.
+
+    Raises:
+        OSError: If that is not allowed.
+    """
+    _call("unshare", _NEW_PIDS | _NEW_MOUNTS)
+
+
+def own_proc() -> None:
+    """Of this process, the first one of its PID namespace: what `/proc` shows."""
+    _call("mount", None, b"/", None, _PRIVATE, None)
+    _call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")

@@ -14,11 +14,16 @@ class Company:
         self._pairs: dict[str, tuple[Actor, Actor]] = {}
 
     @contextmanager
-    def case(self, lane: str) -> Iterator[tuple[Actor, Actor, Actor]]:
-        """Survivor, third, and a fresh victim, which is ended afterwards; after a failure all of them are."""
+    def case(self, lane: str, *, apart: bool = False) -> Iterator[tuple[Actor, Actor, Actor]]:
+        """Survivor, third, and a fresh victim, which is ended afterwards; after a failure all of them are.
+
+        Args:
+            lane: What the bytes take.
+            apart: Whether the victim is in another PID namespace.
+        """
         if lane not in self._pairs:
             self._pairs[lane] = (Actor(LANES[lane]), Actor(LANES[lane]))
-        victim = Actor(LANES[lane])
+        victim = Actor(LANES[lane], apart=apart)
         try:
             yield *self._pairs[lane], victim
         except BaseException:

@@ -412,6 +412,7 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
     """Route `pull`: the peer kept its blocks until it heard that nothing is read any more."""
     process = await asyncio.create_subprocess_exec("sleep", "60")
     monkeypatch.setattr("kvxfer.processes.process_of", lambda handle: process.pid)
+    monkeypatch.setattr("kvxfer.assembly.own_number", lambda: 0)  # both are this process
     try:
         prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
         prefill.offer("r", [1, 2], tokens=8)

@@ -77,7 +77,7 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     assert len(mappings) == (not lies)
     keys, processes = Keys(), Processes(asyncio.get_running_loop(), gpu=False)
     keys.met(peer)
-    processes.met(peer)
+    processes.met(peer, lambda: -1)
     assert keys.has(peer) is not lies
     assert (len(processes._processes) == 0) is lies
     if lies:

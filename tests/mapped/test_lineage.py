@@ -81,7 +81,7 @@ async def test_what_gpus_move_does_not_end_with_a_process_that_has_forked(kind, 
     processes = Processes(asyncio.get_running_loop(), gpu=gpu)
     with owner(kind) as (process, (handle, _)):
         other = peer(process, handle, staging=staging)
-        processes.met(other)
+        processes.met(other, lambda: -1)
         leave = processes.hold(other)
         assert not processes.gone(other)
         os.kill(process.pid, signal.SIGKILL)

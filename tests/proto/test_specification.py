@@ -134,6 +134,7 @@ def test_bounds_of_the_body():
         "gates": "u64",
         "locks": "bin, at most 256",
         "renewals": "u32",
+        "process": "u64",
     }
 
 

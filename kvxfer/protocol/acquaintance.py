@@ -76,8 +76,9 @@ class Acquaintances:
         It may have moved if nothing of it is under way.
         """
         known = self._known.get(peer)
-        moved = known is not None and known.endpoint not in ("", endpoint)
-        return known.endpoint if known is not None and moved and peer in self._kept() else ""
+        if known is None or known.endpoint in ("", endpoint) or peer not in self._kept():
+            return ""
+        return known.endpoint
 
     def remember(self, peer: bytes, mark: bytes, endpoint: str) -> None:
         """A peer was met, at an endpoint if it was this side that went there. Somebody else may be forgotten for it."""

@@ -2,11 +2,16 @@
 
 import asyncio
 
-from stage import Cache, Copied, eventually
+import pytest
+from stage import Cache, Copied, eventually, quiet, taken
 
+from kvxfer import KvxferError
+from kvxfer.errors import FabricError
+from kvxfer.landing import Landing
 from kvxfer.link import Link
 from kvxfer.protocol.messages import Landed, Want
 from kvxfer.protocol.packing import unpack_u32
+from kvxfer.shipment import StagedShipment
 
 IDS = list(range(64))
 
@@ -70,3 +75,42 @@ async def test_in_place_grants_are_bounded(stage, network):
     assert result.stats.route == "direct"
     await offer.released()
     assert desk.share.snapshot().free_bytes == desk.share.capacity
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(stage, monkeypatch, side, fails):
+    """Memory comes back while the second of two chunks asks; the first one is served before, and may end them both."""
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route="staged", window=2)
+    desk = prefill._site.send_desk if side == "prefill" else decode._site.receive_desk
+    kind, name = (StagedShipment, "_gather") if side == "prefill" else (Landing, "_grant")
+    extent, serve, asked, served = taken(desk), getattr(kind, name), [], []
+
+    def crowded():
+        asked.append(1)
+        if len(asked) == 2:
+            desk.release(extent)
+
+    def serves(chunk, *given):
+        served.append(chunk)
+        if fails:
+            chunk._extent = given[-1]
+            raise FabricError("it cannot be served")
+        serve(chunk, *given)
+
+    monkeypatch.setattr(desk, "crowded", crowded)
+    monkeypatch.setattr(kind, name, serves)
+    offer = prefill.offer("r", [1, 2, 3, 4], tokens=16)
+    copied = Copied(target).bring(source, [1, 2, 3, 4], [5, 6, 7, 8], range(16))
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [5, 6, 7, 8], tokens=range(16), timeout=10)
+    if fails:
+        with pytest.raises(KvxferError, match="it cannot be served"):
+            await transfer
+    else:
+        await transfer
+        copied.check()
+    assert len(asked) >= 2
+    assert (len(served) == 1) is fails
+    await offer.withdraw()
+    await quiet(prefill, decode)

@@ -154,6 +154,10 @@ def test_a_peer_of_an_older_version_is_met_again_as_it_was(old):
         meeting = Meeting(sides[CLIENT], sides[SERVER], nonce=nonce)
         assert meeting.fine
         assert meeting.said(old) == [(b"", b"")]
+        shown = (
+            [(b"", b"")] if old is CLIENT or nonce != b"1" else [(marks(sides[CLIENT], process(SERVER, b"s"))[0], b"")]
+        )
+        assert meeting.said(OTHER[old]) == shown  # nothing to who is known to show nothing
     if old is CLIENT:  # who answers one that shows no mark shows none either
         sides[old] = process(old, b"x")
         assert isinstance(Meeting(sides[CLIENT], sides[SERVER], nonce=b"3").errors[SERVER], IdentityError)
@@ -296,8 +300,8 @@ def test_a_session_that_the_peer_opened_says_nothing_of_where_it_is():
     turned = {CLIENT: WHO[SERVER], SERVER: WHO[CLIENT]}
     assert Meeting(here, there).fine
     assert Meeting(there, here, nonce=b"1", who=turned, endpoint="tcp:10.0.0.2:9").fine
-    assert Meeting(here, there, nonce=b"2").fine  # and does not make this side forget where it went
-    assert isinstance(relay(here, there).errors[CLIENT], IdentityError)
+    assert isinstance(relay(here, there).errors[CLIENT], IdentityError)  # nor is forgotten where this side went
+    assert Meeting(here, there, nonce=b"2").fine
 
 
 # --- forgetting
@@ -320,6 +324,17 @@ def test_the_longest_unseen_are_forgotten_and_none_that_is_needed():
     for number in range(50, 60):
         known.remember(b"%d" % number, b"m" * 32, "")
     assert known.find(b"0") is None
+
+
+def test_who_is_forgotten_in_the_midst_of_a_handshake_is_still_the_one_it_began_with():
+    client, server = process(CLIENT, b"c"), process(SERVER, b"s")
+    mark = server.mark(WHO[CLIENT].incarnation)
+    client.remember(WHO[SERVER].incarnation, mark, AT)
+    side = Recognition(client, WHO[SERVER].incarnation, b"transcript", AT)
+    client._known.clear()
+    with pytest.raises(IdentityError):
+        side.check(b"another".ljust(MARK_BYTES), b"")
+    side.check(mark, b"")
 
 
 def test_nobody_is_forgotten_while_all_are_needed():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -34,7 +35,8 @@ os.read(0, 1)
 APART = here().partition(" ")[0] + " pid:[1]"
 """A namespace on this host that nobody is in."""
 
-pytestmark = pytest.mark.skipif(not own_number(), reason="this kernel has no numbers of processes (Linux 6.9)")
+KERNEL = tuple(int(part) for part in platform.release().split(".")[:2])
+pytestmark = pytest.mark.skipif(KERNEL < (6, 9), reason="this kernel has no numbers of processes (Linux 6.9)")
 
 
 class Other:
@@ -103,9 +105,9 @@ def is_closed(descriptor):
 
 @pytest.mark.parametrize("how", ["waits", "forks"])
 async def test_a_process_elsewhere_is_seen_to_end(tmp_path, watched, how):
-    """Though a child that it has forked holds its stream open."""
+    """Though a child that it has forked holds its stream open; and whatever its locks would name here."""
     with other(tmp_path, how) as one:
-        watched.met(peer(one.number), one.opened)
+        watched.met(peer(one.number, locks=(1).to_bytes(24, "little")), one.opened)
         leave = watched.hold(peer(one.number))
         ended = watched.ended(peer(one.number))
         assert ended is not None
@@ -167,6 +169,9 @@ async def test_a_peer_in_this_namespace_that_was_told_no_locks_is_seen_too(tmp_p
 async def test_without_a_descriptor_nobody_is_watched(watched):
     watched.met(peer(4711), lambda: -1)
     assert watched.ended(peer(4711)) is None
+    watched.hold(peer(4711))()
+    watched.forget(peer(4711))
+    assert not watched.gone(peer(4711))
 
 
 # --- by the locks
@@ -210,6 +215,28 @@ async def test_locks_of_another_process_than_the_stream_leads_to_are_not_believe
         about = peer(one.number, host=here(), locks=locks(one.process.pid), process=os.getpid())
         watched.met(about, one.opened)
         assert watched.ended(about) is None
+
+
+async def test_whether_it_has_forked_is_not_asked_for_longer_than_it_is_watched(tmp_path, locks, monkeypatch):
+    watched, asked = Processes(asyncio.get_running_loop(), gpu=True), []
+
+    class Asked:
+        forked = False
+
+        def __init__(self, handle):
+            asked.append(handle)
+
+        def close(self):
+            asked.pop()
+
+    monkeypatch.setattr(module, "Lineage", Asked)
+    with other(tmp_path) as one:
+        for number, open_ones in ((one.number + 1, 0), (one.number, 1)):
+            about = peer(number, host=here(), locks=locks(one.process.pid))
+            watched.met(about, one.opened)
+            assert len(asked) == open_ones
+        watched.close()
+        assert not asked
 
 
 async def test_locks_of_this_process_are_not_watched(watched, locks):

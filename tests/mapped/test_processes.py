@@ -115,8 +115,32 @@ async def test_a_process_elsewhere_is_seen_to_end(tmp_path, watched, how):
         one.kill()
         await asyncio.wait_for(ended, 20)
         assert watched.gone(peer(one.number))
-        leave()
+        assert is_closed(one.descriptor)
         watched.forget(peer(one.number))
+        assert watched.gone(peer(one.number))  # somebody still asks
+        leave()
+        assert watched.ended(peer(one.number)) is None
+
+
+async def test_closing_ends_every_watch(tmp_path):
+    watched = Processes(asyncio.get_running_loop(), gpu=False)
+    with other(tmp_path) as one:
+        watched.met(peer(one.number), one.opened)
+        leave = watched.hold(peer(one.number))
+        watched.close()
+        assert is_closed(one.descriptor)
+        assert watched.ended(peer(one.number)) is None
+        leave()
+
+
+async def test_the_last_one_to_hold_a_process_ends_the_watch(tmp_path, watched):
+    with other(tmp_path) as one:
+        watched.met(peer(one.number), one.opened)
+        leaves = [watched.hold(peer(one.number)) for _ in range(2)]
+        watched.forget(peer(one.number))
+        leaves[0]()
+        assert not is_closed(one.descriptor)
+        leaves[1]()
         assert is_closed(one.descriptor)
 
 

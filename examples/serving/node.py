@@ -48,10 +48,11 @@ class Tasks:
     def __contains__(self, name: str) -> bool:
         return name in self._tasks
 
-    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Begin it."""
         task = self._tasks[name] = asyncio.create_task(work, name=name)
         task.add_done_callback(self._over)
+        return task
 
     def cancel(self, name: str) -> None:
         """Give it up, if it is still under way. Once: what it does to end well is not to be cancelled."""

@@ -2,10 +2,13 @@
 
 Or, so that one can see what that is worth, all of them when the whole prompt is computed.
 
-It answers a request at once, before the model has seen it, with the ticket under which the cache will be found; so the
-decode server is there, and asks, while the first layers are still computed. What ends a request is not its HTTP
-connection, then, but the offer: the decode server has fetched it or declines it, the router takes it back
+It answers a request when that has blocks, before the model has seen it, with the ticket under which the cache will be
+found; so the decode server is there, and asks, while the first layers are still computed. What ends a request is not
+its HTTP connection, then, but the offer: the decode server has fetched it or declines it, the router takes it back
 (`DELETE /v1/requests/...`), or nobody ever claims it.
+
+Not before it has blocks: a decode server takes blocks for the ticket, and if those waited for blocks here while these
+wait for blocks there, both would wait for ever.
 """
 
 import asyncio
@@ -53,7 +56,7 @@ class Prefill(Node):
         self._recent: deque[dict[str, Any]] = deque(maxlen=32)
 
     async def submit(self, request: Request) -> JSONResponse:
-        """Take a prompt, and answer with its ticket."""
+        """Take a prompt, and answer with its ticket once it has blocks."""
         name = request.headers.get("x-request-id") or new_name()
         order = Order.read(request.url.path, name, await read_json(request))
         if not order.params.do_remote_decode:
@@ -63,7 +66,11 @@ class Prefill(Node):
         if order.name in self.tasks:
             raise ApiError(409, f"request {order.name} is here already", "duplicate")
         self.check_length(len(order.prompt))
-        self.tasks.start(order.name, self._serve(order))
+        offered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        serving = self.tasks.start(order.name, self._serve(order, offered))
+        await asyncio.wait({serving, offered}, return_when=asyncio.FIRST_COMPLETED)
+        if not offered.done():
+            raise ApiError(503, "the request was taken back, or this server stops", "withdrawn")
         ticket = self.ranks.ticket(order.name)
         return JSONResponse(
             {
@@ -86,10 +93,13 @@ class Prefill(Node):
 
     # --- one request
 
-    async def _serve(self, order: Order) -> None:
-        tokens = len(order.prompt)
-        async with self.engine.room(tokens) as room:
-            offer = self.ranks.offer(order.name)
+    async def _serve(self, order: Order, offered: "asyncio.Future[None]") -> None:
+        async with self.engine.room(len(order.prompt)) as room:
+            try:
+                offer = self.ranks.offer(order.name)
+            except kvxfer.ClosedError:  # the server stops, and nobody has a ticket of this
+                return
+            offered.set_result(None)
             computing = asyncio.create_task(self._compute(order, room.sequence, offer))
             try:
                 endings = await _ended(offer, room)

@@ -104,9 +104,7 @@ class Router:
             answer.done = True
         finally:
             if answer.prefill is not None and not answer.done:  # who fetches declines; perhaps nobody does
-                task = asyncio.create_task(self._withdraw(answer.prefill, answer.name))
-                self._withdrawing.add(task)
-                task.add_done_callback(self._withdrawing.discard)
+                self._take_back(answer.prefill, answer.name)
 
     def describe(self) -> dict[str, Any]:
         """How its servers are."""
@@ -126,6 +124,7 @@ class Router:
                 response = await self.client.post(server.url + path, json=body, headers={"x-request-id": answer.name})
             except httpx.TransportError as error:
                 _note(server, error)
+                self._take_back(server, answer.name)  # it may be there, and have no blocks for it yet
                 continue
             if response.status_code >= 500:
                 _note(server, f"status {response.status_code}")
@@ -137,6 +136,11 @@ class Router:
         answer.prefill = None
         if self._prefill and self._on_failure == "fail":
             raise ApiError(503, "no prefill server can be reached", "no_prefill_server")
+
+    def _take_back(self, server: Server, name: str) -> None:
+        task = asyncio.create_task(self._withdraw(server, name))
+        self._withdrawing.add(task)
+        task.add_done_callback(self._withdrawing.discard)
 
     async def _withdraw(self, server: Server, name: str) -> None:
         with contextlib.suppress(httpx.TransportError):  # otherwise nobody claims it, and it ends by itself

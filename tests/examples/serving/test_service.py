@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 
 PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
@@ -77,6 +78,61 @@ async def test_many_at_once_share_batches_and_blocks(service, alone):
     assert stats["largest_batch"] > 1
     assert stats["caches"] == {"fetched": len(prompts), "recomputed": 0}
     await service.idle("prefill", "decode")
+
+
+async def test_no_ticket_is_for_a_request_that_waits_for_blocks(service, alone):
+    """Else a decode server would hold blocks for it that the one before it needs."""
+    prefill, decode = await service.prefill(), await service.decode()
+    first, second = "y" * 600, "z" * 600  # each takes more than half of the blocks
+
+    def ask(prompt):
+        return service.post(prefill, prompt=prompt, kv_transfer_params={"do_remote_decode": True})
+
+    params = (await ask(first)).json()["kv_transfer_params"]
+    waiting = asyncio.create_task(ask(second))
+    await service.eventually(lambda: len(service.nodes["prefill"].tasks) == 2)
+    for _ in range(20):  # it would have been answered meanwhile
+        await service.stats(prefill)
+    assert not waiting.done()
+    assert text_of(await service.post(decode, prompt=first, kv_transfer_params=params)) == alone(first).text
+    params = (await waiting).json()["kv_transfer_params"]
+    assert text_of(await service.post(decode, prompt=second, kv_transfer_params=params)) == alone(second).text
+    assert (await service.stats(decode))["caches"] == {"fetched": 2, "recomputed": 0}
+    await service.idle("prefill", "decode")
+
+
+async def test_who_waits_for_blocks_at_a_prefill_server_can_be_taken_back(service):
+    prefill = await service.prefill()
+    params = {"do_remote_decode": True}
+    await service.post(prefill, prompt="y" * 600, kv_transfer_params=params)
+    body = {"prompt": "z" * 600, "kv_transfer_params": params}
+    headers = {"x-request-id": "waits"}
+    waiting = asyncio.create_task(service.client.post(f"{prefill}/v1/completions", json=body, headers=headers))
+    await service.eventually(lambda: "waits" in service.nodes["prefill"].tasks)
+    await service.client.delete(f"{prefill}/v1/requests/waits")
+    answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "withdrawn")
+    assert "waits" not in service.nodes["prefill"].tasks
+
+
+async def test_a_prefill_server_that_does_not_answer_in_time_is_asked_no_more(service, alone, monkeypatch):
+    urls = await service.all()
+    tasks, prompt, post = service.nodes["prefill"].tasks, "z" * 600, httpx.AsyncClient.post
+    held = (await service.post(urls.prefill, prompt="y" * 600, kv_transfer_params={"do_remote_decode": True})).json()
+
+    async def impatient(client, url, **asked):
+        """The router's request to the prefill server, which names it, comes there and is given up."""
+        asking = asyncio.create_task(post(client, url, **asked))
+        if "headers" not in asked:
+            return await asking
+        await service.eventually(lambda: len(tasks) == 2)
+        asking.cancel()
+        raise httpx.ReadTimeout("")
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", impatient)
+    assert text_of(await service.post(urls.router, prompt=prompt, max_tokens=1)) == alone(prompt, 1).text
+    await service.eventually(lambda: len(tasks) == 1)
+    assert held["id"] in tasks
 
 
 async def test_layers_travel_while_the_prompt_is_computed(service, alone):

@@ -12,10 +12,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from starlette.requests import Request
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -26,6 +26,9 @@ from examples.serving.tokenizer import ROLES, STOPS, VOCABULARY, TextStream, enc
 MODEL = "tiny-llama"
 PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion"}
 """Where requests go, and what the whole answer is called."""
+_T = TypeVar("_T", bound=BaseModel)
+_MOST_BYTES = 16 * 2**20
+"""Of a request's body. A token is a few bytes there, so this is more than any prompt takes."""
 Chunk = dict[str, Any]
 """An object of a stream, as JSON."""
 Policy = Literal["recompute", "fail"]
@@ -86,45 +89,67 @@ class _Message(BaseModel):
     role: str
     content: str | list[dict[str, Any]]
 
+    @field_validator("content")
+    @classmethod
+    def _text_alone(cls, value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not isinstance(value, str) and not all(isinstance(part.get("text"), str) for part in value):
+            raise ValueError("this model reads text alone")
+        return value
+
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(str(part.get("text", "")) for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
 
 
 class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Body(BaseModel):
-    """A request as JSON. What would change the answer and is not here is refused; the rest is ignored."""
+class _Streaming(BaseModel):
+    """How an answer is to be sent."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    stream: StrictBool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _Body(_Streaming):
+    """A request as JSON. What would change the answer and is not served is refused; the rest is ignored."""
 
     model: str = MODEL
     prompt: str | list[int] | None = None
     messages: list[_Message] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stream: bool = False
-    stream_options: _StreamOptions | None = None
     ignore_eos: bool = False
     temperature: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = Field(None, strict=True)  # 0 asks for some
+    logit_bias: None = None
+    suffix: None = None
     stop: None = None
     tools: None = None
+    functions: None = None
     response_format: None = None
     kv_transfer_params: TransferParams | None = None
 
-    @field_validator("temperature")
+    @field_validator("temperature", "presence_penalty", "frequency_penalty")
     @classmethod
     def _greedy(cls, value: float | None) -> float | None:
         if value:
             raise ValueError("this service chooses the most likely token always; leave it out, or say 0")
+        return value
+
+    @field_validator("logprobs")
+    @classmethod
+    def _unsaid(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("this service says no probabilities")
         return value
 
     @model_validator(mode="after")
@@ -163,18 +188,22 @@ class Order:
         Raises:
             ApiError: If it cannot be served, naming the field.
         """
-        try:
-            asked = _Body.model_validate(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "request"
-            raise ApiError(400, f"{where}: {first['msg']}", "invalid_value") from error
+        asked = _read(_Body, body)
         if asked.model != MODEL:
             raise ApiError(404, f"there is no model {asked.model!r} here, only {MODEL!r}", "model_not_found")
         limit = asked.max_completion_tokens or asked.max_tokens or 16
         stops = frozenset[int]() if asked.ignore_eos else STOPS
         params = asked.kv_transfer_params or TransferParams()
         return cls(PATHS[path], name, _tokens(path, asked), limit, stops, params)
+
+
+def _read(model: type[_T], body: object) -> _T:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "request"
+        raise ApiError(400, f"{where}: {first['msg']}", "invalid_value") from error
 
 
 def _tokens(path: str, asked: _Body) -> list[int]:
@@ -191,11 +220,18 @@ async def read_json(request: Request) -> dict[str, Any]:
     """The body of a request.
 
     Raises:
-        ApiError: If it is no object.
+        ApiError: If it is no object, or too large, or breaks off.
     """
+    text = bytearray()
     try:
-        body = await request.json()
-    except ValueError as error:
+        async for part in request.stream():
+            text += part
+            if len(text) > _MOST_BYTES:
+                raise ApiError(413, f"the body has more than {_MOST_BYTES} bytes", "too_large")
+        body = json.loads(text)
+    except ClientDisconnect as error:
+        raise ApiError(400, "the body breaks off", "invalid_json") from error  # which nobody hears
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}", "invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be an object", "invalid_json")
@@ -345,9 +381,9 @@ def completion_routes(answer: Answer) -> list[Route]:
     async def complete(request: Request) -> Reply:
         body = await read_json(request)
         name = request.headers.get("x-request-id") or new_name()
-        options = body.get("stream_options")
-        usage = bool(isinstance(options, dict) and options.get("include_usage"))
-        return Reply(answer(request.url.path, name, body), stream=body.get("stream") is True, usage=usage)
+        asked = _read(_Streaming, body)
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return Reply(answer(request.url.path, name, body), stream=bool(asked.stream), usage=usage)
 
     async def models(_: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "kvxfer"}]})

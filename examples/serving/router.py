@@ -121,7 +121,7 @@ class Router:
         for server in _in_order(self._prefill):
             try:
                 answer.prefill = server  # also if we are cancelled before it answers
-                response = await self.client.post(server.url + path, json=body, headers={"x-request-id": answer.name})
+                response = await self.client.post(server.url + path, **_sent(body, answer.name))
             except httpx.TransportError as error:
                 _note(server, error)
                 self._take_back(server, answer.name)  # it may be there, and have no blocks for it yet
@@ -168,7 +168,7 @@ class Router:
         body = answer.body | {"kv_transfer_params": answer.params | {"generated": answer.generated}}
         server.under_way += 1
         try:
-            sent = self.client.stream("POST", server.url + path, json=body, headers={"x-request-id": answer.name})
+            sent = self.client.stream("POST", server.url + path, **_sent(body, answer.name))
             async with sent as response:
                 if response.status_code != 200:
                     error = ApiError.read(response.status_code, await response.aread())
@@ -185,6 +185,19 @@ class Router:
 
 class _UnavailableError(Exception):
     """A server is there, and cannot take a request, or stopped in the midst of one."""
+
+
+def _sent(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """A request as it was read. What httpx itself would not send, as NaN or half a character, a server refuses by name.
+
+    Raises:
+        ApiError: If it is nested too deeply.
+    """
+    try:
+        content = json.dumps(body).encode()
+    except RecursionError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", "invalid_json") from error
+    return {"content": content, "headers": {"x-request-id": name, "content-type": "application/json"}}
 
 
 def _chunk(line: str) -> Chunk:

@@ -84,9 +84,13 @@ class Service:
         """Ask a server to end, as SIGTERM does."""
         self._servers[url].should_exit = True
 
+    def connections(self, url):
+        """Those that a server has."""
+        return set(self._servers[url].server_state.connections)
+
     def cut_off(self, url):
         """Break all connections to a server."""
-        for connection in list(self._servers[url].server_state.connections):
+        for connection in self.connections(url):
             connection.transport.abort()
 
     async def prefill(self, *, verify=False, offer_by: OfferBy = "layers", **model):

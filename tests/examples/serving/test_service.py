@@ -435,6 +435,13 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
         ({"prompt": [1, 262]}, "0 to 261"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": 0.7}, "most likely"),
+        ({"prompt": "x", "presence_penalty": 2}, "most likely"),
+        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: "),
+        ({"prompt": "x", "suffix": "y"}, "suffix: "),
+        ({"prompt": "x", "logprobs": 0}, "logprobs: "),
+        ({"prompt": "x", "logprobs": True}, "probabilities"),
+        ({"prompt": "x", "stream": "true"}, "stream: "),
+        ({"prompt": "x", "stream_options": 5}, "stream_options: "),
         ({"prompt": "x", "n": 2}, "n: "),
         ({"prompt": "x", "stop": ["."]}, "stop: "),
         ({"prompt": "x", "max_tokens": 100_000}, "too many"),
@@ -448,6 +455,60 @@ async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_what_no_model_reads_is_refused_and_not_left_out(service):
+    urls = await service.all()
+    picture = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    for url in (urls.router, urls.decode):
+        answer = await service.post(url, "/v1/chat/completions", messages=[{"role": "user", "content": picture}])
+        assert answer.status_code == 400
+        assert "messages.0.content: " in answer.json()["error"]["message"]
+        assert "text alone" in answer.json()["error"]["message"]
+
+
+async def test_null_is_as_if_a_field_were_left_out(service, alone):
+    urls = await service.all()
+    fields = ["stream", "stream_options", "max_completion_tokens", "temperature", "n", "stop", "logprobs", "suffix"]
+    for url in (urls.router, urls.decode):
+        assert text_of(await service.post(url, prompt="Hello", **dict.fromkeys(fields))) == alone("Hello").text
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "x", "max_tokens": NaN}', "max_tokens: "),
+        (b'{"prompt": "x", "max_tokens": 1e999}', "max_tokens: "),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature: "),
+        (b'{"prompt": "x", "other": %b}' % (b"[" * 100_000 + b"]" * 100_000), "no JSON"),
+        (b'{"prompt": "x", "other": "%b"}' % (b"y" * 2**24), "more than"),
+    ],
+)
+async def test_json_that_python_reads_and_others_do_not_is_no_failure_of_the_server(service, body, says):
+    urls = await service.all()
+    for url in (urls.router, urls.decode):
+        answer = await service.client.post(f"{url}/v1/completions", content=body)
+        assert answer.status_code in {400, 413}, answer.text
+        assert says in answer.json()["error"]["message"]
+
+
+async def test_half_a_character_is_a_prompt_like_another(service, alone):
+    urls = await service.all()
+    for url in (urls.router, urls.decode):
+        answer = await service.client.post(f"{url}/v1/completions", content=rb'{"prompt": "\ud800", "max_tokens": 8}')
+        assert text_of(answer) == alone("\ud800").text
+
+
+async def test_who_leaves_in_the_midst_of_a_body_is_no_error(service, capsys):
+    urls = await service.all()
+    _, writer = await asyncio.open_connection("127.0.0.1", urls.router.rpartition(":")[2])
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    (connection,) = await service.eventually(lambda: [*service.connections(urls.router)])
+    writer.close()
+    await service.eventually(lambda: connection not in service.connections(urls.router))
+    assert text_of(await service.post(urls.router, prompt="Hello")) != ""
+    assert capsys.readouterr().err == ""
 
 
 async def test_bad_requests_of_other_kinds(service):

@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 
 from examples.serving import router
 from examples.serving.api import MODEL
-from examples.serving.service import SIZES, Service, bound, parser
+from examples.serving.service import SIZES, Service, bound, check, parser
 
 _POLL_SECONDS = 0.2
 _PREFILL = {"layout": "NHD", "block_tokens": 16}
@@ -37,7 +37,9 @@ _DECODE = {"layout": "HND", "block_tokens": 32}  # another layout on purpose: ne
 
 def main() -> None:
     """Run what the command line says."""
-    arguments = parser(prog="python -m examples.serving", description="Serve a model, in two halves.").parse_args()
+    options = parser(prog="python -m examples.serving", description="Serve a model, in two halves.")
+    arguments = options.parse_args()
+    check(options, arguments)
     logging.basicConfig(level=arguments.log.upper(), format=f"{arguments.role}: %(message)s")
     if arguments.role == "all":
         sys.exit(asyncio.run(_run(Service(arguments))))
@@ -89,7 +91,8 @@ def _serve(application: Starlette, arguments: argparse.Namespace) -> None:
 
 def _follow_parent() -> None:
     """End when the parent is gone, which holds the other end of our standard input."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not by `sys.stdin`, whose lock would be held when a server fails, and break its end
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

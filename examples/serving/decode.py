@@ -146,7 +146,8 @@ class Decode(Node):
         what = f"{type(error).__name__}: {error}"
         _log.warning("request %s: its cache did not come (%s): %s", order.name, self._on_failure, what)
         if self._on_failure == "fail":
-            raise ApiError(502, f"the cache of the prompt did not come: {what}", "transfer_failed") from error
+            why = type(error).__name__  # the rest names peers and blocks, which are no client's business
+            raise ApiError(502, f"the cache of the prompt did not come: {why}", "transfer_failed") from error
         self._caches["recomputed"] += 1
         report["recomputed"] = what
 

@@ -5,6 +5,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,16 +19,17 @@ def parser(**about: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(**about)
     parser.add_argument("role", nargs="?", choices=["all", "prefill", "decode", "router"], default="all")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="of one server, or of the router; 0: any free one")
+    port = _from(0, 65535)
+    parser.add_argument("--port", type=port, default=8000, help="of one server, or of the router; 0: any free one")
     parser.add_argument(
         "--device",
         default="cpu",
         help="cpu, cuda:1, or cuda: prefill on the first, decode on others; cuda:1,cuda:2: a rank each",
     )
-    parser.add_argument("--prefills", type=int, default=1, help="prefill servers; 0: decode servers do it all")
-    parser.add_argument("--decodes", type=int, default=1, help="decode servers")
+    parser.add_argument("--prefills", type=_from(0), default=1, help="prefill servers; 0: decode servers do it all")
+    parser.add_argument("--decodes", type=_from(1), default=1, help="decode servers")
     parser.add_argument("--tp", type=_pair, default=(1, 1), metavar="P:D", help="ranks of a prefill, a decode server")
-    parser.add_argument("--gpus", type=int, help="GPUs there are, where ranks of a server may have to share one")
+    parser.add_argument("--gpus", type=_from(1), help="GPUs there are, where ranks of a server may have to share one")
     parser.add_argument("--prefill", action="append", default=[], metavar="URL", help="of a router: prefill servers")
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="of a router: decode servers")
     parser.add_argument("--on-failure", choices=["recompute", "fail"], default="recompute", help="if no cache comes")
@@ -41,7 +43,7 @@ def parser(**about: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--log", choices=["debug", "info", "warning", "error"], default="warning")
     for name, value in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help="tokens in one pass" * (name == "chunk"))
+        parser.add_argument(f"--{name}", type=_from(1), default=value, help="tokens in one pass" * (name == "chunk"))
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # the socket to listen on, from the parent
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -54,11 +56,38 @@ def _pair(text: str) -> tuple[int, int]:
     return prefill, decode
 
 
+def _from(least: int, most: int = 2**31) -> Callable[[str], int]:
+    """Reads a number within bounds."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
+        return value
+
+    return number
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse options that nobody would read, and servers that nobody could use."""
+    role: str = arguments.role
+    if arguments.admin and role not in {"prefill", "decode"}:
+        parser.error("--admin is of one prefill or decode server: start them one by one")
+    if role != "router" and (arguments.prefill or arguments.decode):
+        parser.error("--prefill and --decode are of a router; --prefills and --decodes are numbers")
+    if role == "router" and not arguments.decode:
+        parser.error("a router needs --decode")
+
+
 def bound(host: str, port: int) -> socket.socket:
-    """A socket on which a server may listen."""
+    """A socket on which a server may listen; where there can be none, the program ends and says why."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise SystemExit(f"{host}:{port} cannot be listened on: {error}") from error
     return listening
 
 

@@ -49,19 +49,25 @@ def app(
     served = CollectorRegistry() if registry is None else registry
     served.register(Collector(watched, limits=bounds, patience=patience))
 
-    # plain functions: they wait for workers, so they run in threads
+    # coroutines: they wait for nobody, so they answer though all threads wait for workers
 
-    def page(request: Request) -> Response:
+    async def page(request: Request) -> Response:
         del request
         return HTMLResponse(_file("page.html"), headers={**_HEADERS, "Content-Security-Policy": _POLICY})
+
+    async def healthz(request: Request) -> Response:
+        del request
+        return PlainTextResponse("ok\n", headers=_HEADERS)
+
+    async def dashboard(request: Request) -> Response:
+        del request
+        return Response(_file("grafana.json"), media_type="application/json", headers=_HEADERS)
+
+    # plain functions: they wait for workers, so they run in threads, of which there are as many as starlette has
 
     def metrics(request: Request) -> Response:
         del request
         return Response(generate_latest(served), media_type=CONTENT_TYPE_LATEST, headers=_HEADERS)
-
-    def healthz(request: Request) -> Response:
-        del request
-        return PlainTextResponse("ok\n", headers=_HEADERS)
 
     def readyz(request: Request) -> Response:
         del request
@@ -72,10 +78,6 @@ def app(
     def everything(request: Request) -> Response:
         del request
         return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
-
-    def dashboard(request: Request) -> Response:
-        del request
-        return Response(_file("grafana.json"), media_type="application/json", headers=_HEADERS)
 
     paths = {
         "/": page,

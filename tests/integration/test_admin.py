@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,39 @@ async def test_a_loop_that_stands_still_is_said_to(stage):
         (worker,) = json.loads(told[2][2])["workers"]
         assert (worker["state"], worker["reasons"]) == (None, [reason])
         assert await why(server) == []
+
+
+class Silent:
+    """A worker whose loop says nothing until it is told to."""
+
+    def __init__(self):
+        self.config, self.asked, self._over = Config(engine="silent"), [], False
+
+    def describe_soon(self):
+        if self._over:
+            raise RequestError("it is over")
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def end(self):
+        self._over = True
+        for future in self.asked:
+            future.set_exception(RequestError("it is over"))
+
+
+async def test_it_says_that_it_is_alive_though_all_its_threads_wait():
+    """Else many who look at a worker that stands still would have its process restarted."""
+    silent = Silent()
+    async with kvxfer.admin.serve(silent, address="127.0.0.1:0", patience=100) as server:
+        with ThreadPoolExecutor(60) as visitors:
+            visits = [visitors.submit(ask, server, "readyz") for _ in range(60)]
+            try:
+                await eventually(lambda: len(silent.asked) == 40)  # starlette's threads
+                for path in ("healthz", ""):
+                    assert (await asked(server, path))[0] == 200
+            finally:
+                silent.end()
+            assert {visit.result()[0] for visit in visits} == {503}
 
 
 async def test_a_fabric_that_stands_still_is_said_to(stage, monkeypatch):

@@ -159,6 +159,7 @@ class Service:
                 [*command, "--log", self._arguments.log, *options],
                 stdin=subprocess.PIPE,
                 pass_fds=[listening.fileno()],
+                process_group=0,  # a Ctrl-C is for this process, which ends the others in order
             )
         self.urls[name] = f"http://{host}:{port}"
 

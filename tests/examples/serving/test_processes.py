@@ -122,6 +122,13 @@ def test_a_decode_server_that_is_killed_in_mid_answer_is_replaced(service):
     assert expected.startswith(other.choices[0].text.rstrip("\ufffd"))
 
 
+def test_ctrl_c_is_heard_by_the_one_that_ends_the_others_in_order(service):
+    mine = os.getpgid(service.process.pid)  # to which a terminal sends it
+    groups = [os.getpgid(pid) for pid in service.pids.values() if Path(f"/proc/{pid}").exists()]
+    assert len(groups) >= 3
+    assert mine not in groups
+
+
 def test_it_ends_when_it_is_asked_to_and_leaves_nobody(service):
     caches = service.stats("prefill 0")
     assert (caches["tasks"], caches["free_blocks"]) == (0, caches["blocks"])

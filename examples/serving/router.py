@@ -36,13 +36,15 @@ class Server:
 
     Attributes:
         url: Where it is.
-        under_way: Requests that it has of this router.
-        failed_at: When it failed last, by the monotonic clock.
+        under_way: Requests that it has of this router; of a prefill server those that wait for their tickets.
+        asked_at: When it was asked last, by the monotonic clock.
+        failed_at: When it failed last, likewise.
         failures: How often.
     """
 
     url: str
     under_way: int = 0
+    asked_at: float = 0.0
     failed_at: float = -_REST_SECONDS
     failures: int = 0
 
@@ -121,7 +123,8 @@ class Router:
         for server in _in_order(self._prefill):
             try:
                 answer.prefill = server  # also if we are cancelled before it answers
-                response = await self.client.post(server.url + path, **_sent(body, answer.name))
+                with _asked(server):
+                    response = await self.client.post(server.url + path, **_sent(body, answer.name))
             except httpx.TransportError as error:
                 _note(server, error)
                 self._take_back(server, answer.name)  # it may be there, and have no blocks for it yet
@@ -166,10 +169,8 @@ class Router:
 
     async def _chunks(self, server: Server, path: str, answer: _Answer) -> AsyncGenerator[Chunk, None]:
         body = answer.body | {"kv_transfer_params": answer.params | {"generated": answer.generated}}
-        server.under_way += 1
-        try:
-            sent = self.client.stream("POST", server.url + path, **_sent(body, answer.name))
-            async with sent as response:
+        with _asked(server):
+            async with self.client.stream("POST", server.url + path, **_sent(body, answer.name)) as response:
                 if response.status_code != 200:
                     error = ApiError.read(response.status_code, await response.aread())
                     raise _UnavailableError(error.message) if error.status == 503 else error
@@ -179,8 +180,6 @@ class Router:
                     if line:
                         yield _chunk(line)
             raise _UnavailableError("the stream ended before the answer did")
-        finally:
-            server.under_way -= 1
 
 
 class _UnavailableError(Exception):
@@ -210,9 +209,23 @@ def _chunk(line: str) -> Chunk:
 
 
 def _in_order(servers: list[Server]) -> Iterator[Server]:
-    """Servers in the order in which to ask them: those that failed just now last, those with little to do first."""
+    """Servers in the order in which to ask them: those that failed just now last, those with little to do first.
+
+    Of those with as much to do, the one that was not asked for longest.
+    """
     now = time.monotonic()
-    yield from sorted(servers, key=lambda each: (now - each.failed_at < _REST_SECONDS, each.under_way))
+    yield from sorted(servers, key=lambda each: (now - each.failed_at < _REST_SECONDS, each.under_way, each.asked_at))
+
+
+@contextlib.contextmanager
+def _asked(server: Server) -> Iterator[None]:
+    """A server has a request while the block lasts."""
+    server.under_way += 1
+    server.asked_at = time.monotonic()
+    try:
+        yield
+    finally:
+        server.under_way -= 1
 
 
 def _note(server: Server, error: object) -> None:

@@ -93,13 +93,13 @@ class Service:
         for connection in self.connections(url):
             connection.transport.abort()
 
-    async def prefill(self, *, verify=False, offer_by: OfferBy = "layers", **model):
+    async def prefill(self, name="prefill", *, verify=False, offer_by: OfferBy = "layers", **model):
         settings = EngineSettings(**{**MODEL, "layout": "NHD", "block_tokens": 16, **model})
-        worker = self._worker("prefill")
+        worker = self._worker(name)
         application = prefill.app(
             settings, offer_by=offer_by, verify=verify, open_worker=worker, engine="prefill", **WORKER
         )
-        self.nodes["prefill"] = application.state.node
+        self.nodes[name] = application.state.node
         return await self.start(application)
 
     async def decode(self, name="decode", *, verify=False, on_failure: Policy = "recompute", **model):

@@ -291,6 +291,19 @@ async def test_a_prefill_that_fails_is_computed_by_the_decode_server(service, al
     await service.idle("prefill", "decode")
 
 
+async def test_servers_with_as_much_to_do_are_asked_by_turns(service, alone):
+    prefills = [await service.prefill(name) for name in ("one", "two")]
+    decodes = [await service.decode(name, on_failure="fail") for name in ("left", "right")]
+    router = await service.router(prefills, decodes, "fail")
+    for prompt in ("a", "b", "c", "d"):
+        assert text_of(await service.post(router, prompt=prompt)) == alone(prompt).text
+    assert [service.nodes[name].engine.counts.prompt_tokens for name in ("one", "two")] == [4, 4]
+    assert [(await service.stats(url))["caches"]["fetched"] for url in decodes] == [2, 2]
+    assert {
+        each["under_way"] for servers in ("prefill", "decode") for each in (await service.stats(router))[servers]
+    } == {0}
+
+
 async def test_a_dead_decode_server_is_replaced(service, alone):
     urls = await service.all(on_failure="fail")
     router = await service.router([urls.prefill], [DEAD, urls.decode], "fail")

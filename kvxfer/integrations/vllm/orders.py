@@ -78,6 +78,7 @@ class Orders:
         claims: Requests that wait for a place here, and their tickets.
         declines: Requests that will not be fetched.
         withdraws: Offers of requests that were aborted.
+        refusals: Names of requests that were aborted before anything of them was on offer, and whose tickets may exist.
         steps: Offers that begin or grow.
         loads: Fetches that begin.
         cancels: Fetches of requests that were aborted.
@@ -88,6 +89,7 @@ class Orders:
     claims: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]], repr=False)
     declines: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]], repr=False)
     withdraws: list[str] = field(default_factory=list[str])
+    refusals: list[str] = field(default_factory=list[str])
     steps: list[OfferStep] = field(default_factory=list[OfferStep])
     loads: list[Load] = field(default_factory=list[Load])
     cancels: list[str] = field(default_factory=list[str])

@@ -68,6 +68,7 @@ class SchedulerSide:
         self._block_tokens: Final = block_tokens
         self._layerwise: Final = layerwise
         self._key: Final = secrets.token_bytes(KEY_BYTES) if key is None else key
+        self._foretold: Final = key is not None  # a ticket may be there before its request
         self._issuer: Issuer | None = None
         self._wanted: Final[dict[str, _Wanted]] = {}
         self._produced: Final[dict[str, _Produced]] = {}
@@ -225,6 +226,8 @@ class SchedulerSide:
             return False, None
         if not produced.offered:
             del self._names[produced.name]
+            if self._foretold and not produced.attempt:
+                self._orders.refusals.append(produced.name)
             return False, None
         params = self._params(request, produced)
         if params is None:

@@ -141,6 +141,8 @@ class WorkerSide:
             self._decline(request, ticket)
         for request in orders.withdraws:
             self._withdraw(self._sending[request])
+        for name in orders.refusals:
+            self._refuse(name)
         for step in orders.steps:
             self._offer(step)
 
@@ -236,6 +238,13 @@ class WorkerSide:
     def _withdraw(self, sending: _Sending) -> None:
         if sending.offer is not None:
             sending.offer.withdraw()
+
+    def _refuse(self, name: str) -> None:
+        """Let whoever has a ticket of this name hear that nothing will come; without it he would wait for long."""
+        with suppress(KvxferError):
+            offer = self._worker.offer(name, streaming=True)
+            self._offers[offer] = _Sending(offer)
+            offer.withdraw()
 
     def _load(self, load: Load, after: Any) -> None:
         span, tokens = Span(load.block_ids, load.first_token), range(load.start, load.stop)

@@ -118,6 +118,13 @@ def test_what_is_held_already_is_not_fetched(stage):
     assert reported(facts, "decode", "recv") == {"d-half"}
 
 
+def test_who_waits_for_a_prompt_that_was_aborted_before_its_first_step_computes_it(stage):
+    facts = stage.play("aborted_before_it_is_computed")
+    assert facts["ended"] == {"p": ABORTED, "d": COMPLETE}
+    assert facts["sampled"] == {"d": 1}
+    assert reported(facts, "prefill", "send") == set()
+
+
 @pytest.mark.parametrize(("name", "end"), [("load_fails", COMPLETE), ("load_fails_for_good", ERROR)])
 def test_a_load_that_fails_is_told_with_its_blocks(stage, name, end):
     facts = stage.play(name)

@@ -33,8 +33,8 @@ def cards(world=2):
     ]
 
 
-def side(*, layerwise=False):
-    found = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=layerwise)
+def side(*, layerwise=False, key=None):
+    found = SchedulerSide(block_tokens=BLOCK_TOKENS, layerwise=layerwise, key=key)
     found.collect(cards())
     return found
 
@@ -297,12 +297,15 @@ def test_a_name_is_one_requests_until_its_offer_is_over():
     assert scheduler._names == {}
 
 
-def test_a_prompt_that_never_ran_holds_nothing():
-    scheduler, going = side(), produced()
+@pytest.mark.parametrize(("key", "refused"), [(None, []), (bytes(32), ["r"])])
+def test_a_prompt_that_never_ran_holds_nothing_and_is_refused_if_it_may_have_a_ticket(key, refused):
+    scheduler, going = side(key=key), produced()
     scheduler.on_new_request(going)
     going.status = STATUS.FINISHED_ABORTED
     assert scheduler.request_finished(going) == (False, None)
-    assert scheduler.build_connector_meta(step()).withdraws == []
+    orders = scheduler.build_connector_meta(step())
+    assert (orders.withdraws, orders.refusals) == ([], refused)
+    assert scheduler.build_connector_meta(step()).refusals == []
 
 
 def test_a_preempted_prompt_is_another_attempt():

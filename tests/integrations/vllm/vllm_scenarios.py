@@ -187,6 +187,18 @@ def aborted_while_prefilling(wires):
     return pair.until_over()
 
 
+def aborted_before_it_is_computed(wires):
+    """A router makes a ticket itself, and the client leaves before the prompt's first step."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(secrets.token_bytes(KEY_BYTES))
+        pair = Pair(wires, layerwise=True, key_file=file.name)
+    pair.prefill.step()  # its ranks join
+    pair.prefill.add("p", 1, 64, params=dict(PREFILL))
+    pair.decode.add("d", 1, 64, params=pair.early("p", 64))
+    pair.prefill.finish("p")
+    return pair.until_over()
+
+
 def preempted(wires):
     """A prompt loses its blocks to others while a decode engine fetches it, and is computed again."""
     pair = Pair(wires, prefill={"budget": 16})

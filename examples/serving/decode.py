@@ -58,7 +58,7 @@ class Decode(Node):
         wording = Wording(order)
         report: dict[str, Any] = {}
         try:
-            async with aclosing(self._generate(order, report)) as saying:
+            async with aclosing(_ahead(self._generate(order, report))) as saying:
                 opening = wording.opening()  # behind it there is no way back to another status than 200
                 async for said in saying:
                     for chunk in [*opening, wording.said(said)]:
@@ -155,6 +155,31 @@ class Decode(Node):
         """Tell the prefill server, if it is there, that nobody will come for this cache; else its lease ends."""
         with contextlib.suppress(kvxfer.KvxferError):
             await self.ranks.decline(ticket)
+
+
+async def _ahead(source: AsyncGenerator[Said, None]) -> AsyncGenerator[Said, None]:
+    """What is said, as it comes. It is not held up by a client that reads slowly: its blocks are free when all is said.
+
+    What waits for the client is bounded by the tokens of its answer.
+    """
+    said: asyncio.Queue[Said | None] = asyncio.Queue()
+
+    async def listen() -> None:
+        try:
+            async with aclosing(source):
+                async for one in source:
+                    said.put_nowait(one)
+        finally:
+            said.put_nowait(None)
+
+    listening = asyncio.create_task(listen())
+    try:
+        while (one := await said.get()) is not None:
+            yield one
+        await listening
+    finally:
+        listening.cancel()
+        await asyncio.wait({listening})
 
 
 def app(

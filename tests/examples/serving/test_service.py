@@ -65,6 +65,17 @@ async def test_tokens_and_digests_agree_to_the_byte(service, alone):
         assert answer["usage"]["completion_tokens"] == len(alone(prompt).tokens)
 
 
+async def test_a_client_that_does_not_read_holds_no_blocks(service, alone):
+    await service.all()
+    node = service.nodes["decode"]
+    whole = node.engine.cache.free_blocks
+    answer = node.answer("/v1/completions", "slow", {"prompt": "slow", "max_tokens": 8, "stream": True})
+    first = await anext(answer)
+    await service.eventually(lambda: node.engine.cache.free_blocks == whole)
+    said = [first, *[chunk async for chunk in answer]]
+    assert "".join(choice["text"] for chunk in said for choice in chunk["choices"]) == alone("slow").text
+
+
 async def test_many_at_once_share_batches_and_blocks(service, alone):
     urls = await service.all()
     prompts = [f"request {i} {'and more ' * (5 * i)}" for i in range(12)]  # more than fit into either pool at once

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.backoff import Backoff
-from kvxfer.errors import ClosedError, KvxferError, MismatchError, UnreachableError
+from kvxfer.errors import ClosedError, IdentityError, KvxferError, MismatchError, UnreachableError
 from kvxfer.link import Link
 from kvxfer.site import Site
 
@@ -72,6 +72,7 @@ class Peers:
 
         Raises:
             UnreachableError: If `allow_peers` excludes the endpoint, or nobody answers there.
+            IdentityError: If who answers there says to be a worker that was met, and does not prove it.
             MismatchError: If the engine there cannot work with this one, or has restarted since the ticket was made.
             ClosedError: If this worker was closed before.
         """
@@ -81,12 +82,15 @@ class Peers:
             )
         link = self._links.get(endpoint)
         if link is None or not link.is_open:
-            link = await self._open(endpoint, epoch)
+            try:
+                link = await self._open(endpoint, epoch)
+            except IdentityError as error:
+                link = await self._where_met(error, epoch)
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs == link.peer.identity.incarnation:
             # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
             link.close("to meet it again")
-            link = await self._open(endpoint, epoch)
+            link = await self._open(link.endpoint, epoch)
             theirs = link.peer.identity.epoch
         if epoch is not None and theirs != epoch:
             raise MismatchError(
@@ -96,6 +100,22 @@ class Peers:
                 fields={"epoch": (epoch.hex(), theirs.hex())},
             )
         return link
+
+    async def _where_met(self, refused: IdentityError, epoch: bytes | None) -> Link:
+        """The link to where a worker was met that is said to be at another endpoint as well.
+
+        Nothing is proved to whoever answers at that one, and nothing of him is needed: if he speaks the truth, such as
+        for a host that has two names, the worker itself will do what is asked of it; if not, it will refuse.
+        """
+        link = self._links.get(refused.met_at)
+        if link is not None and link.is_open:
+            return link
+        if not refused.met_at:
+            raise refused
+        try:
+            return await self._open(refused.met_at, epoch)
+        except KvxferError:
+            raise refused from None
 
     async def _open(self, endpoint: str, epoch: bytes | None) -> Link:
         task = self._opening.get(endpoint)

@@ -125,6 +125,7 @@ class Recognition:
             raise IdentityError(
                 f"whoever answers at {endpoint} says to be {peer.hex()[:8]}, which was met at {where}: refused",
                 peer=endpoint,
+                met_at=where,
             )
 
     def show(self) -> tuple[bytes, bytes]:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from stage import DEFAULTS, SOON, Cache, Copied, eventually, quiet
 
-from kvxfer import Code, Config, IdentityError, KvxferError, MemoryInDoubt, Released, Withdrawn, Worker
+from kvxfer import Code, Config, IdentityError, KvxferError, MemoryInDoubt, RefusedError, Released, Withdrawn, Worker
 from kvxfer.bench.relay import Relay
+from kvxfer.greeting import greeting
 from kvxfer.protocol.messages import Cancel
+from kvxfer.protocol.session import Role
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import LoopbackTransport
 
@@ -126,18 +128,18 @@ async def test_nobody_says_for_a_reader_that_it_reads_nothing(stage):
 
 @ROUTES
 async def test_nobody_takes_the_place_of_a_prefill_rank(stage, scene, route):
-    """At an endpoint of its own, to which its ticket leads."""
+    """At an endpoint of its own, to which its ticket leads: the other one is asked, which knows no such ticket."""
     del route
     prefill, decode, moving = scene
     twin = await claims_to_be(prefill, stage)
     (link,) = decode._links
     twin.offer("theirs", [1], tokens=4)
     async with asyncio.timeout(10):
-        with pytest.raises(IdentityError, match="which was met at") as refused:
+        with pytest.raises(RefusedError) as refused:
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
-    assert refused.value.report is not None
-    assert refused.value.report.code is Code.IDENTITY
+    assert refused.value.reason is Code.TICKET_FORGED
     assert decode._links == {link}
+    assert not twin._links
     await moving.ends_well(prefill, decode)
 
 
@@ -178,11 +180,58 @@ async def test_nobody_passes_on_what_two_workers_prove_to_each_other(stage, scen
     (link,) = prefill._links
     between = tmp_path / "between"
     target = Path(prefill.card.endpoint.removeprefix("unix:"))
-    async with Relay().serving(between, target), asyncio.timeout(10):
-        with pytest.raises(IdentityError, match="which was met at"):
-            await decode.fetch(moving.ticket | {"endpoints": {"prefix": f"unix:{between}"}}, [7], tokens=range(4))
+    relay, hello = Relay(), greeting(decode._site, Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
+    async with relay.serving(between, target), asyncio.timeout(10):
+        assert await connect(decode, f"unix:{between}") is next(iter(decode._links))
+    assert relay.sent == len(hello)  # and no proof
     assert prefill._links == {link}
     await moving.ends_well(prefill, decode)
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+async def test_a_worker_that_has_two_names(stage, scheme, tmp_path):
+    """The second one leads to the session that there is, or nobody could fetch by it while that is open."""
+    source, target = Cache(), Cache(layout="HND")
+    listen = {"unix": f"unix:{tmp_path}/here", "tcp": "tcp:127.0.0.1:0"}[scheme]
+    prefill, decode = await stage.pair(source, target, prefill={"listen": listen})
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    names = prefill.card.endpoint, prefill.card.endpoint.replace("here", "there").replace("127.0.0.1", "localhost")
+    links = set()
+    for number in range(4):
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+        ticket = prefill.engine.ticket(f"r{number}") | {"endpoints": {"prefix": names[number % 2]}}
+        await decode.fetch(ticket, [3, 4], tokens=TOKENS)
+        copied.check()
+        links |= decode._links
+    assert [link.endpoint for link in links] == [names[0]]
+
+
+@pytest.mark.usefixtures("no_locks")
+async def test_who_does_not_answer_where_it_was_met_is_not_believed_elsewhere(stage, tmp_path):
+    """Something of it is in doubt, and whoever is there could pass on what both prove."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct", prefill={"listen": f"unix:{here}"}, **SOON)
+    moving = Moving(stage, prefill, decode, Cache(), Cache())
+    await moving.begun()
+    here.rename(there)
+    for link in list(decode._links):
+        link._transport.abort()
+    with pytest.raises(MemoryInDoubt) as doubt:
+        await moving.transfer
+    prefill.offer("theirs", [1], tokens=4)
+    ticket = prefill.engine.ticket("theirs") | {"endpoints": {"prefix": f"unix:{there}"}}
+    async with asyncio.timeout(10):
+        with pytest.raises(IdentityError, match="which was met at") as refused:
+            await decode.fetch(ticket, [7], tokens=range(4))
+    assert refused.value.met_at == f"unix:{here}"
+    assert refused.value.report.code is Code.IDENTITY
+    assert not prefill._links
+    there.rename(here)
+    stage.network.release("*")
+    await doubt.value.settled()
+    await decode.fetch(prefill.engine.ticket("theirs"), [7], tokens=range(4))
+    await quiet(prefill, decode)
 
 
 async def test_who_was_forestalled_hears_so_at_once(stage):

@@ -140,10 +140,9 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
             self._registering = keep_registering(_bootstrap_address(), self._engine, self.rooms.patience)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether a prefill server is known; asks for it if not.
+        """Whether a prefill server is known whose pages are as here; asks for it if not.
 
-        Raises:
-            ConfigError: If its pages are others.
+        sglang asks again for a while, and then fails the request: another one may name another server.
         """
         if bootstrap_addr in self.prefill_info_table:
             return True
@@ -155,10 +154,12 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         mine = self._engine
         for theirs in found.engines.values():
             if (theirs.page_tokens, theirs.dtype) != (mine.page_tokens, mine.dtype):
-                raise ConfigError(
-                    f"the prefill server has pages of {theirs.page_tokens} tokens of {theirs.dtype}, and this one of "
+                why = (
+                    f"it has pages of {theirs.page_tokens} tokens of {theirs.dtype}, and this one of "
                     f"{mine.page_tokens} of {mine.dtype}: give both the same --page-size and --kv-cache-dtype"
                 )
+                _log.error("prefill_server_not_fitting", address=bootstrap_addr, error=why)
+                return False
         self.prefill_info_table[bootstrap_addr] = found
         return True
 

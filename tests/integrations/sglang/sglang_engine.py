@@ -4,7 +4,9 @@ sglang runs a scheduler a rank, and these agree on how each request stands by th
 steps all ranks of an engine, and takes the least.
 """
 
+import logging
 import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,16 @@ import torch
 
 LAYERS, PAGES, PAGE, HEADS, DIM, ROWS = 2, 32, 4, 4, 8, 8
 UNTOUCHED = -1.0
+LOG: deque[str] = deque(maxlen=1000)
+"""What this process has logged."""
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        LOG.append(record.getMessage())
+
+
+logging.getLogger("kvxfer").addHandler(_Listener())
 
 
 def content(room: int, tokens: range, layer: int, half: int, heads: range) -> torch.Tensor:
@@ -179,6 +191,10 @@ class Engine:
         return found
 
     # --- what a test asks for
+
+    def said(self, what: str) -> bool:
+        """Whether a line of this process's log holds this."""
+        return any(what in line for line in LOG)
 
     def port(self) -> int:
         return self.told["port"]

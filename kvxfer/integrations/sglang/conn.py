@@ -158,7 +158,7 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
                     f"it has pages of {theirs.page_tokens} tokens of {theirs.dtype}, and this one of "
                     f"{mine.page_tokens} of {mine.dtype}: give both the same --page-size and --kv-cache-dtype"
                 )
-                _log.error("prefill_server_not_fitting", address=bootstrap_addr, error=why)
+                _log.error("prefill_server_refused", address=bootstrap_addr, error=why)
                 return False
         self.prefill_info_table[bootstrap_addr] = found
         return True

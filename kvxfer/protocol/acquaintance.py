@@ -118,6 +118,7 @@ class Recognition:
         self._said: Final = role + transcript
         self._heard: Final = other + transcript
         self._own: Final = met.mark(peer)
+        self._answers: Final = endpoint is None
         self._theirs = met.find(peer)
         self._sealed = bool(self._theirs)
         self._endpoint: Final = endpoint or ""
@@ -129,7 +130,13 @@ class Recognition:
             )
 
     def show(self) -> tuple[bytes, bytes]:
-        """The mark, and the proof of it, that go into this side's `Agent`."""
+        """The mark, and the proof of it, that go into this side's `Agent`.
+
+        Whoever is answered has the place of whom it claims to be, whatever becomes of this handshake: who hears this
+        side's mark and leaves no trace could come back with it once the other one was met.
+        """
+        if self._answers:
+            self.remember()
         if self._theirs is None or (self._theirs and not self._sealed):
             return self._own, b""
         if not self._theirs:
@@ -159,7 +166,7 @@ class Recognition:
         self._theirs = mark
 
     def remember(self) -> None:
-        """The handshake is complete: whom it was with is known from now on."""
+        """Whom the handshake is with is known from now on."""
         self._met.remember(self._peer, self._theirs or _UNMARKED, self._endpoint)
 
 

@@ -245,15 +245,31 @@ def test_what_is_neither_shown_nor_sealed_is_a_protocol_error(mark, same):
         side.check(bytes(mark), bytes(same))
 
 
-def test_a_handshake_that_fails_makes_nobody_known(met):
-    """Its facts differ: only a session that opens counts as a meeting."""
-    client, _ = met
-    server = process(SERVER, b"s")
+def differing(client, server):
+    """A handshake that fails, since the facts differ; what the server wrote."""
     one = Session(CLIENT, WHO[CLIENT], Terms([("model", "a")], b"\x93", met=client), nonce=b"1" * 32, now=0.0)
     other = Session(SERVER, WHO[SERVER], Terms([("model", "b")], b"\x93", met=server), nonce=b"2" * 32, now=0.0)
+    wrote, take = [], other.take_output
+    other.take_output = lambda: (wrote.append(take()), wrote[-1])[1]
     _, errors = pump(one, other)
     assert set(errors) == {CLIENT, SERVER}
-    assert len(server) == 0
+    return b"".join(wrote)
+
+
+def test_a_handshake_that_fails_makes_nobody_known_to_the_client():
+    client, server = process(CLIENT, b"c"), process(SERVER, b"s")
+    differing(client, server)
+    assert len(client) == 0
+    assert Meeting(client, server).fine
+
+
+def test_nobody_is_shown_a_mark_and_leaves_no_trace():
+    """It could come back with it when the one whom it claimed to be was met: so that one is not met any more."""
+    client, server = process(CLIENT, b"c"), process(SERVER, b"s")
+    assert server.mark(WHO[CLIENT].incarnation) in differing(process(CLIENT, b"x"), server)
+    meeting = Meeting(client, server)
+    assert isinstance(meeting.errors[SERVER], IdentityError)
+    assert not meeting.opened
 
 
 def test_a_refusal_is_a_goodbye_with_its_code(met):

@@ -263,21 +263,23 @@ class IdentityError(PeerError):
 
     Cause: one of two processes says that it is the other one: a hostile peer, or a copy of a running process (restored
         from a snapshot, or forked). Raised at the side that finds out, and at the one that is refused. Or a worker
-        that is reached at two endpoints: while anything of it is under way or in doubt, it is asked where it was met,
-        and this is raised if it does not answer there.
+        that is reached at two endpoints: it is asked where it was met first, and this is raised if it does not answer
+        there while anything of it is under way or in doubt.
     Remedy: restart the worker that is refused: it draws another incarnation. If you made no copy, find out who else
         passes the handshake, and change the `secret` or the certificates. Where `met_at` names an endpoint of the same
         worker, have all tickets name one that stays.
 
     Attributes:
         met_at: Where the worker was met, if it is refused because it is somewhere else; else an empty string.
+        incarnation: The worker's, in hex digits, where `met_at` is there.
     """
 
     code: ClassVar[Code] = Code.IDENTITY
 
-    def __init__(self, message: str, *, peer: str = "", met_at: str = "") -> None:
+    def __init__(self, message: str, *, peer: str = "", met_at: str = "", incarnation: str = "") -> None:
         super().__init__(message, peer=peer)
         self.met_at: Final = met_at
+        self.incarnation: Final = incarnation
 
 
 class MismatchError(PeerError):

@@ -1,6 +1,7 @@
 """Control streams that this rank opened: one per prefill rank, connected once, shared by all requests."""
 
 import asyncio
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -85,7 +86,7 @@ class Peers:
             try:
                 link = await self._open(endpoint, epoch)
             except IdentityError as error:
-                link = await self._where_met(error, epoch)
+                link = await self._where_met(error, endpoint, epoch)
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs == link.peer.identity.incarnation:
             # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
@@ -101,21 +102,25 @@ class Peers:
             )
         return link
 
-    async def _where_met(self, refused: IdentityError, epoch: bytes | None) -> Link:
+    async def _where_met(self, refused: IdentityError, endpoint: str, epoch: bytes | None) -> Link:
         """The link to where a worker was met that is said to be at another endpoint as well.
 
-        Nothing is proved to whoever answers at that one, and nothing of him is needed: if he speaks the truth, such as
-        for a host that has two names, the worker itself will do what is asked of it; if not, it will refuse.
+        As long as it answers there, nothing is proved to whoever is at the other one, and nothing is asked of him: if
+        he speaks the truth, such as for a host that has two names, the worker itself does what is wanted.
         """
-        link = self._links.get(refused.met_at)
-        if link is not None and link.is_open:
-            return link
         if not refused.met_at:
             raise refused
-        try:
-            return await self._open(refused.met_at, epoch)
-        except KvxferError:
-            raise refused from None
+        claimed = bytes.fromhex(refused.incarnation)
+        link = self._links.get(refused.met_at)
+        if link is None or not link.is_open:
+            with contextlib.suppress(KvxferError):
+                link = await self._open(refused.met_at, epoch)
+        if link is not None and link.is_open and link.peer.identity.incarnation == claimed:
+            return link
+        if not self._site.acquaintances.may_move(claimed):
+            raise refused
+        self._away.pop(endpoint, None)
+        return await self._open(endpoint, epoch)
 
     async def _open(self, endpoint: str, epoch: bytes | None) -> Link:
         task = self._opening.get(endpoint)

@@ -71,14 +71,18 @@ class Acquaintances:
         return None if known is None else known.mark
 
     def elsewhere(self, peer: bytes, endpoint: str) -> str:
-        """Where else a peer is that is said to be at this endpoint; empty if it may be there.
-
-        It may have moved if nothing of it is under way.
-        """
+        """Where else a peer is that is said to be at this endpoint; empty if it may be there."""
         known = self._known.get(peer)
-        if known is None or known.endpoint in ("", endpoint) or peer not in self._kept():
-            return ""
-        return known.endpoint
+        return "" if known is None or known.endpoint == endpoint else known.endpoint
+
+    def may_move(self, peer: bytes) -> bool:
+        """A peer does not answer where it was met. Whether it may be elsewhere now: nothing of it is under way."""
+        known = self._known.get(peer)
+        if peer in self._kept():
+            return False
+        if known is not None:
+            self._known[peer] = _Known(known.mark, "")
+        return True
 
     def remember(self, peer: bytes, mark: bytes, endpoint: str) -> None:
         """A peer was met, at an endpoint if it was this side that went there. Somebody else may be forgotten for it."""
@@ -127,6 +131,7 @@ class Recognition:
                 f"whoever answers at {endpoint} says to be {peer.hex()[:8]}, which was met at {where}: refused",
                 peer=endpoint,
                 met_at=where,
+                incarnation=peer.hex(),
             )
 
     def show(self) -> tuple[bytes, bytes]:

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,40 @@ async def test_a_worker_that_has_two_names(stage, scheme, tmp_path):
         copied.check()
         links |= decode._links
     assert [link.endpoint for link in links] == [names[0]]
+
+
+async def test_a_worker_that_has_moved(stage, tmp_path):
+    """Nobody answers where it was met, or somebody else does, and nothing of it is under way."""
+    places = [tmp_path / name for name in ("here", "there", "yonder")]
+    prefill, decode = await stage.pair(Cache(), Cache(), prefill={"listen": f"unix:{places[0]}"})
+    first = await connect(decode, f"unix:{places[0]}")
+    for number, (old, new) in enumerate(pairwise(places)):
+        for link in [*decode._links]:
+            link._transport.abort()
+        await eventually(lambda: not prefill._links and not decode._links)
+        old.rename(new)
+        if number:
+            await stage.worker("other", Cache(), listen=f"unix:{old}")
+        prefill.offer(f"r{number}", [1], tokens=4)
+        ticket = prefill.engine.ticket(f"r{number}") | {"endpoints": {"prefix": f"unix:{new}"}}
+        await decode.fetch(ticket, [3], tokens=range(4))
+        (link,) = (link for link in decode._links if link.peer.identity == first.peer.identity)
+        assert link.endpoint == f"unix:{new}"
+
+
+async def test_nobody_passes_on_anything_as_long_as_the_worker_answers(stage, tmp_path):
+    """Nothing of it is under way; but what is fetched next would go by way of who stands between."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    await connect(decode, prefill.card.endpoint)
+    for link in [*decode._links]:
+        link._transport.abort()
+    await eventually(lambda: not prefill._links and not decode._links)
+    between, target = tmp_path / "between", Path(prefill.card.endpoint.removeprefix("unix:"))
+    relay, hello = Relay(), greeting(decode._site, Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
+    async with relay.serving(between, target), asyncio.timeout(10):
+        link = await connect(decode, f"unix:{between}")
+    assert link.endpoint == prefill.card.endpoint
+    assert relay.sent == len(hello)
 
 
 @pytest.mark.usefixtures("no_locks")

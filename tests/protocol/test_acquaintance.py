@@ -299,12 +299,20 @@ def test_who_answers_somewhere_else_is_not_believed_while_something_is_under_way
     assert Meeting(client, server, nonce=b"x").fine
 
 
-def test_a_peer_of_which_nothing_is_under_way_may_have_moved(met):
+def test_a_peer_that_does_not_answer_may_have_moved_if_nothing_of_it_is_under_way(met):
     client, server = met
-    under_way = []
+    under_way = [WHO[SERVER].incarnation]
     client.keep(lambda: under_way)
+    assert not client.may_move(under_way[0])
+    refused = relay(client, server).errors[CLIENT]
+    assert isinstance(refused, IdentityError)
+    assert (refused.met_at, refused.incarnation) == (AT, under_way[0].hex())
+    peer = under_way.pop()
+    assert isinstance(relay(client, server).errors[CLIENT], IdentityError)  # as long as nobody says that it is gone
+    assert client.may_move(peer)
+    assert isinstance(Meeting(process(CLIENT, b"x"), server).errors[SERVER], IdentityError)
+    assert isinstance(Meeting(client, process(SERVER, b"x")).errors[CLIENT], IdentityError)  # it is known all the same
     assert relay(client, server).fine
-    under_way.append(WHO[SERVER].incarnation)
     assert isinstance(Meeting(client, server, nonce=b"x").errors[CLIENT], IdentityError)  # it is there now
     assert relay(client, server).fine
 

@@ -179,7 +179,7 @@ async def _ahead(source: AsyncGenerator[Said, None]) -> AsyncGenerator[Said, Non
         await listening
     finally:
         listening.cancel()
-        await asyncio.wait({listening})
+        await asyncio.gather(listening, return_exceptions=True)
 
 
 def app(

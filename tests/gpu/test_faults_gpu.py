@@ -141,7 +141,7 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
             await asyncio.sleep(0.005)
     await settled(near)
     if forks:
-        await doomed.fork(10)
+        await doomed.fork(10 if here != "cpu" else 3)  # seconds that the child outlives it at most
     await doomed.offer(0, "r", IDS, tokens=len(IDS) * 16)
     await doomed.die_when_posting()
     (transfer,) = move.fetch(issuer.ticket("r"), timeout=60)

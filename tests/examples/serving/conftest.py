@@ -27,7 +27,7 @@ from kvxfer.integrations.transformers import prefill as run
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 MODEL: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "hidden": 32, "blocks": 64, "chunk": 64}
-WORKER = {"route": "staged", "arena_bytes": "4MiB"}
+WORKER = {"route": "staged", "arena_bytes": "4MiB", "drain_timeout": 2}
 SECONDS = 60
 
 

@@ -360,8 +360,9 @@ def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime, placeme
 
         return placement.run(lambda: CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas))
     from kvxfer.copy.host import HostExecutor
+    from kvxfer.copy.team import usual_threads
 
-    return HostExecutor(runtime)
+    return HostExecutor(runtime, threads=config.copy_threads or usual_threads(), cpus=placement.cpus)
 
 
 def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:

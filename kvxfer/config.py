@@ -220,6 +220,8 @@ class Config(BaseSettings):
     """Chunks of one transfer in flight at most, where they are not granted all at once, in place."""
     copy_ctas: Annotated[int, Field(ge=1, le=MAX_CTAS)] = 24
     """Thread blocks that a copy on a GPU may occupy; `Worker.occupy` changes it while the worker runs."""
+    copy_threads: Annotated[Annotated[int, Field(ge=1, le=256)] | None, BeforeValidator(parse_optional)] = None
+    """Threads that may work on one copy between CPU memory; by default a quarter of the process's CPUs, 8 at most."""
     affinity: Annotated[Literal["auto", "off"] | tuple[int, ...], BeforeValidator(parse_affinity)] = "auto"
     """CPUs of this worker's threads and pinned memory: `auto` those next to the GPU, `off` any, or a list: `0-7,16`."""
 

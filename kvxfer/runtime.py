@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from kvxfer.errors import ForkedError
 
-__all__ = ["TURN_SECONDS", "HandOver", "Home", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind"]
+__all__ = ["TURN_SECONDS", "HandOver", "Home", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind", "settle"]
 
 Step = Callable[[], float | None]
 _T = TypeVar("_T")
@@ -224,11 +224,7 @@ class _ThreadService:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
-        _bind_if(self._cpus)
+        settle(self._cpus)
         if self._setup is not None:
             self._setup()
         while True:
@@ -242,6 +238,15 @@ class _ThreadService:
                 self._wake.wait(delay)
             else:
                 time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
+
+
+def settle(cpus: frozenset[int]) -> None:
+    """Make the calling thread one that works for the loop: it gives way to that, and stays on these CPUs, if any."""
+    if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
+    _bind_if(cpus)
 
 
 def _bind_if(cpus: frozenset[int]) -> None:

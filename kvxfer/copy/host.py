@@ -5,6 +5,7 @@ Rows of equal token count form a class, which is copied in one of two ways, whic
 - *row by row*: source and destination are strided arrays whose first axis is the row, `target[i] = source[j]`; rows
   that follow each other on both sides are one assignment. Best where a row is large, whatever its inside looks like.
   Rows that are one run of bytes are slices of one array of all memory, which needs no array for each region.
+  A team shares the rows out, where they are long (`team.py`).
 - *item by item*: both sides are flat arrays of equal items, `take` and `put` move them by index. Best for small rows.
   Where one side is contiguous, bytes are touched once, otherwise they pass through a buffer that stays in the cache.
 
@@ -13,9 +14,10 @@ Elements that are converted are gathered a few rows at a time, computed, and put
 A view must not outlive the memory that it shows: views live inside one call of `run`, while the job's memory is valid.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import gcd, prod
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from kvxfer.copy.jobs import Backlog, as_kvxfer_error
 from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.copy.sums import total
+from kvxfer.copy.team import ALONE, Team
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.copyplan import CopyPlan, Segment
 from kvxfer.geometry.sums import SumPlan
@@ -32,6 +35,7 @@ __all__ = ["HostExecutor", "run"]
 
 I64: TypeAlias = NDArray[np.int64]
 _Key: TypeAlias = int | slice
+_T = TypeVar("_T")
 
 _POLL_S: Final = 0.0005
 """How often unfired events are queried."""
@@ -54,10 +58,13 @@ class HostExecutor:
 
     Args:
         runtime: Clock and services.
+        threads: How many may work on one copy.
+        cpus: Where they are kept; anywhere if there are none.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, threads: int = 1, cpus: frozenset[int] = frozenset()) -> None:
         self._runtime = runtime
+        self._teams = {direction: Team(threads, cpus) for direction in Direction}
         self._backlog = Backlog(runtime)
         self._services = {
             direction: runtime.start(f"kvxfer-{direction.value}", self._stepper(direction)) for direction in Direction
@@ -101,19 +108,23 @@ class HostExecutor:
                 service.wake()
             return False
         stopped = [s.stop(max(0.0, deadline - self._runtime.now())) for s in self._services.values()]
+        if all(stopped):
+            for team in self._teams.values():
+                team.close()
         return all(stopped)
 
     def _stepper(self, direction: Direction) -> "_Step":
-        return _Step(self._runtime, self._backlog, direction)
+        return _Step(self._runtime, self._backlog, direction, self._teams[direction])
 
 
 class _Step:
     """One step of a direction's service: run the first job whose event has fired."""
 
-    def __init__(self, runtime: Runtime, backlog: Backlog, direction: Direction) -> None:
+    def __init__(self, runtime: Runtime, backlog: Backlog, direction: Direction, team: Team) -> None:
         self._runtime = runtime
         self._backlog = backlog
         self._direction = direction
+        self._team = team
 
     def __call__(self) -> float | None:
         job = self._backlog.pop_ready(self._direction)
@@ -123,17 +134,17 @@ class _Step:
         error: KvxferError | None = None
         allowed, sums = True, b""
         try:
-            allowed = job.permit.post(self._runtime.now, lambda: run(job.plan))
+            allowed = job.permit.post(self._runtime.now, lambda: run(job.plan, self._team))
             if job.sums is not None and allowed:
-                sums = total(job.sums, run)
+                sums = total(job.sums, partial(run, team=self._team))
         except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
             error = as_kvxfer_error("a copy on CPU memory failed", caught)
         self._backlog.report(job, started, error, stopped=not allowed, sums=sums)
         return 0.0
 
 
-def run(plan: CopyPlan) -> None:
-    """Copy now, in the calling thread. The plan's addresses must be valid CPU memory of this process."""
+def run(plan: CopyPlan, team: Team = ALONE) -> None:
+    """Copy now, with a team if there is one. The plan's addresses must be valid CPU memory of this process."""
     for blank in plan.blanks:
         _view(blank.address, [blank.lines, blank.width], [blank.pitch, 1], "u1")[:] = 0
     for segment in plan.segments:
@@ -142,7 +153,7 @@ def run(plan: CopyPlan) -> None:
             for tokens in np.unique(offsets[:, 2]).tolist():
                 rows = _RowClass(segment, offsets[offsets[:, 2] == tokens], tokens)
                 if segment.factors is None:
-                    rows.copy()
+                    rows.copy(team)
                 else:
                     rows.convert(segment.factors)
 
@@ -168,7 +179,7 @@ class _RowClass:
         self.src_step: Final = int(np.gcd.reduce(self.src))
         self.dst_step: Final = int(np.gcd.reduce(self.dst))
 
-    def copy(self) -> None:
+    def copy(self, team: Team) -> None:
         """Copy all rows in all regions."""
         keys = self._keys()
         by_row_ns = _VIEWS_NS * bool(self.axes) + len(keys) * _ROW_NS + len(self.src) * self.runs * _RUN_NS
@@ -184,16 +195,24 @@ class _RowClass:
                 self._copy_items(batches, item)
                 return
         if self.axes:
-            self._copy_rows(keys)
+            self._share(team, self._copy_rows, keys)
         else:
-            self._copy_runs()
+            self._share(team, self._copy_runs, self._slices())
 
-    def _copy_runs(self) -> None:
-        """Rows without axes: slices of memory."""
+    def _share(self, team: Team, work: Callable[[Sequence[_T]], None], steps: Sequence[_T]) -> None:
+        """Copy by steps, each of which is a copy in every region."""
+        nbytes = len(self.bases) * len(self.src) * self.runs * self.run_bytes
+        team.share(work, steps, nbytes, len(self.bases) * len(steps))
+
+    def _slices(self) -> list[tuple[int, int, int]]:
+        """Where rows without axes begin at the source and at the destination, and their bytes, neighbours merged."""
         ends = np.flatnonzero((np.diff(self.src) != self.run_bytes) | (np.diff(self.dst) != self.run_bytes)) + 1
         bounds = [0, *ends.tolist(), len(self.src)]
         lengths = (np.diff(bounds) * self.run_bytes).tolist()
-        rows = list(zip(self.src[bounds[:-1]].tolist(), self.dst[bounds[:-1]].tolist(), lengths, strict=True))
+        return list(zip(self.src[bounds[:-1]].tolist(), self.dst[bounds[:-1]].tolist(), lengths, strict=True))
+
+    def _copy_runs(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Rows without axes: slices of memory."""
         for src, dst in self.bases:
             source, target = src - _FIRST_BYTE, dst - _FIRST_BYTE
             for i, j, nbytes in rows:
@@ -208,7 +227,7 @@ class _RowClass:
         heads = zip(dst[bounds[:-1]].tolist(), src[bounds[:-1]].tolist(), lengths, strict=True)
         return [(d, s) if n == 1 else (slice(d, d + n), slice(s, s + n)) for d, s, n in heads]
 
-    def _copy_rows(self, keys: list[tuple[_Key, _Key]]) -> None:
+    def _copy_rows(self, keys: Sequence[tuple[_Key, _Key]]) -> None:
         bits = self.run_bytes | self.src_step | self.dst_step
         for axis in self.axes:
             bits |= axis[1] | axis[2]

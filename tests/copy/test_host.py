@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.copy import READY, CopyJob, Direction, host
 from kvxfer.copy.host import HostExecutor, run
+from kvxfer.copy.team import ALONE, Team
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import Blank, CopyPlan, Segment, Stencil
 from kvxfer.runtime import ThreadRuntime
@@ -25,17 +26,28 @@ def canvas():
     return np.full(NBYTES, CANARY, np.uint8)
 
 
+@pytest.fixture(scope="module")
+def team():
+    """Three threads, which share whatever has three steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvxfer.copy.team._PART_BYTES", 1)
+        patch.setattr("kvxfer.copy.team._COPY_BYTES", 1)
+        team = Team(3)
+        yield team
+        team.close()
+
+
 @pytest.mark.parametrize("row_ns", [0.0, host._ROW_NS, 1e9], ids=["row by row", "estimated", "item by item"])
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_random_plans_equal_their_pieces(row_ns, seed):
+@given(seed=st.integers(0, 2**32 - 1), shared=st.booleans())
+def test_random_plans_equal_their_pieces(row_ns, team, seed, shared):
     before = host._ROW_NS, host._RUN_NS
     host._ROW_NS, host._RUN_NS = row_ns, 0.0 if row_ns == 0.0 else before[1]
     try:
         dst = canvas()
         plan, _, _ = random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES)
         want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
-        run(plan)
+        run(plan, team if shared else ALONE)
         np.testing.assert_array_equal(dst, want)
     finally:
         host._ROW_NS, host._RUN_NS = before

@@ -45,6 +45,7 @@ from kvxfer import (
     UnreachableError,
     Worker,
 )
+from kvxfer.copy.team import usual_threads
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -781,6 +782,29 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     assert os.sched_getaffinity(0) == before, "the caller's loop runs where it did"
     assert prefill.describe()["affinity"] == {"cpus": [one], "why": "affinity names them"}
     await fails(Worker(source.tensors, Config(affinity=[one, 99_999], loop=loop, **SIZES)).__aenter__(), ConfigError)
+
+
+@field("copy_threads", None, 1, 3, virtual=False)
+async def so_many_threads_work_on_one_copy(threads, stack, folder):
+    shape = {"blocks": 8, "block_tokens": 64, "layers": range(4), "heads": range(8), "dim": 64}
+    network, source, target = LoopbackNetwork(), Cache(**shape), Cache(**shape)
+    others = set(own_threads())
+    prefill, decode = [
+        await stack.enter_async_context(
+            Worker(
+                cache.tensors,
+                Config(copy_threads=threads, route="staged", arena_bytes="32MiB", chunk_bytes="16MiB"),
+                transport=LoopbackTransport(name, network),
+            )
+        )
+        for name, cache in (("prefill", source), ("decode", target))
+    ]
+    blocks = [0, 2, 4, 6, 1, 3, 5, 7]
+    prefill.offer("r", blocks, tokens=512)
+    await decode.fetch(prefill.engine.ticket("r"), blocks[::-1], tokens=range(512))
+    helpers = [name for name in set(own_threads()) - others if name.startswith("kvxfer-copy")]
+    most = (threads or usual_threads()) - 1
+    assert min(1, most) <= len(helpers) <= most, "who has ended its part may be given another one's"
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, sour
     prefill, decode = await stage.pair(source, target, decode={"revoke_timeout": 0.05})
     begun, go = threading.Event(), threading.Event()
 
-    def slow(plan):
+    def slow(plan, team):
         begun.set()
         go.wait(5)
 
@@ -246,7 +246,7 @@ async def test_a_lease_that_ran_out_before_the_copy_is_not_used(stage, source, t
 async def test_a_copy_that_fails_fails_the_fetch(stage, source, target, monkeypatch):
     prefill, decode = await stage.pair(source, target)
 
-    def broken(plan):
+    def broken(plan, team):
         raise OSError("bus error")
 
     monkeypatch.setattr("kvxfer.copy.host.run", broken)

@@ -1,0 +1,83 @@
+"""Threads that copy CPU memory side by side: one alone waits for memory most of the time.
+
+numpy lets go of the interpreter while it copies an array. Between two arrays it holds it, so more threads than find
+work meanwhile only get into each other's way.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import Final, TypeVar
+
+from kvxfer.runtime import allowed_cpus, settle
+
+__all__ = ["ALONE", "Team", "usual_threads"]
+
+_T = TypeVar("_T")
+_COPY_BYTES: Final = 16 * 1024
+"""How much a single copy has to move for every thread: below, they wait for the interpreter rather than for memory."""
+_PART_BYTES: Final = 1 << 20
+"""What a thread takes on at least: to wake it costs as much as to copy some 100 KiB."""
+_MOST: Final = 8
+_CPUS_EACH: Final = 4
+
+
+def usual_threads() -> int:
+    """A quarter of the CPUs that this process may use, so that others have some as well, but no more than 8."""
+    return max(1, min(_MOST, len(allowed_cpus()) // _CPUS_EACH))
+
+
+class Team:
+    """The caller's thread, and some more that sleep between calls.
+
+    Args:
+        threads: How many there are, with the caller's own.
+        cpus: Where the others are kept; anywhere if there are none.
+    """
+
+    def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
+        self._threads: Final = threads
+        self._cpus: Final = cpus
+        self._pool: ThreadPoolExecutor | None = None
+
+    def share(self, work: Callable[[Sequence[_T]], None], steps: Sequence[_T], nbytes: int, copies: int) -> None:
+        """Do `work` for all steps, each of which copies about as much: in parts, side by side, as far as that pays.
+
+        Returns when every part has ended, also where one has failed: until then memory is read and written.
+
+        Args:
+            work: Copies some of them.
+            steps: What is to be copied, in any order.
+            nbytes: By all of them together.
+            copies: In how many copies they do that.
+        """
+        count = min(self._threads, len(steps), nbytes // _PART_BYTES, nbytes // max(copies, 1) // _COPY_BYTES)
+        if count < 2:
+            work(steps)
+            return
+        bounds = [len(steps) * part // count for part in range(count + 1)]
+        parts = [steps[start:stop] for start, stop in pairwise(bounds)]
+        pool = self._others()
+        others = [pool.submit(work, part) for part in parts[1:]]
+        try:
+            work(parts[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """Let the threads go. Nothing may be under way; may be repeated."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _others(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(
+                self._threads - 1, "kvxfer-copy", initializer=settle, initargs=(self._cpus,)
+            )
+        return self._pool
+
+
+ALONE: Final = Team(1)
+"""The caller's thread only."""

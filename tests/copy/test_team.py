@@ -1,0 +1,79 @@
+"""Threads that copy side by side: everything is done once, and nothing goes on after it was said to be over."""
+
+import threading
+
+import pytest
+
+from kvxfer.copy.team import ALONE, Team, usual_threads
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def team():
+    team = Team(3)
+    yield team
+    team.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer-copy")]
+
+
+class Meeting:
+    """Work that goes on only when so many do it at the same time."""
+
+    def __init__(self, parties):
+        self.barrier = threading.Barrier(parties)
+        self.done = []
+
+    def __call__(self, steps):
+        self.barrier.wait(10)
+        self.done.append(list(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "nbytes", "copies", "parts"),
+    [
+        (10, 64 * MIB, 10, 3),
+        (2, 64 * MIB, 2, 2),
+        (1, 64 * MIB, 64, 1),  # one step cannot be shared
+        (64, 2 * MIB, 64, 2),  # 32 KiB each are enough for two
+        (64, 2 * MIB, 128, 1),  # and 16 KiB are not
+        (64, 2 * MIB - 1, 2, 1),  # no thread is woken for less than a MiB
+        (0, 0, 0, 1),
+    ],
+)
+def test_steps_are_shared_as_far_as_that_pays(team, steps, nbytes, copies, parts):
+    work = Meeting(parts)
+    team.share(work, range(steps), nbytes, copies)
+    assert len(work.done) == parts
+    assert sorted(step for part in work.done for step in part) == list(range(steps))
+
+
+def test_alone_it_is_the_callers_thread():
+    seen = []
+    ALONE.share(lambda steps: seen.append((threading.current_thread(), list(steps))), [1, 2], 64 * MIB, 2)
+    assert seen == [(threading.current_thread(), [1, 2])]
+    ALONE.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_who_fails_is_heard_of_when_the_others_have_ended(team, failing):
+    started, ended = threading.Barrier(3), []
+
+    def work(steps):
+        started.wait(10)
+        if failing in steps:
+            raise ValueError(steps)
+        ended.append(list(steps))
+
+    with pytest.raises(ValueError, match=str(failing)):
+        team.share(work, [0, 1, 2], 64 * MIB, 3)
+    assert sorted(ended) == [[step] for step in range(3) if step != failing]
+    work_again = Meeting(3)
+    team.share(work_again, [0, 1, 2], 64 * MIB, 3)
+    assert len(work_again.done) == 3
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])
+def test_most_cpus_are_left_to_the_model(monkeypatch, cpus, threads):
+    monkeypatch.setattr("kvxfer.copy.team.allowed_cpus", lambda: frozenset(range(cpus)))
+    assert usual_threads() == threads

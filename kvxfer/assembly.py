@@ -25,6 +25,7 @@ from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode_body
+from kvxfer.protocol.incarnation import PRIVATE_BYTES, IdentityKey
 from kvxfer.protocol.messages import AgentBody, Capability
 from kvxfer.routes.cost import profile_of
 from kvxfer.routes.estimates import Estimates
@@ -37,7 +38,6 @@ __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensor
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
-_INCARNATION_BYTES: Final = 16
 _leaked: Final[list[object]] = []
 """Tensors of workers that closed while a peer might still touch them: kept until the process ends."""
 
@@ -180,11 +180,11 @@ async def assemble(parts: Assembly) -> Site:
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)
-    incarnation, staging, metrics = runtime.token(_INCARNATION_BYTES), parts.staging, Metrics(_listener(config))
+    key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_listener(config))
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
-        transport = parts.transport or _nixl(config, geometry, f"kvxfer-{incarnation.hex()}")
+        transport = parts.transport or _nixl(config, geometry, f"kvxfer-{key.incarnation.hex()[:32]}")
         fabric = _fabric(config, transport, runtime)
         executor = _executor(config, geometry, runtime, placement)
         fabric.start()
@@ -211,7 +211,7 @@ async def assemble(parts: Assembly) -> Site:
         lanes=Lanes(fabric),
         executor=executor,
         metrics=metrics,
-        incarnation=incarnation,
+        key=key,
         body=body,
         reachable=reachable,
         facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
@@ -219,7 +219,7 @@ async def assemble(parts: Assembly) -> Site:
         staging=staging.receiving,
         sending=staging.sending,
         in_place=in_place,
-        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), incarnation),
+        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), key.incarnation),
         gates=_gates(parts.exports, executor, runtime),
         processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,

@@ -16,7 +16,7 @@
     |   +-- ArenaError             the arena can never serve this, or not before the deadline
     +-- PeerError                  the other side, or the way to it
     |   +-- UnreachableError       no connection, or no handshake in time
-    |   +-- IdentityError          no proof that it is the process that was met before
+    |   +-- IdentityError          no proof that it is the process that it says to be
     |   +-- MismatchError          the two engines cannot exchange this cache; names each field
     |   +-- RefusedError           the peer refused one request and said why
     |   +-- PeerLostError          the peer died, or was silent too long
@@ -259,26 +259,26 @@ class UnreachableError(PeerError, ConnectionError):
 
 
 class IdentityError(PeerError):
-    """A peer does not prove to be the process that was met under its incarnation. Nothing of that one is disturbed.
+    """A peer does not prove to be the process whose incarnation it names. Nothing of that one is disturbed.
 
-    Cause: one of two processes says that it is the other one: a hostile peer, or a copy of a running process (restored
-        from a snapshot, or forked). Raised at the side that finds out, and at the one that is refused. Or a worker
-        that is reached at two endpoints: it is asked where it was met first, and this is raised if it does not answer
-        there while anything of it is under way or in doubt.
-    Remedy: restart the worker that is refused: it draws another incarnation. If you made no copy, find out who else
-        passes the handshake, and change the `secret` or the certificates. Where `met_at` names an endpoint of the same
-        worker, have all tickets name one that stays.
+    Cause: it has not the key that the incarnation stands for, and says to be somebody else. Raised at the side that
+        finds out, and at the one that is refused. Or a worker that is reached at two endpoints: it is asked at the one
+        where something with it is open, or in doubt, and this is raised if it does not answer there.
+    Remedy: restart the worker that is refused: it draws another incarnation. If it was refused for its proof, find out
+        who else passes the handshake, and change the `secret` or the certificates. Where `engaged_at` names an endpoint
+        of the same worker, have all tickets name one that stays.
 
     Attributes:
-        met_at: Where the worker was met, if it is refused because it is somewhere else; else an empty string.
-        incarnation: The worker's, in hex digits, where `met_at` is there.
+        engaged_at: Where something with the worker is open, or in doubt, if it is refused because it is somewhere else;
+            else an empty string.
+        incarnation: The worker's, in hex digits, where `engaged_at` is there.
     """
 
     code: ClassVar[Code] = Code.IDENTITY
 
-    def __init__(self, message: str, *, peer: str = "", met_at: str = "", incarnation: str = "") -> None:
+    def __init__(self, message: str, *, peer: str = "", engaged_at: str = "", incarnation: str = "") -> None:
         super().__init__(message, peer=peer)
-        self.met_at: Final = met_at
+        self.engaged_at: Final = engaged_at
         self.incarnation: Final = incarnation
 
 

@@ -24,9 +24,6 @@ MAX_SCALES: Final = 65_536
 MAX_WORLD: Final = 16_384
 """Ranks of an engine at most: what a card and a ticket may name."""
 
-MAX_ACQUAINTANCES: Final = 1 << 16
-"""Peers that a worker knows again though nothing of them is under way: about 16 MB."""
-
 MAX_NAME: Final = 128
 """Characters of a name, such as that of a group or of a fact, at most."""
 

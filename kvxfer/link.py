@@ -10,10 +10,10 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Protocol, cast
 
-from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import Code, IdentityError, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
@@ -21,7 +21,7 @@ from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEv
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler"]
+__all__ = ["Link", "LinkHandler", "succeeded"]
 
 _WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -65,6 +65,7 @@ class Link(asyncio.Protocol):
 
     Attributes:
         role: Which side of it this is.
+        since: When it was begun, by the worker's clock.
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
         encrypted: Whether the stream is TLS.
@@ -84,7 +85,7 @@ class Link(asyncio.Protocol):
         self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime
-        self._since: Final = runtime.now()
+        self.since: Final = runtime.now()
         self._loop = asyncio.get_running_loop()
         self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
         self._session: Session | None = None
@@ -107,6 +108,11 @@ class Link(asyncio.Protocol):
         if session is None or session.peer is None:
             raise PeerLostError("the handshake is not complete", peer=self.endpoint)
         return session.peer
+
+    @property
+    def proved_to(self) -> bytes:
+        """The incarnation to which this side has shown who it is, also when the link is gone; empty before."""
+        return b"" if self._session is None else self._session.proved_to
 
     @property
     def is_open(self) -> bool:
@@ -177,7 +183,7 @@ class Link(asyncio.Protocol):
         process = _process(stream.get_extra_info("socket"))
         try:
             self._session, self.trusted = self._handler.session(
-                self.role, process=process, endpoint=self.endpoint, since=self._since
+                self.role, process=process, endpoint=self.endpoint, since=self.since
             )
         except KvxferError as error:
             stream.write(encode(Goodbye(error.code, str(error))))
@@ -317,6 +323,19 @@ class Link(asyncio.Protocol):
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if was_open:
             self._handler.lost(self, error)
+
+
+def succeeded(link: Link, links: Iterable[Link]) -> list[Link]:
+    """Those that a new one of the same process, in the same direction, takes the place of.
+
+    Raises:
+        IdentityError: If one of them was begun later: what this one proves with was kept back by somebody meanwhile.
+    """
+    who = link.peer.identity.incarnation
+    others = [other for other in links if other.role is link.role and other.peer.identity.incarnation == who]
+    if any(other.since > link.since for other in others):
+        raise IdentityError(f"a session of {link.peer.name} that was begun later is open", peer=link.endpoint)
+    return others
 
 
 def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> KvxferError:

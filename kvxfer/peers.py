@@ -73,7 +73,7 @@ class Peers:
 
         Raises:
             UnreachableError: If `allow_peers` excludes the endpoint, or nobody answers there.
-            IdentityError: If who answers there says to be a worker that was met, and does not prove it.
+            IdentityError: If who answers there does not prove its incarnation, or that one is engaged elsewhere.
             MismatchError: If the engine there cannot work with this one, or has restarted since the ticket was made.
             ClosedError: If this worker was closed before.
         """
@@ -86,7 +86,7 @@ class Peers:
             try:
                 link = await self._open(endpoint, epoch)
             except IdentityError as error:
-                link = await self._where_met(error, endpoint, epoch)
+                link = await self._where_engaged(error, endpoint, epoch)
         theirs = link.peer.identity.epoch
         if epoch is not None and theirs == link.peer.identity.incarnation:
             # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
@@ -102,23 +102,21 @@ class Peers:
             )
         return link
 
-    async def _where_met(self, refused: IdentityError, endpoint: str, epoch: bytes | None) -> Link:
-        """The link to where a worker was met that is said to be at another endpoint as well.
+    async def _where_engaged(self, refused: IdentityError, endpoint: str, epoch: bytes | None) -> Link:
+        """The link to where something with a worker is open, or in doubt, that is said to be elsewhere as well.
 
-        As long as it answers there, nothing is proved to whoever is at the other one, and nothing is asked of him: if
-        he speaks the truth, such as for a host that has two names, the worker itself does what is wanted.
+        Nothing is proved to whoever is there, and nothing is asked of him: if he speaks the truth, such as for a host
+        that has two names, the worker itself does what is wanted. If it does not answer, and nothing is in doubt any
+        more, it may have moved.
         """
-        if not refused.met_at:
+        if not refused.engaged_at:
             raise refused
-        claimed = bytes.fromhex(refused.incarnation)
-        link = self._links.get(refused.met_at)
+        link = self._links.get(refused.engaged_at)
         if link is None or not link.is_open:
             with contextlib.suppress(KvxferError):
-                link = await self._open(refused.met_at, epoch)
-        if link is not None and link.is_open and link.peer.identity.incarnation == claimed:
+                link = await self._open(refused.engaged_at, epoch)
+        if link is not None and link.is_open and link.proved_to.hex() == refused.incarnation:
             return link
-        if not self._site.acquaintances.may_move(claimed):
-            raise refused
         self._away.pop(endpoint, None)
         return await self._open(endpoint, epoch)
 

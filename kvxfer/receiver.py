@@ -47,7 +47,6 @@ class Receiver:
         self._recoveries: Final = Recoveries(site, peers)
         self._lender: Final = Lender(site, lambda: next(self._numbers), self._recoveries.begin)
         self._claims: Final = Claims(site, peers)
-        site.acquaintances.keep(lambda: (owed.peer.identity.incarnation for owed in self._unanswered))
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -207,6 +206,11 @@ class Receiver:
                 fetching.close()
         if ends := self.outcomes() + self._lender.recall():  # the worker waits for its tasks, bounded; these are none
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
+
+    @property
+    def owing(self) -> Iterable[Link]:
+        """Links on which something was asked for, or lent, that has not ended; they may be gone."""
+        return (owed.link for owed in self._unanswered)
 
     @property
     def exposed(self) -> bool:

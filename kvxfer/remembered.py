@@ -6,7 +6,6 @@ Until then it keeps its place among the transfers. Of a peer whose process canno
 connected: it may never come back, and its places would be lost to everybody. Of its writes the numbers are kept.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -61,11 +60,6 @@ class Remembered:
 
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
-
-    @property
-    def peers(self) -> Iterable[bytes]:
-        """Incarnations of which something is in doubt."""
-        return self._doubts
 
     @property
     def full(self) -> bool:

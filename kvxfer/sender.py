@@ -1,8 +1,7 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
@@ -57,7 +56,6 @@ class Sender:
         self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
-        site.acquaintances.keep(self._concerned)
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -281,12 +279,6 @@ class Sender:
         if outgoing is not None and outgoing.offer is not None:
             self.book.touched(outgoing.offer)
         return outgoing
-
-    def _concerned(self) -> Iterator[bytes]:
-        """Peers of which something is under way, or in doubt."""
-        for incarnation, _ in chain(self._transfers, self._gaugings):
-            yield incarnation
-        yield from self._doubtful.peers
 
     def _make_room(self) -> None:
         """A chunk waits for memory to gather into."""

@@ -21,7 +21,7 @@ from kvxfer.memory import Custody, Share
 from kvxfer.metrics import Metrics
 from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
-from kvxfer.protocol.acquaintance import MARK_BYTES, Acquaintances
+from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilds import Rebuilds
@@ -139,7 +139,8 @@ class Site:
         lanes: Peers that the fabric knows.
         executor: Copies.
         metrics: Counters.
-        incarnation: Random bytes drawn at start.
+        key: By what this rank proves its incarnation.
+        incarnation: Of this rank, drawn at start.
         body: Encoded `AgentBody`, by whether the peer is trusted with addresses.
         reachable: By the same, what of the fabric's registrations the peer is told of.
         facts: (name, value) pairs on which peers must agree.
@@ -160,7 +161,6 @@ class Site:
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
-        acquaintances: Peers that were met, and by what each is known again.
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
     """
@@ -179,7 +179,7 @@ class Site:
     lanes: Lanes
     executor: Executor
     metrics: Metrics
-    incarnation: bytes
+    key: IdentityKey
     body: dict[bool, bytes]
     reachable: Mapping[bool, Sequence[object]]
     facts: Sequence[tuple[str, str]]
@@ -199,7 +199,7 @@ class Site:
     in_place_desks: dict[bytes, Desk] = field(default_factory=dict)
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
-    acquaintances: Acquaintances = field(init=False)
+    incarnation: bytes = field(init=False)
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
     rebuilds: Rebuilds = field(init=False)
@@ -207,8 +207,7 @@ class Site:
     def __post_init__(self) -> None:
         self.closing = self.loop.create_future()
         self.now = self.runtime.now
-        self.acquaintances = Acquaintances(self.incarnation, self.runtime.token(MARK_BYTES))
-        self.acquaintances.keep(lambda: self.here)
+        self.incarnation = self.key.incarnation
         self.rebuilds = Rebuilds(self.now, self.loop)
 
     def at(self, when: float, callback: Callback) -> asyncio.TimerHandle:

@@ -30,6 +30,7 @@ _EPOCH_LABEL: Final = b"kvxfer epoch v1"
 
 _T = TypeVar("_T")
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{2}){8,64}\Z")]
+_Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _ENDPOINT_CHARACTERS: Final = 512
 _KNOWN_MACS: Final = 4096
 _KNOWN_ENDPOINTS: Final = 4096
@@ -50,7 +51,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         rank: This rank.
         world: Ranks of the engine.
         endpoint: Where it listens: `unix:/path` or `tcp:host:port`.
-        incarnation: Random, drawn at start, as hex.
+        incarnation: A public key, drawn at start, as hex.
         wire: Newest protocol version that it speaks.
     """
 
@@ -58,7 +59,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
     world: _World
     endpoint: _EndpointPart
-    incarnation: _Hex
+    incarnation: _Hex32
     wire: int = WIRE_VERSION
 
     def __post_init__(self) -> None:

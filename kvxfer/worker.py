@@ -11,6 +11,7 @@ import asyncio
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from itertools import chain
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
@@ -21,7 +22,7 @@ from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
 from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
-from kvxfer.link import Link
+from kvxfer.link import Link, succeeded
 from kvxfer.offers import Offer
 from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
@@ -409,17 +410,15 @@ class Worker:
         theirs = sum(link.role is Role.SERVER and link.admitted for link in (*self._links, *self._greeting))
         if role is Role.SERVER and theirs >= self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
-        return greeting(self._open, role, process=process, endpoint=endpoint, since=since)
+        return greeting(self._open, role, self._engaged, process=process, endpoint=endpoint, since=since)
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        site, (sender, receiver) = self._open, self._roles
+        site, (sender, receiver), older = self._open, self._roles, succeeded(link, self._links)
         site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER, process=link.process)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
-        for other in list(self._links):
-            same = other.peer.identity.incarnation == peer.identity.incarnation
-            if same and other.role is link.role and other is not link:
-                other.close("a newer session of the same peer was opened")
+        for other in older:
+            other.close("a newer session of the same peer was opened")
         _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
         if site.draining:
             link.send(_LEAVING)
@@ -464,6 +463,9 @@ class Worker:
         self._open.metrics.frame_sent(type(message).__name__)
 
     # --- inside
+
+    def _engaged(self) -> Iterable[Link]:
+        return chain(self._links, self._greeting, self._roles[1].owing)
 
     def _link(self, role: Role, endpoint: str) -> Link:
         link = Link(role, endpoint, self, self._open.runtime)

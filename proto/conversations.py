@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from kvxfer.errors import Code
 from kvxfer.protocol.framing import encode, encode_body
@@ -66,8 +67,16 @@ Side = Literal["decode", "prefill"]
 Line = tuple[Side, Message]
 
 
+def _private(seed: int) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(bytes(range(seed, seed + 32)))
+
+
+def _incarnation(seed: int) -> bytes:
+    return _private(seed).public_key().public_bytes_raw()
+
+
 def _card(engine: str, seed: int) -> EngineCard:
-    incarnation = bytes(range(seed, seed + 16)).hex()
+    incarnation = _incarnation(seed).hex()
     endpoint = f"unix:/run/kvxfer/{engine}-0.sock"
     return EngineCard.of([RankCard(engine=engine, rank=0, world=1, endpoint=endpoint, incarnation=incarnation)])
 
@@ -79,7 +88,7 @@ TICKET = Ticket.parse(Issuer(PREFILL, KEY).ticket("req-1", attempt=258)).ref()
 
 def _greeting(card: EngineCard, seed: int, wire: int = 1, wire_min: int = 1) -> tuple[Any, ...]:
     """The fields that Hello and Welcome share."""
-    incarnation = bytes(range(seed, seed + 16))
+    incarnation = _incarnation(seed)
     nonce = bytes(range(seed + 64, seed + 96))
     epoch = bytes.fromhex(card.epoch)
     return wire, wire_min, "kvxfer 0.1.0", card.engine, epoch, incarnation, 0, 1, CAPABILITIES, nonce, 2000
@@ -90,9 +99,19 @@ HELLO = Hello(*_greeting(DECODE, 0x60))
 
 def _proof(role: bytes, hello: Hello, welcome: Welcome) -> bytes:
     """PROTOCOL.md section 4.3, written down once more so that the vectors do not quote the code that they test."""
+    return hmac.new(SECRET, role + _transcript(hello, welcome), hashlib.sha256).digest()
+
+
+def _transcript(hello: Hello, welcome: Welcome) -> bytes:
     bare = msgspec.structs.replace(welcome, proof=b"")
-    transcript = b"".join(hashlib.sha256(encode(message)[4:]).digest() for message in (hello, bare))
-    return hmac.new(SECRET, role + transcript, hashlib.sha256).digest()
+    return b"".join(hashlib.sha256(encode(message)[4:]).digest() for message in (hello, bare))
+
+
+def _same(role: bytes, hello: Hello, welcome: Welcome, seed: int | None = None) -> bytes:
+    """Section 4.8, likewise: what the side of this role proves, or somebody who has another key."""
+    own, peer = (0x60, welcome.incarnation) if role == b"client" else (0x10, hello.incarnation)
+    shared = _private(own if seed is None else seed).exchange(X25519PublicKey.from_public_bytes(peer))
+    return hmac.new(shared, b"kvxfer same v1" + role + _transcript(hello, welcome), hashlib.sha256).digest()
 
 
 _BARE = Welcome(*_greeting(PREFILL, 0x10))
@@ -106,16 +125,15 @@ def _body(base: int, staging: Iterable[MemorySpan]) -> bytes:
 
 
 _STAGING = [MemorySpan("DRAM", 0, 0x1000_0000, 1 << 20)]
-CLIENT_AGENT = Agent(FACTS, _body(0, _STAGING), _proof(b"client", HELLO, _BARE))
-SERVER_AGENT = Agent(FACTS, _body(0, []))
 
 
 def _handshake(bare: Welcome) -> list[Line]:
+    client = _same(b"client", HELLO, bare), _proof(b"client", HELLO, bare)
     return [
         ("decode", HELLO),
         ("prefill", msgspec.structs.replace(bare, proof=_proof(b"server", HELLO, bare))),
-        ("decode", Agent(FACTS, CLIENT_AGENT.body, _proof(b"client", HELLO, bare))),
-        ("prefill", SERVER_AGENT),
+        ("decode", Agent(FACTS, _body(0, _STAGING), *client)),
+        ("prefill", Agent(FACTS, _body(0, []), _same(b"server", HELLO, bare))),
     ]
 
 
@@ -342,52 +360,27 @@ _RENEWED: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 
-_MARK_KEYS = {"decode": bytes(range(0x20, 0x40)), "prefill": bytes(range(0x40, 0x60))}
-_INCARNATIONS = {"decode": HELLO.incarnation, "prefill": WELCOME.incarnation}
-_OTHER: dict[Side, Side] = {"decode": "prefill", "prefill": "decode"}
-_AGAIN = msgspec.structs.replace(HELLO, nonce=bytes(range(0xA0, 0xC0)))
-
-
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
-
-
-def _mark(side: Side, key: bytes | None = None) -> bytes:
-    """PROTOCOL.md section 4.8, written down once more like the proofs: by what a side is known again to the other."""
-    return _mac(key or _MARK_KEYS[side], b"kvxfer mark v1", _INCARNATIONS[_OTHER[side]])
-
-
-def _sealed(side: Side, hello: Hello) -> tuple[bytes, bytes]:
-    """The same, sealed in the session that begins with this frame, and the proof of it."""
-    hashes = b"".join(hashlib.sha256(encode(message)[4:]).digest() for message in (hello, _BARE))
-    said = {"decode": b"client", "prefill": b"server"}[side] + hashes
-    mark, seal = _mark(side), _mac(_mark(_OTHER[side]), b"kvxfer seal v1", said)
-    return bytes(a ^ b for a, b in zip(mark, seal, strict=True)), _mac(mark, b"kvxfer same v1", said)
-
-
-def _meeting(hello: Hello, marks: dict[Side, tuple[bytes, bytes]]) -> list[Line]:
-    """A handshake in which both show who they are."""
-    agents: dict[Side, Agent] = {
-        "decode": msgspec.structs.replace(CLIENT_AGENT, proof=_proof(b"client", hello, _BARE)),
-        "prefill": SERVER_AGENT,
-    }
-    said = [(side, msgspec.structs.replace(agents[side], mark=m, same=s)) for side, (m, s) in marks.items()]
-    return [
-        ("decode", hello),
-        ("prefill", msgspec.structs.replace(_BARE, proof=_proof(b"server", hello, _BARE))),
-        *said,
-    ]
-
-
-_FIRST_MEETING = _meeting(HELLO, {"decode": (_mark("decode"), b""), "prefill": (_mark("prefill"), b"")})
-_MET_AGAIN = _meeting(_AGAIN, {"decode": _sealed("decode", _AGAIN), "prefill": _sealed("prefill", _AGAIN)})
-_REFUSAL = Goodbye(
-    Code.IDENTITY,
-    "60616263 was met before, and nothing proves that this is the same process; if it is no impostor, start it again",
-)
-_NOT_THE_SAME = [
-    *_meeting(_AGAIN, {"decode": (_mark("decode", bytes(32)), b"")}),
-    ("prefill", _REFUSAL),
+_STOLEN = msgspec.structs.replace(HELLO, nonce=bytes(range(0xA0, 0xC0)))
+_NOT_THE_SAME: list[Line] = [
+    ("decode", _STOLEN),
+    ("prefill", msgspec.structs.replace(_BARE, proof=_proof(b"server", _STOLEN, _BARE))),
+    (
+        "decode",
+        Agent(
+            FACTS,
+            _body(0, _STAGING),
+            _same(b"client", _STOLEN, _BARE, seed=0x20),
+            _proof(b"client", _STOLEN, _BARE),
+        ),
+    ),
+    (
+        "prefill",
+        Goodbye(
+            Code.IDENTITY,
+            f"nothing proves that this is the process of incarnation {HELLO.incarnation.hex()[:8]}; if it is no "
+            "impostor, start it again",
+        ),
+    ),
 ]
 
 # name, what happens, how it ends for the transfer, lines
@@ -412,9 +405,7 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
      [*HANDSHAKE, *_ABANDONED]),
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
-    ("first_meeting", "both show their marks", "done", [*_FIRST_MEETING, *_STAGED]),
-    ("met_again", "the same two, in another session: the marks are sealed and proved", "done", [*_MET_AGAIN, *_STAGED]),
-    ("not_the_same_process", "somebody else says to be the decode rank of first_meeting", "identity", _NOT_THE_SAME),
+    ("not_the_same_process", "somebody else says to be the decode rank", "identity", _NOT_THE_SAME),
     ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",
      [("decode", HELLO), ("prefill", Welcome(*_greeting(PREFILL, 0x10, 2, 2)))]),
     ("version_mismatch_seen_by_prefill", "the client speaks version 2 alone; the server closes", "mismatch",
@@ -455,19 +446,25 @@ def handshake_vector() -> dict[str, Any]:
             "sha256_of_hello": hashlib.sha256(encode(HELLO)[4:]).hexdigest(),
             "sha256_of_welcome": hashlib.sha256(bare).hexdigest(),
             "server": WELCOME.proof.hex(),
-            "client": CLIENT_AGENT.proof.hex(),
+            "client": _proof(b"client", HELLO, _BARE).hex(),
         },
-        "epoch": {"incarnations": [bytes(range(0x10, 0x20)).hex()], "epoch": PREFILL.epoch},
+        "epoch": {"incarnations": [WELCOME.incarnation.hex()], "epoch": PREFILL.epoch},
         "ticket": {"key": KEY.hex(), "epoch": PREFILL.epoch, **_ticket_fields()},
-        "mark": {side: _mark_fields(side) for side in _OTHER},
+        "same": _same_fields(),
     }
 
 
-def _mark_fields(side: Side) -> dict[str, str]:
-    """Of the conversation met_again."""
-    sealed, same = _sealed(side, _AGAIN)
-    key, peer, mark = _MARK_KEYS[side], _INCARNATIONS[_OTHER[side]], _mark(side)
-    fields = {"key": key, "incarnation_of_the_other": peer, "mark": mark, "sealed": sealed, "same": same}
+def _same_fields() -> dict[str, str]:
+    """Of the handshake with which most conversations begin."""
+    fields = {
+        "client_private": bytes(range(0x60, 0x80)),
+        "client_incarnation": HELLO.incarnation,
+        "server_private": bytes(range(0x10, 0x30)),
+        "server_incarnation": WELCOME.incarnation,
+        "shared": _private(0x60).exchange(X25519PublicKey.from_public_bytes(WELCOME.incarnation)),
+        "client": _same(b"client", HELLO, WELCOME),
+        "server": _same(b"server", HELLO, WELCOME),
+    }
     return {name: value.hex() for name, value in fields.items()}
 
 

@@ -57,6 +57,7 @@ __all__ = ["BODY", "invalid", "plain", "valid"]
 MAC = bytes(range(0x40, 0x50))
 TICKET = TicketRef("req-1", 0, MAC)
 EPOCH = bytes.fromhex("00112233445566778899aabbccddeeff")
+INCARNATION, SAME = bytes(range(32, 64)), bytes(range(64, 96))
 DIGEST = bytes(range(32))
 GROUPS = [Span("attention", 0, pack_u32([7, 3, 4]))]
 MAX_U64 = 2**63 - 1
@@ -102,7 +103,7 @@ def _pieces() -> list[MappedMemory]:
 def _through_gates() -> Iterator[tuple[str, Message]]:
     """Messages that name gates, or who passes them."""
     gate = 6 << 32 | 2
-    yield "agent_with_locks", Agent([], encode_body(msgspec.structs.replace(BODY, locks=bytes(range(24)))))
+    yield "agent_with_locks", Agent([], encode_body(msgspec.structs.replace(BODY, locks=bytes(range(24)))), SAME)
     fetch = Fetch(1, TICKET, [], GROUPS, 0, 48, [Route.PULL], 33_554_432, 10_000)
     yield "fetch_that_may_read_through_gates", msgspec.structs.replace(fetch, fenced=True)
     yield "accept_that_passes_gates", Accept(1, Route.STAGED, 8192, GROUPS, 2, 32, 1, DIGEST, "", False, 64, 9, True)
@@ -114,17 +115,17 @@ def _through_gates() -> Iterator[tuple[str, Message]]:
 
 def _greetings() -> Iterator[tuple[str, Message]]:
     """How a stream begins."""
-    hello = (1, 1, "kvxfer 0.1.0", "decode", EPOCH, bytes(range(16)), 1, 2)
+    hello = (1, 1, "kvxfer 0.1.0", "decode", EPOCH, INCARNATION, 1, 2)
     able = int(Capability.STAGED | Capability.STREAMING)
     yield "hello", Hello(*hello, able, bytes(range(32)), 2000)
-    yield "hello_of_another_version", Hello(9, 8, "kvxfer 9.0", "", b"", b"", 0, 1, MAX_U64, b"", 0)
+    yield "hello_of_another_version", Hello(9, 8, "kvxfer 9.0", "", b"", INCARNATION, 0, 1, MAX_U64, b"", 0)
     yield "welcome", Welcome(*hello, able, bytes(range(32)), 2000, bytes(range(32, 64)))
     yield "welcome_without_secret", Welcome(*hello, able, bytes(range(32)), 2000)
-    yield "agent", Agent([("attention/k.dtype", "bfloat16"), ("model", "m")], encode_body(BODY), bytes(range(32)))
-    yield "agent_with_its_mark", Agent([], encode_body(BODY), b"", bytes(range(32)))
-    yield "agent_with_its_mark_sealed", Agent([], encode_body(BODY), b"", bytes(range(32)), bytes(range(32, 64)))
-    yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())))
-    yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])))
+    facts = [("attention/k.dtype", "bfloat16"), ("model", "m")]
+    yield "agent", Agent(facts, encode_body(BODY), SAME, bytes(range(32)))
+    yield "agent_without_secret", Agent(facts, encode_body(BODY), SAME)
+    yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())), SAME)
+    yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])), SAME)
 
 
 def _messages() -> Iterator[tuple[str, Message]]:
@@ -191,8 +192,8 @@ _READABLE: list[tuple[str, str, bytes]] = [
     ("want_without_its_tail", "lease_ms is missing: its default holds", bytes.fromhex("930901c40400000000")),
     ("result_without_its_tail", "five fields are missing: their defaults hold", bytes.fromhex("960c010001cd0400c2")),
     ("goodbye_without_fields", "every field has a default", bytes.fromhex("910f")),
-    ("agent_without_a_mark", "as older versions write it",
-     bytes.fromhex("940390c40f9ba166c400909000a09000c4000000c400")),
+    ("agent_without_its_tail", "the proof is missing: its default holds",
+     bytes.fromhex("940390c40f9ba166c400909000a09000c4000000c420") + SAME),
     ("ping_with_a_tail", "unknown tail fields are ignored, whatever they are",
      bytes.fromhex("94040182a16b91c0a16cc0d40500")),
     ("cancel_with_a_tail", "one field of a later version", bytes.fromhex("940d0144 a47461696c")),
@@ -251,6 +252,10 @@ def _hash(size: int) -> bytes:
     return b"\xc4" + size.to_bytes(1, "big") + bytes(size)
 
 
+def _hello(incarnation: bytes, rank: str) -> bytes:
+    return bytes.fromhex("9c010101a0a0c400") + incarnation + bytes.fromhex(rank + "0100c40000")
+
+
 _TICKET = bytes.fromhex("93a17200c400")  # ["r", 0, b""]
 _INVALID: list[tuple[str, str, bytes]] = [
     ("empty", "a frame without a payload", b""),
@@ -278,7 +283,12 @@ _INVALID: list[tuple[str, str, bytes]] = [
     ("str_for_code", "a code must be an integer", bytes.fromhex("930d01a141")),
     ("map_for_struct", "a ticket must be an array", bytes.fromhex("920e80")),
     ("negative_transfer", "no number may be negative", bytes.fromhex("920dff")),
-    ("negative_rank", "no number may be negative", bytes.fromhex("9c010101a0a0c400c400ff0100c40000")),
+    ("negative_rank", "no number may be negative", _hello(_hash(32), "ff")),
+    ("incarnation_is_too_short", "31 bytes, it has 32", _hello(_hash(31), "00")),
+    ("incarnation_is_too_long", "33 bytes, it has 32", _hello(_hash(33), "00")),
+    ("agent_proves_nothing", "the proof of an incarnation must be there", bytes.fromhex("930390c400")),
+    ("agent_proves_too_little", "31 bytes, a proof has 32", bytes.fromhex("940390c400") + _hash(31)),
+    ("agent_proves_too_much", "33 bytes, a proof has 32", bytes.fromhex("940390c400") + _hash(33)),
     ("negative_attempt", "no number may be negative", bytes.fromhex("920e93a172ffc400")),
     ("transfer_of_2_to_the_63", "u64 stays below 2^63", bytes.fromhex("920dcf8000000000000000")),
     ("attempt_of_2_to_the_32", "u32 stays below 2^32", bytes.fromhex("920e93a172cf0000000100000000c400")),

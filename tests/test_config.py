@@ -385,7 +385,7 @@ def test_an_engine_has_no_more_ranks_than_its_card_may_name():
         "rank": largest.rank,
         "world": largest.world,
         "endpoint": "unix:/a",
-        "incarnation": "00" * 16,
+        "incarnation": "00" * 32,
     }
     assert RankCard.from_dict(card).world == MAX_WORLD
     assert f"world is {MAX_WORLD + 1}: set it to at most {MAX_WORLD}" in refusal(world=MAX_WORLD + 1)

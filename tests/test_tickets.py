@@ -25,7 +25,7 @@ KEY = bytes(range(KEY_BYTES))
 
 
 def rank_card(rank, world, endpoint=None, *, engine="prefill", seed=0, **changes):
-    incarnation = hashlib.sha256(f"{seed}/{rank}".encode()).hexdigest()[:32]
+    incarnation = hashlib.sha256(f"{seed}/{rank}".encode()).hexdigest()
     endpoint = endpoint or f"tcp:10.0.0.7:{9000 + rank}"
     return RankCard(engine=engine, rank=rank, world=world, endpoint=endpoint, incarnation=incarnation, **changes)
 
@@ -52,7 +52,7 @@ def test_the_order_of_cards_does_not_matter(world, chance):
 def test_any_incarnation_changes_the_epoch(world, data):
     cards = [rank_card(rank, world) for rank in range(world)]
     rank = data.draw(st.integers(0, world - 1))
-    fresh = data.draw(st.binary(min_size=8, max_size=64).map(bytes.hex))
+    fresh = data.draw(st.binary(min_size=32, max_size=32).map(bytes.hex))
     before = EngineCard.of(cards)
     cards[rank] = msgspec.structs.replace(cards[rank], incarnation=fresh)
     assert EngineCard.of(cards).epoch != before.epoch
@@ -369,7 +369,7 @@ def test_tickets_need_neither_torch_nor_numpy_nor_nixl():
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['torch', 'numpy', 'nixl', 'pydantic', 'anyio', 'structlog']))\n"
         "from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket\n"
-        "card = RankCard(engine='e', rank=0, world=1, endpoint='unix:/a', incarnation='00' * 16)\n"
+        "card = RankCard(engine='e', rank=0, world=1, endpoint='unix:/a', incarnation='00' * 32)\n"
         "issuer = Issuer(EngineCard.of([card]), bytes(32))\n"
         "print(issuer.verify(Ticket.parse(issuer.ticket('r')).ref()))\n"
     )

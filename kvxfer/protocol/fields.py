@@ -11,6 +11,7 @@ __all__ = [
     "I64",
     "U32",
     "U64",
+    "Bytes32",
     "Capability",
     "Hash",
     "Ids",
@@ -34,6 +35,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
 Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
 TraceParent = Annotated[str, msgspec.Meta(max_length=MAX_TRACE)]
 # four bytes a number; one a head at most

@@ -15,6 +15,7 @@ from kvxfer.protocol.fields import (
     I64,
     U32,
     U64,
+    Bytes32,
     Capability,
     Hash,
     Ids,
@@ -234,7 +235,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     package: Name
     engine: Name
     epoch: Hash
-    incarnation: Hash
+    incarnation: Bytes32
     rank: U32
     world: U32
     capabilities: U64
@@ -250,7 +251,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     package: Name
     engine: Name
     epoch: Hash
-    incarnation: Hash
+    incarnation: Bytes32
     rank: U32
     world: U32
     capabilities: U64
@@ -262,14 +263,13 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Agent(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """What a side is: facts that must agree, and then (packed apart) its transport and its geometry.
 
-    `mark` is by what it is known again, sealed if there is a proof of it in `same`.
+    `same` proves that it is the process of its incarnation, and `proof` that it knows the secret.
     """
 
     facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=MAX_FACTS)]
     body: bytes
+    same: Bytes32
     proof: Hash = b""
-    mark: Hash = b""
-    same: Hash = b""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):

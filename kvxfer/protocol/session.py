@@ -10,7 +10,7 @@ anything else is a `ProtocolError`, after which the session is closed.
 import hashlib
 import hmac
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias
@@ -29,8 +29,8 @@ from kvxfer.errors import (
 )
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
-from kvxfer.protocol.acquaintance import Acquaintances, Recognition
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
+from kvxfer.protocol.incarnation import IdentityKey, check_place, check_same, same
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
@@ -185,9 +185,10 @@ class Terms:
         facts: (name, value) pairs that must agree where both sides name them.
         forgiven: Names whose difference is forgiven (`compat="geometry"`: engine and model names).
         body: Encoded `AgentBody` of this side.
+        key: By what this side proves its incarnation.
         secret: Shared secret; None if no proof is asked for.
-        met: Whom this side has met; None if it knows nobody again.
         endpoint: Where the stream leads, as far as that is known.
+        engaged_at: At which endpoint this side has something open, or in doubt, with an incarnation; empty if nowhere.
         heartbeat: Seconds between frames at most.
         peer_timeout: Seconds of silence after which the peer is in doubt.
         handshake_timeout: Seconds until the session must be open.
@@ -195,10 +196,11 @@ class Terms:
 
     facts: Sequence[tuple[str, str]]
     body: bytes
+    key: IdentityKey
     forgiven: frozenset[str] = frozenset()
     secret: bytes | None = field(default=None, repr=False)
-    met: Acquaintances | None = None
     endpoint: str = ""
+    engaged_at: Callable[[bytes], str] = lambda _: ""
     heartbeat: float = 2.0
     peer_timeout: float = 20.0
     handshake_timeout: float = 30.0
@@ -231,6 +233,7 @@ class Session:
         self.state = State.NEW
         self.peer: PeerInfo | None = None
         self.draining = False
+        self.proved_to = b""  # the incarnation to which this side has shown who it is
         self._identity = identity
         self._terms = terms
         self._nonce = nonce
@@ -240,7 +243,7 @@ class Session:
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
         self._hello: Hello | None = None
-        self._recognition: Recognition | None = None
+        self._shared = b""
         if role is Role.CLIENT:
             self._hello = Hello(*self._greeting())
             self._write(self._hello, now)
@@ -254,7 +257,7 @@ class Session:
         Raises:
             ProtocolError: If the peer broke the protocol.
             MismatchError: If the two sides cannot work together; names each field.
-            IdentityError: If the peer does not prove to be the process that was met under its incarnation.
+            IdentityError: If the peer does not prove its incarnation, or is engaged at another endpoint.
             UnreachableError: If the peer does not know the secret, or says goodbye before the session is open.
         """
         if self._closed():
@@ -380,7 +383,8 @@ class Session:
                 self._transcript = _transcript(self._hello, message)
                 self._greeted(message)
                 self._check_proof(message.proof, Role.SERVER)
-                self._write(self._agent(), now)
+                check_place(message.incarnation, self._terms.endpoint, self._terms.engaged_at(message.incarnation))
+                self._write(self._agent(message), now)
             case Agent():
                 if self.role is Role.SERVER:
                     self._check_proof(message.proof, Role.CLIENT)
@@ -390,26 +394,18 @@ class Session:
         return None
 
     def _open(self, message: Agent, now: float) -> Opened:
-        theirs = self._theirs
-        if theirs is None:
+        said = self._theirs
+        if said is None:
             raise ProtocolError("Agent before Hello or Welcome")
-        self._check_identity(message, now)
+        self._check_same(said, message.same, now)
         if self.role is Role.SERVER:
             # before the comparison, so that the other side can name the fields too
-            self._write(self._agent(), now)
+            self._write(self._agent(said), now)
         self._compare(message.facts)
         identity = Identity(
-            theirs.engine,
-            theirs.epoch,
-            theirs.incarnation,
-            theirs.rank,
-            theirs.world,
-            theirs.capabilities,
-            theirs.package,
+            said.engine, said.epoch, said.incarnation, said.rank, said.world, said.capabilities, said.package
         )
-        self.peer = PeerInfo(min(WIRE_VERSION, theirs.wire), identity, decode_body(message.body), self._process)
-        if self._recognition is not None:
-            self._recognition.remember()
+        self.peer = PeerInfo(min(WIRE_VERSION, said.wire), identity, decode_body(message.body), self._process)
         return Opened(self.peer)
 
     def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:
@@ -435,18 +431,15 @@ class Session:
             raise MismatchError(
                 f"no common protocol version: {ours} here, {other} there", fields={"wire": (ours, other)}
             )
-        if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world and len(theirs.incarnation) >= 8):
-            raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible, or the incarnation is too short")
+        if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world):
+            raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible")
         self._theirs = theirs
-        if (met := self._terms.met) is not None:
-            where = self._terms.endpoint if self.role is Role.CLIENT else None
-            self._recognition = Recognition(met, theirs.incarnation, self._transcript, where)
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 
-    def _agent(self) -> Agent:
+    def _agent(self, theirs: Hello | Welcome) -> Agent:
         proof = self._proof(Role.CLIENT) if self.role is Role.CLIENT else b""
-        mark, same = (b"", b"") if self._recognition is None else self._recognition.show()
-        return Agent(list(self._terms.facts), self._terms.body, proof, mark, same)
+        self.proved_to = theirs.incarnation
+        return Agent(list(self._terms.facts), self._terms.body, self._same(theirs, self.role), proof)
 
     def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
         ours = dict(self._terms.facts)
@@ -477,10 +470,14 @@ class Session:
         if self._terms.secret is not None and not hmac.compare_digest(self._proof(role), proof):
             raise UnreachableError(f"the {role.value} does not know the shared secret; check `secret` on both sides")
 
-    def _check_identity(self, message: Agent, now: float) -> None:
+    def _same(self, theirs: Hello | Welcome, role: Role) -> bytes:
+        self._shared = self._shared or self._terms.key.shared(theirs.incarnation)
+        return same(self._shared, role.value, self._transcript)
+
+    def _check_same(self, theirs: Hello | Welcome, heard: bytes, now: float) -> None:
+        role = Role.SERVER if self.role is Role.CLIENT else Role.CLIENT
         try:
-            if self._recognition is not None:
-                self._recognition.check(message.mark, message.same)
+            check_same(theirs.incarnation, self._same(theirs, role), heard)
         except IdentityError as error:
             self._write(Goodbye(error.code, str(error)), now)  # so that it need not guess
             raise

@@ -18,7 +18,7 @@ PLACES = {
 }
 RANKS = {
     name: [
-        RankCard(engine="e", rank=rank, world=len(places), endpoint=place, incarnation=f"{rank:032x}")
+        RankCard(engine="e", rank=rank, world=len(places), endpoint=place, incarnation=f"{rank:064x}")
         for rank, place in enumerate(places)
     ]
     for name, places in PLACES.items()

@@ -333,7 +333,7 @@ def frame(payload):
     return struct.pack("<I", len(payload)) + payload
 
 
-HELLO = Hello(1, 1, "x", "stranger", b"e" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 500)
+HELLO = Hello(1, 1, "x", "stranger", b"e" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 500)
 STRANGE = {
     "nothing": b"",
     "half a length": b"\x01",

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvxfer.errors import IdentityError, MismatchError
-from kvxfer.protocol.acquaintance import Acquaintances
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode
+from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import WHOLE, Agent, Fetch, Goodbye, Hello, KvAgentResult, Refuse, Status, Welcome
 from kvxfer.protocol.session import Identity, Opened, Received, Role, Session, State, Terms
@@ -16,10 +16,9 @@ DOCUMENT = json.loads((HERE / "vectors/conversations.json").read_text())
 SETTING, CONVERSATIONS = DOCUMENT["setting"], DOCUMENT["conversations"]
 REQUIRED = {
     "staged_two_chunks", "forged_ticket", "cancel_between_chunks", "pull_with_landed", "fetch_before_offer",
-    "version_mismatch_seen_by_decode", "version_mismatch_seen_by_prefill", "first_meeting", "met_again",
-    "not_the_same_process",
+    "version_mismatch_seen_by_decode", "version_mismatch_seen_by_prefill", "not_the_same_process",
 }  # fmt: skip
-MARKS = json.loads((HERE / "vectors/handshake.json").read_text())["mark"]
+SAME = json.loads((HERE / "vectors/handshake.json").read_text())["same"]
 OPENED = [c for c in CONVERSATIONS if c["outcome"] not in ("mismatch", "identity")]
 
 
@@ -36,30 +35,15 @@ def sent(conversation, side):
     return b"".join(bytes.fromhex(f["frame"]) for f in conversation["frames"] if f["from"] == side)
 
 
-def acquaintances(conversation, role, *, met=True):
-    """Whom this side of a conversation has met before it; None where nobody shows a mark."""
-    if not any(message.mark for message in messages(conversation) if isinstance(message, Agent)):
-        return None
-    ours, theirs = [(side, bytes.fromhex(MARKS[side]["mark"])) for side in ("decode", "prefill")][:: role_step(role)]
-    incarnation = bytes.fromhex(MARKS[theirs[0]]["incarnation_of_the_other"])
-    known = Acquaintances(incarnation, bytes.fromhex(MARKS[ours[0]]["key"]))
-    if met and conversation["name"] != "first_meeting":
-        known.remember(bytes.fromhex(MARKS[ours[0]]["incarnation_of_the_other"]), theirs[1], "")
-    return known
-
-
-def role_step(role):
-    return 1 if role is Role.CLIENT else -1
-
-
-def session(role, greeting, secret, met=None):
+def session(role, greeting, secret):
     identity = Identity(
         greeting.engine, greeting.epoch, greeting.incarnation, greeting.rank, greeting.world,
         greeting.capabilities, greeting.package,
     )  # fmt: skip
     own = messages(CONVERSATIONS[0], "decode" if role is Role.CLIENT else "prefill")
     agent = next(message for message in own if isinstance(message, Agent))
-    terms = Terms([tuple(pair) for pair in SETTING["facts"]], agent.body, secret=secret, met=met)
+    key = IdentityKey(bytes.fromhex(SAME[f"{role.value}_private"]))
+    terms = Terms([tuple(pair) for pair in SETTING["facts"]], agent.body, key, secret=secret)
     return Session(role, identity, terms, nonce=greeting.nonce, now=0.0)
 
 
@@ -99,8 +83,8 @@ def test_two_sessions_write_the_same_handshake(conversation):
     hello, welcome = messages(conversation)[:2]
     assert isinstance(hello, Hello)
     assert isinstance(welcome, Welcome)
-    client = session(Role.CLIENT, hello, secret, acquaintances(conversation, Role.CLIENT))
-    server = session(Role.SERVER, welcome, secret, acquaintances(conversation, Role.SERVER))
+    client = session(Role.CLIENT, hello, secret)
+    server = session(Role.SERVER, welcome, secret)
     wire = {"decode": client, "prefill": server}
     events = []
     for line in conversation["frames"][:4]:
@@ -127,27 +111,11 @@ def test_a_session_notices_a_version_mismatch(script, role):
     assert side.state is State.CLOSED
 
 
-def test_a_session_that_forgot_opens_the_seal():
-    """As met_again has it: the mark comes out, though this server has never seen it."""
-    conversation = next(c for c in CONVERSATIONS if c["name"] == "met_again")
-    known = acquaintances(conversation, Role.SERVER, met=False)
-    server = session(Role.SERVER, messages(conversation)[1], bytes.fromhex(SETTING["secret"]), known)
-    for line in conversation["frames"][:4]:
-        if line["from"] == "decode":
-            list(server.receive(bytes.fromhex(line["frame"]), 1.0))
-        else:
-            assert server.take_output().hex() == line["frame"]
-    assert known is not None
-    who, mark = MARKS["prefill"]["incarnation_of_the_other"], MARKS["decode"]["mark"]
-    assert known.find(bytes.fromhex(who)) == bytes.fromhex(mark)
-
-
 def test_a_session_refuses_somebody_else():
     conversation = next(c for c in CONVERSATIONS if c["name"] == "not_the_same_process")
     hello, welcome, _, goodbye = messages(conversation)
     assert isinstance(goodbye, Goodbye)
-    known = acquaintances(conversation, Role.SERVER)
-    server = session(Role.SERVER, welcome, bytes.fromhex(SETTING["secret"]), known)
+    server = session(Role.SERVER, welcome, bytes.fromhex(SETTING["secret"]))
     with pytest.raises(IdentityError, match=goodbye.reason):
         list(server.receive(sent(conversation, "decode"), 1.0))
     answered = list(FrameReader(SESSION_FRAME_LIMIT).feed(server.take_output()))

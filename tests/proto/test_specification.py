@@ -89,6 +89,7 @@ WIRE_TYPES = {
     "reason": {"type": "string", "maxLength": 1024},
     "trace": {"type": "string", "maxLength": 64},
     "hash": {"contentEncoding": "base64", "maxLength": 88},
+    "bytes32": {"contentEncoding": "base64", "minLength": 44, "maxLength": 44},
     "payload": {"contentEncoding": "base64", "maxLength": 87384},
     "ids": {"description": "u32 numbers, little-endian, packed"},
     "sums": {"description": "u64 numbers, little-endian, packed", "maxLength": 174764},

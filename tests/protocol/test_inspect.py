@@ -82,7 +82,7 @@ def test_frames_that_cannot_be_decoded_are_counted():
     ping, bad, body = (
         encode(Ping()),
         bytes.fromhex("0200000091c1"),
-        encode(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90")),
+        encode(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90", SECRET)),
     )
     ignorable = struct.pack("<I", 3) + bytes.fromhex("91cc80")
     assert damaged(ping + bad + ignorable + body + ping) == [1, 3]
@@ -131,7 +131,7 @@ def test_a_result():
 
 
 def test_an_agent_shows_its_body():
-    text = "\n".join(lines(Agent([("model", "m")], encode_body(BODY))))
+    text = "\n".join(lines(Agent([("model", "m")], encode_body(BODY), SECRET)))
     assert "facts             [['model', 'm']]" in text
     assert "tensors           3 entries" in text
     assert "scale=0.5, 0.03125" in text
@@ -140,23 +140,23 @@ def test_an_agent_shows_its_body():
 
 
 def test_a_damaged_body_does_not_hide_the_facts():
-    text = "\n".join(lines(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90")))
+    text = "\n".join(lines(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90", SECRET)))
     assert "['model', 'm']" in text
     assert "! cannot be decoded at byte 3: Expected `bytes`, got `str`" in text
 
 
 def test_addresses_and_capabilities():
     assert "    [0] chunk=3 address=0x10000000000 length=4096 bytes" in lines(Reserve(1, [Grant(3, 1 << 40, 4096)], 5))
-    hello = Hello(1, 1, "p", "e", b"", b"", 0, 1, 0b1001 | 0x4000, b"", 0)
+    hello = Hello(1, 1, "p", "e", b"", bytes(32), 0, 1, 0b1001 | 0x4000, b"", 0)
     assert "  capabilities      STAGED | MAPPED | unknown 0x4000" in lines(hello)
 
 
 def secrets():
     ticket = TicketRef("r", 0, SECRET)
-    greeting = (1, 1, "p", "e", b"", b"", 0, 1, 0, SECRET, 0)
+    greeting = (1, 1, "p", "e", b"", bytes(32), 0, 1, 0, SECRET, 0)
     yield Hello(*greeting)
     yield Welcome(*greeting, SECRET)
-    yield Agent([], encode_body(AgentBody("f", SECRET, [])), SECRET)
+    yield Agent([], encode_body(AgentBody("f", SECRET, [])), SECRET, SECRET)
     yield Release(ticket)
     yield Fetch(1, ticket, [], [], 0, 1, [], 0, 0)
     yield KvAgentResult(1, WHOLE, Status.OK, 0, last=True, payload=SECRET)

@@ -67,7 +67,7 @@ def values(kind, meta=None):
     if kind is str:
         return st.text(min_size=low, max_size=min(high or 8, 8))
     if kind is bytes:
-        return st.binary(max_size=min(high or 8, 8))
+        return st.binary(min_size=low, max_size=max(low, min(high or 8, 8)))
     if get_origin(kind) is list:
         return st.lists(values(get_args(kind)[0]), max_size=3)
     if get_origin(kind) is tuple:

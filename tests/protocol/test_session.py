@@ -12,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.dtypes import CONVERTIBLE
-from kvxfer.errors import Code, KvxferError, MismatchError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import (
+    Code,
+    IdentityError,
+    KvxferError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UnreachableError,
+)
 from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
+from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import (
     Abandon,
     Accept,
@@ -59,17 +68,18 @@ from kvxfer.protocol.session import (
 
 BODY = AgentBody("loopback", b"meta", [])
 FACTS = [("default.dtype", "float16"), ("model", "llama")]
+KEYS = {Role.CLIENT: IdentityKey(b"d" * 32), Role.SERVER: IdentityKey(b"p" * 32)}
 WHO = {
-    Role.CLIENT: Identity("decode", b"D" * 16, b"d" * 16, 1, 4, 3, "kvxfer 1.0"),
-    Role.SERVER: Identity("prefill", b"P" * 16, b"p" * 16, 0, 2, 7, "kvxfer 1.1"),
+    Role.CLIENT: Identity("decode", b"D" * 16, KEYS[Role.CLIENT].incarnation, 1, 4, 3, "kvxfer 1.0"),
+    Role.SERVER: Identity("prefill", b"P" * 16, KEYS[Role.SERVER].incarnation, 0, 2, 7, "kvxfer 1.1"),
 }
 TICKET = TicketRef("r", 0, b"m" * 16)
 SAMPLES = {
     type(message): message
     for message in (
-        Hello(1, 1, "", "e", b"E" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 2000),
-        Welcome(1, 1, "", "e", b"E" * 16, b"i" * 16, 0, 1, 0, b"n" * 32, 2000),
-        Agent([], encode_body(BODY)),
+        Hello(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        Welcome(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        Agent([], encode_body(BODY), b"s" * 32),
         Ping(),
         Claim([TICKET]),
         Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
@@ -92,11 +102,9 @@ SAMPLES = {
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
 
 
-def make(role, *, secret=None, facts=FACTS, now=0.0, who=None, nonce=None, **terms):
-    nonce = nonce or role.value.encode().ljust(32, b".")
-    return Session(
-        role, who or WHO[role], Terms(facts, encode_body(BODY), secret=secret, **terms), nonce=nonce, now=now
-    )
+def make(role, *, secret=None, facts=FACTS, now=0.0, who=None, nonce=None, body=None, key=None, **terms):
+    terms = Terms(facts, body or encode_body(BODY), key or KEYS[role], secret=secret, **terms)
+    return Session(role, who or WHO[role], terms, nonce=nonce or role.value.encode().ljust(32, b"."), now=now)
 
 
 def pair(client=None, server=None, **both):
@@ -144,6 +152,18 @@ def in_state(role, state):
     return chosen
 
 
+def agent_for(role):
+    """What a session that is GREETED, of this role, hears next."""
+    client, server = pair()
+    list(server.receive(client.take_output(), 0.0))
+    list(client.receive(server.take_output(), 0.0))
+    said = client.take_output()
+    if role is Role.CLIENT:
+        list(server.receive(said, 0.0))
+        said = server.take_output()
+    return said
+
+
 # --- the handshake
 
 
@@ -159,7 +179,7 @@ def test_a_handshake_completes_on_both_sides():
         assert (side.peer.identity.epoch, side.peer.identity.incarnation) == (theirs.epoch, theirs.incarnation)
         assert side.peer.body == BODY
         assert side.peer.wire == 1
-    assert client.peer.name == "prefill[0/2]@70707070"
+    assert client.peer.name == f"prefill[0/2]@{KEYS[Role.SERVER].incarnation.hex()[:8]}"
 
 
 def test_messages_flow_after_it_and_pings_are_kept_below():
@@ -203,7 +223,7 @@ def test_the_tables_name_every_message():
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_every_message_in_every_state(role, state, kind):
     side = in_state(role, state)
-    frame = encode(SAMPLES[kind])
+    frame = agent_for(role) if kind is Agent else encode(SAMPLES[kind])
     if state is State.CLOSED:
         assert list(side.receive(frame, 1.0)) == []
     elif state is State.OPEN and kind in RECEIVED_WHEN_OPEN[role]:
@@ -233,7 +253,7 @@ def test_an_illegal_message_does_not_undo_what_came_before_it():
     assert next(events, None) is None
 
 
-IMPOSSIBLE = [{"world": 0}, {"world": MAX_WORLD + 1}, {"rank": 4}, {"rank": 7}, {"incarnation": b"short77"}]
+IMPOSSIBLE = [{"world": 0}, {"world": MAX_WORLD + 1}, {"rank": 4}, {"rank": 7}, {"incarnation": bytes(31)}]
 
 
 @pytest.mark.parametrize("wrong", IMPOSSIBLE, ids=str)
@@ -298,9 +318,9 @@ def test_no_common_version_is_named_by_both_sides(monkeypatch, newer):
 
 def test_the_smaller_version_is_spoken():
     client, server = pair()
-    hello = msgspec.structs.replace(decode(client.take_output()[4:]), wire=9)
-    list(server.receive(encode(hello), 0.0))
-    list(server.receive(encode(Agent(FACTS, encode_body(BODY))), 0.0))
+    client._hello = msgspec.structs.replace(decode(client.take_output()[4:]), wire=9)
+    list(server.receive(encode(client._hello), 0.0))
+    pump(client, server)
     assert server.peer.wire == 1
 
 
@@ -409,7 +429,7 @@ def test_proofs_are_compared_in_constant_time(monkeypatch):
 
     monkeypatch.setattr(module.hmac, "compare_digest", compare)
     opened(secret=b"s")
-    assert compared == [(32, 32), (32, 32)]
+    assert compared == [(32, 32)] * 4  # of the secret, and of the incarnation, by each side
 
 
 # --- facts
@@ -474,15 +494,12 @@ def test_each_side_forgives_for_itself():
 
 def test_facts_come_before_the_body():
     """What cannot even be decoded is a mismatch if the facts differ: those explain it."""
-    client, _ = pair()
-    server = in_state(Role.SERVER, State.GREETED)
-    with pytest.raises(MismatchError, match="model"):
-        list(server.receive(encode(Agent([("model", "other")], b"\xc1")), 0.0))
-    server = in_state(Role.SERVER, State.GREETED)
-    with pytest.raises(ProtocolError, match="agent body"):
-        list(server.receive(encode(Agent([("model", "llama")], b"\xc1")), 0.0))
-    assert server.state is State.CLOSED
-    assert client.state is State.NEW
+    for model, error, why in (("other", MismatchError, "model"), ("llama", ProtocolError, "agent body")):
+        client, server = pair({"facts": [("model", model)], "body": b"\xc1"})
+        _, errors = pump(client, server)
+        assert isinstance(errors[Role.SERVER], error)
+        assert why in str(errors[Role.SERVER])
+        assert server.state is State.CLOSED
 
 
 # --- the clock
@@ -645,16 +662,16 @@ def test_garbage_closes_or_waits_for_more(data, role, state, cuts):
     for start, stop in pairwise(edges):
         try:
             assert all(isinstance(event, Received | Opened) for event in side.receive(data[start:stop], 1.0))
-        except (ProtocolError, UnreachableError, MismatchError):
+        except (ProtocolError, UnreachableError, MismatchError, IdentityError):
             assert side.state is State.CLOSED
 
 
 def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
-    large = encode(Agent([], b"x" * 100_000))
+    large = encode(Agent([], b"x" * 100_000, b"s" * 32))
     for role in Role:
         with pytest.raises(ProtocolError, match="over the limit"):
             list(in_state(role, State.NEW).receive(large[:4], 0.0))
-        with pytest.raises(ProtocolError, match="agent body"):
+        with pytest.raises(IdentityError):
             list(in_state(role, State.GREETED).receive(large, 0.0))
 
 

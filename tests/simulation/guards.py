@@ -24,7 +24,7 @@ from kvxfer.fabric.pump import Fabric
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.memory import Custody
 from kvxfer.offers import Offer
-from kvxfer.protocol.acquaintance import Recognition
+from kvxfer.protocol import session
 from kvxfer.protocol.messages import Landed, Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving, _Chunk
 from kvxfer.protocol.sending import Sending, build_result
@@ -134,7 +134,12 @@ def any_incarnation(patch):
 
 def any_process(patch):
     """Whoever says to be somebody is believed."""
-    patch.setattr(Recognition, "check", lambda recognition, mark, same: None)
+    patch.setattr(session, "check_same", lambda claimed, expected, heard: None)
+
+
+def any_place(patch):
+    """A rank proves who it is to whoever says to be one with which it has something under way."""
+    patch.setattr(session, "check_place", lambda claimed, here, engaged_at: None)
 
 
 def answered_grants_only(patch):
@@ -325,6 +330,7 @@ GUARDS = [
         "identity, of a writer", any_process, scene(scenes.somebody_answers_in_its_name, route="direct", locks=False)
     ),
     Guard("identity, of a reader", any_process, scene(scenes.somebody_speaks_in_the_name_of_a_reader, route="pull")),
+    Guard("identity, passed on", any_place, scene(scenes.somebody_stands_between, route="pull")),
     Guard("grants of Fetch", answered_grants_only, scene(scenes.granted_with_the_request, route="direct")),
     Guard(
         "agent destroyed, staged",

@@ -9,15 +9,17 @@ import contextlib
 import random
 
 import pytest
+from impostor import made_up, posing_as
 from ownership import Ledger, watch
 from schedule import Quiet
 from stage import Gate
-from world import Mortal, World
+from world import World
 
 from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn, exports
 from kvxfer.errors import BlocksError, FabricError
 from kvxfer.offers import Ending
 from kvxfer.processes import Processes
+from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel
 from kvxfer.testing import simulate
 
@@ -275,15 +277,10 @@ async def another_incarnation_answers(scene):
 
 async def claims_to_be(scene, rank, name):
     """Another worker, which says to be one that is, or was, there."""
-    incarnation = bytes.fromhex(rank.worker.card.incarnation)
-    with pytest.MonkeyPatch.context() as patch:
-        draw = Mortal.token
-        patch.setattr(Mortal, "token", lambda one, n: incarnation if n == len(incarnation) else draw(one, n))
+    with posing_as(rank.worker):
         engine = await scene.world.engine(name, 1)
     scene.world.engines.append(engine)
-    worker = engine.ranks[0].worker
-    worker._site.body.update(rank.worker._site.body)  # all that the other one says of itself
-    return worker
+    return made_up(engine.ranks[0].worker, rank.worker)
 
 
 async def somebody_answers_in_its_name(scene):
@@ -312,6 +309,36 @@ async def somebody_speaks_in_the_name_of_a_reader(scene):
     with contextlib.suppress(KvxferError):
         await transfer
     await ending
+
+
+async def somebody_stands_between(scene):
+    """A reader is led to somebody who passes on what it proves there, and then says that nothing is read any more."""
+    offer, transfer = await scene.in_flight()
+    (number,) = scene.b.worker._receiver._incoming
+    path = scene.a.worker.card.endpoint.removeprefix("unix:")
+
+    async def passes_on(reader, writer):
+        answers, there = await asyncio.open_unix_connection(path)
+        there.write(await reader.read(1 << 16))  # Hello
+        writer.write(await answers.read(1 << 16))  # Welcome
+        if agent := await reader.read(1 << 16):
+            scene.streams.silence(scene.b.worker)  # it would come back at once, and the last one to come is believed
+            there.write(agent + encode(Cancel(number)))
+            await asyncio.sleep(0.05)
+        there.close()
+        writer.close()
+
+    server = await asyncio.start_unix_server(passes_on, f"{path}.b")
+    with contextlib.suppress(KvxferError, TimeoutError):
+        async with asyncio.timeout(0.01):
+            await scene.b.worker._peers.link(f"unix:{path}.b", None)
+    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
+    await asyncio.sleep(0.02)
+    await scene.land()
+    with contextlib.suppress(KvxferError):
+        await transfer
+    await ending
+    server.close()
 
 
 async def granted_with_the_request(scene):

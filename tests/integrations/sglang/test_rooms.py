@@ -19,7 +19,7 @@ from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, r
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
 CPU = torch.device("cpu")
-CARD = EngineCard.of([RankCard(engine="prefill", rank=0, world=1, endpoint="unix:/run/a.sock", incarnation="00" * 16)])
+CARD = EngineCard.of([RankCard(engine="prefill", rank=0, world=1, endpoint="unix:/run/a.sock", incarnation="00" * 32)])
 ENGINE = Engine(0, 1, CARD.to_dict(), "11" * 32, 16, "bfloat16", by_room=True)
 
 

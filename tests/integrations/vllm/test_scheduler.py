@@ -27,7 +27,7 @@ class Blocks:
 def cards(world=2):
     return [
         RankCard(
-            engine="e", rank=rank, world=world, endpoint=f"unix:/tmp/{rank}", incarnation=secrets.token_hex(16)
+            engine="e", rank=rank, world=world, endpoint=f"unix:/tmp/{rank}", incarnation=secrets.token_hex(32)
         ).to_dict()
         for rank in range(world)
     ]

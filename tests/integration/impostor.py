@@ -1,0 +1,40 @@
+"""A worker that says to be another one: it knows all of it that is public, and has not its key."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from kvxfer import assembly
+from kvxfer.protocol.incarnation import IdentityKey
+
+
+class Posing(IdentityKey):
+    """Made of other private bytes than the incarnation that it shows."""
+
+    def __init__(self, private, incarnation):
+        super().__init__(private)
+        self.__dict__["incarnation"] = incarnation
+
+
+@contextmanager
+def posing_as(worker):
+    """Who is opened meanwhile shows the incarnation of this worker."""
+    incarnation = bytes.fromhex(worker.card.incarnation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "IdentityKey", lambda private: Posing(private, incarnation))
+        yield
+
+
+def made_up(twin, worker):
+    """It says of itself all that the other one says, and asks nobody for a proof."""
+    assert twin.card.incarnation == worker.card.incarnation
+    twin._site.body.update(worker._site.body)
+    made = twin.session
+
+    def session(*arguments, **options):
+        one, trusted = made(*arguments, **options)
+        one._check_same = lambda theirs, heard, now: None
+        return one, trusted
+
+    twin.session = session
+    return twin

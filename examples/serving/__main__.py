@@ -23,11 +23,11 @@ import threading
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 
 from examples.serving import router
 from examples.serving.api import MODEL
+from examples.serving.server import Server
 from examples.serving.service import SIZES, Service, bound, check, parser
 
 _POLL_SECONDS = 0.2
@@ -81,12 +81,10 @@ def _serve(application: Starlette, arguments: argparse.Namespace) -> None:
     listening = (
         socket.socket(fileno=arguments.fd) if arguments.fd is not None else bound(arguments.host, arguments.port)
     )
-    config = uvicorn.Config(
-        application, log_level=arguments.log, access_log=False, ws="none", lifespan="on", timeout_graceful_shutdown=10
-    )
+    server = Server(application, log_level=arguments.log)
     gc.collect()  # with torch loaded, a full collection would stop everything for 100 ms, again and again
     gc.freeze()
-    uvicorn.Server(config).run(sockets=[listening])
+    server.run(sockets=[listening])
 
 
 def _follow_parent() -> None:

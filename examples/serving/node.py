@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -104,27 +104,27 @@ class Node:
         self._admin = admin
 
     @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """As an ASGI server runs it.
+    async def lifespan(self, application: Starlette) -> AsyncIterator[None]:
+        """As `Server` runs it.
 
         On the way out it drains: what was promised to others is still fetched. Then requests end, transfers, the model.
         """
         self.engine = await asyncio.to_thread(Engine.load, self._settings)
         config = {"model": self.engine.model_name, **self._config}
         opening = Ranks.open(self.engine.cache, self._open_worker, **config)
-        async with self.engine, opening as self.ranks, self._watched():
+        async with self.engine, opening as self.ranks, self._watched(application.state.stopping):
             try:
                 yield
                 await self.ranks.drain()
             finally:
                 await self.tasks.stop()
 
-    def _watched(self) -> AbstractAsyncContextManager[object]:
+    def _watched(self, stopping: Callable[[], bool]) -> AbstractAsyncContextManager[object]:
         if not self._admin:
             return nullcontext()
-        from kvxfer.admin import serve  # an extra
+        from kvxfer.admin import Limits, serve  # an extra
 
-        return serve(self.ranks.workers, address=self._admin)
+        return serve(self.ranks.workers, address=self._admin, limits=Limits(stopping=stopping))
 
     def check_length(self, tokens: int) -> None:
         """Refuse a request that could never have enough blocks.

@@ -1,11 +1,16 @@
 """Whether a worker should be given work, and if not, why."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.admin.look import Look
 from kvxfer.errors import ConfigError
 
 __all__ = ["Limits", "reasons"]
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,8 @@ class Limits:
             the rest cannot hold.
         stuck_after: Seconds for which the fabric's thread stands still. A host that cannot be reached holds it for
             about ten.
+        stopping: Whether the application takes no more requests, while its workers still serve those that it has. Asked
+            from the admin server's threads.
 
     Raises:
         ConfigError: If one of them is no such number.
@@ -24,6 +31,7 @@ class Limits:
 
     quarantine: float = 0.5
     stuck_after: float = 15.0
+    stopping: Callable[[], bool] = _never
 
     def __post_init__(self) -> None:
         if not 0 < self.quarantine <= 1 or not self.stuck_after > 0:
@@ -35,9 +43,9 @@ class Limits:
 def reasons(look: Look, limits: Limits) -> list[str]:
     """Why a worker is not ready; empty if it is."""
     state = look.state
+    found = ["its application stops"] if limits.stopping() else []
     if state is None:
-        return [look.why]
-    found: list[str] = []
+        return [*found, look.why]
     if state["closed"]:
         found.append("it is closed")
     elif state["draining"]:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def test_there_is_time_to_drain(workload, container, monkeypatch):
     needed = container["lifecycle"]["preStop"]["sleep"]["seconds"] + GRACEFUL_SECONDS
     if container["name"] != "router":
         needed += Config().bounds()["close"]
-    assert f"timeout_graceful_shutdown={GRACEFUL_SECONDS}" in (ROOT / "examples/serving/__main__.py").read_text()
+    assert f"timeout_graceful_shutdown={GRACEFUL_SECONDS}" in (ROOT / "examples/serving/server.py").read_text()
     assert needed <= workload["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30)
 
 
@@ -310,6 +311,23 @@ def eventually(condition):
     return found
 
 
+@contextmanager
+def under_way(url):
+    """A request whose end has not been sent: a function that sends it, and gives the status of the answer."""
+    with closing(HTTPConnection(url.removeprefix("http://"), timeout=SECONDS)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-length", "2")
+        connection.putheader("expect", "100-continue")  # said when the server reads the body, and so has the request
+        connection.endheaders(b"{")
+        assert b" 100 " in connection.sock.recv(64)
+
+        def last():
+            connection.send(b"}")
+            return connection.getresponse().status
+
+        yield last
+
+
 @pytest.fixture
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("d")
@@ -334,9 +352,12 @@ def test_servers_run_as_the_manifests_say(folder):
         client.post(f"{decode}/v1/completions", json=ask()).raise_for_status()
         promised = ask()
         eventually(lambda: client.get(f"{page}/status.json").json()["workers"][0]["state"]["offers"])
-        process.send_signal(signal.SIGTERM)
-        eventually(lambda: client.get(f"{page}/readyz").status_code == 503)
-        assert "draining" in client.get(f"{page}/readyz").text
+        with under_way(prefill) as last:
+            process.send_signal(signal.SIGTERM)
+            eventually(lambda: client.get(f"{page}/readyz").status_code == 503)
+            assert list(client.get(f"{page}/readyz").json()["reasons"].values()) == [["its application stops"]]
+            assert last() == 400, "an empty body is refused, and not cut off"
+        eventually(lambda: "it is draining" in client.get(f"{page}/readyz").text)
         assert client.get(f"{page}/healthz").status_code == 200
         client.post(f"{decode}/v1/completions", json=promised).raise_for_status()
         assert client.get(f"{decode}/stats").json()["caches"] == {"fetched": 2, "recomputed": 0}

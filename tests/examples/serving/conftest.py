@@ -13,10 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 import kvxfer
-from examples.serving import decode, prefill, router
+from examples.serving import decode, prefill, router, server
 from examples.serving.api import Policy
 from examples.serving.engine import Engine, EngineSettings
 from examples.serving.prefill import OfferBy
@@ -31,7 +30,7 @@ WORKER = {"route": "staged", "arena_bytes": "4MiB", "drain_timeout": 2}
 SECONDS = 60
 
 
-class Server(uvicorn.Server):
+class Server(server.Server):
     """One of several in a process that has signals of its own."""
 
     @contextlib.contextmanager
@@ -45,13 +44,13 @@ async def served(application):
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     url = "http://{}:{}".format(*listening.getsockname())
-    server = Server(uvicorn.Config(application, log_level="error", lifespan="on", ws="none"))
-    serving = asyncio.create_task(server.serve([listening]))
+    running = Server(application, log_level="error")
+    serving = asyncio.create_task(running.serve([listening]))
     try:
-        await eventually(lambda: server.started or serving.done())
-        yield url, server
+        await eventually(lambda: running.started or serving.done())
+        yield url, running
     finally:
-        server.should_exit = True
+        running.should_exit = True
         await serving
 
 
@@ -102,11 +101,11 @@ class Service:
         self.nodes[name] = application.state.node
         return await self.start(application)
 
-    async def decode(self, name="decode", *, verify=False, on_failure: Policy = "recompute", **model):
+    async def decode(self, name="decode", *, verify=False, on_failure: Policy = "recompute", admin="", **model):
         settings = EngineSettings(**{**MODEL, "layout": "HND", "block_tokens": 32, **model})
         worker = self._worker(name)
         application = decode.app(
-            settings, verify=verify, on_failure=on_failure, open_worker=worker, engine=name, **WORKER
+            settings, verify=verify, on_failure=on_failure, open_worker=worker, admin=admin, engine=name, **WORKER
         )
         self.nodes[name] = application.state.node
         return await self.start(application)

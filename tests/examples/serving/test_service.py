@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+import kvxfer.admin
+
 PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
 DEAD = "http://127.0.0.1:9"  # nobody listens there: discard
 
@@ -354,6 +356,32 @@ async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(ser
     answer = await service.post(decode, prompt="Hello", kv_transfer_params=asked.json()["kv_transfer_params"])
     assert text_of(answer) == alone("Hello").text
     assert (await service.stats(decode))["caches"] == {"fetched": 1, "recomputed": 0}
+
+
+async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers_that_it_began(
+    service, alone, monkeypatch
+):
+    pages, serve = [], kvxfer.admin.serve
+
+    def remembered(*workers, **options):
+        pages.append(serve(*workers, **options))
+        return pages[-1]
+
+    async def ready():
+        return (await service.client.get(f"{pages[0].url}readyz")).json()
+
+    monkeypatch.setattr(kvxfer.admin, "serve", remembered)
+    decode = await service.decode(admin="127.0.0.1:0")
+
+    assert (await ready())["ready"]
+    cache = service.nodes["decode"].engine.cache
+    whole = cache.free_blocks
+    with service.paused("decode"):
+        answering = asyncio.create_task(service.post(decode, prompt="Hello"))
+        await service.eventually(lambda: cache.free_blocks < whole)
+        service.stop(decode)
+        assert await ready() == {"ready": False, "reasons": {"decode[0]": ["its application stops"]}}
+    assert text_of(await answering) == alone("Hello").text
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

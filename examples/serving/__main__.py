@@ -41,6 +41,7 @@ def main() -> None:
     arguments = options.parse_args()
     check(options, arguments)
     logging.basicConfig(level=arguments.log.upper(), format=f"{arguments.role}: %(message)s")
+    logging.getLogger("httpx").setLevel("WARNING")  # it has a line for each request, and the router looks every second
     if arguments.role == "all":
         sys.exit(asyncio.run(_run(Service(arguments))))
     if arguments.with_parent:
@@ -54,7 +55,12 @@ def main() -> None:
 
 def _application(arguments: argparse.Namespace) -> Starlette:
     if arguments.role == "router":
-        return router.app(prefill=arguments.prefill, decode=arguments.decode, on_failure=arguments.on_failure)
+        return router.app(
+            prefill=arguments.prefill,
+            decode=arguments.decode,
+            on_failure=arguments.on_failure,
+            silent_after=arguments.silent_after,
+        )
     import torch
 
     from examples.serving import decode, prefill  # a router does without torch

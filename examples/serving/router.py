@@ -4,17 +4,16 @@ It knows neither the model nor kvxfer. A ticket is to it what the prefill server
 into the request to the decode server. It is a secret: whoever holds it may fetch the cache. So nothing under that name
 reaches a client, or is taken from one.
 
-A decode server that dies is replaced by another, even in the midst of an answer: that one is told which tokens the
-client has. Both choose the most likely token, so the answer goes on as it would have.
+A decode server that dies, or stands still, is replaced by another, even in the midst of an answer: that one is told
+which tokens the client has. Both choose the most likely token, so the answer goes on as it would have. Nothing is read
+any more of the one that was replaced, so no token comes twice.
 """
 
 import asyncio
 import contextlib
 import json
-import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,31 +21,9 @@ import httpx
 from starlette.applications import Starlette
 
 from examples.serving.api import ApiError, Chunk, Policy, completion_routes, new_name, refuse, state_route
+from examples.serving.servers import SILENT_SECONDS, Server, SilentError, in_order
 
-_REST_SECONDS = 5.0
-"""How long a server that failed is the last to be asked."""
 _TIMEOUT = httpx.Timeout(120.0, connect=5.0)
-
-_log = logging.getLogger("serving.router")
-
-
-@dataclass(slots=True)
-class Server:
-    """A prefill or decode server, as the router has come to know it.
-
-    Attributes:
-        url: Where it is.
-        under_way: Requests that it has of this router; of a prefill server those that wait for their tickets.
-        asked_at: When it was asked last, by the monotonic clock.
-        failed_at: When it failed last, likewise.
-        failures: How often.
-    """
-
-    url: str
-    under_way: int = 0
-    asked_at: float = 0.0
-    failed_at: float = -_REST_SECONDS
-    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -77,14 +54,23 @@ class Router:
         prefill: Addresses of prefill servers; there may be none.
         decode: Addresses of decode servers.
         on_failure: Whether a decode server may compute a prompt itself where no prefill server can.
+        silent_after: Seconds for which a server may stand still; then its requests go to others.
     """
 
     client: httpx.AsyncClient
 
-    def __init__(self, *, prefill: list[str], decode: list[str], on_failure: Policy = "recompute") -> None:
+    def __init__(
+        self,
+        *,
+        prefill: list[str],
+        decode: list[str],
+        on_failure: Policy = "recompute",
+        silent_after: float = SILENT_SECONDS,
+    ) -> None:
         self._prefill = [Server(url) for url in prefill]
         self._decode = [Server(url) for url in decode]
         self._on_failure = on_failure
+        self._silent_after = silent_after
         self._withdrawing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -92,8 +78,17 @@ class Router:
         """As an ASGI server runs it."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False) as self.client:
-            yield
-            await asyncio.gather(*self._withdrawing)
+            watching = [
+                asyncio.create_task(server.watch(self.client, self._silent_after))
+                for server in (*self._prefill, *self._decode)
+            ]
+            try:
+                yield
+                await asyncio.gather(*self._withdrawing)
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
 
     async def answer(self, path: str, _: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer, as clients may see them."""
@@ -111,7 +106,7 @@ class Router:
     def describe(self) -> dict[str, Any]:
         """How its servers are."""
         groups = {"prefill": self._prefill, "decode": self._decode}
-        shown = {name: [_shown(each) for each in servers] for name, servers in groups.items()}
+        shown = {name: [each.describe() for each in servers] for name, servers in groups.items()}
         return {"ok": True, **shown}
 
     # --- prefill
@@ -120,17 +115,18 @@ class Router:
         """Have the prompt computed somewhere; the answer then has a ticket."""
         body = {key: value for key, value in answer.body.items() if key not in {"stream", "stream_options"}}
         body["kv_transfer_params"] = {"do_remote_decode": True}  # in place of what the client may have said
-        for server in _in_order(self._prefill):
+        for server in in_order(self._prefill):
             try:
                 answer.prefill = server  # also if we are cancelled before it answers
-                with _asked(server):
-                    response = await self.client.post(server.url + path, **_sent(body, answer.name))
-            except httpx.TransportError as error:
-                _note(server, error)
+                with server.asked():
+                    asking = self.client.post(server.url + path, **_sent(body, answer.name))
+                    response = await server.heard(asking)
+            except (httpx.TransportError, SilentError) as error:
+                server.failed(error)
                 self._take_back(server, answer.name)  # it may be there, and have no blocks for it yet
                 continue
             if response.status_code >= 500:
-                _note(server, f"status {response.status_code}")
+                server.failed(f"status {response.status_code}")
                 continue
             if response.status_code != 200:
                 raise ApiError.read(response.status_code, response.text)
@@ -147,20 +143,20 @@ class Router:
 
     async def _withdraw(self, server: Server, name: str) -> None:
         with contextlib.suppress(httpx.TransportError):  # otherwise nobody claims it, and it ends by itself
-            await self.client.delete(f"{server.url}/v1/requests/{name}")
+            await self.client.delete(f"{server.url}/v1/requests/{name}", timeout=self._silent_after)
 
     # --- decode
 
     async def _decoded(self, path: str, answer: _Answer) -> AsyncGenerator[Chunk, None]:
         """The chunks of a decode server; if it dies, the rest from another one."""
-        for server in _in_order(self._decode):
+        for server in in_order(self._decode):
             try:
                 async with aclosing(self._chunks(server, path, answer)) as chunks:
                     async for chunk in chunks:
                         answer.generated += chunk.pop("kv_transfer_params", {}).get("token_ids", [])
                         yield chunk
-            except (httpx.TransportError, _UnavailableError) as error:
-                _note(server, error)
+            except (httpx.TransportError, SilentError, _UnavailableError) as error:
+                server.failed(error)
             else:
                 return
             if answer.generated and self._on_failure == "fail":
@@ -169,12 +165,15 @@ class Router:
 
     async def _chunks(self, server: Server, path: str, answer: _Answer) -> AsyncGenerator[Chunk, None]:
         body = answer.body | {"kv_transfer_params": answer.params | {"generated": answer.generated}}
-        with _asked(server):
-            async with self.client.stream("POST", server.url + path, **_sent(body, answer.name)) as response:
+        asking = self.client.stream("POST", server.url + path, **_sent(body, answer.name))
+        with server.asked():
+            async with AsyncExitStack() as stack:
+                response = await server.heard(stack.enter_async_context(asking))
                 if response.status_code != 200:
-                    error = ApiError.read(response.status_code, await response.aread())
+                    error = ApiError.read(response.status_code, await server.heard(response.aread()))
                     raise _UnavailableError(error.message) if error.status == 503 else error
-                async for line in response.aiter_lines():
+                lines = response.aiter_lines()
+                while (line := await server.heard(anext(lines, None))) is not None:
                     if line == "data: [DONE]":
                         return
                     if line:
@@ -208,38 +207,14 @@ def _chunk(line: str) -> Chunk:
     return chunk
 
 
-def _in_order(servers: list[Server]) -> Iterator[Server]:
-    """Servers in the order in which to ask them: those that failed just now last, those with little to do first.
-
-    Of those with as much to do, the one that was not asked for longest.
-    """
-    now = time.monotonic()
-    yield from sorted(servers, key=lambda each: (now - each.failed_at < _REST_SECONDS, each.under_way, each.asked_at))
-
-
-@contextlib.contextmanager
-def _asked(server: Server) -> Iterator[None]:
-    """A server has a request while the block lasts."""
-    server.under_way += 1
-    server.asked_at = time.monotonic()
-    try:
-        yield
-    finally:
-        server.under_way -= 1
-
-
-def _note(server: Server, error: object) -> None:
-    server.failed_at = time.monotonic()
-    server.failures += 1
-    _log.warning("%s failed: %r", server.url, error)
-
-
-def _shown(server: Server) -> dict[str, Any]:
-    return {"url": server.url, "under_way": server.under_way, "failures": server.failures}
-
-
-def app(*, prefill: list[str], decode: list[str], on_failure: Policy = "recompute") -> Starlette:
+def app(
+    *,
+    prefill: list[str],
+    decode: list[str],
+    on_failure: Policy = "recompute",
+    silent_after: float = SILENT_SECONDS,
+) -> Starlette:
     """The router as an ASGI application; arguments as of `Router`."""
-    router = Router(prefill=prefill, decode=decode, on_failure=on_failure)
+    router = Router(prefill=prefill, decode=decode, on_failure=on_failure, silent_after=silent_after)
     routes = [*completion_routes(router.answer), state_route("/stats", router.describe)]
     return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={ApiError: refuse})

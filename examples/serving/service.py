@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from examples.serving.servers import SILENT_SECONDS
+
 SIZES = {"layers": 4, "kv-heads": 4, "head-dim": 32, "hidden": 128, "blocks": 512, "batch": 8, "chunk": 256}
 _STOP_SECONDS = 20.0
 
@@ -33,6 +35,9 @@ def parser(**about: Any) -> argparse.ArgumentParser:
     parser.add_argument("--prefill", action="append", default=[], metavar="URL", help="of a router: prefill servers")
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="of a router: decode servers")
     parser.add_argument("--on-failure", choices=["recompute", "fail"], default="recompute", help="if no cache comes")
+    parser.add_argument(
+        "--silent-after", type=_from(1), default=SILENT_SECONDS, metavar="SECONDS", help="till the router asks others"
+    )
     parser.add_argument("--offer-by", choices=["layers", "whole"], default="layers", help="when prefill offers K and V")
     parser.add_argument("--cross-layer", action="store_true", help="blocks hold all layers, not a tensor a layer")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="float32 on a CPU, else bfloat16")
@@ -113,7 +118,7 @@ class Service:
             for number in range(count):
                 self._start(f"{role} {number}", role, 0, *self._model(places.pop(0)))
         others = [(f"--{name.split()[0]}", url) for name, url in self.urls.items()]
-        policy = ("--on-failure", arguments.on_failure)
+        policy = ("--on-failure", arguments.on_failure, "--silent-after", str(arguments.silent_after))
         self._start("router", "router", arguments.port, *policy, *(part for pair in others for part in pair))
         self._missing = set(self.urls)
 

@@ -62,6 +62,58 @@ async def eventually(condition):
         return found
 
 
+class Wire:
+    """Another way to a server. While it is frozen connections are open and silent, as to a process that is stopped.
+
+    Attributes:
+        url: Where it begins.
+        freeze_at: What the line from the server has in it behind which it freezes, once.
+    """
+
+    def __init__(self, url):
+        self.url, self.freeze_at = "", b""
+        self._host, self._port = url.removeprefix("http://").split(":")
+        self._open, self._tasks = asyncio.Event(), set()
+        self._open.set()
+
+    def freeze(self):
+        self._open.clear()
+
+    def thaw(self):
+        self._open.set()
+
+    @asynccontextmanager
+    async def laid(self):
+        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader, writer):
+        self._tasks.add(asyncio.current_task())
+        there, back = await asyncio.open_connection(self._host, self._port)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
+
+    async def _pass_on(self, reader, writer):
+        try:
+            while data := await reader.read(2**16):
+                for line in data.splitlines(keepends=True):
+                    await self._open.wait()
+                    writer.write(line)
+                    if self.freeze_at and self.freeze_at in line:
+                        self.freeze_at = b""
+                        self.freeze()
+            await self._open.wait()
+        finally:
+            writer.close()
+
+
 class Service:
     """A prefill server, decode servers and a router; each is there while the stack is open."""
 
@@ -110,8 +162,12 @@ class Service:
         self.nodes[name] = application.state.node
         return await self.start(application)
 
-    async def router(self, prefill, decode, on_failure: Policy = "recompute"):
-        return await self.start(router.app(prefill=prefill, decode=decode, on_failure=on_failure))
+    async def router(self, prefill, decode, on_failure: Policy = "recompute", **settings):
+        return await self.start(router.app(prefill=prefill, decode=decode, on_failure=on_failure, **settings))
+
+    async def wire(self, url):
+        """Another way to a server, which can be frozen."""
+        return await self._stack.enter_async_context(Wire(url).laid())
 
     async def all(self, *, verify=False, on_failure: Policy = "recompute"):
         """One of each; their addresses."""

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 import kvxfer.admin
+from examples.serving import servers
 
 PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
 DEAD = "http://127.0.0.1:9"  # nobody listens there: discard
@@ -381,6 +382,94 @@ async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers
         await service.eventually(lambda: cache.free_blocks < whole)
         service.stop(decode)
         assert await ready() == {"ready": False, "reasons": {"decode[0]": ["its application stops"]}}
+    assert text_of(await answering) == alone("Hello").text
+
+
+# servers that stand still
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Routers look at their servers all the time."""
+    monkeypatch.setattr(servers, "_LOOK_SECONDS", 0.01)
+
+
+async def test_who_does_not_say_in_time_how_he_is_is_silent_until_he_does(service, impatient):
+    wire = await service.wire(await service.router([], [DEAD]))  # says how it is, as all servers do
+    server = servers.Server(wire.url)
+    watching = asyncio.create_task(server.watch(service.client, 0.05))
+    assert await server.heard(asyncio.sleep(0, "something")) == "something"
+    waiting = asyncio.create_task(server.heard(asyncio.Event().wait()))
+    for _ in range(2):
+        wire.freeze()
+        await service.eventually(lambda: server.silent)
+        with pytest.raises(servers.SilentError):
+            await server.heard(asyncio.Event().wait())
+        assert list(servers.in_order([server])) == []
+        wire.thaw()
+        await service.eventually(lambda: not server.silent)
+        assert list(servers.in_order([server])) == [server]
+    with pytest.raises(servers.SilentError):
+        await waiting
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+async def test_a_decode_server_that_stands_still_in_mid_answer_is_replaced(service, alone, impatient):
+    prefill, decode = await service.prefill(), await service.decode()
+    wire = await service.wire(decode)
+    router = await service.router([prefill], [wire.url, decode], silent_after=1)
+    wire.freeze_at = b"token_ids"
+    async with streaming(service, router, prompt="Hello") as response:
+        chunks, whole = await events(response)
+    assert whole
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone("Hello").text
+    assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
+    await service.idle("prefill")
+    wire.thaw()  # it goes on, and nobody hears what it says
+    await service.idle("decode")
+
+
+@pytest.mark.parametrize(("on_failure", "silent_after"), [("recompute", 1), ("fail", 0.1)])
+async def test_a_prefill_server_that_stands_still_is_waited_for_no_longer(
+    service, alone, impatient, on_failure, silent_after
+):
+    prefill, decode = await service.prefill(), await service.decode()
+    wire = await service.wire(prefill)
+    router = await service.router([wire.url], [decode], on_failure, silent_after=silent_after)
+    await service.eventually(lambda: service.connections(prefill))
+    wire.freeze()
+    answer = await service.post(router, prompt="Hello")
+    if on_failure == "fail":
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_prefill_server")
+    else:
+        assert text_of(answer) == alone("Hello").text
+    wire.thaw()
+    await service.idle("prefill", "decode")
+
+
+async def test_a_server_that_refuses_still_says_all_of_the_answers_that_it_began(
+    service, alone, impatient, monkeypatch
+):
+    refused, get = [], httpx.AsyncClient.get
+
+    async def counted(client, url, **asked):
+        try:
+            return await get(client, url, **asked)
+        except httpx.ConnectError as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", counted)
+    decode = await service.decode()
+    router = await service.router([], [decode], "fail")
+    cache = service.nodes["decode"].engine.cache
+    whole = cache.free_blocks
+    with service.paused("decode"):
+        answering = asyncio.create_task(service.post(router, prompt="Hello"))
+        await service.eventually(lambda: cache.free_blocks < whole)
+        service.stop(decode)
+        await service.eventually(lambda: len(refused) > 1)
     assert text_of(await answering) == alone("Hello").text
 
 

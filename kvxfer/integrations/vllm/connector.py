@@ -13,6 +13,7 @@ from kvxfer.integrations.heads import Place
 from kvxfer.integrations.vllm.caches import describe, only_group
 from kvxfer.integrations.vllm.orders import Orders
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
+from kvxfer.telemetry import logger
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,6 +30,8 @@ except ModuleNotFoundError as exc:
     ) from exc
 
 __all__ = ["KvxferConnector", "KvxferHandshake", "KvxferMetadata"]
+
+_log: Final = logger("kvxfer.vllm")
 
 
 @dataclass
@@ -49,7 +52,7 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
     """Hands requests of a prefill engine over to decode engines. Any engine may be both.
 
     `kv_connector_extra_config` may hold `kvxfer`, a dict of settings as `kvxfer.Config` has them; `layerwise`, whether
-    loads run inside of the forward pass that needs them, layer by layer, and offers grow layer by layer too; and
+    offers grow layer by layer and, without prefix caching, loads run inside of the forward pass that needs them; and
     `key_file`, which holds the engine's key where a router makes tickets as well.
     """
 
@@ -64,7 +67,12 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = only_group(kv_cache_config).kv_cache_spec.block_size
             key = Path(extra["key_file"]).read_bytes() if "key_file" in extra else None
-            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise, key=key)
+            # vLLM counts the blocks of a load inside of a step as cached before they are: another request may hit them,
+            # and they stay in its cache if their own has gone when the load fails
+            cached = bool(vllm_config.cache_config.enable_prefix_caching)
+            self._scheduler = SchedulerSide(block_tokens=block_tokens, layerwise=layerwise and not cached, key=key)
+            if layerwise and cached:
+                _log.warning("layerwise_refused", reason="prefix caching is on: loads are whole, offers are by layer")
             return
         from kvxfer.config import Config
         from kvxfer.integrations.vllm.worker import WorkerSide

@@ -70,6 +70,12 @@ def test_loads_inside_of_the_forward_pass(stage):
     assert reported(facts, "decode", "recv") == set(), "vLLM waits for none of them"
 
 
+def test_with_prefix_caching_no_load_is_cached_before_it_has_ended(stage):
+    facts = stage.play("layerwise_with_prefix_caching")
+    assert facts["sampled"] == {"d-a": 3, "d-b": 3, "d-c": 3}
+    assert reported(facts, "decode", "recv") == {"d-a", "d-b", "d-c"}, "vLLM waits for each"
+
+
 def test_layers_arrive_while_others_are_computed(stage):
     facts = stage.play("layers_overlap")
     assert facts["sampled"] == {"d-first": 1, "d": 1}

@@ -48,6 +48,7 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
+        cache_config=make("CacheConfig", enable_prefix_caching=engine.get("prefix_caching", False)),
         model_config=make("ModelConfig", model="model", get_total_num_kv_heads=lambda: HEADS),
     )
     role = vllm_stand_in.stock("KVConnectorRole")
@@ -97,6 +98,7 @@ class Engine:
         policy: Of loads that fail: `recompute` or `fail`.
         budget: Tokens that a step computes at most.
         depth: Steps under way.
+        prefix_caching: What vLLM's setting says.
         **extra: More of `kv_connector_extra_config`.
     """
 
@@ -111,6 +113,7 @@ class Engine:
         policy="recompute",
         budget=64,
         depth=2,
+        prefix_caching=False,
         **extra,
     ):
         self.workers = workers
@@ -119,6 +122,7 @@ class Engine:
             "world": len(workers._wires),
             "block_tokens": block_tokens,
             "layout": layout,
+            "prefix_caching": prefix_caching,
             "extra": {
                 "layerwise": layerwise,
                 "kvxfer": {"arena_bytes": "1MiB", "chunk_bytes": "16KiB"},

@@ -37,6 +37,7 @@ CLASSES = {
     ),
     "vllm/v1/outputs.py": ("KVConnectorOutput",),
     "vllm/v1/request.py": ("Request", "RequestStatus"),
+    "vllm/config/cache.py": ("CacheConfig",),
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
     "vllm/config/model.py": ("ModelConfig",),
     "vllm/config/parallel.py": ("ParallelConfig",),

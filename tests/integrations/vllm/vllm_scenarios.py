@@ -117,6 +117,10 @@ def layerwise(wires):
     return handed_over(wires, layerwise=True)
 
 
+def layerwise_with_prefix_caching(wires):
+    return handed_over(wires, layerwise=True, prefix_caching=True)
+
+
 def layers_overlap(wires):
     """A router makes a ticket itself; the prefill engine computes its last layer when the first one has been read."""
     key = secrets.token_bytes(KEY_BYTES)

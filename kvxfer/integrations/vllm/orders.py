@@ -73,7 +73,8 @@ class Orders:
     """Everything for one step, in the order in which a worker does it.
 
     Attributes:
-        preempted: Requests whose blocks are about to be used for others: nobody may read them any more.
+        preempted: Requests whose blocks are about to be used for others: nobody may read them any more. Those that were
+            aborted as well are among `withdraws` too.
         join: The engine, after its cards were collected.
         claims: Requests that wait for a place here, and their tickets.
         declines: Requests that will not be fetched.

@@ -181,7 +181,9 @@ class SchedulerSide:
 
     def _preempt(self, request: str, orders: Orders) -> None:
         produced = self._produced.get(request)
-        if produced is not None and produced.offered:
+        if request in orders.withdraws:  # it ended since: a reset of the cache preempts between two steps
+            orders.preempted.append(request)
+        elif produced is not None and produced.offered:
             orders.preempted.append(request)
             produced.attempt, produced.offered = produced.attempt + 1, 0
 

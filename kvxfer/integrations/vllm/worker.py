@@ -117,7 +117,9 @@ class WorkerSide:
             FabricError: If that cannot be found out in time.
         """
         for request in orders.preempted:
-            offer = self._sending.pop(request).offer
+            offer = self._sending[request].offer
+            if request not in orders.withdraws:  # it goes on, with another offer; else the end of this one is told
+                del self._sending[request]
             if offer is None:
                 continue
             offer.withdraw()

@@ -10,7 +10,16 @@ from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, Memo
 from kvxfer.geometry import CacheTensor
 from kvxfer.integrations.vllm import worker as module
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
-from kvxfer.polling import Fetched, FetchFailed, OfferExpired, OfferInDoubt, OfferReleased, OfferSettled, Settled
+from kvxfer.polling import (
+    Fetched,
+    FetchFailed,
+    OfferExpired,
+    OfferInDoubt,
+    OfferReleased,
+    OfferSettled,
+    OfferWithdrawn,
+    Settled,
+)
 
 NAMES = [f"model.layers.{layer}.attn" for layer in (4, 5)]
 TICKET = {"request": "p"}
@@ -86,7 +95,7 @@ class Service:
     def poll(self, timeout=0.0):
         found, self.events = self.events, []
         for event in found:
-            if isinstance(event, OfferReleased | OfferExpired | OfferInDoubt):
+            if isinstance(event, OfferReleased | OfferExpired | OfferInDoubt | OfferWithdrawn):
                 vars(event.offer)["done"] = True
         return found
 
@@ -185,6 +194,17 @@ def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
     assert side.poll({"r"}) == (set(), set())
     service.events = [OfferReleased("name", service.offers[1], ())]
     assert side.poll(()) == ({"r"}, set())
+
+
+def test_a_preempted_offer_of_a_request_that_was_aborted_is_waited_for_and_told(side):
+    service = begun(side, growing())
+    service.events = [OfferWithdrawn("name", service.offers[0])]
+    orders = Orders(preempted=["r"], withdraws=["r"])
+    side.preempt(orders)
+    assert service.events == [], "nobody reads the blocks when this returns"
+    side.begin_step(orders)
+    assert side.poll({"r"}) == ({"r"}, set())
+    assert side.poll(()) == (set(), set())
 
 
 def test_a_preempted_offer_that_does_not_end_stops_the_engine(side):

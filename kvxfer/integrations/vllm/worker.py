@@ -36,6 +36,7 @@ class _Sending:
     offer: BlockingOffer | None  # none if it could not be made
     safe: bool = False
     finished: bool = False
+    doubt: MemoryInDoubtError | None = None
 
 
 @dataclass(slots=True)
@@ -117,20 +118,17 @@ class WorkerSide:
             FabricError: If that cannot be found out in time.
         """
         for request in orders.preempted:
-            offer = self._sending[request].offer
+            sending = self._sending[request]
             if request not in orders.withdraws:  # it goes on, with another offer; else the end of this one is told
                 del self._sending[request]
-            if offer is None:
-                continue
-            offer.withdraw()
-            while not offer.done:
+            self._withdraw(sending)
+            while not sending.safe:  # an offer that is over may be in doubt, and may have been for long
+                if sending.doubt is not None:
+                    raise sending.doubt
                 events = self._worker.poll(max(self._worker.config.bounds().values()))
                 self._note(events)
                 if not events:
                     raise FabricError(f"the offer of preempted request {request!r} has not ended")
-                for event in events:
-                    if isinstance(event, OfferInDoubt) and event.offer is offer:
-                        raise event.error
 
     def begin_step(self, orders: Orders) -> None:
         """Do what must be done before the forward pass."""
@@ -292,7 +290,7 @@ class WorkerSide:
                     if not isinstance(event.error, MemoryInDoubtError):
                         self._loaded(event.transfer)
                 case OfferInDoubt():
-                    pass  # its blocks stay taken until `OfferSettled`
+                    self._offers[event.offer].doubt = event.error  # its blocks stay taken until `OfferSettled`
                 case _:
                     self._offers.pop(event.offer).safe = True
 

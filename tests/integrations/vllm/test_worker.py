@@ -196,6 +196,16 @@ def test_the_end_of_a_preempted_offer_is_not_that_of_the_next(side):
     assert side.poll(()) == ({"r"}, set())
 
 
+def test_a_preempted_offer_that_has_long_been_in_doubt_stops_the_engine(side):
+    service = begun(side, growing())
+    service.events = [OfferInDoubt("name", service.offers[0], doubt())]
+    side.poll(())
+    with pytest.raises(MemoryInDoubtError):
+        side.preempt(Orders(preempted=["r"]))
+    service.events = [OfferSettled("name", service.offers[0])]
+    side.poll(())
+
+
 def test_a_preempted_offer_of_a_request_that_was_aborted_is_waited_for_and_told(side):
     service = begun(side, growing())
     service.events = [OfferWithdrawn("name", service.offers[0])]

@@ -165,7 +165,13 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
 
     def hold(self, room: int, receiving: Receiving) -> None:
         """A request has failed, and sglang asks until its pages are safe."""
-        self._held[room] = receiving
+        if not receiving.over:
+            self._held[room] = receiving
+
+    def let_go(self, room: int, receiving: Receiving) -> None:
+        """Its pages are given to others; another request of that room keeps its own."""
+        if self._held.get(room) is receiving:
+            del self._held[room]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nobody writes the pages of a request that has failed."""
@@ -321,7 +327,7 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
     def clear(self) -> None:
         """Its pages are given to others."""
         self._inner.clear()
-        self.kv_mgr.clear_deferred_abort_state(self.bootstrap_room)
+        self.kv_mgr.let_go(self.bootstrap_room, self._inner)
 
     def abort(self) -> None:
         """Give up; it has failed when its pages are safe."""

@@ -30,8 +30,13 @@ class Receiving:
         self._row: int | None = None
         self._transfer: BlockingTransfer | None = None
         self._over = self._doubt = False
-        self._end: Poll | None = None
-        self._reason = ""
+        self._reason = rooms.take(room, self)
+        self._end: Poll | None = Poll.FAILED if self._reason else None
+
+    @property
+    def under_way(self) -> bool:
+        """See `Room`."""
+        return self._end is None or not self.over
 
     @property
     def over(self) -> bool:
@@ -40,7 +45,8 @@ class Receiving:
 
     def begin(self, ticket: dict[str, Any]) -> None:
         """The prefill engine is known."""
-        self._ticket = ticket
+        if self._end is None:  # a ticket of a room that is another's is not to be declined
+            self._ticket = ticket
 
     def poll(self) -> Poll:
         """How it stands. Never that it failed while its own pages are written, unless a silent peer may."""

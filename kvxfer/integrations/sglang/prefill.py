@@ -36,9 +36,14 @@ class Sending:
         self._row: int | None = None
         self._offer: BlockingOffer | None = None
         self._finished = self._over = self._doubt = False
-        self._end: Poll | None = None
-        self._reason = ""
+        self._reason = rooms.take(room, self)
+        self._end: Poll | None = Poll.FAILED if self._reason else None
         self.stats: tuple[TransferStats, ...] = ()
+
+    @property
+    def under_way(self) -> bool:
+        """See `Room`."""
+        return self._end is None or (self._offer is not None and not self._over)
 
     @property
     def first_token(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,6 +47,11 @@ class RoomFailedError(TransferFailedError):
 class Room(Protocol):
     """One request of one side."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether anything may still become of it."""
+        ...
+
     def note(self, event: PollEvent) -> None:
         """Something of it is over."""
         ...
@@ -81,6 +87,18 @@ class Rooms:
     patience: float
     now: Callable[[], float] = time.monotonic
     _live: dict[BlockingOffer | BlockingTransfer, Room] = field(default_factory=dict)
+    _taken: WeakValueDictionary[int, Room] = field(default_factory=WeakValueDictionary)
+
+    def take(self, number: int, room: Room) -> str:
+        """Let a request have this number; why not, if another one has it that is under way.
+
+        A number is the request's name to the other engine: with the same one, each would get the other's pages.
+        """
+        other = self._taken.get(number)
+        if other is not None and other.under_way:
+            return f"another request with bootstrap_room {number} is under way"
+        self._taken[number] = room
+        return ""
 
     def begun(self, handle: BlockingOffer | BlockingTransfer, room: Room) -> None:
         """What becomes of an offer or a fetch is told to this request."""

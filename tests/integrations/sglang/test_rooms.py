@@ -8,14 +8,19 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from kvxfer.errors import ConfigError, GeometryError, TicketError, UnreachableError
+from kvxfer.errors import ConfigError, GeometryError, TicketError, TransferFailedError, UnreachableError
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang.caches import MAX_ROW_BYTES, Rows, describe
+from kvxfer.integrations.sglang.decode import Receiving
 from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, register_room, rooms_of
+from kvxfer.integrations.sglang.prefill import Sending
+from kvxfer.integrations.sglang.rooms import Poll, RoomFailedError, Rooms
+from kvxfer.polling import FetchFailed, OfferInDoubt, OfferSettled
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
 CPU = torch.device("cpu")
@@ -97,6 +102,86 @@ def test_buffers_that_are_no_pairs():
         describe(pools(3), CPU, Place(0, 1), 2, latent=False)
     with pytest.raises(GeometryError, match="no whole number"):
         describe(pools(2), CPU, Place(0, 1), 3, latent=False)
+
+
+class Handle:
+    """A fetch or an offer with which nothing happens."""
+
+    def __getattr__(self, _):
+        return lambda *_, **__: None
+
+
+class Worker:
+    """Fetches and offers that are begun, and end when the test says so."""
+
+    def __init__(self):
+        self.begun, self.declined, self.events = [], [], []
+
+    def start_fetch(self, *_, **__):
+        self.begun.append(Handle())
+        return self.begun[-1]
+
+    def offer(self, *_, **__):
+        self.begun.append(Handle())
+        return self.begun[-1]
+
+    def awaited(self, _):
+        return SimpleNamespace(declined=False, first_token=0)
+
+    def decline(self, ticket):
+        self.declined.append(ticket)
+
+    def poll(self, _):
+        found, self.events = self.events, []
+        return found
+
+
+@pytest.fixture
+def rooms():
+    worker: Any = Worker()
+    return Rooms(worker=worker, page_tokens=16, rows=Rows([], []), device=CPU, patience=10.0)
+
+
+def receiving(rooms):
+    return Receiving(rooms, 7, lambda: None)
+
+
+def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_decode_engine(rooms):
+    first, worker = receiving(rooms), rooms.worker
+    for twice in (receiving(rooms), receiving(rooms)):
+        twice.begin({"of": "both"})
+        twice.fetch([3], None, 0)
+        twice.abort()
+        assert (twice.poll(), twice.over) == (Poll.FAILED, True)
+        with pytest.raises(RoomFailedError, match="another request with bootstrap_room 7"):
+            raise twice.failed()
+    first.begin({"of": "both"})
+    assert (worker.begun, worker.declined) == ([], [])
+    first.fetch([1], None, 0)
+    assert first.poll() is Poll.TRANSFERRING
+    assert receiving(rooms).poll() is Poll.FAILED
+    worker.events = [FetchFailed("r", worker.begun[0], TransferFailedError("gone"))]
+    assert first.poll() is Poll.FAILED
+    assert receiving(rooms).poll() is Poll.BOOTSTRAPPING, "the first one is over"
+
+
+def test_two_requests_of_one_room_get_nothing_of_each_other_at_a_prefill_engine(rooms):
+    first, twice = Sending(rooms, 7), Sending(rooms, 7)
+    assert (first.poll(), twice.poll()) == (Poll.WAITING, Poll.FAILED)
+    twice.begin(1, None)
+    twice.send([3])
+    assert rooms.worker.begun == []
+    with pytest.raises(RoomFailedError, match="another request with bootstrap_room 7"):
+        raise twice.failed()
+    first.begin(2, None)
+    first.send([1])
+    assert first.poll() is Poll.TRANSFERRING
+    rooms.worker.events = [OfferInDoubt("r", rooms.worker.begun[0], cast("Any", TransferFailedError("silent")))]
+    assert first.poll() is Poll.FAILED
+    assert Sending(rooms, 7).poll() is Poll.FAILED, "a peer may still read the pages of the first one"
+    rooms.worker.events = [OfferSettled("r", rooms.worker.begun[0])]
+    rooms.pump()
+    assert Sending(rooms, 7).poll() is Poll.WAITING
 
 
 @pytest.fixture

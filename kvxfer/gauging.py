@@ -258,9 +258,11 @@ class Gauging:
             "VRAM" if geometry.kind == "cuda" else "DRAM" for geometry in (site.geometry, site.plans.geometry(peer))
         }
         site.estimates.measured(peer.identity.incarnation, lane, listed={site.arena.kind, self._theirs.kind} == kinds)
+        told = site.lanes.told(peer)
         _log.info(
             "lane_measured",
             peer=peer.name,
+            lane=told if isinstance(told, str) else "; ".join(f"{one.operation} over {one.over}" for one in told),
             gbps=lane.bytes_per_s / 1e9,
             posting=lane.post_s,
             per_piece=lane.piece_s,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.errors import FabricError, ProtocolError
+from kvxfer.fabric.port import Told
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
 
@@ -100,6 +101,14 @@ class Lanes:
             name = lane.name = asyncio.wrap_future(self._fabric.connect(lane.metadata))
             name.add_done_callback(lambda done: self._failed(lane, done))
         return name
+
+    def told(self, peer: PeerInfo) -> tuple[Told, ...] | str:
+        """Over which lanes posts to a peer's present agent go; or why the transport does not say it."""
+        lane = self._lanes.get(peer.identity.incarnation)
+        name = None if lane is None else lane.name
+        if name is None or not name.done() or name.cancelled() or name.exception() is not None:
+            return ()
+        return self._fabric.told(name.result())
 
     def wanted(self, peer: PeerInfo) -> None:
         """A link to this peer is open (again)."""

@@ -1,6 +1,7 @@
 """The state of a worker as plain data: what `Worker.describe` gives."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from kvxfer.assembly import Assembly
@@ -60,7 +61,10 @@ def overview(
 
 
 def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
-    """One session. What is said of its lane was seen: what is mapped, who moves the bytes, how fast they went."""
+    """One session. What is said of its lane was seen: what is mapped, who moves the bytes, how fast they went.
+
+    Or it was told, by the transport: over which lane this side's posts go.
+    """
     peer, moved = link.peer, {_name(route): nbytes for route, nbytes in link.moved.items() if nbytes}
     if link.role is Role.SERVER:
         mapped = site.mappings.kinds(peer)  # by this side, which copies
@@ -68,7 +72,7 @@ def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
         mapped = []
     else:  # by the peer, which has copied through what it was told of
         mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
-    host = peer.body.host
+    host, told = peer.body.host, site.lanes.told(peer)
     return {
         "peer": peer.name,
         "role": link.role.value,
@@ -80,6 +84,8 @@ def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
         "mapped": mapped,
         "not_mapped": site.mappings.why_not(peer),
         "lane": site.estimates.lane(peer.identity.incarnation),
+        "told": [] if isinstance(told, str) else [{**asdict(one), "over": one.over} for one in told],
+        "untold": told if isinstance(told, str) else "",
         "proved": sorted(_name(route) for route in link.proved),
         "moved": moved,
     }

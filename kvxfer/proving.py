@@ -1,9 +1,10 @@
 """Finds out whether a prefill rank on this host moves by itself what it writes here (PROTOCOL.md section 5.7).
 
-UCX takes one of several lanes and does not say which: over CMA or CUDA IPC the writer's process moves the bytes,
-through a socket or shared memory ours takes them in. What a process that died had left to the latter may land at any
-later time; the former ends with it. So, once bytes have moved over a lane, the peer is asked to write some that nobody
-could know, few and many, while our transport is not called. If they are there by then, nothing here has moved them.
+UCX takes one of several lanes and tells the writer alone which, whose word is no proof. Over CMA or CUDA IPC the
+writer's process moves the bytes, through a socket or shared memory ours takes them in. What a process that died had
+left to the latter may land at any later time; the former ends with it. So, once bytes have moved over a lane, the peer
+is asked to write some that nobody could know, few and many, while our transport is not called. If they are there by
+then, nothing here has moved them.
 """
 
 import asyncio

@@ -212,8 +212,9 @@ class _Secure(urllib.request.HTTPSHandler):
 
 
 def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
-    state: Any = worker["state"]
+    state: Mapping[str, Any] | None = worker["state"]
     transfers: list[dict[str, Any]] = [] if state is None else state["transfers"]
+    peers: list[dict[str, Any]] = [] if state is None else state["peers"]
     return [
         (
             float(one["seconds"]),
@@ -223,7 +224,7 @@ def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
                 "in" if one["side"] == "receive" else "out",
                 str(one["request"]),
                 ", ".join(map(str, one["peers"])),
-                str(one["route"]) or "-",
+                _route(one, peers),
                 f"{one['step']}{', in doubt' if one['in_doubt'] else ''}",
                 f"{one['chunks_done']}/{one['chunks'] or '?'}",
                 _size(one["bytes"]),
@@ -231,6 +232,17 @@ def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
         )
         for one in transfers
     ]
+
+
+def _route(transfer: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
+    """The route, and over which lane this worker posts on it, where that is said."""
+    route = str(transfer["route"])
+    operation = {("receive", "pull"): "read", ("send", "staged"): "write", ("send", "direct"): "write"}.get(
+        (transfer["side"], route)
+    )
+    told = [one for peer in peers if peer["peer"] in transfer["peers"] for one in peer.get("told", ())]
+    lanes = dict.fromkeys(str(one["over"]) for one in told if one["operation"] == operation and one["over"])
+    return f"{route} over {', '.join(lanes)}" if lanes else route or "-"
 
 
 def _arena(arena: Mapping[str, Any]) -> Text:

@@ -76,7 +76,8 @@ def _share(share: ShareSnapshot) -> dict[str, Any]:
 
 
 def _peer(peer: Mapping[str, Any], transport: str) -> dict[str, Any]:
-    shown = ("peer", "role", "endpoint", "trusted", "encrypted", "draining", "host", "proved", "moved", "not_mapped")
+    shown = ["peer", "role", "endpoint", "trusted", "encrypted", "draining"]
+    shown += ["host", "told", "proved", "moved", "not_mapped"]
     lane = peer["lane"]
     measured = lane and {"post_s": lane.post_s, "piece_s": lane.piece_s, "bytes_per_s": lane.bytes_per_s}
     return {**{key: peer[key] for key in shown}, "lanes": _lanes(peer, transport), "measured": measured}
@@ -88,13 +89,26 @@ def _lanes(peer: Mapping[str, Any], transport: str) -> list[str]:
     mapped: list[str] = peer["mapped"]
     if mapped:
         known.append("mapped: " + " and ".join(_WAYS.get(kind, kind) for kind in mapped))
-    over = [route for route in peer["moved"] if route != "mapped"]
+    known += [f"{transport}: {_told(one, peer['told'])}" for one in peer["told"]]
+    pulled, pushed = "pull" in peer["moved"], not {"staged", "direct"}.isdisjoint(peer["moved"])
+    here, there = (pulled, pushed) if peer["role"] == "client" else (pushed, pulled)
     if peer["proved"]:
         which = "CMA, CUDA IPC or a NIC of this host, not TCP; " if "nixl" in transport.lower() else ""
         seen = ", ".join(peer["proved"])
         known.append(f"{transport}: {which}the peer moves the bytes without this process, as was seen on {seen}")
-    elif over and peer["host"] == "another":
-        known.append(f"{transport}: over a network; which lane it took is not known")
-    elif over:
-        known.append(f"{transport}: which lane it took is not known (no proof of who moves the bytes)")
+    elif there:
+        known.append(f"{transport}: what the peer posts goes over a lane that its own page names")
+    if here and not peer["told"]:
+        over = "over a network; " if peer["host"] == "another" else ""
+        why = peer["untold"] or "nothing was posted to its present agent yet"
+        known.append(f"{transport}: {over}which lane it took is not known: {why}")
     return known or ["nothing was moved yet"]
+
+
+def _told(one: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
+    """What the transport says of its lane; where that differs by kinds of memory, for which it is."""
+    alike = {other["over"] for other in others if other["operation"] == one["operation"]}
+    of = f" between {one['near']} memory here and {one['far']} there" if len(alike) > 1 else ""
+    if not one["lanes"]:
+        return f"{one['operation']}s{of} go over a lane of which UCX wrote nothing"
+    return f"{one['operation']}s{of} go over {one['over']}{'' if one['sure'] else ': which of them, UCX did not write'}"

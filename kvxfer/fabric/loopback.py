@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import FabricError
 from kvxfer.fabric.faults import LogEntry, Part
 from kvxfer.fabric.network import EVERY_PEER, LoopbackNetwork
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
 
 __all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
 
@@ -69,6 +69,10 @@ class LoopbackTransport:
     def attributable(self) -> bool:
         """It has no devices."""
         return True
+
+    def told(self, peer: str) -> tuple[Told, ...] | str:
+        """It has one lane, and no name for it."""
+        return f"posts to {peer} stay within this process"
 
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""

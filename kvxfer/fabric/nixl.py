@@ -30,14 +30,15 @@ from numpy.typing import NDArray
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
 from kvxfer.fabric.envelope import pack, unpack
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
+from kvxfer.fabric.told import LaneBook, ucx_log
 from kvxfer.telemetry import logger
 
 __all__ = ["NixlTransport"]
 
 _log: Final = logger("kvxfer.fabric")
 
-_QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+_QUIET: Final = ("NIXL_LOG_LEVEL", "FATAL")
 _CALLS: Final = ("UCX_TCP_SYN_CNT", "2")
 """How often a host that does not answer over TCP is called again, unless the environment says otherwise.
 
@@ -123,6 +124,7 @@ class NixlTransport:
         self._lost: set[str] = set()
         self._stuck: list[Any] = []
         self._closed = False
+        self._lanes = LaneBook(None, name)
 
     @property
     def name(self) -> str:
@@ -148,6 +150,10 @@ class NixlTransport:
         """
         return spares_nics(self._params.get("UCX", {}), os.environ.get("UCX_TLS")) or not any(_NICS.glob("uverbs*"))
 
+    def told(self, peer: str) -> tuple[Told, ...] | str:
+        """Over which lanes UCX takes posts to a peer."""
+        return self._lanes.told(peer)
+
     def setup(self) -> None:
         """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.
 
@@ -161,15 +167,19 @@ class NixlTransport:
         if self._scatter_lists:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
-            for variable, level in _QUIET.items():
-                os.environ.setdefault(variable, level)
+            os.environ.setdefault(*_QUIET)
         nixl = _import_nixl()
         bindings = importlib.import_module("nixl._bindings")
         self._errors, self._disconnected = _error_types(bindings), (bindings.nixlRemoteDisconnectError,)
         self._empty_list = bindings.nixlRegDList(bindings.DRAM_SEG)
         self._agent = self._created(nixl, self._name)
+        self._lanes = LaneBook(ucx_log(), self._name)
 
     def _created(self, nixl: Any, name: str) -> Any:
+        with ucx_log().telling(os.environ, quiet=self._quiet):
+            return self._made(nixl, name)
+
+    def _made(self, nixl: Any, name: str) -> Any:
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
             agent = nixl.nixl_agent(name, config)
@@ -258,6 +268,7 @@ class NixlTransport:
         """
         agent = self._open()
         incarnation, peer, blobs = unpack(metadata)
+        self._lanes.strays()
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
         named: set[str] = set()
@@ -271,6 +282,7 @@ class NixlTransport:
             self._forget(named)
             raise FabricError(f"metadata of {peer!r} carries that of {sorted(named)}")
         self._known[peer] = incarnation
+        self._lanes.strays(ours=False)
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -278,6 +290,7 @@ class NixlTransport:
         agent = self._open()
         self._known.pop(peer, None)
         self._lost.discard(peer)
+        self._lanes.forget(peer)
         try:
             agent.remove_remote_agent(peer)
         except self._errors as error:
@@ -297,6 +310,7 @@ class NixlTransport:
             handle = _Handle(peer, agent.initialize_xfer(operation.upper(), here, there, peer, b""))
         except self._errors as error:
             raise self._translated(error, f"prepare a {operation.value} to {peer}", peer=peer) from error
+        what = self._lanes.posting(peer, operation, local.kind, remote.kind)
         try:
             state: str = agent.transfer(handle.transfer)
         except self._errors as error:
@@ -305,6 +319,7 @@ class NixlTransport:
         if state == "ERR":
             self._drop(handle)
             raise FabricError(f"NIXL failed to post a {operation.value} to {peer}", in_doubt=True)
+        self._lanes.posted(peer, what)
         handle.done = state == "DONE"
         return handle
 
@@ -320,6 +335,8 @@ class NixlTransport:
             if state == "ERR":
                 raise FabricError(f"NIXL lost a write to or a read from {part.peer}", in_doubt=True)
             part.done = state == "DONE"
+        if part.done:
+            self._lanes.connected(part.peer)
         return part.done
 
     def release(self, handle: Handle) -> None:
@@ -349,9 +366,13 @@ class NixlTransport:
             new = self._created(_import_nixl(), name)
         except FabricError as error:
             _log.warning("nixl_agent_not_created", name=name, error=str(error))
+            self._lanes.strays(ours=False)
             return False
         if not self._destroyed(old):
+            self._lanes.strays(ours=False)
             return False
+        self._lanes.close()
+        self._lanes = LaneBook(ucx_log(), name)
         self._agent, self._name, self._renewals = new, name, self._renewals + 1
         self._known, self._lost, self._incarnation = {}, set(), secrets.token_bytes(16)
         return True
@@ -361,6 +382,7 @@ class NixlTransport:
         self._closed = True
         if self._agent is not None:
             self._destroyed(self._agent)
+        self._lanes.close()
         self._agent = None
 
     def _destroyed(self, wrapper: Any) -> bool:
@@ -393,6 +415,7 @@ class NixlTransport:
             _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
     def _translated(self, error: Exception, doing: str, peer: str = "", *, in_doubt: bool = False) -> FabricError:
+        self._lanes.strays()
         error.__traceback__ = None  # its frames hold NIXL's handles, which hold the agent, and somebody may keep it
         disconnected = isinstance(error, self._disconnected)
         if disconnected and peer:

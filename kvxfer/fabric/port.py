@@ -30,6 +30,7 @@ __all__ = [
     "Passage",
     "Post",
     "PostResult",
+    "Told",
     "Transport",
 ]
 
@@ -39,6 +40,30 @@ class Operation(StrEnum):
 
     WRITE = "write"
     READ = "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Over which lane posts of one kind go to a peer, as the library underneath says it.
+
+    Attributes:
+        operation: `"write"` or `"read"`.
+        near: Kind of memory here, as the library calls it (`"host"`, `"cuda"`).
+        far: Kind of memory there.
+        lanes: Their names; several where memory of one kind goes over several, none where nothing was said.
+        sure: False where it is one of `lanes`, and which is not known.
+    """
+
+    operation: str
+    near: str
+    far: str
+    lanes: tuple[str, ...]
+    sure: bool
+
+    @property
+    def over(self) -> str:
+        """The lanes in words; empty without any."""
+        return (" and " if self.sure else " or ").join(self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +255,10 @@ Handle: TypeAlias = object
 
 
 class Transport(Protocol):
-    """The library underneath. Every call comes from the fabric's thread; every error is a `FabricError`."""
+    """The library underneath. Calls come from the fabric's thread unless they say otherwise.
+
+    Every error is a `FabricError`.
+    """
 
     @property
     def name(self) -> str:
@@ -253,6 +281,10 @@ class Transport(Protocol):
 
         Not where a device might move it that a process can leave to another one, as a NIC is left to a forked child.
         """
+        ...
+
+    def told(self, peer: str) -> tuple[Told, ...] | str:
+        """Over which lanes posts to this peer go, as far as there were any, or why it says none. From any thread."""
         ...
 
     def setup(self) -> None:

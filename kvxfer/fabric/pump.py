@@ -25,7 +25,7 @@ from kvxfer.fabric.calls import Call, Renewal, broken_by
 from kvxfer.fabric.holdings import Holdings
 from kvxfer.fabric.parts import Limits, LivePost, restated
 from kvxfer.fabric.pause import Pause
-from kvxfer.fabric.port import Handle, Memory, Operation, Post, Transport
+from kvxfer.fabric.port import Handle, Memory, Operation, Post, Told, Transport
 from kvxfer.fabric.queues import Queues
 from kvxfer.fabric.wire import Paces, Wire
 from kvxfer.runtime import Runtime, Service
@@ -64,9 +64,8 @@ class Fabric:
         spin_time: Seconds during which a part is polled without pause if it is not known how long it takes.
         min_poll_interval: Shortest sleep in seconds between two passes after that.
         max_poll_interval: Longest one, whatever is known.
-        hold_poll_interval: Longest sleep in seconds between two passes while a hold is out; grows to
-            `max_poll_interval` within ten seconds without activity here. Over TCP the target moves the data, and
-            a longest interval of 1 ms costs two thirds of the throughput.
+        hold_poll_interval: Longest sleep while a hold is out; grows to `max_poll_interval` within ten seconds without
+            activity here. Over TCP the target moves the data, and 1 ms costs two thirds of the throughput.
 
     Raises:
         ConfigError: A bound is not positive.
@@ -251,6 +250,10 @@ class Fabric:
         self._submit(run).add_done_callback(renewal.refused)
         return renewal.answer
 
+    def told(self, peer: str) -> tuple[Told, ...] | str:
+        """Over which lanes posts to this peer go, as far as there were any; or why the transport does not say it."""
+        return self._transport.told(peer)
+
     def health(self) -> tuple[float, str]:
         """For how many seconds the service has owed a pass, and why the fabric is broken; 0.0 and "" if all is well."""
         due, refusal = self._due, self._refusal
@@ -296,10 +299,9 @@ class Fabric:
         return future
 
     def _wake(self) -> None:
-        service = self._service
-        if service is not None:
+        if self._service is not None:
             self._due = self._due or self._runtime.now()
-            service.wake()
+            self._service.wake()
 
     # ---- the service ------------------------------------------------------------------------------------------------
 
@@ -344,11 +346,10 @@ class Fabric:
         if self._holds and self._pause is None:
             self._transport.progress()
         self._raise_defect()
-        if self._closed is not None:
-            idle = not self._posts and not self._inbox
-            if idle or self._runtime.now() >= self._close_by:
-                self._shut(self._closed)
-                return None
+        idle = not self._posts and not self._inbox
+        if self._closed is not None and (idle or self._runtime.now() >= self._close_by):
+            self._shut(self._closed)
+            return None
         return self._delay()
 
     def _take(self) -> None:
@@ -458,8 +459,7 @@ class Fabric:
 
     def _refuse_inbox(self) -> list[Post | Call]:
         with self._lock:
-            refused = list(self._inbox)
-            self._inbox.clear()
+            refused, self._inbox = list(self._inbox), deque()
         return refused
 
     def _turn_away(self, items: Sequence[Post | Call]) -> None:

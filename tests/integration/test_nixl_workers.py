@@ -28,6 +28,7 @@ from scene import (
 
 from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError, proving
 from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.ucx import is_tcp
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
@@ -245,6 +246,12 @@ async def test_who_moves_the_bytes_of_a_lane_is_seen(far, near, route, fabric, r
                 await asyncio.sleep(0.005)
     (peer,) = near.workers[0].describe()["peers"]
     assert peer["proved"] == routes
+    prefix, over = (await far.lanes(0))[-1].split(" over ")
+    assert prefix == "NIXL: writes go"
+    assert is_tcp(over) is not bool(routes)
+    assert "or" not in over.split(), "one configuration, one lane"
+    seen, elsewhere = near.lanes(0)[-1], "NIXL: what the peer posts goes over a lane that its own page names"
+    assert ("was seen on direct, staged" in seen) if routes else seen == elsewhere
     move.bring().check()
     await all_idle(far, near)
 

@@ -65,6 +65,7 @@ def state(**changes):
         "receiving": 0,
         "sending": 0,
         "arena": {"receive": share, "send": share},
+        "peers": [],
         "transfers": [],
     }
     return base | changes
@@ -129,6 +130,23 @@ def test_a_terminal_obeys_nothing_that_a_peer_is_called():
     assert "?[2J[red]r" in text
     assert "asking, in doubt" in text
     assert not {"\x1b", "\x07"} & set(text)
+
+
+@pytest.mark.parametrize(
+    ("side", "route", "shown"),
+    [
+        ("send", "staged", "staged over cma/memory"),
+        ("receive", "pull", "pull over tcp/lo or tcp/eth0"),
+        ("receive", "staged", "staged"),
+        ("send", "mapped", "mapped"),
+    ],
+)
+def test_the_lane_of_what_is_posted_here_stands_beside_the_route(side, route, shown):
+    told = [{"operation": "write", "over": "cma/memory"}, {"operation": "read", "over": "tcp/lo or tcp/eth0"}]
+    peers = [{"peer": "p", "told": told}, {"peer": "q", "told": [{"operation": "write", "over": "rc/x"}]}]
+    one = {"seconds": 1.0, "side": side, "request": "r", "peers": ["p"], "route": route, "step": "moving"}
+    one |= {"in_doubt": False, "chunks_done": 0, "chunks": 1, "bytes": 0}
+    assert f" {shown}  moving " in drawn(Top(["x:1"]), said(1.0, transfers=[one], peers=peers))
 
 
 def test_what_is_too_much_is_counted():

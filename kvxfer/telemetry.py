@@ -20,7 +20,17 @@ from typing import Any, Final, cast
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["KEYS", "Intervals", "TransferStats", "hears_debug", "hears_info", "logger", "mask", "overheard"]
+__all__ = [
+    "KEYS",
+    "Intervals",
+    "TransferStats",
+    "hears_debug",
+    "hears_info",
+    "logger",
+    "mask",
+    "overheard",
+    "printable",
+]
 
 KEYS: Final = frozenset(
     {
@@ -199,6 +209,11 @@ def mask(secret: str | bytes) -> str:
     """
     data = secret.encode() if isinstance(secret, str) else secret
     return f"~{hashlib.sha256(data).hexdigest()[: 2 * _MASK_BYTES]}"
+
+
+def printable(text: str) -> str:
+    """Text that others chose, without what a terminal would obey."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 class Intervals:

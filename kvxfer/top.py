@@ -21,6 +21,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvxfer.telemetry import printable
+
 __all__ = ["Sight", "Top", "url_of"]
 
 _TIMEOUT_SECONDS: Final = 5.0
@@ -258,9 +260,9 @@ def _arena(arena: Mapping[str, Any]) -> Text:
 
 
 def _text(value: str, style: str = "") -> Text:
-    """Text that others chose, without what a terminal would obey."""
+    """Text that others chose, as much as a cell can hold."""
     shown = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."
-    return Text("".join(one if one.isprintable() else "?" for one in shown), style)
+    return Text(printable(shown), style)
 
 
 def _name(worker: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxfer.doctor.findings import Finding, Status
+from kvxfer.telemetry import printable
 
 __all__ = ["progress", "table", "verdict"]
 
@@ -22,16 +23,12 @@ def table(findings: Iterable[Finding]) -> Table:
         rows.add_column(heading, overflow="fold", no_wrap=heading != "seen")
     for finding in findings:
         style = _STYLES[finding.status]
-        seen = Text(_printable(finding.seen), style="dim" if finding.status is Status.SKIPPED else "")
+        # a part of it is what the other side of a probe says
+        seen = Text(printable(finding.seen), style="dim" if finding.status is Status.SKIPPED else "")
         if finding.remedy:
             seen.append(f"\n-> {finding.remedy}", style="bold" if finding.status is Status.FAIL else "italic")
         rows.add_row(finding.name, Text(finding.status.value, style), seen)
     return rows
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey: a part of it is what the other side of a probe says."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def verdict(findings: Iterable[Finding]) -> str:

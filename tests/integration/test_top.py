@@ -194,19 +194,9 @@ OK = b"HTTP/1.1 200 OK\r\n"
         (b"", "no answer: "),
     ],
 )
-def test_what_does_not_speak_http_or_json_is_named(answer, why):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def speak():
-            stream, _ = server.accept()
-            with stream:
-                stream.recv(4096)
-                stream.sendall(answer)
-
-        thread = threading.Thread(target=speak)
-        thread.start()
-        (sight,) = Top([f"127.0.0.1:{server.getsockname()[1]}"]).look()
-        thread.join()
+def test_what_does_not_speak_http_or_json_is_named(speaking, answer, why):
+    with speaking(answer) as address:
+        (sight,) = Top([address]).look()
     assert sight.why.startswith("no answer: ")
     assert why in sight.why
 

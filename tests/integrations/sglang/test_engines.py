@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import socket
-import threading
 import time
 
 import pytest
@@ -253,32 +251,20 @@ def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, load_balance)
     assert pair.decode.exact(room)
 
 
-def test_a_request_that_names_another_server_ends_nothing(pair):
+def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
     """A client may name any address as its bootstrap server."""
     pair.open(prefill={"dp_size": 2, "load_balance": "round_robin"})
     pair.prefill.pretend_rank(1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        nonsense = f"127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=_speak, args=(server, b"SSH-2.0-OpenSSH_9.2\r\n", 2))
-        thread.start()
+    with speaking(b"SSH-2.0-OpenSSH_9.2\r\n", times=2) as nonsense:
         pair.add(133, 16, prefill={"address": nonsense}, decode={"address": nonsense})
         pair.prefill.step()
         pair.decode.step()
-        thread.join(20)
     pair.prefill.abort(133)
     pair.decode.abort(133)
     pair.add(134, 16)
     pair.finish(134)
     assert pair.decode.state(134) == ("done", "")
     assert pair.decode.exact(134)
-
-
-def _speak(server, answer, times):
-    for _ in range(times):
-        stream, _ = server.accept()
-        with stream:
-            stream.recv(4096)
-            stream.sendall(answer)
 
 
 def test_pages_of_another_kind_are_not_fetched_and_end_nothing(pair):

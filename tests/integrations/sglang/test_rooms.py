@@ -2,8 +2,6 @@
 
 import ctypes
 import json
-import socket
-import threading
 import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
@@ -244,20 +242,9 @@ def test_nobody_answers(meeting, address):
     ids=lambda answer: answer[-20:],
 )
 @pytest.mark.parametrize("question", [ask, lambda address: rooms_of(address, [7])], ids=["ask", "rooms_of"])
-def test_something_else_at_the_address_is_an_error_of_the_library(answer, question):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def speak():
-            stream, _ = server.accept()
-            with stream:
-                stream.recv(4096)
-                stream.sendall(answer)
-
-        thread = threading.Thread(target=speak)
-        thread.start()
-        with pytest.raises(UnreachableError, match="bootstrap server at 127"):
-            question(f"127.0.0.1:{server.getsockname()[1]}")
-        thread.join()
+def test_something_else_at_the_address_is_an_error_of_the_library(speaking, answer, question):
+    with speaking(answer) as address, pytest.raises(UnreachableError, match="bootstrap server at 127"):
+        question(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:x", "a b:1", "[::1:3", ""])

@@ -38,6 +38,8 @@ __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensor
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
+_UNDO_SECONDS: Final = 1.0
+"""Several times as long as it takes to forget peers and memory and to destroy an agent."""
 _leaked: Final[list[object]] = []
 """Tensors of workers that closed while a peer might still touch them: kept until the process ends."""
 
@@ -97,11 +99,7 @@ class Assembly:
         timeout = min(timeout, site.config.close_timeout)
         site.send_desk.close()
         site.receive_desk.close()
-        try:
-            quiet = await asyncio.wrap_future(site.fabric.close(timeout))
-        except FabricError as error:
-            _log.error("fabric_not_closed", error=str(error))
-            quiet = False
+        quiet = await _closed(site.fabric, timeout)
         stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
         if stopped:  # else a copy may still write to what is mapped
             await site.runtime.in_thread(site.mappings.close)
@@ -117,6 +115,21 @@ class Assembly:
             self.staging.close()
         else:
             self.staging.leak()
+
+
+async def _closed(fabric: Fabric, timeout: float) -> bool:
+    """Whether a fabric was closed, and nothing is in flight any more.
+
+    Posts are given up after `timeout` seconds. Undoing the rest is calls that may never return: a driver waits in some
+    of them for all that is queued on a GPU.
+    """
+    closing = asyncio.wrap_future(fabric.close(timeout))
+    await asyncio.wait({closing}, timeout=timeout + _UNDO_SECONDS)
+    if not closing.done():
+        closing.cancel()
+        _log.error("fabric_not_closed", error="a call of the transport does not return")
+        return False
+    return closing.result()
 
 
 def given_config(config: Any) -> Config:

@@ -128,11 +128,11 @@ def translated(subject: Subject, part: Incoming, failure: Failure) -> KvxferErro
 
 
 def in_doubt(
-    subject: Subject, cause: Cause | None, settled: Callable[[], Awaitable[None]], peer: str
+    subject: Subject, cause: Cause | None, settled: Callable[[], Awaitable[None]], peer: str, who: str
 ) -> MemoryInDoubtError:
-    """What is raised instead where a peer may still write the blocks."""
+    """What is raised instead where somebody may still write the blocks."""
     error = MemoryInDoubtError(
-        f"fetch of {subject.request!r}: a silent peer may still write the blocks {short(subject.blocks)}; await "
+        f"fetch of {subject.request!r}: {who} may still write the blocks {short(subject.blocks)}; await "
         f"settled() before reusing them ({cause})",
         settled=settled,
         peer=peer,

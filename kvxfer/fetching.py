@@ -300,7 +300,8 @@ class Fetching(Steps):
             self.transfer.failed_blocks = self._subject.blocks
             if self._in_doubt:
                 silent = ",".join(i.peer.name for i in self.incoming if i.in_doubt)
-                error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent)
+                who = "a copy of our own" if any(i.copying for i in self.incoming) else "a silent peer"
+                error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
             error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
         code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
         self.site.metrics.transfer_ended(

@@ -127,6 +127,11 @@ class Incoming(Steps):
         return self._own.writes or theirs
 
     @property
+    def copying(self) -> bool:
+        """Whether a copy of our own writes the caller's blocks."""
+        return self._own.copies
+
+    @property
     def _in_place(self) -> bool:
         """Whether what was granted are the caller's blocks."""
         if self.route is Route.UNKNOWN:

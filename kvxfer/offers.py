@@ -355,7 +355,7 @@ class Offer:
         """Wait until the blocks are the caller's again, and say why. Cancelling the wait changes nothing.
 
         Raises:
-            MemoryInDoubtError: If a silent peer or a stuck post may still read them.
+            MemoryInDoubtError: If a silent peer, or a copy or post of ours that stands still, may still read them.
         """
         return await asyncio.shield(self._home.own(self._ended))
 
@@ -443,7 +443,8 @@ class Offer:
         blocks = self.block_ids()
         self._site.custody.doubt_reads(self._holder, blocks)
         error = MemoryInDoubtError(
-            f"the blocks of offer {self.request!r} may still be read by a post of ours or by {peer}, which is silent",
+            f"the blocks of offer {self.request!r} may still be read by a copy or post of ours, or by {peer}, which is "
+            "silent",
             settled=lambda: asyncio.shield(self._quiescent),
             peer=peer,
             blocks=blocks,

@@ -94,10 +94,10 @@ class Outgoing(Steps):
         self._ahead_until = self.began + lease_ms / 1000
         self._prompt = False  # nothing of the offer is waited for, so what it takes tells how fast the pair is
         self._shipments: Final[dict[int, Shipment]] = {}
-        self._readable = 0  # route pull: chunks announced and not yet read
+        self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
         self._doubt = False  # a post of ours may still read the blocks
         self._exposure: Exposure | None = None  # route pull
-        self._unread_timer: asyncio.TimerHandle | None = None
+        self._revoke: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         if fetch.timeout_ms < FOREVER_MS:
             # the decode rank gives up by itself, before, and says so; this bounds one that does not
@@ -184,15 +184,17 @@ class Outgoing(Steps):
         messages = self.machine.stop(failure)
         for shipment in list(self._shipments.values()):
             shipment.stop()
-        if self.machine.being_read and self._unread_timer is None:
-            bound = self.site.now() + self.site.config.revoke_timeout
-            self._unread_timer = self.site.at(bound, self._unanswered)
-            if self._exposure is not None:
+        if self.machine.state is SendState.STOPPING and self._revoke is None:
+            self._revoke = self.site.at(self.site.now() + self.site.config.revoke_timeout, self._unanswered)
+            if self._exposure is not None and self.machine.being_read:
                 self._exposure.seek()
         self._say(messages)
 
     def _unanswered(self) -> None:
-        """Route `pull`: the decode rank has not said in time that it reads nothing any more."""
+        """Not in time did the decode rank say that it reads no more (`pull`), or our copies end; posts have a bound."""
+        copying = self._summing or any(shipment.copying for shipment in self._shipments.values())
+        if copying and self.offer is not None:
+            self.offer.left(self, in_doubt=self.peer_name)
         self._say(self.machine.unread(in_doubt=True))
 
     def cancelled(self, failure: Failure) -> None:
@@ -290,8 +292,7 @@ class Outgoing(Steps):
         self._bound, choice, message = made.bound, made.choice, made.message
         if message.ahead and self.site.now() >= self._ahead_until:  # planning, or compiling before, took too long
             message = replace(message, ahead=False, spans=encode_spans(draft.spans, self._bound.plan.pair.groups))
-        self._said = draft.spans
-        self._choice = choice
+        self._said, self._choice = draft.spans, choice
         self._remaining = [] if message.ahead else list(range(message.chunks))
         self.tally.chunks, self.tally.pieces = message.chunks, self._bound.pieces
         self.tally.predicted = message.predicted_us / 1e6
@@ -432,6 +433,7 @@ class Outgoing(Steps):
             return
 
         def summed(outcome: CopyOutcome) -> None:
+            self._summing -= 1
             if outcome.error is not None:
                 self._not_summed(chunk, outcome.error)
             else:
@@ -439,6 +441,7 @@ class Outgoing(Steps):
 
         try:
             self.copy(_NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part))
+            self._summing += 1
         except KvxferError as error:
             self._not_summed(chunk, error)
 
@@ -479,7 +482,7 @@ class Outgoing(Steps):
         self._way()
         if self._exposure is not None and not machine.in_doubt:
             self._exposure.end()
-        for timer in (self._unread_timer, self._patience):
+        for timer in (self._revoke, self._patience):
             if timer is not None:
                 timer.cancel()
         self._ended(self)

@@ -37,6 +37,11 @@ class OwnWork:
         return self._reads > 0 or self._doubt
 
     @property
+    def copies(self) -> bool:
+        """Whether a copy of ours is under way here, which needs no peer and no agent."""
+        return self._copies > 0
+
+    @property
     def writes(self) -> bool:
         """Whether something of ours may write the caller's blocks."""
         return self._copies > 0 or self.reads

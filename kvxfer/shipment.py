@@ -70,6 +70,9 @@ class Terms:
 class Shipment(Steps):
     """A chunk that was granted: base of what the routes make of it.
 
+    Attributes:
+        copying: The executor has it: nothing but the end of that copy tells that the blocks are not read any more.
+
     Args:
         site: The worker.
         peer: The decode rank.
@@ -104,6 +107,7 @@ class Shipment(Steps):
         self._report: Callable[[int, Moved], None] | None = report
         self._began: Final = site.now()
         self._submitted = False  # the executor or the fabric has it, and will answer
+        self.copying = False
 
     @property
     def over(self) -> bool:
@@ -156,8 +160,12 @@ class Shipment(Steps):
     def submit(self, job: CopyJob) -> None:
         """Hand it to the executor."""
         self.tally.spent("queued", self._began, self.site.now())
-        self.site.executor.submit(job, Direction.GATHER)
-        self._submitted = True
+        self._submitted = self.copying = True
+        try:
+            self.site.executor.submit(job, Direction.GATHER)
+        except KvxferError:
+            self._submitted = self.copying = False
+            raise
 
     def end(self, moved: Moved) -> None:
         """Give everything back and report, once."""
@@ -200,6 +208,7 @@ class _OverFabric(Shipment):
         stays = runs_on(site, self.peer)
 
         def copied(outcome: CopyOutcome) -> None:  # on the executor's
+            self.copying = False
             if timed:
                 self._gathered = (outcome.started, outcome.finished)
             if outcome.error is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from stage import Gate
+from standing import Standing
 from wire import Play, deaf_port, play
 
 from kvxfer import (
@@ -27,6 +28,7 @@ from kvxfer import (
     assembly,
     rebuilding,
 )
+from kvxfer.copy.port import Direction
 from kvxfer.rebuilding import Rebuilding
 
 SLACK = 0.05
@@ -312,6 +314,20 @@ async def a_withdrawal_while_the_peer_reads(play):
     outcome, waited = await play.timed(offer.withdraw())
     assert isinstance(outcome, MemoryInDoubt)
     in_time("revoke", waited, least=BOUNDS["revoke"])
+
+
+@hears("revoke")
+async def a_withdrawal_while_our_own_copy_reads(play):
+    await play.pair(route="staged", **TIMES)
+    copies = Standing(play.prefill, Direction.GATHER)
+    offer = play.prefill.offer("r", [1, 2], tokens=8)
+    play.start("r")
+    await play.until(lambda: copies.held)
+    outcome, waited = await play.timed(offer.withdraw())
+    assert isinstance(outcome, MemoryInDoubt)
+    in_time("revoke", waited, least=BOUNDS["revoke"])
+    copies.go()
+    await outcome.settled()
 
 
 @hears("stuck_link")

@@ -190,6 +190,37 @@ async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):
     assert "memory_leaked" in caplog.text
 
 
+class Stuck(LoopbackTransport):
+    """A call of it waits for a GPU that is held up."""
+
+    def __init__(self, name, network, call):
+        super().__init__(name, network)
+        self.inside, self.go, real = threading.Event(), threading.Event(), getattr(self, call)
+
+        def stuck():
+            self.inside.set()
+            self.go.wait()
+            return real()
+
+        setattr(self, call, stuck)
+
+
+@pytest.mark.parametrize("call", ["close", "renew"])
+async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(network, caplog, call):
+    transport = Stuck("p", network, call)
+    config = Config(**{**DEFAULTS, **SOON, "close_timeout": 0.2, "heartbeat": 0.1, "peer_timeout": 0.3})
+    async with Worker(Cache().tensors, config, transport=transport) as worker:
+        if call == "renew":
+            worker._site.rebuilds.strand(lambda: None, urgent=True)
+            await eventually(transport.inside.is_set)
+        await worker.aclose(drain=False)
+    assert transport.inside.is_set()
+    assert "fabric_not_closed" in caplog.text
+    assert "memory_leaked" in caplog.text
+    transport.go.set()
+    await eventually(lambda: left() == NOTHING)
+
+
 async def test_events_that_never_fire_do_not_keep_anything(network):
     source, target = Cache(), Cache()
     async with make("p", source, network) as prefill, make("d", target, network) as decode:

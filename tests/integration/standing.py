@@ -1,0 +1,49 @@
+"""An executor whose copies stand still once they are launched, as on a GPU that is held up by somebody else's work."""
+
+from kvxfer.copy.host import run
+from kvxfer.copy.port import CopyOutcome, Direction
+from kvxfer.copy.sums import total
+
+
+class Standing:
+    """In place of a worker's executor: copies and sums of one direction are launched, and none ends before `go`.
+
+    Their bytes move then: the latest moment at which those of a kernel may.
+
+    Attributes:
+        held: Jobs that stand still.
+    """
+
+    def __init__(self, worker, direction: Direction):
+        self.held = []
+        self._site, self._direction = worker._site, direction
+        self._real, self._holding = worker._site.executor, True
+        worker._site.executor = self
+
+    def submit(self, job, direction):
+        moves = bool(job.plan.segments) or job.sums is not None
+        if not (self._holding and moves and direction is self._direction and job.after.query()):
+            self._real.submit(job, direction)
+        elif job.permit.post(self._site.now, lambda: None):
+            self.held.append(job)
+        else:
+            self._end(job, stopped=True)
+
+    def go(self):
+        """Let them end, and hold no more."""
+        self._holding = False
+        while self.held:
+            job = self.held.pop(0)
+            run(job.plan)
+            self._end(job, sums=b"" if job.sums is None else total(job.sums, run))
+
+    def close(self, timeout):
+        closed = self._real.close(timeout)
+        return closed and not self.held
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def _end(self, job, **how):
+        job.permit.end()
+        job.done(CopyOutcome(None, self._site.now(), self._site.now(), **how))

@@ -1,0 +1,295 @@
+"""Copies of our own that stand still: nobody gets their memory, everybody hears in time, and they may end at any time.
+
+In virtual time. On GPUs the same is tried with streams that are held up (`tests/gpu/test_standing_gpu.py`).
+"""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+
+import pytest
+from stage import Cache, Copied, is_quiet
+from standing import Standing
+from wire import play
+
+from kvxfer import BlocksError, ClosedError, Config, KvxferError, MemoryInDoubt, Released, Withdrawn, assembly
+from kvxfer.copy.port import Direction
+
+TOKENS = range(8)
+SLACK = 0.05
+TIMES = {
+    "heartbeat": 1.0,
+    "peer_timeout": 7.0,
+    "revoke_timeout": 3.0,
+    "offer_lease": 11.0,
+    "drain_timeout": 4.0,
+    "close_timeout": 2.5,
+}
+BOUNDS = Config(**TIMES).bounds()
+SIDES = [
+    pytest.param("prefill", Direction.GATHER, id="gather"),
+    pytest.param("decode", Direction.SCATTER, id="scatter"),
+]
+
+
+async def standing(play, side, direction, **config):
+    """Two workers, and a transfer of which a copy stands still."""
+    caches = {"source": Cache(shared=True), "target": Cache(shared=True)}
+    await play.pair(**{"route": "staged", **caches, **TIMES, **config})
+    await play.bring("before")
+    copies = Standing(getattr(play, side), direction)
+    offer, transfer = play.prefill.offer("r", [1, 2], tokens=8), play.start("r")
+    await play.until(lambda: copies.held)
+    return copies, offer, transfer
+
+
+def share_of(play, side):
+    site = getattr(play, side)._site
+    return site.send_desk.share if side == "prefill" else site.receive_desk.share
+
+
+async def rebuilt(play, worker):
+    """Have its agent made anew, and see that it does not take longer than it may."""
+    began, over = play.now, []
+    worker._site.rebuilds.strand(lambda: over.append(play.now), urgent=True)
+    await play.until(lambda: over)
+    assert over[0] - began <= BOUNDS["rebuild"] + SLACK
+    assert not worker._site.rebuilds.paused
+
+
+async def raised(awaitable):
+    (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+    return outcome
+
+
+async def quiet(play, *workers):
+    await play.until(lambda: all(is_quiet(worker) for worker in workers or (play.prefill, play.decode)))
+
+
+@pytest.mark.parametrize(
+    ("side", "direction", "who"),
+    [
+        pytest.param("prefill", Direction.GATHER, "prefill", id="gather"),
+        pytest.param("decode", Direction.SCATTER, "decode", id="scatter"),
+        pytest.param("decode", Direction.SCATTER, "prefill", id="scatter, the peer's agent"),
+    ],
+)
+def test_it_outlives_the_agent_and_brings_its_bytes(tmp_path, side, direction, who):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, side, direction)
+        copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        held = [(extent.address, extent.length, extent.state) for extent in share_of(play, side).extents()]
+        assert held
+        await rebuilt(play, getattr(play, who))
+        assert not transfer.done
+        assert [(extent.address, extent.length, extent.state) for extent in share_of(play, side).extents()] == held
+        copies.go()
+        await transfer
+        copied.check()
+        assert isinstance(await offer.released(), Released)
+        await quiet(play)
+        await play.bring("after", ids=(5, 6), into=(9, 10))
+
+    play(scenario, tmp_path)
+
+
+def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(tmp_path):
+    async def scenario(play):
+        copies, _, transfer = await standing(play, "prefill", Direction.GATHER)
+        await rebuilt(play, play.decode)
+        assert "try again" in str(await raised(transfer))
+        assert transfer.memory_safe
+        copies._holding = False
+        copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        await play.start("r")  # though the first one stands still
+        copied.check()
+        await play.until(lambda: all(peer["proved"] for peer in play.decode.describe()["peers"]))  # which writes
+        await quiet(play, play.decode)
+        moved = len(play.network.log)
+        copies.go()
+        await quiet(play)
+        assert len(play.network.log) == moved, "and the first one wrote to whom its memory belongs by now"
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(("side", "direction"), SIDES)
+def test_nobody_else_gets_its_memory_meanwhile(tmp_path, side, direction):
+    async def scenario(play):
+        copies, _, transfer = await standing(play, side, direction)
+        ours = {(extent.address, extent.length) for extent in share_of(play, side).extents()}
+        others = set()
+        submit = copies._real.submit
+
+        def see(job, direction):
+            others.update((extent.address, extent.length) for extent in share_of(play, side).extents())
+            submit(job, direction)
+
+        copies._holding, copies._real.submit = False, see
+        for number in range(24):  # more than the arena holds at once
+            await play.bring(f"beside {number}", ids=(5, 6), into=(9, 10))
+            if number == 12:
+                await rebuilt(play, getattr(play, side))
+        assert not any(a < b + m and b < a + n for a, n in ours for b, m in others - ours)
+        copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        copies.go()
+        await transfer
+        copied.check()
+        await quiet(play)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("route", ["staged", "mapped"])
+@pytest.mark.parametrize("rebuild", [False, True], ids=["", "rebuilt"])
+def test_an_offer_whose_blocks_it_reads_is_in_doubt_in_time(tmp_path, route, rebuild):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, "prefill", Direction.GATHER, route=route)
+        began = play.now
+        ending = asyncio.ensure_future(raised(offer.withdraw()))
+        if rebuild:
+            await rebuilt(play, play.prefill)
+            assert copies.held
+        outcome = await ending
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        assert BOUNDS["revoke"] - SLACK <= play.now - began <= BOUNDS["revoke"] + SLACK
+        await rebuilt(play, play.prefill)
+        settled = asyncio.ensure_future(outcome.settled())
+        await asyncio.sleep(1)
+        assert not settled.done()
+        with pytest.raises(BlocksError, match="may still read it"):
+            play.prefill.offer("s", [1], tokens=4)
+        moved, kept = len(play.network.log), play.target.clone()
+        copies.go()
+        await settled
+        assert isinstance(await raised(transfer), KvxferError)
+        assert len(play.network.log) == moved, "it was posted though nobody wanted it any more"
+        if route == "staged":
+            assert all(kept[layer].equal(memory) for layer, memory in play.target.memory.items())
+        await quiet(play)
+        await play.bring("after")
+
+    play(scenario, tmp_path)
+
+
+def test_so_is_one_whose_fetch_was_cancelled_and_whose_lease_ran_out(tmp_path):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, "prefill", Direction.GATHER)
+        transfer.cancel()
+        began = play.now
+        assert isinstance(await raised(transfer), asyncio.CancelledError)
+        assert transfer.memory_safe
+        await play.decode.decline(play.ticket("other"))  # the stream lives
+        outcome = await raised(offer.released())
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        assert play.now - began <= BOUNDS["released_by_lease"] + SLACK
+        copies.go()
+        await outcome.settled()
+        await quiet(play)
+
+    play(scenario, tmp_path)
+
+
+def test_so_is_one_whose_blocks_are_added_up(tmp_path):
+    async def scenario(play):
+        await play.pair(route="direct", integrity="full", **TIMES)
+        copies = Standing(play.prefill, Direction.GATHER)
+        offer, transfer = play.prefill.offer("r", [1, 2], tokens=8), play.start("r")
+        await play.until(lambda: copies.held)
+        began = play.now
+        outcome = await raised(offer.withdraw())
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        assert play.now - began <= BOUNDS["revoke"] + SLACK
+        copies.go()
+        await outcome.settled()
+        assert isinstance(await raised(transfer), KvxferError)
+        await quiet(play)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["", "the peer is gone"])
+def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_evidence(tmp_path, gone, monkeypatch):
+    if gone:  # and everybody is on a host of his own, so that a new agent ends what the peer may do
+        names = iter(range(9))
+        monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(names)} pid:[1]")
+
+    async def scenario(play):
+        copies, _, transfer = await standing(play, "decode", Direction.SCATTER)
+        if gone:
+            play.wire.cut()
+        began = play.now
+        transfer.cancel()
+        outcome = await raised(transfer)
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        assert "copy" in str(outcome)
+        assert play.now - began <= BOUNDS["revoke"] + SLACK
+        await rebuilt(play, play.decode)
+        kept = [extent.state.value for extent in share_of(play, "decode").extents()]
+        assert kept == ["scattering"] * len(copies.held)
+        settled = asyncio.ensure_future(outcome.settled())
+        with pytest.raises(BlocksError, match="may still write it"):
+            play.start("s")
+        await asyncio.sleep(1)
+        assert not settled.done()
+        assert not transfer.memory_safe
+        late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        copies.go()
+        late.check()  # they landed while the blocks were still kept from everybody
+        await settled
+        await quiet(play, play.decode)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(("side", "direction"), SIDES)
+def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, direction, caplog):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, side, direction)
+        worker = getattr(play, side)
+        kept, leaked = [*share_of(play, side).extents()], len(assembly._leaked)
+        _, waited = await play.timed(worker.aclose(drain=False))
+        assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK
+        assert copies.held
+        assert kept
+        assert len(assembly._leaked) == leaked + 1
+        assert worker._assembly.staging._backing is None
+        assert caplog.text.count("memory_leaked") == 1
+        outcome = await raised(offer.released() if side == "prefill" else transfer)
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        with pytest.raises(ClosedError, match="never reuse"):
+            await outcome.settled()
+        copies.go()  # into memory that is there for good
+        await raised(transfer)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(("side", "direction"), SIDES)
+def test_draining_is_bounded_and_what_ends_later_comes_back(tmp_path, side, direction):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, side, direction)
+        done, waited = await play.timed(getattr(play, side).drain())
+        assert not done
+        assert waited <= TIMES["drain_timeout"] + SLACK
+        copies.go()
+        await transfer
+        assert isinstance(await offer.released(), Released)
+        assert await getattr(play, side).drain()
+        await quiet(play)
+
+    play(scenario, tmp_path)
+
+
+def test_one_that_ends_in_time_leaves_no_doubt(tmp_path):
+    async def scenario(play):
+        copies, offer, transfer = await standing(play, "prefill", Direction.GATHER)
+        ending = asyncio.ensure_future(offer.withdraw())
+        await asyncio.sleep(TIMES["revoke_timeout"] / 2)
+        copies.go()
+        assert isinstance(await ending, Withdrawn)
+        assert isinstance(await raised(transfer), KvxferError)
+        await asyncio.sleep(TIMES["revoke_timeout"])
+        await quiet(play)
+
+    play(scenario, tmp_path)

@@ -195,6 +195,7 @@ class Outgoing(Steps):
         copying = self._summing or any(shipment.copying for shipment in self._shipments.values())
         if copying and self.offer is not None:
             self.offer.left(self, in_doubt=self.peer_name)
+            self._say(self.machine.overdue())
         self._say(self.machine.unread(in_doubt=True))
 
     def cancelled(self, failure: Failure) -> None:

@@ -279,6 +279,13 @@ class Sending:
             return [build_result(self.transfer, failure.status, chunk=chunk, failure=failure)]
         return self._complete()
 
+    def overdue(self) -> list[Message]:
+        """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
+        if self.state is not SendState.STOPPING or _Chunk.MOVING not in self._chunks or self.failure is None:
+            return []
+        chunk = self._chunks.index(_Chunk.MOVING)
+        return [build_result(self.transfer, self.failure.status, chunk=chunk, failure=self.failure)]
+
     def _complete(self) -> list[Message]:
         """End the transfer if nothing is left to wait for."""
         if self._moving or self.state not in (SendState.MOVING, SendState.STOPPING):

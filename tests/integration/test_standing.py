@@ -159,10 +159,15 @@ def test_an_offer_whose_blocks_it_reads_is_in_doubt_in_time(tmp_path, route, reb
         assert not settled.done()
         with pytest.raises(BlocksError, match="may still read it"):
             play.prefill.offer("s", [1], tokens=4)
+        failure = await raised(transfer)
+        assert isinstance(failure, KvxferError), failure
+        assert "withdrawn" in str(failure)
+        assert transfer.memory_safe is (route == "staged")
+        assert play.now - began <= 2 * BOUNDS["revoke"] + BOUNDS["rebuild"]
         moved, kept = len(play.network.log), play.target.clone()
         copies.go()
         await settled
-        assert isinstance(await raised(transfer), KvxferError)
+        await play.until(lambda: transfer.memory_safe)
         assert len(play.network.log) == moved, "it was posted though nobody wanted it any more"
         if route == "staged":
             assert all(kept[layer].equal(memory) for layer, memory in play.target.memory.items())

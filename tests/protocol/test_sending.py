@@ -137,6 +137,17 @@ def test_accept_and_refuse():
     assert refused.refuse(Code.TOO_MANY, "x" * 2000, retry_after_ms=5) == [Refuse(9, Code.TOO_MANY, "x" * 1024, 5)]
 
 
+def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
+    sending = make(moving=[1])
+    assert sending.overdue() == []
+    assert sending.stop(STOP) == []
+    (said,) = sending.overdue()
+    assert (said.chunk, said.status, said.code, said.last) == (1, Status.EXPIRED, Code.TICKET_EXPIRED, False)
+    (last,) = sending.dropped(1)
+    assert (last.chunk, last.status, last.last) == (WHOLE, Status.EXPIRED, True)
+    assert sending.overdue() == []
+
+
 def test_a_parked_fetch_is_stopped_at_once():
     sending = parked()
     (result,) = sending.stop(STOP)

@@ -1,0 +1,132 @@
+"""Ranks whose copies can be made to stand still: on a GPU because their stream waits, on a CPU in their thread.
+
+Nothing here allocates or frees memory of a GPU while a stream is held up, since CUDA may wait for all of them then.
+"""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import torch
+from far import Ranks
+
+from kvxfer.copy import host
+from kvxfer.copy.port import Direction
+from kvxfer.errors import KvxferError
+from kvxfer.memory import ExtentState
+
+KERNEL_CYCLES = 12_000_000_000
+"""About six seconds of a GPU: several times as long as what is done meanwhile."""
+WAIT_SECONDS = 20.0
+_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_STATES = {Direction.GATHER: ExtentState.WRITING, Direction.SCATTER: ExtentState.SCATTERING}
+
+
+class _Thread:
+    """Copies of a process's CPU memory, in whichever direction."""
+
+    def __init__(self):
+        self._inside, self._go, real = threading.Event(), threading.Event(), host.run
+
+        def standing(plan):
+            if plan.segments:
+                self._inside.set()
+                self._go.wait(3 * WAIT_SECONDS)
+            real(plan)
+
+        host.run, self._real = standing, real
+
+    def reached(self):
+        return self._inside.is_set()
+
+    def go(self):
+        host.run = self._real
+        self._go.set()
+
+
+class _Stream:
+    """Copies in one direction of an executor on a GPU: behind a wait for a word, or a kernel that runs for long."""
+
+    def __init__(self, executor, direction, how):
+        from kvxfer.memory.driver import call, load
+
+        self._lane = executor._lanes[direction]
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(executor._device), torch.cuda.stream(self._lane.stream.of_torch):
+            if how == "kernel":
+                torch.cuda._sleep(KERNEL_CYCLES)
+            else:
+                driver = load("driver", "holding a stream up")
+                call(driver, "cuStreamWaitValue32", self._lane.handle, self._word.data_ptr(), 1, _GEQ)
+            assert not self._lane.stream.of_torch.query(), "the stream is not held up"
+
+    def reached(self):
+        return bool(self._lane.running)
+
+    def go(self):
+        self._word.fill_(1)  # a kernel ends by itself
+
+
+class Holding(Ranks):
+    """Ranks of which one at a time is held up."""
+
+    def __init__(self):
+        super().__init__()
+        self._held: Any = None
+        self._doubt: Any = None
+
+    def hold(self, rank, direction, how="wait"):
+        """Let copies of this direction stand still, until `go`."""
+        executor = self.workers[rank]._site.executor
+        cpu = isinstance(executor, host.HostExecutor)
+        self._held = _Thread() if cpu else _Stream(executor, Direction(direction), how)
+
+    def go(self):
+        """Let them go on."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.go()
+
+    async def standing(self, rank, direction):
+        """Wait until a copy stands still; returns the extents that it may touch."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not (self._held.reached() and self.kept(rank, direction)):  # noqa: ASYNC110 - nobody sets an event
+                await asyncio.sleep(0.005)
+        return self.kept(rank, direction)
+
+    def kept(self, rank, direction):
+        """What copies of this direction have of the arena."""
+        site = self.workers[rank]._site
+        desk = site.send_desk if direction == "gather" else site.receive_desk
+        state = _STATES[Direction(direction)]
+        return [(one.address, one.length) for one in desk.share.extents() if one.state is state]
+
+    async def rebuild(self, rank):
+        """Have the agent made anew; the seconds that it took, or None if it did not end while copies stood still."""
+        worker, began = self.workers[rank], time.monotonic()
+        before = worker.describe()["agent"]["rebuilt"]
+        worker._site.rebuilds.strand(lambda: None, urgent=True)
+        while worker.describe()["agent"]["rebuilt"] == before:
+            if time.monotonic() - began > WAIT_SECONDS:
+                return None
+            await asyncio.sleep(0.005)
+        return time.monotonic() - began
+
+    async def withdraw(self, rank, request):
+        """Withdraw an offer; how that ended, and after how many seconds."""
+        began, offer = time.monotonic(), self._offers[rank, request]
+        try:
+            ended = type(await offer.withdraw()).__name__
+        except KvxferError as error:
+            self._doubt, ended = error, type(error).__name__
+        return ended, time.monotonic() - began
+
+    async def doubt_ended(self):
+        """Wait until what was in doubt is not."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            await self._doubt.settled()
+
+    async def close(self):
+        self.go()
+        await super().close()

@@ -194,10 +194,10 @@ class Scene:
     acquainted = False
     """Whether the two have transferred before, so that the transports are connected."""
 
-    def __init__(self, case: Case, survivor: Actor, third: Actor, victim: Actor) -> None:
+    def __init__(self, case: Case, survivor: Actor, third: Actor, victim: Actor, **settings: Any) -> None:
         self.case, self.survivor, self.third, self.victim = case, survivor, third, victim
         patience = PATIENT if case.fault == "pause" else {}
-        self.settings = {**QUICK, **patience, **SIZES, "route": case.route}
+        self.settings = {**QUICK, **patience, **SIZES, "route": case.route, **settings}
         self.bounds = Config(**self.settings).bounds()
         self.alive = case.fault != "kill"
 

@@ -10,8 +10,6 @@ from faults import Case, Ends, ReceiverStruck, SenderStruck
 
 from kvxfer.mapped import number_of
 
-pytestmark = pytest.mark.timeout(60)
-
 CASES = [
     Case("sender", "in the midst of the write", "staged", "kill", "tcp"),
     Case("sender", "in the midst of the write", "direct", "kill", "tcp"),
@@ -47,7 +45,7 @@ def namespaces():
 async def test_its_end_ends_the_doubt(company, case):
     assert case.ends in (Ends.REBUILT, Ends.HEARD)  # before, only closing this worker did
     with company.case(case.lane, apart=True) as actors:
-        scene = (SenderStruck if case.side == "sender" else ReceiverStruck)(case, *actors)
-        if case.ends is Ends.HEARD:
-            scene.settings["revoke_timeout"] = 5.0  # it is heard of because it is seen, however slow these cores are
+        # what is heard of because it is seen is so however slow these cores are
+        patience = {"revoke_timeout": 5.0} if case.ends is Ends.HEARD else {}
+        scene = (SenderStruck if case.side == "sender" else ReceiverStruck)(case, *actors, **patience)
         await scene.play()

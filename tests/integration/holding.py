@@ -29,11 +29,11 @@ class _Thread:
     def __init__(self):
         self._inside, self._go, real = threading.Event(), threading.Event(), host.run
 
-        def standing(plan):
+        def standing(plan, *team):
             if plan.segments:
                 self._inside.set()
                 self._go.wait(3 * WAIT_SECONDS)
-            real(plan)
+            real(plan, *team)
 
         host.run, self._real = standing, real
 

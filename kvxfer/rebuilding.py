@@ -9,6 +9,9 @@ Of the old agent no byte comes or goes over a network any more, whoever posted i
 
 It is none for memory that a living process on this host may write, though it be stopped, and none for what is mapped.
 
+Who makes an agent for a GPU waits, and his process with him, until what was launched there has ended (seen with UCX).
+So while a copy of ours stands still there, no agent is made.
+
 Nothing that is healthy fails for it. Nothing is granted and nothing announced to be read, what was is waited for, and
 posts of ours wait in the fabric; then peers are told how the new agent is reached, and all goes on. Who does not move
 what it was granted in time has that taken back, which a retry cures.
@@ -39,7 +42,7 @@ _LOOK_SECONDS_MAX: Final = 0.05
 _EARLY: Final = 1e-3
 """Seconds by which a timer may be early."""
 _STEPS: Final = 4
-"""Into so many parts `revoke_timeout` is divided: peers may answer; move what they were granted; stop; posts end."""
+"""Into so many parts `revoke_timeout` is divided: peers may answer; move what was granted; stop; our work ends."""
 _CROWDED: Final = 4
 """A share of which more than one part in so many is in quarantine is crowded: then nothing waits for longer."""
 _TAKEN_BACK: Final = Failure(Status.CANCELLED, Code.FABRIC, "the agent of a rank is being rebuilt: try again")
@@ -131,14 +134,19 @@ class Rebuilding:
     async def _run(self) -> None:
         """Do it."""
         site = self._site
-        began, done = site.now(), False
+        began, done, why = site.now(), False, "it cannot be done now, and is tried again"
         site.pause()
         try:
             if not await self._idle():
                 for role in self._roles:
                     role.take_back(_TAKEN_BACK)
                 await self._idle()
-            done = await asyncio.wrap_future(site.fabric.rebuild(site.config.revoke_timeout / _STEPS))
+            since = site.now()
+            if await self._ended(lambda: site.executor.standing(since)):
+                left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
+                done = await asyncio.wrap_future(site.fabric.rebuild(left))
+            else:
+                why = "a copy of our own stands still on the GPU: it is tried again when that has ended"
             if done:
                 await self._renew_bodies()
         except FabricError as error:
@@ -156,13 +164,17 @@ class Rebuilding:
             site.metrics.agent_rebuilt()
             _log.warning("agent_rebuilt", count=site.rebuilds.count, duration=took)
         elif not self._over:
-            _log.warning("agent_not_rebuilt", reason="it cannot be done now, and is tried again")
+            _log.warning("agent_not_rebuilt", reason=why)
 
     async def _idle(self) -> bool:
         """Wait until no peer that answers has anything of ours in its hands; False if that takes too long."""
+        return await self._ended(lambda: any(role.exposed for role in self._roles))
+
+    async def _ended(self, something: Callable[[], bool]) -> bool:
+        """Wait until something is not so any more; False if that takes too long."""
         site, delay = self._site, _LOOK_SECONDS
         until = site.now() + site.config.revoke_timeout / _STEPS
-        while any(role.exposed for role in self._roles):
+        while something():
             if site.now() >= until:
                 return False
             await asyncio.sleep(delay)

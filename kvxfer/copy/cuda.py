@@ -142,6 +142,10 @@ class CudaExecutor:
         """
         return self._kernel.touch_gate(gate, raised=raised)
 
+    def standing(self, since: float) -> bool:
+        """Whether a copy that was launched before `since` still runs. Safe from any thread."""
+        return any(one.started < since for lane in self._lanes.values() for one in tuple(lane.running))
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
 

@@ -92,6 +92,10 @@ class HostExecutor:
         """Nobody: memory of a CPU has no such gates."""
         return 0
 
+    def standing(self, since: float) -> bool:
+        """None: nobody else waits for a copy between CPU memory."""
+        return False
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
 

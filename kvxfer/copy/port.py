@@ -160,6 +160,13 @@ class Executor(Protocol):
         """
         ...
 
+    def standing(self, since: float) -> bool:
+        """Whether a copy that was launched before `since` still runs where other calls of a driver would wait for it.
+
+        Safe from any thread.
+        """
+        ...
+
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, finish the rest, stop. False if it did not end within `timeout` seconds."""
         ...

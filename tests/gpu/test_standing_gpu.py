@@ -73,6 +73,7 @@ def spoil(move, here):
     if here != "cpu":
         torch.cuda.synchronize(here)
     move.late(prefill=False)
+    move.check()  # loads what it launches: CUDA may wait for every stream to do that
 
 
 async def scatters(far, near, there, here, how):
@@ -100,20 +101,24 @@ async def raised(awaitable):
     return outcome
 
 
-def in_time(took):
-    assert took is not None, "the agent was not made anew while the copy stood still: a call of NIXL waits for the GPU"
-    print(f"the agent was made anew in {took:.2f} s while a copy stood still")
-    assert took <= TIMES["peer_timeout"] + 2 * TIMES["revoke_timeout"] + SECONDS
+def in_time(how, rebuild, late):
+    """On a CPU the agent is made anew meanwhile; on a GPU not before the copy has ended, and nobody waits for it."""
+    took, lag = rebuild
+    print(f"rebuilt after {took} s, {late} s after the copy had ended; the loop was late by {lag:.3f} s")
+    bound = TIMES["peer_timeout"] + 2 * TIMES["revoke_timeout"] + SECONDS
+    assert (took is None) == bool(how)
+    assert (took or late) <= bound
+    assert lag < 2.0, "the whole process waited for the GPU"
 
 
 @held
 async def test_a_scatter_outlives_the_agent(far, near, there, here, how):
     issuer, move, transfer, kept = await scatters(far, near, there, here, how)
-    took = await near.rebuild(0)
+    rebuild = await near.rebuild(0)
     assert set(kept) <= set(near.kept(0, "scatter")), "memory of a copy that stands still was given away"
     move.check()  # and nothing has landed yet
     near.go()
-    in_time(took)
+    in_time(how, rebuild, await near.rebuilt(0))
     await transfer
     move.bring().check()
     await settled(near)
@@ -123,11 +128,11 @@ async def test_a_scatter_outlives_the_agent(far, near, there, here, how):
 @held
 async def test_a_gather_outlives_the_agent(far, near, there, here, how):
     issuer, move, transfer, kept = await gathers(far, near, there, here, how)
-    took = await far.rebuild(0)
+    rebuild = await far.rebuild(0)
     assert set(kept) <= set(await far.kept(0, "gather")), "memory of a copy that stands still was given away"
     move.check()
     await far.go()
-    in_time(took)
+    in_time(how, rebuild, await far.rebuilt(0))
     await transfer
     move.bring().check()
     await settled(near)
@@ -143,14 +148,14 @@ async def test_blocks_that_a_scatter_may_write_are_in_doubt_until_it_ends(far, n
     doubt = await raised(transfer)
     assert isinstance(doubt, MemoryInDoubtError), doubt
     assert time.monotonic() - began <= TIMES["revoke_timeout"] + SECONDS
-    took = await near.rebuild(0)
+    rebuild = await near.rebuild(0)
     assert set(kept) <= set(near.kept(0, "scatter"))
     assert not transfer.memory_safe, "an agent that was made anew is taken for the end of a copy of our own"
     with pytest.raises(BlocksError):
         near.workers[0].start_fetch(issuer.ticket("s"), INTO, tokens=TOKENS, after=near.settled(near.caches[0]))
     move.check()
     near.go()
-    in_time(took)
+    in_time(how, rebuild, await near.rebuilt(0))
     async with asyncio.timeout(30):
         await doubt.settled()
     await settled(near)
@@ -163,11 +168,11 @@ async def test_blocks_that_a_gather_may_read_are_in_doubt_until_it_ends(far, nea
     ended, seconds = await far.withdraw(0, "r")
     assert ended == "MemoryInDoubtError"
     assert seconds <= TIMES["revoke_timeout"] + SECONDS
-    took = await far.rebuild(0)
+    rebuild = await far.rebuild(0)
     assert set(kept) <= set(await far.kept(0, "gather"))
     assert isinstance(await raised(transfer), KvxferError)
     await far.go()
-    in_time(took)
+    in_time(how, rebuild, await far.rebuilt(0))
     await far.doubt_ended()
     move.check()  # it was not posted any more
     await settled(near)

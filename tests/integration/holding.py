@@ -19,6 +19,8 @@ from kvxfer.memory import ExtentState
 KERNEL_CYCLES = 12_000_000_000
 """About six seconds of a GPU: several times as long as what is done meanwhile."""
 WAIT_SECONDS = 20.0
+PATIENCE_SECONDS = 4.0
+"""For an agent that is made anew: it is tried after a quarter of a second, and ends in a second at most."""
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _STATES = {Direction.GATHER: ExtentState.WRITING, Direction.SCATTER: ExtentState.SCATTERING}
 
@@ -75,6 +77,7 @@ class Holding(Ranks):
         super().__init__()
         self._held: Any = None
         self._doubt: Any = None
+        self._rebuilds = 0
 
     def hold(self, rank, direction, how="wait"):
         """Let copies of this direction stand still, until `go`."""
@@ -103,14 +106,27 @@ class Holding(Ranks):
         return [(one.address, one.length) for one in desk.share.extents() if one.state is state]
 
     async def rebuild(self, rank):
-        """Have the agent made anew; the seconds that it took, or None if it did not end while copies stood still."""
+        """Have the agent made anew: the seconds that it took, None if it did not end while copies stood still.
+
+        And by how much the loop was late meanwhile.
+        """
         worker, began = self.workers[rank], time.monotonic()
-        before = worker.describe()["agent"]["rebuilt"]
+        self._rebuilds, lag = worker.describe()["agent"]["rebuilt"], 0.0
         worker._site.rebuilds.strand(lambda: None, urgent=True)
-        while worker.describe()["agent"]["rebuilt"] == before:
-            if time.monotonic() - began > WAIT_SECONDS:
-                return None
+        while worker.describe()["agent"]["rebuilt"] == self._rebuilds:
+            before = time.monotonic()
+            if before - began > PATIENCE_SECONDS:
+                return None, lag
             await asyncio.sleep(0.005)
+            lag = max(lag, time.monotonic() - before)
+        return time.monotonic() - began, lag
+
+    async def rebuilt(self, rank):
+        """Wait until that is done; the seconds for which it was waited for."""
+        began = time.monotonic()
+        async with asyncio.timeout(2 * WAIT_SECONDS):
+            while self.workers[rank].describe()["agent"]["rebuilt"] == self._rebuilds:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.005)
         return time.monotonic() - began
 
     async def withdraw(self, rank, request):

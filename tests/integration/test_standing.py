@@ -93,6 +93,35 @@ def test_it_outlives_the_agent_and_brings_its_bytes(tmp_path, side, direction, w
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize(("side", "direction"), SIDES)
+def test_no_agent_is_made_where_that_would_wait_for_it(tmp_path, monkeypatch, side, direction):
+    """As on a GPU, where the process would stand still with it."""
+
+    async def scenario(play):
+        copies, _, transfer = await standing(play, side, direction)
+        worker, launched, over = getattr(play, side), play.now, []
+        monkeypatch.setattr(copies._real, "standing", lambda since: bool(copies.held) and launched <= since)
+        worker._site.rebuilds.strand(lambda: over.append(play.now), urgent=True)
+        await play.until(lambda: worker._site.rebuilds.paused)
+        await play.until(lambda: not worker._site.rebuilds.paused)
+        copies._holding = False
+        await play.bring("beside", ids=(5, 6), into=(9, 10))
+        await play.until(lambda: worker._site.rebuilds.paused)  # it is tried again
+        await play.until(lambda: not worker._site.rebuilds.paused)
+        assert not over
+        assert worker.describe()["agent"]["rebuilt"] == 0
+        copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        copies.go()
+        ended = play.now
+        await transfer
+        copied.check()
+        await play.until(lambda: over)
+        assert over[0] - ended <= BOUNDS["rebuild"] + SLACK
+        await quiet(play)
+
+    play(scenario, tmp_path)
+
+
 def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(tmp_path):
     async def scenario(play):
         copies, _, transfer = await standing(play, "prefill", Direction.GATHER)

@@ -1,17 +1,18 @@
 """What the prefill rank answers a fetch: plan, route and grid, and the `Accept` that says so."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvxfer.ahead import IN_PLACE
 from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, RefusedError
-from kvxfer.geometry import BlockLists, TransferPlan, check_state
+from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Offer
 from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.routes.chooser import Choice, Means, choose
+from kvxfer.routes.chooser import Choice, Means, choose, never
 from kvxfer.site import Site
 
 __all__ = ["Answer", "Asked", "Draft", "answer"]
@@ -34,6 +35,7 @@ class Draft:
         step: Tokens that came last: more will come in steps like it.
         finished: Whether nothing will be added.
         by_layer: Whether layers become ready one after the other.
+        prompt: Whether nothing of it is waited for, so that what its transfer takes tells how fast the pair is.
     """
 
     spans: BlockLists
@@ -41,12 +43,14 @@ class Draft:
     step: int
     finished: bool
     by_layer: bool
+    prompt: bool
 
     @classmethod
     def of(cls, offer: Offer) -> "Draft":
         """Take it down."""
         by_layer = not offer.finished and offer.readiness.by_layer
-        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer)
+        prompt = offer.finished and offer.readiness.fired
+        return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,13 @@ class Answer:
         bound: Its plan, and how it is cut.
         choice: Its route.
         message: What the decode rank is told.
+        plain_s: Seconds that it would be predicted to take, had transfers with the peer taught nothing.
     """
 
     bound: Bound
     choice: Choice
     message: Accept
+    plain_s: float
 
 
 def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
@@ -98,34 +104,28 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     pair = site.plans.outgoing(asked.peer, fetch.selections)
     check_state(pair, tokens, offer.tokens)
     plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
-    if (fetch.lease_ms or fetch.staging_lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
-        reason = "the two sides do not mean the same by this transfer: their plans differ"
-        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
-    nbytes = plan.outline.bytes
+    _check_agreement(fetch, plan)
+    nbytes, peer = plan.outline.bytes, asked.peer.identity.incarnation
 
     def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
         chunks = chunks or usual_chunks(site.config, route, nbytes)
-        peer = asked.peer.identity.incarnation
         return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
+    overdue = partial(site.estimates.overdue, peer) if offer.prompt else never
     choice = choose(
-        site.config.route, means, fetch.routes, nbytes=nbytes, pieces=lambda: plan.merged_pieces, seconds=seconds
+        site.config.route,
+        means,
+        fetch.routes,
+        nbytes=nbytes,
+        pieces=lambda: plan.merged_pieces,
+        seconds=seconds,
+        overdue=overdue,
     )
-    target, limit = _chunk_sizes(site, fetch, choice.route, plan)
-    if not offer.finished:
-        target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
-    listed = choice.route in LISTED
-    grid = fit_grid(
-        plan,
-        target_bytes=target,
-        limit_bytes=limit,
-        layers_per_chunk=1 if offer.by_layer else None,
-        tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
-        listed=listed,
-    )
+    grid = _grid(site, fetch, offer, choice.route, plan)
     bound = Bound.of(plan, grid)
     ahead = asked.ahead and offer.finished and _covers(site, asked, choice.route, plan, len(grid))
-    predicted = seconds(choice.route, plan.merged_pieces if listed else bound.pieces, len(grid))
+    pieces = plan.merged_pieces if choice.route in LISTED else bound.pieces
+    predicted = seconds(choice.route, pieces, len(grid))
     message = Accept(
         transfer=fetch.transfer,
         route=choice.route,
@@ -141,7 +141,14 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
         fenced=site.keys.has(asked.peer),
     )
-    return Answer(bound, choice, message)
+    return Answer(bound, choice, message, predicted / site.estimates.factor(peer, choice.route))
+
+
+def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
+    """What was granted ahead is for the plan that the decode rank has made."""
+    if (fetch.lease_ms or fetch.staging_lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
+        reason = "the two sides do not mean the same by this transfer: their plans differ"
+        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
 def _covers(site: Site, asked: Asked, route: Route, plan: TransferPlan, chunks: int) -> bool:
@@ -153,6 +160,22 @@ def _covers(site: Site, asked: Asked, route: Route, plan: TransferPlan, chunks: 
     if not fetch.staging_lease_ms:
         return route in IN_PLACE
     return route is Route.STAGED and chunks == 1 and plan.outline.staged_bytes <= fetch.staging_bytes
+
+
+def _grid(site: Site, fetch: Fetch, offer: Draft, route: Route, plan: TransferPlan) -> ChunkGrid:
+    """How it is cut."""
+    nbytes = plan.outline.bytes
+    target, limit = _chunk_sizes(site, fetch, route, plan)
+    if not offer.finished:
+        target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
+    return fit_grid(
+        plan,
+        target_bytes=target,
+        limit_bytes=limit,
+        layers_per_chunk=1 if offer.by_layer else None,
+        tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
+        listed=route in LISTED,
+    )
 
 
 def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:

@@ -93,6 +93,7 @@ class Outgoing(Steps):
         self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
         self._ahead_until = self.began + lease_ms / 1000
         self._prompt = False  # nothing of the offer is waited for, so what it takes tells how fast the pair is
+        self._plain_s = 0.0  # what that is compared with
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
         self._doubt = False  # a post of ours may still read the blocks
@@ -297,7 +298,9 @@ class Outgoing(Steps):
         self._remaining = [] if message.ahead else list(range(message.chunks))
         self.tally.chunks, self.tally.pieces = message.chunks, self._bound.pieces
         self.tally.predicted = message.predicted_us / 1e6
-        self._prompt = draft.finished and offer.readiness.fired
+        self._prompt, self._plain_s = draft.prompt, made.plain_s
+        if self._prompt:
+            self.site.estimates.chose(self.peer.identity.incarnation, choice.route)
         if choice.fallback:
             self.site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
@@ -467,10 +470,9 @@ class Outgoing(Steps):
             started=self.began,
             finished=self.site.now(),
         )
-        if failure is None and self._prompt and self.stats.predicted:
-            took = self.stats.duration
+        if failure is None and self._prompt:
             self.site.estimates.took(
-                self.peer.identity.incarnation, machine.route, predicted=self.stats.predicted, seconds=took
+                self.peer.identity.incarnation, machine.route, plain=self._plain_s, seconds=self.stats.duration
             )
         reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
         if failure is not None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvxfer.errors import Code, RefusedError
 from kvxfer.protocol.messages import Route
 
-__all__ = ["Choice", "Means", "acceptable", "choose", "predicted_faster"]
+__all__ = ["Choice", "Means", "acceptable", "choose", "never", "predicted_faster"]
 
 _NEARLY: Final = 1.05
 """A post per piece is preferred if it takes no longer than this times a gather and a scatter: it needs no memory."""
@@ -74,6 +74,15 @@ def acceptable(preference: str, means: Means) -> list[Route]:
     return [route for route in order if means.can(route)]
 
 
+Overdue: TypeAlias = Callable[[Route, float, Route, float], bool]
+"""Whether a slower route, of predicted seconds, should be tried again in place of a faster one and its seconds."""
+
+
+def never(_: Route, __: float, ___: Route, ____: float) -> bool:
+    """Nothing is tried again."""
+    return False
+
+
 def choose(
     preference: str,
     means: Means,
@@ -82,6 +91,7 @@ def choose(
     nbytes: int,
     pieces: Callable[[], int],
     seconds: Callable[[Route, int], float],
+    overdue: Overdue = never,
 ) -> Choice:
     """The sender's choice among the routes that the decode rank accepts.
 
@@ -92,6 +102,7 @@ def choose(
         nbytes: Size of the transfer.
         pieces: Counts contiguous pieces after merging neighbours; called only where the choice depends on it.
         seconds: What a route is predicted to take, with so many pieces.
+        overdue: Whether a slower route should be tried again all the same.
 
     Raises:
         RefusedError: If no route is left.
@@ -110,7 +121,7 @@ def choose(
     if means.converts and first in _PIECEWISE:
         reason = "cannot convert dtypes or scales"
     if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is not Route.DIRECT:
-        choice = _by_time(nbytes, pieces(), seconds)
+        choice = _by_time(nbytes, pieces(), seconds, overdue)
         hoped = first not in possible
     else:
         alone = "the only route that converts" if means.converts else "the only common route"
@@ -129,8 +140,19 @@ def predicted_faster(*, direct: float, staged: float) -> Route:
     return Route.DIRECT if direct <= staged * _NEARLY else Route.STAGED
 
 
-def _by_time(nbytes: int, pieces: int, seconds: Callable[[Route, int], float]) -> Choice:
+def _by_time(
+    nbytes: int,
+    pieces: int,
+    seconds: Callable[[Route, int], float],
+    overdue: Overdue,
+) -> Choice:
     direct, staged = seconds(Route.DIRECT, pieces), seconds(Route.STAGED, pieces)
-    route = predicted_faster(direct=direct, staged=staged)
     what = f"{pieces} pieces of {nbytes // max(pieces, 1)} bytes on average"
-    return Choice(route, f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged")
+    why = f"{what}: {direct * 1e3:.1f} ms predicted for direct, {staged * 1e3:.1f} ms for staged"
+    found = [(Route.DIRECT, direct), (Route.STAGED, staged)]
+    if predicted_faster(direct=direct, staged=staged) is Route.STAGED:
+        found.reverse()
+    (best, best_s), (other, other_s) = found
+    if overdue(other, other_s, best, best_s):
+        return Choice(other, f"{why}; {other.name.lower()} was not tried for long")
+    return Choice(best, why)

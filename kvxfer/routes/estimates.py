@@ -5,6 +5,9 @@ bandwidth and the cost of a piece are the lane's. What each transfer took, over 
 the route for that peer: the factor moves a quarter of the way, in logarithms, so that one slow transfer is no verdict.
 A route that was never tried with a peer has the factor of its other routes: a machine that is slow is slow on all of
 them, and a route is not taken only because nothing is known of it.
+
+What is known of a route is as old as the last transfer that took it. So one that has not been taken for long is, now
+and then, though another one is predicted to be faster: what made it slow may be over.
 """
 
 from math import exp, log
@@ -20,6 +23,10 @@ _OVER_A_LANE: Final = (Route.STAGED, Route.DIRECT, Route.PULL)
 _LEARNED: Final = 0.25
 _MOST: Final = log(16.0)
 """One transfer, and all of them together, are believed to be off by no more than this factor."""
+_TRIES: Final = 1 / 32
+"""Part of the time of all transfers for which routes may be taken that are predicted to be slower."""
+_HOPELESS: Final = 4.0
+"""A route that is slower by more than this before all corrections is not tried for them: that is no passing trouble."""
 
 
 class Estimates:
@@ -34,6 +41,8 @@ class Estimates:
         self._factors: dict[bytes, dict[Route, float]] = {}  # logarithms
         self._lanes: dict[bytes, LaneCosts] = {}
         self._costs: dict[tuple[bytes, Route], Costs] = {}  # of routes over a lane that was measured
+        self._spent: dict[bytes, float] = {}  # seconds of all transfers that taught something
+        self._chosen: dict[bytes, dict[Route, float]] = {}  # how many those were when a route was last taken
 
     def factor(self, peer: bytes, route: Route) -> float:
         """What the profile's seconds are multiplied by, for a peer."""
@@ -72,17 +81,41 @@ class Estimates:
             self._costs[peer, route] = lane.refine(self._profile, route, listed=listed)
             self._factors.get(peer, {}).pop(route, None)
 
-    def took(self, peer: bytes, route: Route, *, predicted: float, seconds: float) -> None:
-        """A transfer that waited for nothing took so long, where `seconds` had predicted something else."""
-        if predicted > 0 and seconds > 0:
+    def chose(self, peer: bytes, route: Route) -> None:
+        """A transfer takes this route, and will tell what it is like."""
+        self._chosen.setdefault(peer, {})[route] = self._spent.get(peer, 0.0)
+
+    def overdue(self, peer: bytes, route: Route, seconds: float, best: Route, best_s: float) -> bool:
+        """Whether a slower route should be taken once more, to see whether it still is slower.
+
+        Args:
+            peer: Incarnation of the other side.
+            route: The slower one.
+            seconds: Predicted for it.
+            best: The faster one.
+            best_s: Predicted for that.
+        """
+        since = self._spent.get(peer, 0.0) - self._chosen.get(peer, {}).get(route, 0.0)
+        plain, best_plain = seconds / self.factor(peer, route), best_s / self.factor(peer, best)
+        return since * _TRIES >= seconds and plain <= best_plain * _HOPELESS
+
+    def took(self, peer: bytes, route: Route, *, plain: float, seconds: float) -> None:
+        """A transfer that waited for nothing took so long, where costs without any correction said `plain`.
+
+        What is learned of transfers that were under way together does not depend on how many there were.
+        """
+        if plain > 0 and seconds > 0:
             known = self._factors.setdefault(peer, {})
             before = log(self.factor(peer, route))
-            off = max(-_MOST, min(_MOST, log(seconds / predicted)))
-            known[route] = max(-_MOST, min(_MOST, before + _LEARNED * off))
+            found = max(-_MOST, min(_MOST, log(seconds / plain)))
+            known[route] = before + _LEARNED * (found - before)
+            self._spent[peer] = self._spent.get(peer, 0.0) + seconds
 
     def forget(self, peer: bytes) -> None:
         """The peer is gone."""
         self._factors.pop(peer, None)
         self._lanes.pop(peer, None)
+        self._spent.pop(peer, None)
+        self._chosen.pop(peer, None)
         for route in _OVER_A_LANE:
             self._costs.pop((peer, route), None)

@@ -355,6 +355,28 @@ async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):
         assert (estimates.factor(peer, route) > before[route]) == (sent.duration > sent.predicted)
 
 
+async def test_a_route_that_was_slow_long_ago_is_tried_again_once(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
+    estimates, found = prefill._site.estimates, []
+
+    async def fetch(request):
+        offer = prefill.offer(request, [1, 2], tokens=8)
+        found.append((await decode.fetch(prefill.engine.ticket(request), [1, 2], tokens=range(8), timeout=10)).stats)
+        await offer.released()
+
+    await fetch("first")
+    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
+    slow, fast = Route.DIRECT, Route.STAGED
+    for _ in range(20):
+        estimates.took(peer, slow, plain=1.0, seconds=16.0)
+        estimates.took(peer, fast, plain=1.0, seconds=1.0)
+    await fetch("second")
+    await fetch("third")
+    assert [stats.route for stats in found[1:]] == [slow.name.lower(), fast.name.lower()]
+    assert found[1].why.endswith("; direct was not tried for long")
+    assert "tried" not in found[2].why
+
+
 async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target)

@@ -85,14 +85,14 @@ def test_of_memory_of_another_kind_it_says_nothing():
 
 def test_estimates_are_those_of_the_lane_once_it_was_measured():
     estimates, work = Estimates(CPU), {"nbytes": 64 * MIB, "chunks": 2, "pieces": 2048}
-    estimates.took(PEER, Route.DIRECT, predicted=1.0, seconds=4.0)  # told of the same wire, and is not counted twice
+    estimates.took(PEER, Route.DIRECT, plain=1.0, seconds=4.0)  # told of the same wire, and is not counted twice
     lane = LaneCosts(post_s=1e-3, piece_s=2e-5, bytes_per_s=1e8)
     estimates.measured(PEER, lane, listed=True)
     assert estimates.lane(PEER) == lane
     expected = lane.refine(CPU, Route.DIRECT, listed=True).seconds(**work)
     assert estimates.seconds(PEER, Route.DIRECT, **work) == expected
     assert estimates.seconds(OTHER, Route.DIRECT, **work) == CPU.seconds(Route.DIRECT, **work)
-    estimates.took(PEER, Route.DIRECT, predicted=expected, seconds=2 * expected)
+    estimates.took(PEER, Route.DIRECT, plain=expected, seconds=2 * expected)
     assert estimates.seconds(PEER, Route.DIRECT, **work) > expected
     estimates.forget(PEER)
     assert estimates.lane(PEER) is None

@@ -49,12 +49,9 @@ def _perform(
     from kvxfer.bench.children import BenchFailedError
     from kvxfer.bench.device import choose
     from kvxfer.bench.machine import describe
-    from kvxfer.bench.output import finish, progress
+    from kvxfer.bench.output import check, finish, progress
 
-    if plot_folder is not None:
-        from kvxfer.bench.plots import check
-
-        check()
+    check(json_file, plot_folder)
     kind = choose(device)
     try:
         with progress(name) as step:

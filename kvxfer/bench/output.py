@@ -1,6 +1,7 @@
-"""What all benchmarks share towards the terminal: a progress bar, and the end of a run."""
+"""What all benchmarks share towards terminal and files: whether they can be written, progress, the end of a run."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvxfer.bench.report import Report
+from kvxfer.errors import UsageError
 
-__all__ = ["finish", "progress"]
+__all__ = ["check", "finish", "progress"]
 
 _PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+
+
+def check(json_file: Path | None, plot_folder: Path | None) -> None:
+    """Find out before a run, which may take hours, whether its results can be written, and make the folders.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed and charts are wanted.
+        UsageError: If a file or folder cannot be written to.
+    """
+    if plot_folder is not None:
+        from kvxfer.bench import plots
+
+        plots.check()
+        _check_folder(plot_folder, f"--plot {plot_folder} cannot be written to")
+    if json_file is not None:
+        if json_file.is_dir():
+            raise UsageError(f"--json {json_file} cannot be written: it is a folder")
+        _check_folder(json_file.parent, f"--json {json_file} cannot be written")
+
+
+def _check_folder(folder: Path, otherwise: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{otherwise}: {error.strerror}") from error
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""`--plot`: a PNG a chart, and one page that needs nothing beside it; without matplotlib it says so before a run."""
+"""`--plot`: a PNG a chart, and one page that needs nothing beside it; what stands in the way is said before a run."""
 
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from kvxfer import cli
 from kvxfer.bench import plots
 from kvxfer.bench.machine import describe
 from kvxfer.bench.report import Chart, Report, Table
@@ -33,6 +35,21 @@ def test_a_folder_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         plots.draw(report(), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [("--json", "file/results.json"), ("--json", "folder"), ("--plot", "file"), ("--plot", "file/a")],
+)
+def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch, tmp_path, option, place):
+    if option == "--plot":
+        pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed here")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("kvxfer.bench.planning.Planning.run", lambda *_: pytest.fail("it ran"))
+    done = CliRunner().invoke(cli.app, ["bench", "plan", "--quick", option, str(tmp_path / place)])
+    assert isinstance(done.exception, UsageError)
+    assert f"{option} {tmp_path / place} cannot be written" in str(done.exception)
 
 
 def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ A child whose parent is gone ends by itself.
 """
 
 import asyncio
+import importlib
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
+
+from kvxfer.errors import MissingExtraError
 
 __all__ = ["BenchFailedError", "Body", "Broken", "PeerGoneError", "Result", "Side", "Step", "collect", "conduct"]
 
@@ -182,7 +185,10 @@ def conduct(
 
     Raises:
         BenchFailedError: If a child failed, or none said anything for too long.
+        MissingExtraError: If uvloop is wanted and not installed.
     """
+    if uvloop:
+        _uvloop()
     names = list(bodies)
     with tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder, _running() as children:
         across: Iterable[Any] = Pipe() if len(names) == 2 else [None]
@@ -204,6 +210,7 @@ def collect(
 
     Raises:
         BenchFailedError: As `conduct` does.
+        MissingExtraError: Likewise.
     """
     found: list[dict[str, Any]] = []
 
@@ -346,11 +353,17 @@ def _child(
 
 def _run(work: Coroutine[Any, Any, None], *, uvloop: bool) -> None:
     if uvloop:
-        import uvloop as faster
-
-        faster.run(work)
+        _uvloop().run(work)
     else:
         asyncio.run(work)
+
+
+def _uvloop() -> Any:
+    """The module; untyped, as it may be missing where types are checked."""
+    try:
+        return importlib.import_module("uvloop")
+    except ImportError as error:
+        raise MissingExtraError("--uvloop needs uvloop: pip install 'kvxfer[uvloop]'") from error
 
 
 def _follow(parent: Pipes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.bench.children import BenchFailedError, Step, conduct
+from kvxfer.errors import MissingExtraError
 
 BODIES = textwrap.dedent(
     """
@@ -67,6 +68,12 @@ def test_two_children_talk_and_report(bodies, uvloop):
     said = run({"a": bodies.lead, "b": bodies.follow}, uvloop=uvloop)
     assert [one for one in said if "ended" not in one] == ["begun", "heard 42"]
     assert sorted(one for one in said if "ended" in one) == ["a ended", "b ended"]
+
+
+def test_without_uvloop_nothing_is_started(bodies, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(MissingExtraError, match=r"kvxfer\[uvloop\]"):
+        run({"a": bodies.die}, uvloop=True)
 
 
 def test_a_child_that_raises_is_named_with_its_first_cause(bodies):

@@ -307,12 +307,20 @@ def _report(head: dict[str, Any], cells: Sequence[dict[str, Any]]) -> Report:
     headings = ["route", "CTAs", "victim", "slow-down", "noise", "GB/s", "GB/s with victim", "verified"]
     notes = [f"on {head['hardware']['cores']} cores: a thread also loses what transfers need of the cores themselves"]
     table = Table("how many times slower a victim is while transfers run", headings, rows, notes)
-    charts: list[Chart] = []
-    x = [str(ctas) for ctas in dict.fromkeys(one["ctas"] for one in cells) if ctas is not None]
-    if x:
-        names = list(dict.fromkeys((one["route"], one["victim"], one["side"]) for one in cells))
-        at = {(one["route"], one["victim"], one["side"], str(one["ctas"])): one["slow_down"] for one in cells}
-        series = {f"{r}: {v} in {s}": [at.get((r, v, s, place)) for place in x] for r, v, s in names}
-        charts.append(Chart("interference", "slow-down of other work", "CTAs", "times", x, series, target=1.0))
     wrong = [f"{one['route']}, {one['victim']}: {one['difference']}" for one in cells if one["difference"]]
-    return Report("interference", head, {"cells": list(cells)}, [table], charts, wrong)
+    return Report("interference", head, {"cells": list(cells)}, [table], [_chart(cells)] if cells else [], wrong)
+
+
+def _chart(cells: Sequence[dict[str, Any]]) -> Chart:
+    """By thread blocks, or by victims where copies have none."""
+    by_ctas = all(one["ctas"] is not None for one in cells)
+
+    def where(one: dict[str, Any]) -> tuple[str, str]:
+        victim = f"{one['victim']} in {one['side']}"
+        return (f"{one['route']}: {victim}", str(one["ctas"])) if by_ctas else (one["route"], victim)
+
+    at = {where(one): one["slow_down"] for one in cells}
+    names, x = (list(dict.fromkeys(column)) for column in zip(*at, strict=True))
+    series = {name: [at.get((name, place)) for place in x] for name in names}
+    label = "CTAs" if by_ctas else "victim"
+    return Chart("interference", "slow-down of other work", label, "times", x, series, target=1.0)

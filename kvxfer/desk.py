@@ -42,7 +42,7 @@ class Desk:
         self.emptied: Callable[[], object] | None = None
         """Called when the last extent was given back: for a desk that is kept for those alone."""
 
-    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted) -> Request | None:
+    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted, *, owner: object = None) -> Request | None:
         """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
 
         Args:
@@ -51,6 +51,7 @@ class Desk:
             timeout: Seconds to wait at most.
             then: Gets the extent; or an `ArenaError` when `timeout` has passed, or when so much of the share went into
                 quarantine that what remains cannot hold it.
+            owner: Who asks on the peer's behalf, such as a transfer: each gets its turn.
 
         Returns:
             For `withdraw`; None if `then` was called before this returned.
@@ -59,7 +60,7 @@ class Desk:
             ArenaError: It can never fit; `then` is not called.
         """
         now = self._now()
-        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout)
+        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout, owner=owner)
         self._waiting[request] = then
         self.advance()
         if request not in self._waiting:

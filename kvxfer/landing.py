@@ -198,7 +198,8 @@ class Landing:
         if (extent := desk.take(host.peer.name, nbytes)) is not None:
             self._grant(extent)
             return
-        self._request = desk.ask(host.peer.name, nbytes, host.patience, partial(host.run, self._admitted))
+        admitted = partial(host.run, self._admitted)
+        self._request = desk.ask(host.peer.name, nbytes, host.patience, admitted, owner=host)
         if not self._host.moving:  # somebody gave up who was told in the same round of decisions
             self.give_up()
 

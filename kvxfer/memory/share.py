@@ -3,7 +3,8 @@
 Synchronous and deterministic: no clock, no loop, no memory is touched. `request` and `withdraw` note what is wanted,
 `advance(now)` decides, and the caller acts on the decisions.
 
-Who is served. Peers take turns; within a peer the oldest request comes first. At its turn a request
+Who is served. Peers take turns; within a peer those who ask do (`owner`, such as a transfer), each by the order of its
+requests. At its turn a request
 
 - is *held back*, and nobody waits for it, while its peer has more than a quarter of the share in quarantine, while
   its peer holds so much that this request would go beyond its cap, or while only the end of a quarantine can make room;
@@ -135,7 +136,7 @@ class Share:
 
     # --- asking
 
-    def request(self, peer: str, nbytes: int, *, now: float, deadline: float) -> Request:
+    def request(self, peer: str, nbytes: int, *, now: float, deadline: float, owner: object = None) -> Request:
         """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
 
         Args:
@@ -143,6 +144,7 @@ class Share:
             nbytes: Bytes, at least 1.
             now: Seconds of the caller's clock.
             deadline: Seconds of the same clock at which the request expires; infinity if never.
+            owner: Which of those who ask for the peer it is of; they take turns.
 
         Raises:
             ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
@@ -169,7 +171,7 @@ class Share:
         if self._hopeless(length):
             raise self._quarantine_error(nbytes, length)
         self._requests += 1
-        request = Request(peer, nbytes, length, self._requests, now, deadline)
+        request = Request(peer, nbytes, length, self._requests, now, deadline, owner)
         self._queue.add(request)
         return request
 

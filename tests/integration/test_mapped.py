@@ -283,20 +283,3 @@ async def test_it_streams(stage, source, target):
     result = await transfer
     copied.check()
     assert (result.stats.route, result.payload) == ("mapped", b"token")
-
-
-async def test_a_small_fetch_does_not_wait_for_a_large_one(stage):
-    """All chunks of both wait for their blocks; then the small one takes its turn after one chunk of the large one."""
-    source, target = Cache(blocks=130, shared=True), Cache(blocks=130, shared=True, layout="HND")
-    prefill, decode = await stage.pair(source, target, route="mapped", in_place_chunk_bytes="1KiB")
-    ready, many = Gate(), list(range(128))
-    prefill.offer("large", many, tokens=512, after=ready)
-    prefill.offer("small", [129], tokens=4, after=ready)
-    large = decode.start_fetch(prefill.engine.ticket("large"), many, tokens=range(512), timeout=20)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 1)
-    small = decode.start_fetch(prefill.engine.ticket("small"), [129], tokens=range(4), timeout=20)
-    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 2)
-    ready.fired = True
-    done = await small
-    assert not large.done
-    assert (await large).stats.chunks > 100 > done.stats.chunks

@@ -272,7 +272,7 @@ async def test_an_offer_is_read_only_after_its_event(stage, route):
 
 async def test_two_workers_that_fetch_from_each_other_with_small_arenas(stage):
     caches = [Cache(blocks=64), Cache(blocks=64)]
-    config = {"route": "staged", "arena_bytes": "4KiB", "chunk_bytes": "1KiB"}
+    config = {"route": "staged", "arena_bytes": "4KiB", "chunk_bytes": "1KiB", "window": 1024}
     left, right = await stage.pair(*caches, **config)
     halves = list(range(32)), list(range(32, 64))
     copied = [
@@ -324,6 +324,25 @@ async def test_200_fetches_at_once(stage, route):
     assert [result.request for result in results] == [f"r{n}" for n in range(200)]
     assert {type(ending) for ending in await asyncio.gather(*(offer.released() for offer in offers))} == {Released}
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["mapped", "staged", "direct", "pull"])
+async def test_a_small_fetch_does_not_wait_for_a_large_one(stage, route):
+    """All chunks of both wait for their blocks; then the small one takes its turn after a few of the large one's."""
+    shared, cut = route == "mapped", {"in_place_chunk_bytes": "1KiB", "chunk_bytes": "1KiB", "window": 1024}
+    source, target = Cache(blocks=130, shared=shared), Cache(blocks=130, shared=shared, layout="HND")
+    prefill, decode = await stage.pair(source, target, route=route, **cut)
+    ready, many = Gate(), list(range(128))
+    prefill.offer("large", many, tokens=512, after=ready)
+    prefill.offer("small", [129], tokens=4, after=ready)
+    large = decode.start_fetch(prefill.engine.ticket("large"), many, tokens=range(512), timeout=20)
+    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 1)
+    small = decode.start_fetch(prefill.engine.ticket("small"), [129], tokens=range(4), timeout=20)
+    await eventually(lambda: prefill.describe()["metrics"]["frames_sent"].get("Accept", 0) == 2)
+    ready.fired = True
+    done = await small
+    assert not large.done
+    assert (await large).stats.chunks > 100 > done.stats.chunks
 
 
 async def test_links_and_lanes_are_opened_once(stage):

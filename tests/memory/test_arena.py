@@ -385,6 +385,17 @@ class TestFairness:
         granted = names(share.advance(0.0))
         assert {peer: granted.count(peer) for peer in "abc"} == {"a": 4, "b": 4, "c": 4}
 
+    def test_within_a_peer_those_who_ask_take_turns_and_each_is_served_in_order(self):
+        share, order = make(1), []
+        held = take(share, "a", 1)
+        asked = [share.request("a", UNIT, now=0.0, deadline=math.inf, owner=who) for who in "xxxyxyz"]
+        share.withdraw(asked[2])
+        while share.snapshot().waiting_requests:
+            share.release(held)
+            ((request, held),) = share.advance(0.0).granted
+            order.append(asked.index(request))
+        assert order == [0, 3, 6, 1, 5, 4]
+
     def test_a_peer_that_only_holds_counts_too(self):
         share = make(12)
         take(share, "h", 1)

@@ -448,6 +448,11 @@ class Config(BaseSettings):
                 f"(arena_bytes {self.arena_bytes}, send_share {self.send_share:g}): a chunk must fit into it; lower "
                 "chunk_bytes or raise arena_bytes"
             )
+        elif self.arena_bytes > 0 and self.send_bytes == 0:
+            yield (
+                f"the send share of the arena is 0 bytes (arena_bytes {self.arena_bytes}, send_share "
+                f"{self.send_share:g}; shares are multiples of {_SHARE_ALIGNMENT} bytes): raise either"
+            )
         if self.max_in_place_bytes == 0 and self.route in {"mapped", "direct"}:
             yield f"route is {self.route!r} and max_in_place_bytes is 0, which refuses it; raise it, or take auto"
 

@@ -343,6 +343,8 @@ def test_an_empty_secret_is_refused_not_ignored(environment):
             "chunk_bytes is 33554432 and the receive share of the arena 16777216",
         ),
         ({"send_share": 0.95, "chunk_bytes": "64MiB"}, "chunk_bytes is 67108864 and the receive share"),
+        ({"arena_bytes": 1023, "chunk_bytes": 512}, "the send share of the arena is 0 bytes"),
+        ({"arena_bytes": "1MiB", "send_share": 1e-4, "chunk_bytes": 512}, "the send share of the arena is 0 bytes"),
         ({"route": "direct", "max_in_place_bytes": 0}, "route is 'direct' and max_in_place_bytes is 0"),
         ({"trust": "none", "route": "direct"}, "trust is 'none' and route is 'direct', which needs peers that know"),
         ({"trust": "none", "route": "pull"}, "trust is 'none' and route is 'pull', which needs peers that know"),

@@ -92,8 +92,7 @@ class Outgoing(Steps):
         lease_ms = fetch.lease_ms or fetch.staging_lease_ms
         self._ahead = lease_ms > 0  # what `Fetch` grants is neither used nor void
         self._ahead_until = self.began + lease_ms / 1000
-        self._prompt = False  # nothing of the offer is waited for, so what it takes tells how fast the pair is
-        self._plain_s = 0.0  # what that is compared with
+        self._prompt, self._plain_s = False, 0.0  # as of `Draft` and `Answer`
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
         self._doubt = False  # a post of ours may still read the blocks

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final, Protocol, cast
 
-from kvxfer.errors import Code, IdentityError, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
@@ -65,7 +65,6 @@ class Link(asyncio.Protocol):
 
     Attributes:
         role: Which side of it this is.
-        since: When it was begun, by the worker's clock.
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
         encrypted: Whether the stream is TLS.
@@ -85,7 +84,7 @@ class Link(asyncio.Protocol):
         self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime
-        self.since: Final = runtime.now()
+        self._since: Final = runtime.now()
         self._loop = asyncio.get_running_loop()
         self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
         self._session: Session | None = None
@@ -108,6 +107,11 @@ class Link(asyncio.Protocol):
         if session is None or session.peer is None:
             raise PeerLostError("the handshake is not complete", peer=self.endpoint)
         return session.peer
+
+    @property
+    def claimed(self) -> bytes:
+        """The incarnation that the other side says to be, proved or not; empty before it said one."""
+        return b"" if self._session is None else self._session.claimed
 
     @property
     def proved_to(self) -> bytes:
@@ -183,7 +187,7 @@ class Link(asyncio.Protocol):
         process = _process(stream.get_extra_info("socket"))
         try:
             self._session, self.trusted = self._handler.session(
-                self.role, process=process, endpoint=self.endpoint, since=self.since
+                self.role, process=process, endpoint=self.endpoint, since=self._since
             )
         except KvxferError as error:
             stream.write(encode(Goodbye(error.code, str(error))))
@@ -328,14 +332,11 @@ class Link(asyncio.Protocol):
 def succeeded(link: Link, links: Iterable[Link]) -> list[Link]:
     """Those that a new one of the same process, in the same direction, takes the place of.
 
-    Raises:
-        IdentityError: If one of them was begun later: what this one proves with was kept back by somebody meanwhile.
+    Handshakes that are not complete are among them: what the process has proved there may have been kept back by
+    somebody, who would go on with it once this one is gone.
     """
-    who = link.peer.identity.incarnation
-    others = [other for other in links if other.role is link.role and other.peer.identity.incarnation == who]
-    if any(other.since > link.since for other in others):
-        raise IdentityError(f"a session of {link.peer.name} that was begun later is open", peer=link.endpoint)
-    return others
+    others = (other for other in links if other is not link and other.role is link.role)
+    return [other for other in others if other.claimed == link.claimed]
 
 
 def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> KvxferError:

@@ -414,7 +414,8 @@ class Worker:
 
     def opened(self, link: Link, peer: PeerInfo) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        site, (sender, receiver), older = self._open, self._roles, succeeded(link, self._links)
+        site, (sender, receiver) = self._open, self._roles
+        older = succeeded(link, (*self._links, *self._greeting))
         site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER, process=link.process)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:

@@ -233,6 +233,7 @@ class Session:
         self.state = State.NEW
         self.peer: PeerInfo | None = None
         self.draining = False
+        self.claimed = b""  # the incarnation that the peer says to be, and may still have to prove
         self.proved_to = b""  # the incarnation to which this side has shown who it is
         self._identity = identity
         self._terms = terms
@@ -433,7 +434,7 @@ class Session:
             )
         if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible")
-        self._theirs = theirs
+        self._theirs, self.claimed = theirs, theirs.incarnation
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 
     def _agent(self, theirs: Hello | Welcome) -> Agent:

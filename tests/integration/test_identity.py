@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+import contextlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -264,36 +265,100 @@ async def test_nobody_passes_on_what_two_workers_prove_to_each_other(stage, tmp_
     await moving.ends_well(prefill, decode)
 
 
+@contextlib.asynccontextmanager
+async def kept_back(decode, prefill, between):
+    """The decode rank is led to somebody who lets the handshake fail; what he goes on with later."""
+    kept = []
+
+    async def serve(reader, writer):
+        there, back = await asyncio.open_unix_connection(prefill.card.endpoint.removeprefix("unix:"))
+        back.write(await reader.read(65536))  # Hello
+        writer.write(await there.read(65536))  # Welcome
+        kept.extend([there, back, await reader.read(65536)])  # Agent
+        writer.close()
+
+    async def go_on():
+        there, back, agent = kept
+        back.write(agent)
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionError):
+                while await there.read(65536):
+                    pass
+
+    async with await asyncio.start_unix_server(serve, between):
+        with pytest.raises(UnreachableError):
+            await connect(decode, f"unix:{between}")
+        try:
+            yield go_on
+        finally:
+            kept[1].close()
+
+
 async def test_a_proof_that_was_kept_back_is_of_no_use(stage, tmp_path):
     """Somebody between two that have nothing open lets the handshake fail, and goes on with it once they have."""
     prefill, decode = await stage.pair(Cache(), Cache(), route="pull")
-    kept = []
-
-    async def between(reader, writer):
-        there = await asyncio.open_unix_connection(prefill.card.endpoint.removeprefix("unix:"))
-        there[1].write(await reader.read(65536))  # Hello
-        writer.write(await there[0].read(65536))  # Welcome
-        kept.extend([*there, await reader.read(65536)])  # Agent
-        writer.close()
-
-    server = await asyncio.start_unix_server(between, tmp_path / "between")
-    with pytest.raises(UnreachableError):
-        await connect(decode, f"unix:{tmp_path}/between")
-    moving = Moving(stage, prefill, decode, Cache(), Cache())
-    await moving.begun()
-    (link,) = prefill._links
-    reader, writer, agent = kept
-    writer.write(agent)
-    async with asyncio.timeout(10):
-        while await reader.read(65536):
-            pass
-    assert prefill._links == {link}
-    assert link.is_open
-    writer.close()
-    server.close()
+    async with kept_back(decode, prefill, tmp_path / "between") as go_on:
+        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        await moving.begun()
+        (link,) = prefill._links
+        await go_on()
+        assert prefill._links == {link}
+        assert link.is_open
     stage.network.release("*")
     await moving.transfer
     await quiet(prefill, decode)
+
+
+@pytest.mark.usefixtures("no_locks")
+async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_either(stage, tmp_path):
+    """While the decode rank cannot come back, and may read on."""
+    here, aside = tmp_path / "here", tmp_path / "aside"
+    prefill, decode = await stage.pair(Cache(), Cache(), route="pull", prefill={"listen": f"unix:{here}"}, **SOON)
+    async with kept_back(decode, prefill, tmp_path / "between") as go_on:
+        moving = Moving(stage, prefill, decode, Cache(), Cache())
+        await moving.begun()
+        here.rename(aside)
+        cut(decode)
+        await eventually(lambda: not prefill._links)
+        await go_on()
+        assert prefill.describe()["metrics"]["sessions_opened"] == {"send": 1}
+        aside.rename(here)
+    stage.network.release("*")
+    with pytest.raises(KvxferError):
+        await moving.transfer
+    await quiet(prefill, decode)
+
+
+async def test_a_proof_that_was_kept_back_is_of_no_use_against_an_older_stream(stage, tmp_path):
+    """The one over which the two meet was opened before his, and what they said there was on its way for longer."""
+    prefill, decode = await stage.pair(Cache(), Cache())
+    opened, go = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader, writer):
+        there, back = await asyncio.open_unix_connection(prefill.card.endpoint.removeprefix("unix:"))
+        opened.set()
+        await go.wait()
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(passed_on(reader, back), passed_on(there, writer))
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "slow"):
+        slow = asyncio.create_task(decode._peers.link(f"unix:{tmp_path}/slow", None))
+        await opened.wait()
+        await eventually(lambda: len(prefill._greeting) == 1)
+        async with kept_back(decode, prefill, tmp_path / "between") as go_on:
+            go.set()
+            await slow
+            (link,) = prefill._links
+            await go_on()
+            assert prefill._links == {link}
+            assert link.is_open
+        cut(decode)
+
+
+async def passed_on(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
 
 
 async def test_two_names_at_once(stage, tmp_path):

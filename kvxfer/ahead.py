@@ -69,11 +69,11 @@ class Ahead:
         if staged and most > site.config.chunk_bytes:
             return None
         made = cls(pair, need, desk, peer=peer.name, staged=staged)
-        made._extent = desk.take(peer.name, most)  # last: what raises before has taken nothing
+        made._extent = desk.take(peer.account, most)  # last: what raises before has taken nothing
         if made._extent is None:
             return None
         desk.share.write(made._extent)
-        made.lease_ms = site.lease_ms(desk.share.held_bytes(peer.name))
+        made.lease_ms = site.lease_ms(desk.share.held_bytes(peer.account))
         return made
 
     @property

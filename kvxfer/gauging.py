@@ -149,7 +149,7 @@ class Gauging:
         else:
             room = min(self._probe.bytes, loan_bytes(site.config.chunk_bytes, capacity))
             enough = room >= LEAST_LOAN
-        extent = desk.take(self.peer.name, room) if enough else None
+        extent = desk.take(self.peer.account, room) if enough else None
         try:
             if extent is None:
                 self.failure = Failure(Status.CANCELLED, Code.TOO_MANY, "there is no memory to measure with")

@@ -168,7 +168,7 @@ class Incoming(Steps):
         need, site = self._need, self.site
         if need.deadline is not None:
             return max(0.001, need.deadline - site.now())
-        before = 0 if self.route is Route.STAGED else site.in_place_desk(self.peer).share.held_bytes(self.peer.name)
+        before = 0 if self.route is Route.STAGED else site.in_place_desk(self.peer).share.held_bytes(self.peer.account)
         return site.lease_ms(before) / 1000
 
     def start(self) -> None:

@@ -195,11 +195,11 @@ class Landing:
         host, desk, nbytes = self._host, self._desk, max(1, nbytes)
         if not host.moving:
             return
-        if (extent := desk.take(host.peer.name, nbytes)) is not None:
+        if (extent := desk.take(host.peer.account, nbytes)) is not None:
             self._grant(extent)
             return
         admitted = partial(host.run, self._admitted)
-        self._request = desk.ask(host.peer.name, nbytes, host.patience, admitted, owner=host)
+        self._request = desk.ask(host.peer.account, nbytes, host.patience, admitted, owner=host)
         if not self._host.moving:  # somebody gave up who was told in the same round of decisions
             self.give_up()
 
@@ -220,7 +220,7 @@ class Landing:
         now = host.site.now()
         host.tally.spent("queued", self._asked_at, now)
         self._granted_at = now
-        lease = host.site.lease_ms(share.held_bytes(host.peer.name))
+        lease = host.site.lease_ms(share.held_bytes(host.peer.account))
         place = (extent.address, extent.nbytes) if self._staged else (0, 0)
         host.say(*host.machine.grant([Grant(self._chunk, *place)], lease, host.gate()))
 

@@ -67,7 +67,7 @@ class Lender:
     def _lend(self, link: Link, nbytes: int) -> Loan | None:
         """None if the memory is needed for what was asked for, or something is lent already."""
         site = self._site
-        extent = None if self.loans or not link.is_open else site.receive_desk.take(link.peer.name, nbytes)
+        extent = None if self.loans or not link.is_open else site.receive_desk.take(link.peer.account, nbytes)
         if extent is None:
             return None
         loan = Loan(site, link, self._number(), extent, self._doubted, self._over)

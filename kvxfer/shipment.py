@@ -246,11 +246,11 @@ class StagedShipment(_OverFabric):
         if not self.peer.body.staging or self.grant.length < part.staged_bytes:
             raise ProtocolError(f"{self.grant.length} bytes were granted for a chunk of {part.staged_bytes}")
         desk, lease = self.site.send_desk, self.site.config.grant_lease
-        if (extent := desk.take(self.peer.name, part.staged_bytes)) is not None:
+        if (extent := desk.take(self.peer.account, part.staged_bytes)) is not None:
             self._gather(part, extent)
             return
         admitted = partial(self.run, self._admitted, part)
-        self._request = desk.ask(self.peer.name, part.staged_bytes, lease, admitted)
+        self._request = desk.ask(self.peer.account, part.staged_bytes, lease, admitted)
         if self.over and self._request is not None:  # somebody ended it who was told in the same round of decisions
             desk.withdraw(self._request)
 

@@ -104,20 +104,7 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
     Role.SERVER: frozenset(
-        {
-            Ping,
-            Goodbye,
-            Claim,
-            Fetch,
-            Reserve,
-            Landed,
-            Cancel,
-            Release,
-            Probe,
-            Check,
-            Abandon,
-            Renewed,
-        }
+        {Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check, Abandon, Renewed}
     ),
     Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums, Renewed}),
 }
@@ -155,9 +142,14 @@ class PeerInfo:
 
     @lazy
     def name(self) -> str:
-        """How logs, errors and books name the peer."""
+        """How logs and errors name the peer."""
         who = self.identity
         return f"{who.engine}[{who.rank}/{who.world}]@{who.incarnation.hex()[:8]}"
+
+    @lazy
+    def account(self) -> str:
+        """How books name the peer: in full, since two keys that begin alike are soon found."""
+        return f"{self.name}{self.identity.incarnation.hex()[8:]}"
 
 
 @dataclass(frozen=True, slots=True)

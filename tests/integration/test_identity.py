@@ -22,8 +22,10 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
     Worker,
+    assembly,
 )
 from kvxfer.bench.relay import Relay
+from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import Cancel
 from kvxfer.protocol.session import Role
 from kvxfer.testing import LoopbackTransport
@@ -404,3 +406,27 @@ async def test_a_worker_that_was_started_again(stage, tmp_path):
     assert again.card.incarnation != prefill.card.incarnation
     again.offer("r", [1], tokens=4)
     await decode.fetch(again.engine.ticket("r"), [3], tokens=range(4))
+
+
+ALIKE = 38428, 46513
+"""Private keys whose public halves begin with the same 32 bits; it took a second to find them."""
+
+
+async def test_nobody_shares_an_account_with_one_whose_key_begins_alike(stage):
+    """What it holds, and leaves in quarantine, would count against the other one, which got no memory then."""
+    decode = await stage.worker("decode", Cache(), route="staged")
+    prefills, fetches = [], []
+    for number, private in enumerate(ALIKE):
+        with pytest.MonkeyPatch.context() as patch:
+            key = IdentityKey((8 * private).to_bytes(32, "little"))
+            patch.setattr(assembly, "IdentityKey", lambda _, key=key: key)
+            prefills.append(await stage.worker(f"prefill{number}", Cache(), route="staged"))
+    assert len({prefill.card.incarnation[:8] for prefill in prefills}) == 1
+    stage.network.hold("*")
+    for number, prefill in enumerate(prefills):
+        prefill.offer("r", [1, 2], tokens=8)
+        fetches.append(decode.start_fetch(prefill.engine.ticket("r"), [2 * number, 2 * number + 1], tokens=TOKENS))
+    share = decode._site.receive_desk.share
+    await eventually(lambda: len(share.snapshot().peers) == 2)
+    stage.network.release("*")
+    await asyncio.gather(*fetches)

@@ -11,6 +11,7 @@ from kvxfer.desk import Desk
 from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ConfigError, FabricError, GeometryError
 from kvxfer.exports import Exports
+from kvxfer.fabric.envelope import agent_name
 from kvxfer.fabric.port import Memory, Transport
 from kvxfer.fabric.pump import Fabric
 from kvxfer.gates import Gates
@@ -197,7 +198,7 @@ async def assemble(parts: Assembly) -> Site:
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
-        transport = parts.transport or _nixl(config, geometry, f"kvxfer-{key.incarnation.hex()[:32]}")
+        transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
         fabric = _fabric(config, transport, runtime)
         executor = _executor(config, geometry, runtime, placement)
         fabric.start()

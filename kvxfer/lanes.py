@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.errors import FabricError, ProtocolError
+from kvxfer.fabric.envelope import check_owner
 from kvxfer.fabric.port import Told
 from kvxfer.fabric.pump import Fabric
 from kvxfer.protocol.session import PeerInfo
@@ -91,13 +92,15 @@ class Lanes:
                 be moved.
 
         Raises:
-            FabricError: If it has done so since, by what it said elsewhere: it counts on the old agent's end.
+            FabricError: If it has done so since, by what it said elsewhere: it counts on the old agent's end. Or if its
+                agent goes by the name of another worker's.
         """
         lane = self._of(peer)
         if lane.renewals > renewals:
             raise FabricError(f"{peer.name} has made its agent anew since this was granted: try again")
         name = lane.name
         if name is None:
+            check_owner(lane.metadata, peer.identity.incarnation)
             name = lane.name = asyncio.wrap_future(self._fabric.connect(lane.metadata))
             name.add_done_callback(lambda done: self._failed(lane, done))
         return name

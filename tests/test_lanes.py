@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import FabricError, ProtocolError
+from kvxfer.fabric.envelope import agent_name, pack
 from kvxfer.lanes import _MOST_OLD, Lanes
 
 
@@ -18,9 +19,9 @@ class Agents:
         self.known: list[str] = []
 
     def connect(self, metadata: bytes) -> "Future[str]":
-        self.known.append(metadata.decode())
+        self.known.append(metadata.decode("latin1"))
         connected: Future[str] = Future()
-        connected.set_result(metadata.decode())
+        connected.set_result(metadata.decode("latin1"))
         return connected
 
     def disconnect(self, name: str) -> None:
@@ -70,3 +71,21 @@ async def test_an_old_grant_does_not_lead_to_a_new_agent():
     with pytest.raises(FabricError, match="made its agent anew since"):
         await lanes.connect(one, 0)
     assert await lanes.connect(one, 1) == "1"
+
+
+@pytest.mark.parametrize("renewed", ["", ".1"])
+async def test_nobody_takes_the_name_of_the_agent_of_another(renewed):
+    """The other one could not be connected then, since the transport knows peers by their names."""
+    agents: Any = Agents()
+    one, other = peer(), peer()
+    one.identity.incarnation, other.identity.incarnation = (bytes([number]) * 32 for number in range(2))
+    for who in (one, other):
+        who.body.metadata = pack(bytes(16), agent_name(other.identity.incarnation) + renewed, [b"blob"])
+    lanes = Lanes(agents)
+    with pytest.raises(FabricError, match="says to be"):
+        await lanes.connect(one, 0)
+    assert agents.known == []
+    await lanes.connect(other, 0)
+    lanes.renewed(one, 1, pack(bytes(16), agent_name(one.identity.incarnation) + ".1", [b"blob"]))
+    await lanes.connect(one, 1)
+    assert len(agents.known) == 2

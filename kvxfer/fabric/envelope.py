@@ -1,18 +1,43 @@
 """NIXL's metadata of one agent as peers are sent it: several blobs, one a kind of memory, under one name."""
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import Final
 
 from kvxfer.errors import FabricError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["agent_name", "check_owner", "pack", "unpack"]
 
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
 _MAGIC: Final = b"kvx1"
 _MOST_BLOBS: Final = 2
 """Memory of the host, and of GPUs."""
+_WORKERS: Final = re.compile(r"(kvxfer-[0-9a-f]{32})(\.[0-9]+)?")
+"""What the agents of workers are called; a number follows when one was made anew."""
+
+
+def agent_name(incarnation: bytes) -> str:
+    """How the agent of a worker is called."""
+    return f"kvxfer-{incarnation.hex()[:32]}"
+
+
+def check_owner(metadata: bytes, incarnation: bytes) -> None:
+    """See that metadata, if it is under the name of a worker's agent, is under that of this worker's.
+
+    NIXL knows agents by their names, and no two by one: whoever took that of another would keep it away.
+
+    Raises:
+        FabricError: If it is under the name of another.
+    """
+    try:
+        _, name, _ = unpack(metadata)
+    except FabricError:  # of another transport, or damaged: the transport will say
+        return
+    named = _WORKERS.fullmatch(name)
+    if named and named[1] != agent_name(incarnation):
+        raise FabricError(f"the agent of {agent_name(incarnation)} says to be {name}")
 
 
 def pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:

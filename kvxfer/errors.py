@@ -266,7 +266,8 @@ class IdentityError(PeerError):
         where something with it is open, or in doubt, and this is raised if it does not answer there.
     Remedy: restart the worker that is refused: it draws another incarnation. If it was refused for its proof, find out
         who else passes the handshake, and change the `secret` or the certificates. Where `engaged_at` names an endpoint
-        of the same worker, have all tickets name one that stays.
+        of the same worker, have all tickets name one that stays; if it is gone for good, one of the two workers has to
+        be started again, unless the doubt ends without.
 
     Attributes:
         engaged_at: Where something with the worker is open, or in doubt, if it is refused because it is somewhere else;

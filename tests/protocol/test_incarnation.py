@@ -165,11 +165,26 @@ def test_every_byte_of_a_proof_counts(at, side):
     assert isinstance(meeting.errors[OTHER[side]], IdentityError)
 
 
+def changed(kind, change):
+    return lambda one: msgspec.structs.replace(one, **change(one)) if isinstance(one, kind) else one
+
+
 @pytest.mark.parametrize("kind", [Hello, Welcome])
 def test_a_proof_is_of_the_greetings_of_both(kind):
     """Whoever stands between them changes nothing in those."""
-    meeting = Meeting(change=lambda one: msgspec.structs.replace(one, epoch=b"other") if isinstance(one, kind) else one)
+    meeting = Meeting(change=changed(kind, lambda one: {"epoch": b"other"}))
     assert isinstance(meeting.errors[SERVER], IdentityError)
+
+
+@pytest.mark.parametrize("kind", [Hello, Welcome])
+def test_nobody_passes_on_a_proof_under_the_same_key_written_in_another_way(kind):
+    """Both make the same of it, but it would not be taken for the incarnation with which something is under way."""
+    alias = {one.incarnation: one.incarnation[:-1] + bytes([one.incarnation[-1] | 0x80]) for one in WHO.values()}
+    for role, who in WHO.items():
+        assert KEYS[OTHER[role]].shared(alias[who.incarnation]) == KEYS[role].shared(WHO[OTHER[role]].incarnation)
+    meeting = Meeting(change=changed(kind, lambda one: {"incarnation": alias[one.incarnation]}))
+    assert isinstance(meeting.errors[SERVER], IdentityError)
+    assert meeting.opened == set()
 
 
 @pytest.mark.parametrize("point", LOW_ORDER, ids=bytes.hex)

@@ -101,9 +101,16 @@ async def play(stage, tls):
         read += [repr(worker), repr(worker.config), repr(worker.describe()), repr(worker.config.effective())]
         read += served_of(worker)
         site = worker._site
-        read += [repr(site.config), repr(site.issuer), repr(worker.card), repr(worker.config.model_dump())]
+        read += [
+            repr(site),
+            repr(site.key),
+            repr(site.config),
+            repr(site.issuer),
+            repr(worker.card),
+            repr(worker.config.model_dump()),
+        ]
     read += [repr(thing) for thing in gc.get_objects() if issubclass(type(thing), Terms | msgspec.Struct)]
-    return prefill, read
+    return prefill, decode, read
 
 
 def lines_of(key):
@@ -114,7 +121,7 @@ def lines_of(key):
 async def test_nothing_secret_is_said_anywhere(stage, tmp_path, ears, monkeypatch):
     tap = Tap(monkeypatch)
     tls = Authority(tmp_path).issue()
-    prefill, read = await play(stage, tls)
+    prefill, decode, read = await play(stage, tls)
     read += [*describe(b"".join(encode(fetch) for fetch in tap.of(Fetch))), repr(tap.sent)]
     monkeypatch.setenv("KVXFER_SECRET", SECRET)
     for name, path in tls.items():
@@ -125,7 +132,9 @@ async def test_nothing_secret_is_said_anywhere(stage, tmp_path, ears, monkeypatc
     read.append(printed.output)
     key_lines = lines_of(tls["key"])
     macs = [Issuer(prefill.engine.card, KEY).ref(request, 0).mac for request in ("r", "s", "never")]
-    secrets = [SECRET.encode(), KEY, *macs, *(line.encode() for line in key_lines)]
+    keys = [worker._site.key for worker in (prefill, decode)]
+    private = [key._private.private_bytes_raw() for key in keys] + [keys[0].shared(keys[1].incarnation)]
+    secrets = [SECRET.encode(), KEY, *private, *macs, *(line.encode() for line in key_lines)]
     said = "\n".join([*ears.heard, *read])
     assert "fetch_ended" in said
     assert "peer_connected" in said

@@ -138,9 +138,9 @@ def _copy(thread: str, *, half: bool = True) -> Hook:
     def put(halt: Halt) -> None:
         original = host.run
 
-        def hooked(plan: Any) -> None:
+        def hooked(plan: Any, *team: Any) -> None:
             if not plan.segments or threading.current_thread().name != f"kvxfer-{thread}":
-                original(plan)
+                original(plan, *team)
                 return
             if half:
                 halves = [slice(0, len(plan.segments[0].regions) // 2), slice(len(plan.segments[0].regions) // 2, None)]
@@ -148,12 +148,12 @@ def _copy(thread: str, *, half: bool = True) -> Hook:
                     replace(plan, segments=tuple(replace(s, regions=s.regions[part]) for s in plan.segments))
                     for part in halves
                 )
-                original(first)
+                original(first, *team)
                 halt()
-                original(replace(second, blanks=()))  # what was blank at first is not any more
+                original(replace(second, blanks=()), *team)  # what was blank at first is not any more
             else:
                 halt()
-                original(plan)
+                original(plan, *team)
 
         host.run = hooked
 

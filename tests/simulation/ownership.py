@@ -229,7 +229,7 @@ def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
     run, move, reserve = host.run, Share._move, Share._reserve
 
-    def watched_run(plan):
+    def watched_run(plan, *team):
         pieces = plan.enumerate()
         for source, target, length in zip(
             pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True
@@ -238,7 +238,7 @@ def watch(monkeypatch, ledger: Ledger):
         for blank in plan.blanks:
             for line in range(blank.lines):
                 ledger.check("a gather that clears its gaps", None, blank.address + line * blank.pitch, blank.width)
-        run(plan)
+        run(plan, *team)
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):
         move(share, extent, target)

@@ -29,18 +29,16 @@ class _Thread:
     """Copies of a process's CPU memory, in whichever direction."""
 
     def __init__(self):
-        self._inside, self._go, real = threading.Event(), threading.Event(), host.run
+        self._go, real = threading.Event(), host.run
+        self.plans: list[Any] = []
 
         def standing(plan, *team):
             if plan.segments:
-                self._inside.set()
+                self.plans.append(plan)
                 self._go.wait(3 * WAIT_SECONDS)
             real(plan, *team)
 
         host.run, self._real = standing, real
-
-    def reached(self):
-        return self._inside.is_set()
 
     def go(self):
         host.run = self._real
@@ -63,8 +61,9 @@ class _Stream:
                 call(driver, "cuStreamWaitValue32", self._lane.handle, self._word.data_ptr(), 1, _GEQ)
             assert not self._lane.stream.of_torch.query(), "the stream is not held up"
 
-    def reached(self):
-        return bool(self._lane.running)
+    @property
+    def plans(self):
+        return [one.job.plan for one in tuple(self._lane.running)]
 
     def go(self):
         self._word.fill_(1)  # a kernel ends by itself
@@ -94,9 +93,18 @@ class Holding(Ranks):
     async def standing(self, rank, direction):
         """Wait until a copy stands still; returns the extents that it may touch."""
         async with asyncio.timeout(WAIT_SECONDS):
-            while not (self._held.reached() and self.kept(rank, direction)):  # noqa: ASYNC110 - nobody sets an event
+            while not self._touched(rank, direction):  # noqa: ASYNC110 - nobody sets an event
                 await asyncio.sleep(0.005)
-        return self.kept(rank, direction)
+        return self._touched(rank, direction)
+
+    def _touched(self, rank, direction):
+        """What copies that stand still have of the arena; those behind them may still be called off."""
+        side = 1 if direction == "gather" else 0
+        places = [
+            place for plan in self._held.plans for one in plan.segments for place in one.regions[:, side].tolist()
+        ]
+        kept = self.kept(rank, direction)
+        return [(at, length) for at, length in kept if any(at <= place < at + length for place in places)]
 
     def kept(self, rank, direction):
         """What copies of this direction have of the arena."""

@@ -30,8 +30,7 @@ def test_everybody_does_the_same_work(bench):
     assert output.count("skipped: ") == len(absent)
 
 
-@pytest.mark.parametrize("sabotage", ["byte", "outside"])
-@pytest.mark.parametrize("rival", [HERE[1], TORCH])
+@pytest.mark.parametrize(("rival", "sabotage"), [(HERE[1], "byte"), (TORCH, "outside")])  # one comparison for all
 def test_damage_is_seen(bench, rival, sabotage):
     code, _, found = bench(*SMALL, "--only", rival, "--sabotage", sabotage)
     assert code == 1

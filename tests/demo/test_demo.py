@@ -65,7 +65,7 @@ def perform(**changes):
 # --- whole runs
 
 
-@pytest.mark.parametrize("route", ["mapped", "staged", "direct", "pull", "auto"])
+@pytest.mark.parametrize("route", ["staged", "direct", "pull", "auto"])  # which takes `mapped`
 def test_every_route_ends_well(route):
     passed, lines = perform(route=route)
     script = Script(**SMALL)

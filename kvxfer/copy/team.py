@@ -4,10 +4,13 @@ numpy lets go of the interpreter while it copies an array. Between two arrays it
 work meanwhile only get into each other's way.
 """
 
+import contextlib
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvxfer.runtime import allowed_cpus, settle
 
@@ -56,15 +59,11 @@ class Team:
             work(steps)
             return
         bounds = [len(steps) * part // count for part in range(count + 1)]
-        parts = [steps[start:stop] for start, stop in pairwise(bounds)]
-        pool = self._others()
-        others = [pool.submit(work, part) for part in parts[1:]]
-        try:
-            work(parts[0])
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
+        parts = _Parts(work, [steps[start:stop] for start, stop in pairwise(bounds)])
+        with contextlib.suppress(RuntimeError):  # the system lets no thread start: the others, or this one, do its part
+            for _ in range(count - 1):
+                self._others().submit(parts.help)
+        parts.end()
 
     def close(self) -> None:
         """Let the threads go. Nothing may be under way; may be repeated."""
@@ -77,6 +76,39 @@ class Team:
                 self._threads - 1, "kvxfer-copy", initializer=settle, initargs=(self._cpus,)
             )
         return self._pool
+
+
+class _Parts:
+    """Parts of one piece of work: whoever has time takes the next, so nothing depends on who comes, or how late."""
+
+    def __init__(self, work: Callable[[Sequence[_T]], None], parts: Sequence[Sequence[_T]]) -> None:
+        self._work: Final[Callable[[Any], None]] = work
+        self._left: Final = deque[Any](parts)
+        self._ended = threading.Semaphore(0)
+        self._count: Final = len(parts)
+        self._error: Exception | None = None
+
+    def help(self) -> None:
+        """Do parts as long as there are some."""
+        while True:
+            try:
+                part = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                self._work(part)
+            except Exception as error:  # noqa: BLE001 - raised by `end`, when nobody is at work any more
+                self._error = error
+            finally:
+                self._ended.release()
+
+    def end(self) -> None:
+        """Help, and wait until every part has ended; raises what one of them raised."""
+        self.help()
+        for _ in range(self._count):
+            self._ended.acquire()
+        if self._error is not None:
+            raise self._error
 
 
 ALONE: Final = Team(1)

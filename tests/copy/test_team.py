@@ -73,6 +73,20 @@ def test_who_fails_is_heard_of_when_the_others_have_ended(team, failing):
     assert len(work_again.done) == 3
 
 
+def test_it_is_done_and_waited_for_where_no_more_threads_can_be_started(team, monkeypatch):
+    started, begun, done = threading.Thread.start, [], []
+
+    def one_only(thread):
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", one_only)
+    team.share(done.extend, range(6), 64 * MIB, 6)
+    assert sorted(done) == list(range(6))
+
+
 @pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])
 def test_most_cpus_are_left_to_the_model(monkeypatch, cpus, threads):
     monkeypatch.setattr("kvxfer.copy.team.allowed_cpus", lambda: frozenset(range(cpus)))

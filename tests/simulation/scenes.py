@@ -294,6 +294,16 @@ async def somebody_answers_in_its_name(scene):
     await scene.land()
 
 
+async def withdrawn(scene, offer, transfer):
+    """The offer is withdrawn, and only then what was under way lands."""
+    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
+    await asyncio.sleep(0.02)
+    await scene.land()
+    with contextlib.suppress(KvxferError):
+        await transfer
+    await ending
+
+
 async def somebody_speaks_in_the_name_of_a_reader(scene):
     """It says that nothing is read any more, and so does the offer."""
     offer, transfer = await scene.in_flight()
@@ -303,12 +313,7 @@ async def somebody_speaks_in_the_name_of_a_reader(scene):
     scene.streams.silence(scene.b.worker)  # it would come back at once, and the last one to come is believed
     with contextlib.suppress(IdentityError):
         await other._peers.link(scene.a.worker.card.endpoint, None)
-    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
-    await asyncio.sleep(0.02)
-    await scene.land()
-    with contextlib.suppress(KvxferError):
-        await transfer
-    await ending
+    await withdrawn(scene, offer, transfer)
 
 
 async def somebody_stands_between(scene):
@@ -332,12 +337,7 @@ async def somebody_stands_between(scene):
     with contextlib.suppress(KvxferError, TimeoutError):
         async with asyncio.timeout(0.01):
             await scene.b.worker._peers.link(f"unix:{path}.b", None)
-    ending = asyncio.create_task(scene.ending(offer, withdraw=True))
-    await asyncio.sleep(0.02)
-    await scene.land()
-    with contextlib.suppress(KvxferError):
-        await transfer
-    await ending
+    await withdrawn(scene, offer, transfer)
     server.close()
 
 

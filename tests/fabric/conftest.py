@@ -1,8 +1,9 @@
-"""Puts this folder on the path, so that its tests can import their helper `ends`."""
+"""Puts this folder on the path, so that its tests can import their helper `ends`, and that of `preloaded`."""
 
 import sys
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.append(HERE)
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "integration"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,6 +1,5 @@
 """Both ends of posts over NIXL: two agents in one process, or two processes."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import preloaded
 
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Cell, Descriptors, Memory, Operation, Post, PostResult
@@ -105,9 +105,8 @@ class Remote:
 
 @contextmanager
 def two_processes(nbytes: int, **settings: Any) -> Iterator[tuple[Side, Remote]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, nbytes, settings), daemon=True)
+    ours, theirs = preloaded.CONTEXT.Pipe()
+    process = preloaded.process(target, (theirs, nbytes, settings))
     process.start()
     side = Side("initiator", nbytes, settings)
     try:

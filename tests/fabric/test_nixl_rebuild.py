@@ -1,7 +1,6 @@
 """A NIXL agent made anew, between processes over TCP: what is under way to the old one is late, and must not land."""
 
 import importlib.util
-import multiprocessing
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 from ends import SIZE, TCP, Agent, Side, descriptors, finish, two_processes, write
 
@@ -45,9 +45,8 @@ class Writer:
     """That process, as the test sees it."""
 
     def __init__(self, byte: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.wire, theirs = context.Pipe()
-        self.process = context.Process(target=writer, args=(theirs, byte), daemon=True)
+        self.wire, theirs = preloaded.CONTEXT.Pipe()
+        self.process = preloaded.process(writer, (theirs, byte))
         self.process.start()
 
     def write(self, side: Side, at: int, nbytes: int) -> None:

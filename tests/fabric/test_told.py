@@ -62,7 +62,8 @@ LANES = """
 
 def run(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script as a process of its own, since UCX decides once a process where it writes."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(told.__file__).parents[2])])
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here, here.parent / "integration", Path(told.__file__).parents[2])))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROLOGUE) + textwrap.dedent(script)],

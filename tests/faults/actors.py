@@ -1,14 +1,12 @@
 """Processes that can be stopped at a step, told to go on, frozen and killed.
 
-    actor = Actor(environment={"UCX_TLS": "tcp"})    # a fresh process; some 50 ms, for torch and nixl are there already
-    card = await actor.open("prefill", ...)          # any method of `ranks.Ranks`, several at a time
-    await actor.halt("leased")                       # it stands still at this step when it gets there
-    await actor.reached("leased")                    # and says so
-    actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on
-    actor.end()                                      # killed and reaped
-    actor = Actor(apart=True)                        # in a PID namespace of its own, as in another Pod; takes root
-
-Processes are forked off a server that has imported everything slow, and has neither threads nor an agent.
+actor = Actor(environment={"UCX_TLS": "tcp"})    # a fresh process; some 50 ms, for torch and nixl are there already
+card = await actor.open("prefill", ...)          # any method of `ranks.Ranks`, several at a time
+await actor.halt("leased")                       # it stands still at this step when it gets there
+await actor.reached("leased")                    # and says so
+actor.stop(); actor.proceed(); actor.thaw()      # frozen; when it is thawed it goes on
+actor.end()                                      # killed and reaped
+actor = Actor(apart=True)                        # in a PID namespace of its own, as in another Pod; takes root
 """
 
 import asyncio
@@ -16,7 +14,6 @@ import contextlib
 import ctypes
 import itertools
 import logging
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -25,35 +22,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 ANSWER_SECONDS = 20.0
 _NEW_PIDS, _NEW_MOUNTS = 0x2000_0000, 0x0002_0000
 _PRIVATE = 0x4000 | 0x4_0000
-_PRELOADED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.host", "kvxfer.mapped.shared"]
-
-
-_SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
-"""Of the server alone: threads would be forked without their locks, and nixl reads its level when it is imported."""
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    kept = {name: os.environ.get(name) for name in _SERVER}
-    os.environ.update(_SERVER)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
 
 
 class ActorFailedError(Exception):
@@ -69,14 +46,12 @@ class Actor:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, apart: bool = False) -> None:
-        context = _context()
         self.folder = Path(tempfile.mkdtemp(prefix="actor-"))
-        self._wire, theirs = context.Pipe()
-        go, self._go = context.Pipe(duplex=False)
-        said = {name: os.environ[name] for name in ("FAULTS_LOG",) if name in os.environ}
-        given = {**said, **(environment or {}), "TMPDIR": str(self.folder)}
+        self._wire, theirs = preloaded.CONTEXT.Pipe()
+        go, self._go = preloaded.CONTEXT.Pipe(duplex=False)
+        given = {**(environment or {}), "TMPDIR": str(self.folder)}
         serve = _serve_apart if apart else _serve
-        self.process = context.Process(target=serve, args=(theirs, go, given), daemon=True)
+        self.process = preloaded.process(serve, (theirs, go, given))
         self.process.start()
         self._apart = apart
         theirs.close()
@@ -254,8 +229,8 @@ def _serve(wire: Connection, go: Connection, environment: Mapping[str, str]) -> 
     os.environ.update(environment)
     tempfile.tempdir = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if "FAULTS_LOG" in environment:
-        logging.basicConfig(level=environment["FAULTS_LOG"], format=f"%(relativeCreated)d {os.getpid()} %(message)s")
+    if level := os.environ.get("FAULTS_LOG"):
+        logging.basicConfig(level=level, format=f"%(relativeCreated)d {os.getpid()} %(message)s")
     import staff
 
     halts = Halts(wire, go)

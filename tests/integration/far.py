@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import copy
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import preloaded
 import torch
 from stage import KEY, Copied
 
@@ -335,9 +335,8 @@ class Far:
     """
 
     def __init__(self, kind: type[Ranks] = Ranks) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._wire, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
+        self._wire, theirs = preloaded.CONTEXT.Pipe()
+        self.process = preloaded.process(_serve, (theirs, kind))
         self.process.start()
         theirs.close()
         self._numbers = itertools.count()

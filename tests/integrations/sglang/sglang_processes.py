@@ -1,9 +1,10 @@
 """The processes of two engines. sglang's stand-in is theirs alone."""
 
-import multiprocessing
 import os
 import traceback
 from typing import Any
+
+import preloaded
 
 ANSWER_SECONDS = 90
 SETTINGS = {
@@ -44,9 +45,8 @@ class Process:
     """A process with one engine."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._wire, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, SETTINGS), daemon=True)
+        self._wire, theirs = preloaded.CONTEXT.Pipe()
+        self.process = preloaded.process(_serve, (theirs, SETTINGS))
         self.process.start()
         theirs.close()
 

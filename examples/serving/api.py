@@ -57,13 +57,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
     @classmethod
-    def read(cls, status: int, body: str | bytes) -> Self:
-        """What another server said."""
+    def read(cls, status: int, body: str | bytes) -> Self | None:
+        """What another server said; None if it is no error of this form."""
         try:
             error = json.loads(body)["error"]
-            return cls(status, str(error["message"]), str(error["code"]))
-        except (ValueError, KeyError, TypeError):
-            return cls(status, f"a server failed with status {status}", "server_failed")
+            return cls(status, str(error["message"]), str(error["code"])) if status >= 400 else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
 
 
 # requests

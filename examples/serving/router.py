@@ -15,13 +15,14 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
 from examples.serving.api import ApiError, Chunk, Policy, completion_routes, new_name, refuse, state_route
-from examples.serving.servers import SILENT_SECONDS, Server, SilentError, in_order
+from examples.serving.servers import FAILURES, SILENT_SECONDS, Server, UnavailableError, in_order
 
 _TIMEOUT = httpx.Timeout(120.0, connect=5.0)
 
@@ -120,18 +121,12 @@ class Router:
                 answer.prefill = server  # also if we are cancelled before it answers
                 with server.asked():
                     asking = self.client.post(server.url + path, **_sent(body, answer.name))
-                    response = await server.heard(asking)
-            except (httpx.TransportError, SilentError) as error:
+                    answer.params = _params(await server.heard(asking))
+            except FAILURES as error:
                 server.failed(error)
                 self._take_back(server, answer.name)  # it may be there, and have no blocks for it yet
-                continue
-            if response.status_code >= 500:
-                server.failed(f"status {response.status_code}")
-                continue
-            if response.status_code != 200:
-                raise ApiError.read(response.status_code, response.text)
-            answer.params = response.json()["kv_transfer_params"]
-            return
+            else:
+                return
         answer.prefill = None
         if self._prefill and self._on_failure == "fail":
             raise ApiError(503, "no prefill server can be reached", "no_prefill_server")
@@ -142,7 +137,7 @@ class Router:
         task.add_done_callback(self._withdrawing.discard)
 
     async def _withdraw(self, server: Server, name: str) -> None:
-        with contextlib.suppress(httpx.TransportError):  # otherwise nobody claims it, and it ends by itself
+        with contextlib.suppress(*FAILURES):  # otherwise nobody claims it, and it ends by itself
             await self.client.delete(f"{server.url}/v1/requests/{name}", timeout=self._silent_after)
 
     # --- decode
@@ -155,7 +150,7 @@ class Router:
                     async for chunk in chunks:
                         answer.generated += chunk.pop("kv_transfer_params", {}).get("token_ids", [])
                         yield chunk
-            except (httpx.TransportError, SilentError, _UnavailableError) as error:
+            except FAILURES as error:
                 server.failed(error)
             else:
                 return
@@ -169,20 +164,54 @@ class Router:
         with server.asked():
             async with AsyncExitStack() as stack:
                 response = await server.heard(stack.enter_async_context(asking))
-                if response.status_code != 200:
-                    error = ApiError.read(response.status_code, await server.heard(response.aread()))
-                    raise _UnavailableError(error.message) if error.status == 503 else error
-                lines = response.aiter_lines()
+                if (status := response.status_code) != 200:
+                    error = ApiError.read(status, await server.heard(response.aread()))
+                    raise UnavailableError(f"status {status}") if error is None or status == 503 else error
+                lines, whole = response.aiter_lines(), False
                 while (line := await server.heard(anext(lines, None))) is not None:
-                    if line == "data: [DONE]":
+                    said = line.removeprefix("data:").strip()
+                    if said == "[DONE]" and whole:
                         return
-                    if line:
-                        yield _chunk(line)
-            raise _UnavailableError("the stream ended before the answer did")
+                    if said and said != line:  # the others say nothing to us
+                        chunk = _chunk(said)
+                        whole = "usage" in chunk  # it comes last
+                        yield chunk
+            raise UnavailableError("the stream ended before the answer did")
 
 
-class _UnavailableError(Exception):
-    """A server is there, and cannot take a request, or stopped in the midst of one."""
+class _Tokens(BaseModel):
+    token_ids: list[int] = []
+
+
+class _Choice(BaseModel):
+    finish_reason: str | None
+
+
+class _Text(_Choice):
+    text: str
+
+
+class _Delta(_Choice):
+    delta: dict[str, str]
+
+
+class _Event(BaseModel):
+    """What is read of a chunk, here or where chunks are joined. The rest is passed on as it is."""
+
+    id: str
+    created: int
+    model: str
+    kv_transfer_params: _Tokens = _Tokens()
+
+
+class _TextEvent(_Event):
+    object: Literal["text_completion"]
+    choices: list[_Text]
+
+
+class _ChatEvent(_Event):
+    object: Literal["chat.completion.chunk"]
+    choices: list[_Delta]
 
 
 def _sent(body: dict[str, Any], name: str) -> dict[str, Any]:
@@ -198,12 +227,28 @@ def _sent(body: dict[str, Any], name: str) -> dict[str, Any]:
     return {"content": content, "headers": {"x-request-id": name, "content-type": "application/json"}}
 
 
-def _chunk(line: str) -> Chunk:
-    """What a line of server-sent events says."""
-    text = line.removeprefix("data: ")
-    chunk: Chunk = json.loads(text)
-    if "error" in chunk:
-        raise ApiError.read(500, text)
+def _params(response: httpx.Response) -> dict[str, Any]:
+    """What a prefill server says to the decode server."""
+    status = response.status_code
+    if status == 200:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            if isinstance(params := response.json()["kv_transfer_params"], dict):
+                return params
+        raise UnavailableError("it answers what cannot be read")
+    error = ApiError.read(status, response.content)
+    raise UnavailableError(f"status {status}") if error is None or status >= 500 else error
+
+
+def _chunk(text: str) -> Chunk:
+    """What a server-sent event says."""
+    if (error := ApiError.read(500, text)) is not None:
+        raise error
+    try:
+        chunk: Chunk = json.loads(text)
+        model = _ChatEvent if chunk.get("object") == "chat.completion.chunk" else _TextEvent
+        model.model_validate(chunk, strict=True)
+    except (ValidationError, ValueError, AttributeError, RecursionError) as error:
+        raise UnavailableError(f"it says what cannot be read: {type(error).__name__}") from error
     return chunk
 
 

@@ -30,6 +30,14 @@ class SilentError(Exception):
     """A server does not answer any more."""
 
 
+class UnavailableError(Exception):
+    """A server is there, and cannot take a request, stopped in the midst of one, or says what no server should say."""
+
+
+FAILURES = (httpx.RequestError, httpx.InvalidURL, SilentError, UnavailableError)
+"""With one of these a server has failed, and another one is asked."""
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """A prefill or decode server, as the router has come to know it.

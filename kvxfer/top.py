@@ -5,6 +5,7 @@ elsewhere, so it is believed in no more than that it is JSON.
 """
 
 import contextlib
+import heapq
 import http.client
 import json
 import socket
@@ -31,6 +32,8 @@ _MAX_SHOWN: Final = 256
 """Characters of one cell: a longer one would take seconds to lay out."""
 _TRANSFERS: Final = 20
 """Transfers that are listed, longest first."""
+_WORKERS: Final = 64
+"""Workers of one address that are listed."""
 _Status: TypeAlias = Mapping[str, Any]
 
 
@@ -67,7 +70,8 @@ class Top:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses: Final = addresses
-        self._before: dict[tuple[str, str], tuple[float, int, int]] = {}  # by address and incarnation
+        self._now: dict[tuple[str, str], tuple[float, int, int]] = {}  # by address and incarnation
+        self._before = self._now
 
     def look(self) -> list[Sight]:
         """Ask all of them at once."""
@@ -78,14 +82,19 @@ class Top:
         """The tables of one look."""
         workers = _table("worker", "state", "in/s", "out/s", "in", "out", "ok", "failed", "moving", "arena", "lag max")
         moving: list[tuple[float, list[str]]] = []
+        under_way, self._before, self._now = 0, self._now, {}
         for sight in sights:
             if sight.status is None:
                 workers.add_row(_text(sight.address), _text(sight.why, "red"), *[""] * 9)
                 continue
             try:
-                for worker in sight.status["workers"]:
+                here: list[dict[str, Any]] = sight.status["workers"]
+                for worker in here[:_WORKERS]:
                     workers.add_row(*self._row(sight, worker))
-                    moving += _transfers(worker)
+                    moving += _longest(worker)
+                    under_way += len(_transfers(worker))
+                if (left := len(here) - _WORKERS) > 0:
+                    workers.add_row(_text(sight.address), Text(f"and {left} more", "dim"), *[""] * 9)
             except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 workers.add_row(_text(sight.address), _text(f"is no admin page of kvxfer: {error!r}", "red"), *[""] * 9)
         if not moving:
@@ -94,7 +103,7 @@ class Top:
         moving.sort(key=lambda row: -row[0])
         for _, cells in moving[:_TRANSFERS]:
             transfers.add_row(*map(_text, cells))
-        left = len(moving) - _TRANSFERS
+        left = under_way - _TRANSFERS
         return Group(workers, Text(), transfers, Text(f"and {left} more" if left > 0 else "", "dim"))
 
     def _row(self, sight: Sight, worker: Mapping[str, Any]) -> list[Text]:
@@ -115,15 +124,15 @@ class Top:
             how,
             *(Text("-" if rate is None else _size(rate)) for rate in rates),
             *(Text(_size(total)) for total in totals),
-            Text(f"{succeeded[0]}+{succeeded[1]}"),
-            Text(str(failed), "red" if failed else ""),
-            Text(f"{state['receiving']}+{state['sending']}"),
+            _text(f"{succeeded[0]}+{succeeded[1]}"),
+            _text(str(failed), "red" if failed else ""),
+            _text(f"{state['receiving']}+{state['sending']}"),
             _arena(state["arena"]),
-            Text(f"{state['metrics']['loop_lag_max_seconds'] * 1e3:.0f} ms"),
+            _text(f"{state['metrics']['loop_lag_max_seconds'] * 1e3:.0f} ms"),
         ]
 
     def _rates(self, key: tuple[str, str], now: float, totals: tuple[int, int]) -> tuple[float | None, float | None]:
-        before, self._before[key] = self._before.get(key), (now, *totals)
+        before, self._now[key] = self._before.get(key), (now, *totals)
         if before is None or now <= before[0]:
             return None, None
         return (totals[0] - before[1]) / (now - before[0]), (totals[1] - before[2]) / (now - before[0])
@@ -157,7 +166,7 @@ class _Cut:
 
     def __init__(self) -> None:
         nothing = urllib.request.ProxyHandler({})  # workers are not behind a proxy
-        self.opener: Final = urllib.request.build_opener(nothing, _Plain(self), _Secure(self))
+        self.opener: Final = urllib.request.build_opener(nothing, _Plain(self), _Secure(self), _Unled())
         self.done = False
         self._timers: Final[list[threading.Timer]] = []
 
@@ -179,6 +188,13 @@ class _Cut:
         self.done = True
         with contextlib.suppress(OSError):  # it is closed
             stream.shutdown(socket.SHUT_RDWR)
+
+
+class _Unled(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: who is asked would choose where, by which protocol, and how often."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Refused, so it is an answer like another."""
 
 
 class _PlainConnection(http.client.HTTPConnection):
@@ -213,10 +229,14 @@ class _Secure(urllib.request.HTTPSHandler):
         return self.do_open(partial(_SecureConnection, cut=self._cut), req)
 
 
-def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
+def _transfers(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     state: Mapping[str, Any] | None = worker["state"]
-    transfers: list[dict[str, Any]] = [] if state is None else state["transfers"]
-    peers: list[dict[str, Any]] = [] if state is None else state["peers"]
+    return [] if state is None else state["transfers"]
+
+
+def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
+    """Those of a worker's transfers that may be listed."""
+    peers: list[dict[str, Any]] = [] if worker["state"] is None else worker["state"]["peers"]
     return [
         (
             float(one["seconds"]),
@@ -232,7 +252,7 @@ def _transfers(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
                 _size(one["bytes"]),
             ],
         )
-        for one in transfers
+        for one in heapq.nlargest(_TRANSFERS, _transfers(worker), key=lambda one: float(one["seconds"]))
     ]
 
 

@@ -126,8 +126,9 @@ def test_a_terminal_obeys_nothing_that_a_peer_is_called():
         "step": "asking",
     }
     one |= {"in_doubt": True, "chunks_done": 0, "chunks": 0, "bytes": 0}
-    text = drawn(Top(["x:1"]), said(1.0, transfers=[one]))
+    text = drawn(Top(["x:1"]), said(1.0, transfers=[one], receiving="\x1b]0;title"))
     assert "?[2J[red]r" in text
+    assert "?]0;title+0" in text
     assert "asking, in doubt" in text
     assert not {"\x1b", "\x07"} & set(text)
 
@@ -157,6 +158,46 @@ def test_what_is_too_much_is_counted():
     assert "24.00 s" in text
     assert "4.00 s " not in text.replace("14.00 s", "").replace("24.00 s", "")
     assert "and 5 more" in text
+
+
+def test_more_than_a_page_says_is_counted_and_not_gone_through():
+    one = {"side": "send", "request": "r", "peers": ["p"], "route": "staged", "step": "asking", "in_doubt": False}
+    one |= {"chunks_done": 0, "chunks": 1, "bytes": 0, "seconds": 1.0}
+    asked = []
+
+    class Peer(dict[str, object]):
+        def __getitem__(self, key):
+            asked.append(key)
+            return super().__getitem__(key)
+
+    peers = [Peer(peer=str(number)) for number in range(10)]
+    (sight,) = said(1.0, transfers=[one] * 1000, peers=peers)
+    assert "and 980 more" in drawn(Top(["x:1"]), [sight])
+    assert len(asked) == 20 * len(peers), "for those alone that are shown"
+    assert sight.status is not None
+    workers = sight.status["workers"] * 100
+    text = drawn(Top(["x:1"]), [Sight("x:1", {"monotonic": 1.0, "workers": workers})])
+    assert text.count("e[3]  ") == 64 + 20
+    assert "and 36 more" in row(text, "x:1")
+
+
+def test_nothing_is_kept_of_workers_that_are_gone():
+    top = Top(["x:1"])
+    for number in range(5):
+        drawn(top, said(float(number), incarnation=f"i{number}"))
+    assert [key[1] for key in (*top._before, *top._now)] == ["i3", "i4"]
+
+
+@pytest.mark.parametrize("place", ["http://127.0.0.1:{}/status.json", "ftp://127.0.0.1:{}/status.json"])
+def test_it_is_led_nowhere_else(speaking, place):
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        location = place.format(elsewhere.getsockname()[1]).encode()
+        with speaking(b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: " + location + b"\r\n\r\n") as address:
+            (sight,) = Top([address]).look()
+        assert sight.why == "answers 302"
+        elsewhere.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"workers": [{}]}', b"no JSON", b'{"workers": 5}'])

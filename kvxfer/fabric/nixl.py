@@ -314,9 +314,11 @@ class NixlTransport:
         try:
             state: str = agent.transfer(handle.transfer)
         except self._errors as error:
+            self._lanes.failed(peer, what)
             self._drop(handle)
             raise self._translated(error, f"post a {operation.value} to {peer}", peer=peer, in_doubt=True) from error
         if state == "ERR":
+            self._lanes.failed(peer, what)
             self._drop(handle)
             raise FabricError(f"NIXL failed to post a {operation.value} to {peer}", in_doubt=True)
         self._lanes.posted(peer, what)

@@ -33,6 +33,7 @@ _LEVEL: Final = "UCX_LOG_LEVEL"
 _SILENT: Final = "fatal"
 _BYTES: Final = 1 << 20
 """Of the file at most. Some 15 KiB are written for an agent and its first peer, and nothing for each transfer."""
+_LOADED: Final = "UCX was loaded before this process opened a worker, and has decided where it writes"
 _LIBRARY: Final = re.compile(r"/libucs[-.]")
 _KINDS: Final = {"DRAM": "host", "VRAM": "cuda"}
 _COMPLAINTS: Final = 20
@@ -93,8 +94,8 @@ class UcxLog:
             self.why_not = "UCX was to say on the terminal what it has to say"
         elif said:
             self.why_not = f"{said[0]} is set, so UCX writes where it says, and not for this worker"
-        elif os.getpid() != self._process or (self._file < 0 and _libraries()):
-            self.why_not = "UCX was loaded before this process opened a worker, and has decided where it writes"
+        elif os.getpid() != self._process:
+            self.why_not = _LOADED
         elif self._file < 0 and (why := self._opened()):
             self.why_not = why
         else:
@@ -110,13 +111,15 @@ class UcxLog:
     def _opened(self) -> str:
         """Make the file; why it cannot be made."""
         try:
+            if _libraries():
+                return _LOADED
             self._file = os.memfd_create("kvxfer-ucx")
             os.close(os.open(f"/proc/{self._process}/fd/{self._file}", os.O_WRONLY | os.O_CLOEXEC))
         except OSError as error:
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
-            return f"there is no memory for UCX to write to: {error}"
+            return f"there is nothing that UCX could write to: {error}"
         return ""
 
     def _set(self, environment: MutableMapping[str, str], variables: Mapping[str, str]) -> None:
@@ -157,6 +160,7 @@ class UcxLog:
         size = os.lseek(self._file, 0, os.SEEK_END)
         if size < self._place:  # UCX has begun it anew
             self._place, self._rest = 0, b""
+            self._reader.forget()
         data = self._rest + os.pread(self._file, size - self._place, self._place)
         self._place = size
         lines, found, self._rest = data.rpartition(b"\n")
@@ -184,9 +188,10 @@ def _libraries() -> list[str]:
 
 def _flusher() -> Callable[[], object] | None:
     """What makes UCX write down what it has in its buffer. The interpreter's lock is kept: it takes a microsecond."""
-    for path in _libraries():
-        with contextlib.suppress(OSError, AttributeError):
-            return ctypes.PyDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).ucs_log_flush
+    with contextlib.suppress(OSError):
+        for path in _libraries():
+            with contextlib.suppress(OSError, AttributeError):
+                return ctypes.PyDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).ucs_log_flush
     return None
 
 
@@ -257,6 +262,16 @@ class LaneBook:
             if what not in known:
                 known[what] = Told(*what, before, sure=len(before) == 1)
         self._told[peer] = tuple(known.values())
+
+    def failed(self, peer: str, what: "_What | None") -> None:
+        """It was not made, though UCX may have chosen for it."""
+        if self._log is None or what is None:
+            return
+        self._log.read()
+        for table in self._take():
+            known = self._peers.setdefault(peer, {})
+            self._add(peer, table, sure=True)
+            self._told[peer] = tuple(known.values())
 
     def strays(self, *, ours: bool = True) -> None:
         """What was written since the last post is about whoever is being connected.

@@ -92,6 +92,10 @@ class Reader:
     def end(self) -> Iterator[Table]:
         """Tables that were not seen to end."""
         yield from (table for each in self._open.values() if (table := each.end()))
+        self.forget()
+
+    def forget(self) -> None:
+        """What follows does not belong to what was read."""
         self._open.clear()
 
     def _line(self, thread: str, line: str) -> Table | None:

@@ -146,6 +146,23 @@ def test_ucx_that_writes_elsewhere_is_told_nothing(unset, monkeypatch, loaded, q
     assert log.why_not
 
 
+def test_what_cannot_be_looked_at_is_a_reason_and_no_error(unset, monkeypatch):
+    def unreadable():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(told, "_libraries", unreadable)
+    log = UcxLog()
+    with log.telling(os.environ, quiet=True):
+        assert "UCX_LOG_FILE" not in os.environ
+    assert "too many open files" in log.why_not
+    monkeypatch.setattr(told, "_libraries", list)
+    with log.telling(os.environ, quiet=True):
+        assert os.environ["UCX_LOG_FILE"].startswith("/proc/"), "another agent is made anew, not beside the first"
+        monkeypatch.setattr(told, "_libraries", unreadable)
+    assert log.why_not == "UCX cannot be asked to write what it holds back"
+    os.close(log._file)
+
+
 # ---- step by step ----------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +238,17 @@ def test_what_is_written_between_posts_belongs_to_who_is_being_connected(ucx):
     assert book.told("q") == over("rc/x", "a/b", sure=False)
 
 
+def test_what_is_written_for_a_post_that_fails_is_about_no_other_peer(ucx):
+    book = LaneBook(ucx.log, "agent")
+    post(book, "p", lambda: ucx.write(CMA))
+    what = book.posting("q", Operation.WRITE, "DRAM", "DRAM")
+    ucx.write(TCP)
+    book.failed("q", what)
+    book.strays()
+    assert (book.told("p"), book.told("q")) == (over(CMA), over(TCP))
+    assert post(book, "r") == over(CMA, TCP, sure=False), "it was chosen"
+
+
 def test_agents_of_one_process_are_told_apart(ucx):
     first, second = LaneBook(ucx.log, "agent"), LaneBook(ucx.log, "other")
     assert post(first, "p", lambda: (ucx.write(TCP, agent="other"), ucx.write(CMA))) == over(CMA)
@@ -236,6 +264,20 @@ def test_what_ucx_begins_anew_is_read_from_its_beginning(ucx):
     post(book, "p", lambda: ucx.write(CMA))
     ucx.begin_anew()
     assert post(book, "q", lambda: ucx.write(TCP)) == over(TCP)
+
+
+def test_half_a_table_takes_no_lane_of_what_comes_after_a_gap(ucx):
+    book = LaneBook(ucx.log, "agent")
+
+    def torn():
+        ucx.say("  | agent intra-node cfg#1 |")
+        ucx.say("  | remote memory write by ucp_put* from host memory to host |")
+        book.strays()
+        ucx.begin_anew()
+        ucx.say(f"  | 0..inf | zero-copy | {TCP} |")
+        ucx.say("  +---+")
+
+    assert post(book, "p", torn) == over(sure=False)
 
 
 def test_complaints_are_logged_once_and_so_many_a_minute(ucx, caplog, monkeypatch):

@@ -4,24 +4,17 @@ It needs none of what serves it: standard HTTP, and rich, which comes with the c
 elsewhere, so it is believed in no more than that it is JSON.
 """
 
-import contextlib
 import heapq
-import http.client
-import json
-import socket
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, Self, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvxfer.jsonhttp import NoAnswerError, json_from
 from kvxfer.telemetry import printable
 
 __all__ = ["Sight", "Top", "url_of"]
@@ -139,94 +132,13 @@ class Top:
 
 
 def _ask(address: str) -> Sight:
-    with _Cut() as cut:
-        try:
-            request = urllib.request.Request(url_of(address), headers={"Accept": "application/json"})  # noqa: S310 - http only
-            with cut.opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-                status = json.loads(answer.read(_MAX_BYTES))
-        except urllib.error.HTTPError as error:
-            error.close()
-            return Sight(address, None, f"answers {error.code}")
-        except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            late = f"it was not complete after {_TIMEOUT_SECONDS:g} s" if cut.done else ""
-            return Sight(address, None, f"no answer: {late or str(reason) or repr(reason)}")
+    try:
+        status = json_from(url_of(address), patience=_TIMEOUT_SECONDS, most_bytes=_MAX_BYTES)
+    except NoAnswerError as error:
+        return Sight(address, None, f"no answer: {error}" if error.status is None else f"answers {error.status}")
     if not isinstance(status, dict):
         return Sight(address, None, "is no admin page of kvxfer")
     return Sight(address, cast("_Status", status))
-
-
-class _Cut:
-    """Connections that end in time: who answers drop by drop, headers too, must not hold up the others.
-
-    Attributes:
-        opener: Makes them.
-        done: Whether one was cut off.
-    """
-
-    def __init__(self) -> None:
-        nothing = urllib.request.ProxyHandler({})  # workers are not behind a proxy
-        self.opener: Final = urllib.request.build_opener(nothing, _Plain(self), _Secure(self), _Unled())
-        self.done = False
-        self._timers: Final[list[threading.Timer]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def begin(self, stream: socket.socket) -> None:
-        """It is connected now."""
-        timer = threading.Timer(_TIMEOUT_SECONDS, self._end, (stream,))
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
-
-    def _end(self, stream: socket.socket) -> None:
-        self.done = True
-        with contextlib.suppress(OSError):  # it is closed
-            stream.shutdown(socket.SHUT_RDWR)
-
-
-class _Unled(urllib.request.HTTPRedirectHandler):
-    """Goes nowhere else: who is asked would choose where, by which protocol, and how often."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Refused, so it is an answer like another."""
-
-
-class _PlainConnection(http.client.HTTPConnection):
-    def __init__(self, *given: Any, cut: _Cut, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._cut: Final = cut
-
-    def connect(self) -> None:
-        super().connect()
-        self._cut.begin(self.sock)
-
-
-class _SecureConnection(_PlainConnection, http.client.HTTPSConnection):
-    """The same; its `connect` is that of both, in this order."""
-
-
-class _Plain(urllib.request.HTTPHandler):
-    def __init__(self, cut: _Cut) -> None:
-        super().__init__()
-        self._cut: Final = cut
-
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_PlainConnection, cut=self._cut), req)
-
-
-class _Secure(urllib.request.HTTPSHandler):
-    def __init__(self, cut: _Cut) -> None:
-        super().__init__()
-        self._cut: Final = cut
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_SecureConnection, cut=self._cut), req)
 
 
 def _transfers(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 import gc
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -47,3 +47,32 @@ def speaking():
                 thread.join()
 
     return speak
+
+
+@pytest.fixture
+def dripping():
+    """Something that begins an answer and goes on with it in drops: `with dripping(begins, drop) as address`."""
+
+    @contextmanager
+    def drip(begins, drop):
+        given_up = threading.Event()
+
+        def run():
+            stream, _ = server.accept()
+            with stream:
+                stream.recv(4096)
+                stream.sendall(begins)
+                with suppress(ConnectionError):
+                    while not given_up.wait(0.02):
+                        stream.sendall(drop)
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=run)
+            thread.start()
+            try:
+                yield f"127.0.0.1:{server.getsockname()[1]}"
+            finally:
+                given_up.set()
+                thread.join()
+
+    return drip

@@ -1,7 +1,6 @@
 """`kvxfer top`: what it draws is what workers say, whoever answers at the address."""
 
 import asyncio
-import contextlib
 import http.server
 import signal
 import socket
@@ -247,25 +246,10 @@ def test_what_does_not_speak_http_or_json_is_named(speaking, answer, why):
     [(OK + b"Content-Length: 100000\r\n\r\n", b" "), (OK, b"A"), (b"", b"HTTP/1.1 100 Continue\r\n\r\n")],
     ids=["body", "headers", "before"],
 )
-def test_an_answer_that_comes_in_drops_is_not_waited_for(monkeypatch, begins, drop):
+def test_an_answer_that_comes_in_drops_is_not_waited_for(dripping, monkeypatch, begins, drop):
     monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0.2)
-    given_up = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip():
-            stream, _ = server.accept()
-            with stream:
-                stream.recv(4096)
-                stream.sendall(begins)
-                with contextlib.suppress(ConnectionError):
-                    while not given_up.wait(0.02):
-                        stream.sendall(drop)
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        (sight,) = Top([f"127.0.0.1:{server.getsockname()[1]}"]).look()
-        given_up.set()
-        thread.join()
+    with dripping(begins, drop) as address:
+        (sight,) = Top([address]).look()
     assert "was not complete" in sight.why
 
 

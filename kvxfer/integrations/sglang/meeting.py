@@ -4,11 +4,9 @@ An engine here is one data-parallel rank of a prefill server, with all of its te
 what a decode engine needs to make tickets. Whoever reaches the server is told that: see SECURITY.md.
 """
 
-import http.client
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -19,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvxfer.errors import TicketError, UnreachableError
+from kvxfer.jsonhttp import NoAnswerError, json_from
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -239,10 +238,9 @@ def _call(address: str, path: str, told: Any, kind: type[_T]) -> _T:
     """Ask, and believe in no more of the answer than that it is of this kind: a request names the address."""
     data = None if told is None else json.dumps(told).encode()
     try:
-        request = urllib.request.Request(f"http://{address}{path}", data)
-        with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS) as answer:  # noqa: S310 - http only
-            return _convert(json.loads(answer.read(_MOST_BYTES)), kind)
-    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
+        answer = json_from(f"http://{address}{path}", data, patience=_PATIENCE_SECONDS, most_bytes=_MOST_BYTES)
+        return _convert(answer, kind)
+    except (NoAnswerError, ValueError) as error:
         raise UnreachableError(f"the bootstrap server at {address} does not answer: {error}", peer=address) from error
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ import torch
 
 from kvxfer.errors import ConfigError, GeometryError, TicketError, TransferFailedError, UnreachableError
 from kvxfer.integrations.heads import Place
+from kvxfer.integrations.sglang import meeting as module
 from kvxfer.integrations.sglang.caches import MAX_ROW_BYTES, Rows, describe
 from kvxfer.integrations.sglang.decode import Receiving
 from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, register_room, rooms_of
@@ -245,6 +247,21 @@ def test_nobody_answers(meeting, address):
 def test_something_else_at_the_address_is_an_error_of_the_library(speaking, answer, question):
     with speaking(answer) as address, pytest.raises(UnreachableError, match="bootstrap server at 127"):
         question(address)
+
+
+@pytest.mark.parametrize("begins", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+def test_who_answers_in_drops_does_not_hold_up_the_scheduler(dripping, monkeypatch, begins):
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.2)
+    with dripping(begins, b" ") as address, pytest.raises(UnreachableError, match="was not complete"):
+        ask(address)
+
+
+def test_who_answers_leads_nowhere_else(speaking):
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        location = f"ftp://127.0.0.1:{elsewhere.getsockname()[1]}/kvxfer/engines"
+        answer = f"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: {location}\r\n\r\n".encode()
+        with speaking(answer) as address, pytest.raises(UnreachableError, match="it answers 302"):
+            ask(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:x", "a b:1", "[::1:3", ""])

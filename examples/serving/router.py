@@ -37,6 +37,7 @@ class _Answer:
         params: What the prefill server has said; empty without one.
         generated: Tokens that the client has.
         prefill: The server that has the prompt, or was about to get it.
+        opened: Whether it was said who speaks, which comes before the first token of a chat.
         done: Whether all of it was said, so that nobody needs the prompt's cache any more.
     """
 
@@ -45,6 +46,7 @@ class _Answer:
     params: dict[str, Any]
     generated: list[int]
     prefill: Server | None = None
+    opened: bool = False
     done: bool = False
 
 
@@ -99,7 +101,6 @@ class Router:
             async with aclosing(self._decoded(path, answer)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            answer.done = True
         finally:
             if answer.prefill is not None and not answer.done:  # who fetches declines; perhaps nobody does
                 self._take_back(answer.prefill, answer.name)
@@ -149,10 +150,14 @@ class Router:
                 async with aclosing(self._chunks(server, path, answer)) as chunks:
                     async for chunk in chunks:
                         answer.generated += chunk.pop("kv_transfer_params", {}).get("token_ids", [])
-                        yield chunk
+                        opening = any("role" in choice.get("delta", ()) for choice in chunk["choices"])
+                        answer.done = chunk.get("usage") is not None  # it comes last
+                        if not opening or not answer.opened:
+                            answer.opened |= opening
+                            yield chunk
             except FAILURES as error:
                 server.failed(error)
-            else:
+            if answer.done:
                 return
             if answer.generated and self._on_failure == "fail":
                 raise ApiError(502, "the decode server died in the midst of the answer", "decode_server_died")
@@ -167,15 +172,13 @@ class Router:
                 if (status := response.status_code) != 200:
                     error = ApiError.read(status, await server.heard(response.aread()))
                     raise UnavailableError(f"status {status}") if error is None or status == 503 else error
-                lines, whole = response.aiter_lines(), False
+                lines = response.aiter_lines()
                 while (line := await server.heard(anext(lines, None))) is not None:
                     said = line.removeprefix("data:").strip()
-                    if said == "[DONE]" and whole:
+                    if said == "[DONE]" and answer.done:
                         return
                     if said and said != line:  # the others say nothing to us
-                        chunk = _chunk(said)
-                        whole = "usage" in chunk  # it comes last
-                        yield chunk
+                        yield _chunk(said)
             raise UnavailableError("the stream ended before the answer did")
 
 

@@ -46,7 +46,6 @@ OF_DECODE = [
     {"content": said({}, object="chat.completion.chunk") + SOUND},
     {"content": DONE},
     {"content": said({}) + DONE},
-    {"content": SOUND.replace(DONE, "")},
 ]
 
 
@@ -113,11 +112,41 @@ async def test_what_cannot_be_understood_in_mid_answer_is_said_by_another_server
     assert len([event for event in events if event["choices"]]) == len(whole.tokens), "each came once"
 
 
+async def test_what_was_said_is_said_once_though_another_server_says_it_again(service, alone):
+    decode = await service.decode()
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    whole = contents(await service.post(decode, "/v1/chat/completions", **chat))
+    opening = said({"delta": {"role": "assistant", "content": ""}}, object="chat.completion.chunk")
+    opening = opening.replace('"text": "", ', "")
+    strange = await service.start(Impostor(content=opening).application)
+    router = await service.router([], [strange, decode])
+    answered = await service.post(router, "/v1/chat/completions", **chat)
+    assert contents(answered) == whole
+    assert answered.text.count('"role"') == 1
+
+
+async def test_an_answer_that_ends_without_saying_so_is_whole(service):
+    strange = Impostor(content=SOUND.replace(DONE, ""))
+    first = await service.start(strange.application)
+    second = await service.start(Impostor(content=SOUND).application)
+    router = await service.router([], [first, second])
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    answered = await service.post(router, prompt="Hello", **asked)
+    assert (text(answered), answered.text.count('"usage"')) == ("sound", 1)
+    assert [server["failures"] for server in (await service.stats(router))["decode"]] == [1, 0]
+
+
 async def test_what_an_event_stream_may_say_besides_is_passed_over(service):
     lines = ": still here\n\nevent: chunk\nretry: 5\n" + SOUND.replace("data: [", "data:[")
     strange = await service.start(Impostor(content=lines).application)
     answered = await service.post(await service.router([], [strange]), prompt="Hello")
     assert text(answered) == "sound"
+
+
+def contents(answered):
+    """What a chat says, chunk by chunk."""
+    events = [json.loads(line[6:]) for line in answered.text.split("\n") if line.startswith("data: {")]
+    return [choice["delta"].get("content") for event in events for choice in event["choices"]]
 
 
 def text(answered):

@@ -111,11 +111,6 @@ class Outgoing(Steps):
         return max(1, self._bound.plan.outline.bytes // len(self._bound.grid)) if self._bound is not None else 1
 
     @property
-    def peer_name(self) -> str:
-        """How logs name the decode rank."""
-        return self.peer.name
-
-    @property
     def name(self) -> str:
         """Its id, as the decode rank says it too."""
         return f"{self.peer.identity.incarnation.hex()[:8]}-{self.machine.transfer}"
@@ -191,11 +186,16 @@ class Outgoing(Steps):
         self._say(messages)
 
     def _unanswered(self) -> None:
-        """Not in time did the decode rank say that it reads no more (`pull`), or our copies end; posts have a bound."""
+        """Not in time did the decode rank say that it reads no more (`pull`), or our own work end: nobody need wait."""
+        site = self.site
+        patience, (late, _) = site.config.revoke_timeout, site.fabric.health()
         copying = self._summing or any(shipment.copying for shipment in self._shipments.values())
-        if copying and self.offer is not None:
-            self.offer.left(self, in_doubt=self.peer_name)
+        if self.offer is not None and (copying or (self._shipments and late >= patience)):  # in a call for so long
+            reads = copying or self.machine.route is Route.DIRECT
+            self.offer.left(self, in_doubt=self.peer.name if reads else "")
             self._say(self.machine.overdue())
+        elif self._shipments:  # posts have a bound, while the transport stands by it
+            self._revoke = site.at(site.now() + patience, self._unanswered)
         self._say(self.machine.unread(in_doubt=True))
 
     def cancelled(self, failure: Failure) -> None:
@@ -302,7 +302,7 @@ class Outgoing(Steps):
             self.site.estimates.chose(self.peer.identity.incarnation, choice.route)
         if choice.fallback:
             self.site.metrics.fell_back(choice.fallback)
-            _log.warning("route_fell_back", peer=self.peer_name, transfer=message.transfer, reason=choice.fallback)
+            _log.warning("route_fell_back", peer=self.peer.name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
             self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
             self._exposure = Exposure(self.site, self.link, self.name, self.unread_at_last, {Route.PULL})
@@ -465,7 +465,7 @@ class Outgoing(Steps):
             route="" if machine.route is Route.UNKNOWN else machine.route.name.lower(),
             why=self._choice.why if self._choice else "",
             limited_by=self._bound.limited_by if self._bound else "",
-            peers=(self.peer_name,),
+            peers=(self.peer.name,),
             started=self.began,
             finished=self.site.now(),
         )
@@ -490,7 +490,7 @@ class Outgoing(Steps):
         self._ended(self)
         if self.offer is not None:
             self.offer.stats.append(self.stats)
-            self.offer.left(self, in_doubt=self.peer_name if reads else "", moved=failure is None)
+            self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if self._doubt and machine.route is Route.DIRECT:
             strand(self.site, self.peer, self._rebuilt, urgent=True)
 

@@ -114,7 +114,7 @@ def _sending(outgoing: Outgoing, now: float) -> dict[str, Any]:
         "side": "send",
         "id": outgoing.name,
         "request": machine.fetch.ticket.request,
-        "peers": [outgoing.peer_name],
+        "peers": [outgoing.peer.name],
         "route": "" if machine.route is Route.UNKNOWN else _name(machine.route),
         "step": outgoing.step.value,
         "in_doubt": outgoing.in_doubt,

@@ -1,8 +1,11 @@
-"""An executor whose copies stand still once they are launched, as on a GPU that is held up by somebody else's work."""
+"""What stands still as where a GPU is held up by somebody else's work: copies once launched, a call of a transport."""
+
+import threading
 
 from kvxfer.copy.host import run
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.copy.sums import total
+from kvxfer.testing import LoopbackTransport
 
 
 class Standing:
@@ -47,3 +50,23 @@ class Standing:
     def _end(self, job, **how):
         job.permit.end()
         job.done(CopyOutcome(None, self._site.now(), self._site.now(), **how))
+
+
+class Stuck(LoopbackTransport):
+    """Each call of one kind waits for `go`; from the start, or once `holding` is set.
+
+    Attributes:
+        inside: Set when one waits.
+    """
+
+    def __init__(self, name, network, call, *, holding=True):
+        super().__init__(name, network)
+        self.inside, self.go, self.holding, real = threading.Event(), threading.Event(), holding, getattr(self, call)
+
+        def stuck(*arguments):
+            if self.holding:
+                self.inside.set()
+                self.go.wait()
+            return real(*arguments)
+
+        setattr(self, call, stuck)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, quiet
+from standing import Stuck
 
 from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, RequestError, Withdrawn
 from kvxfer.fabric.loopback import LoopbackTransport
@@ -188,21 +189,6 @@ async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):
             await doubt.value.settled()
     assert "fabric_left_open" in caplog.text
     assert "memory_leaked" in caplog.text
-
-
-class Stuck(LoopbackTransport):
-    """A call of it waits for a GPU that is held up."""
-
-    def __init__(self, name, network, call):
-        super().__init__(name, network)
-        self.inside, self.go, real = threading.Event(), threading.Event(), getattr(self, call)
-
-        def stuck():
-            self.inside.set()
-            self.go.wait()
-            return real()
-
-        setattr(self, call, stuck)
 
 
 @pytest.mark.parametrize("call", ["close", "renew"])

@@ -1,0 +1,85 @@
+"""A call of the transport that does not return, as one may that waits for a GPU: who waits for a post hears in time.
+
+With real threads: in virtual time nothing can stand still in a call.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+
+import pytest
+from stage import DEFAULTS, Cache, Copied, eventually, quiet
+from standing import Stuck
+
+from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, Withdrawn
+from kvxfer.worker import Worker
+
+TOKENS = range(8)
+REVOKE_SECONDS = 0.3
+FOREVER = 300.0
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    """Sockets of these tests alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@contextlib.asynccontextmanager
+async def workers(network, **config):
+    """A pair that has met, with their caches and the prefill rank's transport."""
+    config = {**DEFAULTS, "revoke_timeout": REVOKE_SECONDS, "no_progress_timeout": FOREVER, **config}
+    transports = [Stuck(name, network, "post", holding=False) for name in ("p", "d")]
+    caches = Cache(), Cache(layout="HND")
+    pair = [
+        Worker(cache.tensors, Config(**config), transport=transport)
+        for cache, transport in zip(caches, transports, strict=True)
+    ]
+    async with pair[0] as prefill, pair[1] as decode:
+        try:
+            prefill.offer("before", [1, 2], tokens=8)
+            await decode.fetch(prefill.engine.ticket("before"), [3, 4], tokens=TOKENS)
+            yield prefill, decode, caches, transports
+        finally:
+            for transport in transports:
+                transport.go.set()
+
+
+async def raised(awaitable):
+    """What it raised or returned; it must not take for ever."""
+    async with asyncio.timeout(60):
+        (outcome,) = await asyncio.gather(awaitable, return_exceptions=True)
+    return outcome
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_an_offer_ends_and_the_decode_rank_hears(network, route):
+    async with workers(network, route=route) as (prefill, decode, (source, target), transports):
+        stuck = transports[0]
+        stuck.holding = True
+        offer = prefill.offer("r", [1, 2], tokens=8)
+        transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        await eventually(stuck.inside.is_set)
+        outcome, failure = await asyncio.gather(raised(offer.withdraw()), raised(transfer))
+        if route == "direct":
+            assert isinstance(outcome, MemoryInDoubt), outcome
+            assert isinstance(failure, MemoryInDoubt), failure
+            with pytest.raises(BlocksError, match="may still read it"):
+                prefill.offer("s", [1], tokens=4)
+        else:  # what is posted was gathered before, and reads none of them
+            assert isinstance(outcome, Withdrawn), outcome
+            assert isinstance(failure, KvxferError), failure
+            assert transfer.memory_safe
+            assert prefill.describe()["arena"]["send"].free_bytes < prefill.describe()["arena"]["send"].capacity_bytes
+        assert "withdrawn" in str(failure)
+        assert prefill.describe()["sending"] == 1
+        stuck.holding = False
+        stuck.go.set()
+        for doubt in (outcome, failure):
+            if isinstance(doubt, MemoryInDoubt):
+                await doubt.settled()
+        await quiet(prefill, decode)
+        copied = Copied(target).bring(source, [5, 6], [3, 4], TOKENS)
+        prefill.offer("after", [5, 6], tokens=8)
+        await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)
+        copied.check()

@@ -5,10 +5,10 @@ work meanwhile only get into each other's way.
 """
 
 import contextlib
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -41,7 +41,8 @@ class Team:
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
         self._threads: Final = threads
         self._cpus: Final = cpus
-        self._pool: ThreadPoolExecutor | None = None
+        self._others: Final[list[threading.Thread]] = []
+        self._calls: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
 
     def share(self, work: Callable[[Sequence[_T]], None], steps: Sequence[_T], nbytes: int, copies: int) -> None:
         """Do `work` for all steps, each of which copies about as much: in parts, side by side, as far as that pays.
@@ -60,22 +61,36 @@ class Team:
             return
         bounds = [len(steps) * part // count for part in range(count + 1)]
         parts = _Parts(work, [steps[start:stop] for start, stop in pairwise(bounds)])
-        with contextlib.suppress(RuntimeError):  # the system lets no thread start: the others, or this one, do its part
-            for _ in range(count - 1):
-                self._others().submit(parts.help)
-        parts.end()
+        try:
+            for _ in range(min(count - 1, self._start(count - 1))):
+                self._calls.put(parts.help)
+        finally:  # whatever went wrong: some may be at it
+            parts.end()
 
     def close(self) -> None:
         """Let the threads go. Nothing may be under way; may be repeated."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for _ in self._others:
+            self._calls.put(None)
+        while self._others:
+            self._others.pop().join()
 
-    def _others(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self._threads - 1, "kvxfer-copy", initializer=settle, initargs=(self._cpus,)
-            )
-        return self._pool
+    def _start(self, wanted: int) -> int:
+        """See that there are so many others, if the system lets them start; returns how many there are."""
+        with contextlib.suppress(RuntimeError):  # it does not: those that there are, or the caller alone, do their part
+            while len(self._others) < wanted:
+                thread = threading.Thread(target=self._serve, name="kvxfer-copy", daemon=True)
+                thread.start()
+                self._others.append(thread)
+        return len(self._others)
+
+    def _serve(self) -> None:
+        settle(self._cpus)
+        while True:
+            call = self._calls.get()
+            if call is None:
+                return
+            call()
+            del call  # and all that it copied between
 
 
 class _Parts:

@@ -1,6 +1,8 @@
 """Threads that copy side by side: everything is done once, and nothing goes on after it was said to be over."""
 
+import os
 import threading
+import weakref
 
 import pytest
 
@@ -85,6 +87,71 @@ def test_it_is_done_and_waited_for_where_no_more_threads_can_be_started(team, mo
     monkeypatch.setattr(threading.Thread, "start", one_only)
     team.share(done.extend, range(6), 64 * MIB, 6)
     assert sorted(done) == list(range(6))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2], ids="{} others".format)
+def test_nothing_of_a_copy_is_kept(team, monkeypatch, threads):
+    """Also where no thread can be started: what is meant for one must not pile up."""
+    start, alive = threading.Thread.start, []
+
+    def few_only(thread):
+        if len(alive) == threads:
+            raise RuntimeError("can't start new thread")
+        alive.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few_only)
+    copies = [lambda steps, size=size: size for size in range(3)]
+    kept = [weakref.ref(copy) for copy in copies]
+    while copies:
+        team.share(copies.pop(), range(6), 64 * MIB, 6)
+    for _ in range(1000):
+        if not any(one() for one in kept):
+            break
+        threading.Event().wait(0.01)  # an other lets go of it a moment after it has said that its part has ended
+    assert [one() for one in kept] == [None] * 3
+
+
+def test_who_came_is_waited_for_whatever_goes_wrong_when_the_next_is_called(team, monkeypatch):
+    came, go, done = threading.Event(), threading.Event(), []
+
+    def work(steps):
+        if threading.current_thread().name.startswith("kvxfer-copy"):
+            came.set()
+            go.wait(10)
+        done.append(list(steps))
+
+    put = team._calls.put
+
+    def put_one(call):
+        if came.is_set():
+            threading.Timer(0.05, go.set).start()
+            raise MemoryError
+        put(call)
+        came.wait(10)
+
+    monkeypatch.setattr(team, "_calls", type("Calls", (), {"put": staticmethod(put_one), "get": team._calls.get})())
+    with pytest.raises(MemoryError):
+        team.share(work, range(6), 64 * MIB, 6)
+    assert sorted(step for part in done for step in part) == list(range(6))
+    monkeypatch.undo()
+
+
+def test_the_others_give_way_to_the_loop_and_stay_where_they_are_put():
+    cpu, seen, met = min(os.sched_getaffinity(0)), {}, threading.Barrier(2)
+
+    def work(_):
+        met.wait(10)
+        seen[threading.current_thread().name] = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+
+    before = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+    team = Team(2, frozenset({cpu}))
+    team.share(work, [1, 2], 64 * MIB, 2)
+    team.close()
+    assert seen.pop(threading.current_thread().name) == before
+    ((cpus, niceness),) = seen.values()
+    assert cpus == {cpu}
+    assert niceness > before[1] or niceness == 19
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])

@@ -229,6 +229,7 @@ class CudaExecutor:
                     self._kernel.launch_sums(each, slot.table, begin, begin + sums.at, self._ctas, lane.handle)
                 running.sums = lane.download(slot, len(tables.words) + sums.at, len(packed.words))
 
+        lane.running.append(running)  # before it is launched: a call that does that may stand still itself
         try:
             gate = lane.gate(slot, job.gate)
             running.stopped = not job.permit.post(self._runtime.now, launch)
@@ -238,7 +239,6 @@ class CudaExecutor:
             running.last = lane.mark()
         except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
             running.error = running.error or as_kvxfer_error("a copy failed on the device", caught)
-        lane.running.append(running)
         return True
 
     def _see_writes(self) -> None:

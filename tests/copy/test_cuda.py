@@ -192,6 +192,32 @@ def test_a_job_is_reported_when_its_event_has_happened(world):
     assert (world.outcomes["a"].started, world.outcomes["a"].finished) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copy_stands_from_before_its_launch_to_its_end(world, direction):
+    """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
+    executor, seen = world.executor, []
+    launch = world._launch
+
+    def asked(*arguments):
+        seen.append(executor.standing(1.5))
+        launch(*arguments)
+
+    executor._kernel.launch = asked
+    world.submit("a", after=(event := Mark()), direction=direction)
+    world.step()
+    assert not executor.standing(1.5), "it waits for its event"
+    event.fired = True
+    world.step()
+    assert seen == [True]
+    assert executor.standing(1.5)
+    assert not executor.standing(1.0), "it began no sooner"
+    lane = {Direction.GATHER: world.gather, Direction.SCATTER: world.scatter}[direction]
+    lane.marks[0].fired = True
+    world.step()
+    assert world.outcomes["a"].error is None
+    assert not executor.standing(1.5)
+
+
 def test_gathers_come_before_other_work_on_the_gpu(world):
     assert world.gather.urgent
     assert not world.scatter.urgent

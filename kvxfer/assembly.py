@@ -100,8 +100,8 @@ class Assembly:
         timeout = min(timeout, site.config.close_timeout)
         site.send_desk.close()
         site.receive_desk.close()
-        quiet = await _closed(site.fabric, timeout)
-        stopped = await site.runtime.in_thread(lambda: site.executor.close(timeout))
+        stopping = site.runtime.in_thread(lambda: site.executor.close(timeout))
+        quiet, stopped = await asyncio.gather(_closed(site.fabric, timeout), stopping)  # a GPU may hold up both
         if stopped:  # else a copy may still write to what is mapped
             await site.runtime.in_thread(site.mappings.close)
         site.keys.close(forced=quiet and stopped)
@@ -121,11 +121,11 @@ class Assembly:
 async def _closed(fabric: Fabric, timeout: float) -> bool:
     """Whether a fabric was closed, and nothing is in flight any more.
 
-    Posts are given up after `timeout` seconds. Undoing the rest is calls that may never return: a driver waits in some
-    of them for all that is queued on a GPU.
+    Posts are given up in time to undo the rest within `timeout` seconds, by calls that may never return: a driver waits
+    in some of them for all that is queued on a GPU.
     """
-    closing = asyncio.wrap_future(fabric.close(timeout))
-    await asyncio.wait({closing}, timeout=timeout + _UNDO_SECONDS)
+    closing = asyncio.wrap_future(fabric.close(max(timeout - _UNDO_SECONDS, timeout / 2)))
+    await asyncio.wait({closing}, timeout=max(timeout, _UNDO_SECONDS))
     if not closing.done():
         closing.cancel()
         _log.error("fabric_not_closed", error="a call of the transport does not return")

@@ -207,6 +207,19 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
     await eventually(lambda: left() == NOTHING)
 
 
+async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog):
+    """One may wait for the other on a GPU, and the times must not add up."""
+    transport = Stuck("p", network, "close")
+    worker = Worker(Cache().tensors, Config(**DEFAULTS), transport=transport)
+    async with worker:
+        executor = worker._site.executor
+        close = executor.close
+        executor.close = lambda timeout: transport.go.set() or close(timeout)
+    assert transport.inside.is_set()
+    assert "fabric_not_closed" not in caplog.text
+    assert left() == NOTHING
+
+
 async def test_events_that_never_fire_do_not_keep_anything(network):
     source, target = Cache(), Cache()
     async with make("p", source, network) as prefill, make("d", target, network) as decode:

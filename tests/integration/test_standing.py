@@ -6,6 +6,7 @@ In virtual time. On GPUs the same is tried with streams that are held up (`tests
 # pyright: reportOptionalMemberAccess=false
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 from stage import Cache, Copied, is_quiet
@@ -276,11 +277,14 @@ def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_eviden
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize("transport", [True, False], ids=["", "nor does the transport return"])
 @pytest.mark.parametrize(("side", "direction"), SIDES)
-def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, direction, caplog):
+def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, direction, caplog, transport):
     async def scenario(play):
         copies, offer, transfer = await standing(play, side, direction)
         worker = getattr(play, side)
+        if not transport:
+            worker._site.fabric.close = lambda timeout: Future()
         kept, leaked = [*share_of(play, side).extents()], len(assembly._leaked)
         _, waited = await play.timed(worker.aclose(drain=False))
         assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK

@@ -83,13 +83,17 @@ class Assembly:
         )
 
     async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
-        """Undo a half-made site, in which nobody knows of the memory yet."""
+        """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
         timeout = self.config.close_timeout
-        if fabric is not None:
-            await asyncio.wrap_future(fabric.close(timeout))
+        quiet = fabric is None or await _closed(fabric, timeout)
         if executor is not None:
             await self.runtime.in_thread(lambda: executor.close(timeout))
-        self.staging.close()
+        if quiet:
+            self.staging.close()
+        else:
+            _leaked.append(self.tensors)
+            self.staging.leak()
+            self.exports.leak()
         self.exports.close()
 
     async def dismantle(self, site: Site, timeout: float) -> None:

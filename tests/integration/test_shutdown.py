@@ -207,6 +207,21 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
     await eventually(lambda: left() == NOTHING)
 
 
+async def test_opening_can_be_cancelled_where_the_transport_does_not_return(network, caplog):
+    transport = Stuck("p", network, "register")
+    worker = Worker(Cache().tensors, Config(**DEFAULTS | {"close_timeout": 0.2}), transport=transport)
+    opening = asyncio.ensure_future(worker.__aenter__())
+    await eventually(transport.inside.is_set)
+    opening.cancel()
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    assert "fabric_not_closed" in caplog.text
+    assert "memory_leaked" in caplog.text, "the call may still register it"
+    transport.go.set()
+    await eventually(lambda: left() == NOTHING)
+
+
 async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog):
     """One may wait for the other on a GPU, and the times must not add up."""
     transport = Stuck("p", network, "close")

@@ -199,7 +199,8 @@ class Landing:
             self._grant(extent)
             return
         admitted = partial(host.run, self._admitted)
-        self._request = desk.ask(host.peer.account, nbytes, host.patience, admitted, owner=host)
+        who = host.machine.transfer  # its number: a request may be kept for a while, and would keep the whole transfer
+        self._request = desk.ask(host.peer.account, nbytes, host.patience, admitted, owner=who)
         if not self._host.moving:  # somebody gave up who was told in the same round of decisions
             self.give_up()
 

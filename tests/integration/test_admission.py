@@ -1,17 +1,22 @@
 """Bounds on what moves at once: in place, and announced to a puller."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from stage import Cache, Copied, eventually, quiet, taken
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
+from kvxfer.fetching import Fetching
+from kvxfer.incoming import Incoming
 from kvxfer.landing import Landing
 from kvxfer.link import Link
+from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Landed, Want
 from kvxfer.protocol.packing import unpack_u32
-from kvxfer.shipment import StagedShipment
+from kvxfer.shipment import Shipment, StagedShipment
 
 IDS = list(range(64))
 
@@ -114,3 +119,32 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
     assert (len(served) == 1) is fails
     await offer.withdraw()
     await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route, monkeypatch):
+    """Its plans are large. Nobody who waited for memory is kept either, and no cycle waits for the collector."""
+    made, source, target = [], Cache(), Cache(layout="HND")
+    for kind in (Incoming, Outgoing, Fetching, Landing, Shipment):
+        init = kind.__init__
+
+        def noted(self, *arguments, init=init, **settings):
+            made.append(weakref.ref(self))
+            init(self, *arguments, **settings)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    config = {"route": route, "arena_bytes": "4KiB", "chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
+    prefill, decode = await stage.pair(source, target, max_in_place_bytes="2KiB", **config)
+    gc.disable()
+    try:
+        for number in range(8):
+            prefill.offer(f"r{number}", [number], tokens=4)
+        tickets = [prefill.engine.ticket(f"r{number}") for number in range(8)]
+        await asyncio.gather(
+            *(decode.fetch(one, [at + 8], tokens=range(4), timeout=30) for at, one in enumerate(tickets))
+        )
+        await quiet(prefill, decode)
+        assert decode.describe()["metrics"]["admission_waits"] or route == "pull"
+        await eventually(lambda: not [one for one in made if one() is not None])
+    finally:
+        gc.enable()

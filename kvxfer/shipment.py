@@ -160,12 +160,8 @@ class Shipment(Steps):
     def submit(self, job: CopyJob) -> None:
         """Hand it to the executor."""
         self.tally.spent("queued", self._began, self.site.now())
-        self._submitted = self.copying = True
-        try:
-            self.site.executor.submit(job, Direction.GATHER)
-        except KvxferError:
-            self._submitted = self.copying = False
-            raise
+        self._submitted = self.copying = True  # before: the copy may end at once; what is refused ends with `failed`
+        self.site.executor.submit(job, Direction.GATHER)
 
     def end(self, moved: Moved) -> None:
         """Give everything back and report, once."""

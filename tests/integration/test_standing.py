@@ -303,6 +303,52 @@ def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, 
     play(scenario, tmp_path)
 
 
+def test_a_worker_that_closes_keeps_what_its_copy_writes_mapped_and_stays_inside_of_its_gate(tmp_path):
+    """Until the copy ends: the other one finds the gate empty then, and no sooner."""
+
+    async def scenario(play):
+        copies, _, transfer = await standing(play, "prefill", Direction.GATHER, route="mapped")
+        mapped = [mapping.windows for mapping in play.prefill._site.mappings._mappings.values()]
+        assert len(mapped) == 1
+        await play.prefill.aclose(drain=False)
+        outcome = await raised(transfer)
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        await asyncio.sleep(10 * TIMES["revoke_timeout"])
+        assert not transfer.memory_safe
+        assert [mapping.windows for mapping in play.prefill._site.mappings._mappings.values()] == mapped
+        late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        copies.go()
+        late.check()
+        await outcome.settled()
+        await quiet(play, play.decode)
+
+    play(scenario, tmp_path)
+
+
+def test_a_worker_that_closes_stays_inside_of_the_gate_of_a_post_that_it_leaves_in_flight(tmp_path):
+    async def scenario(play):
+        await play.pair(route="direct", **TIMES)
+        await play.bring("before")
+        await play.until(lambda: all("direct" in peer["proved"] for peer in play.decode.describe()["peers"]))
+        play.network.hold("decode")
+        play.prefill.offer("r", [1, 2], tokens=8)
+        transfer = play.start("r")
+        await play.until(lambda: play.network.held("decode"))
+        await play.prefill.aclose(drain=False)
+        outcome = await raised(transfer)
+        assert isinstance(outcome, MemoryInDoubt), outcome
+        await asyncio.sleep(10 * TIMES["revoke_timeout"])
+        assert not transfer.memory_safe
+        late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
+        play.network.release("decode")
+        late.check()
+        await play.decode.aclose(drain=False)
+        with pytest.raises(ClosedError, match="never reuse"):
+            await outcome.settled()
+
+    play(scenario, tmp_path)
+
+
 @pytest.mark.parametrize(("side", "direction"), SIDES)
 def test_draining_is_bounded_and_what_ends_later_comes_back(tmp_path, side, direction):
     async def scenario(play):

@@ -148,6 +148,15 @@ def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
     assert sending.overdue() == []
 
 
+def test_what_a_puller_does_not_end_is_not_ours():
+    sending = parked()
+    sending.accept(accept(2, route=Route.PULL))
+    sending.ready([0])
+    assert len(sending.stop(STOP)) == 1
+    assert sending.state is SendState.STOPPING
+    assert sending.overdue() == []
+
+
 def test_a_parked_fetch_is_stopped_at_once():
     sending = parked()
     (result,) = sending.stop(STOP)

@@ -412,21 +412,26 @@ ALIKE = 38428, 46513
 """Private keys whose public halves begin with the same 32 bits; it took a second to find them."""
 
 
-async def test_nobody_shares_an_account_with_one_whose_key_begins_alike(stage):
+@pytest.mark.parametrize("config", [{}, {"chunk_bytes": "32KiB", "arena_bytes": "128KiB"}], ids=["", "granted ahead"])
+@pytest.mark.parametrize("alike", ["prefill", "decode"])
+async def test_nobody_shares_an_account_with_one_whose_key_begins_alike(stage, alike, config):
     """What it holds, and leaves in quarantine, would count against the other one, which got no memory then."""
-    decode = await stage.worker("decode", Cache(), route="staged")
-    prefills, fetches = [], []
+    config = {"route": "staged", **config}
+    alone = await stage.worker("alone", Cache(), **config)
+    two, fetches = [], []
     for number, private in enumerate(ALIKE):
         with pytest.MonkeyPatch.context() as patch:
             key = IdentityKey((8 * private).to_bytes(32, "little"))
             patch.setattr(assembly, "IdentityKey", lambda _, key=key: key)
-            prefills.append(await stage.worker(f"prefill{number}", Cache(), route="staged"))
-    assert len({prefill.card.incarnation[:8] for prefill in prefills}) == 1
+            two.append(await stage.worker(f"{alike}{number}", Cache(), **config))
+    assert len({worker.card.incarnation[:8] for worker in two}) == 1
     stage.network.hold("*")
-    for number, prefill in enumerate(prefills):
-        prefill.offer("r", [1, 2], tokens=8)
-        fetches.append(decode.start_fetch(prefill.engine.ticket("r"), [2 * number, 2 * number + 1], tokens=TOKENS))
-    share = decode._site.receive_desk.share
+    for number, worker in enumerate(two):
+        prefill, decode = (worker, alone) if alike == "prefill" else (alone, worker)
+        prefill.offer(f"r{number}", [1, 2], tokens=8)
+        ticket = prefill.engine.ticket(f"r{number}")
+        fetches.append(decode.start_fetch(ticket, [2 * number, 2 * number + 1], tokens=TOKENS))
+    share = alone._site.receive_desk.share if alike == "prefill" else alone._site.send_desk.share
     await eventually(lambda: len(share.snapshot().peers) == 2)
     stage.network.release("*")
     await asyncio.gather(*fetches)

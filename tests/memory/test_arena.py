@@ -395,6 +395,8 @@ class TestFairness:
             ((request, held),) = share.advance(0.0).granted
             order.append(asked.index(request))
         assert order == [0, 3, 6, 1, 5, 4]
+        kept = {name: books for name, books in vars(share._queue).items() if books}
+        assert kept == {}, "of who asks no more nothing is kept"
 
     def test_a_peer_that_only_holds_counts_too(self):
         share = make(12)

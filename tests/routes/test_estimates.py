@@ -168,3 +168,5 @@ def test_who_is_gone_and_comes_back_has_tried_nothing():
     machine.transfers(500)
     machine.estimates.forget(A)
     assert not machine.estimates.overdue(A, Route.STAGED, 1e-9, Route.DIRECT, 1e-9)
+    kept = {name: books for name, books in vars(machine.estimates).items() if isinstance(books, dict) and books}
+    assert kept == {}, "of who is gone nothing is kept"

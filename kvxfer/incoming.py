@@ -132,6 +132,11 @@ class Incoming(Steps):
         return self._own.copies
 
     @property
+    def reading(self) -> bool:
+        """Whether a read of our own writes the caller's blocks."""
+        return self._own.reads
+
+    @property
     def _in_place(self) -> bool:
         """Whether what was granted are the caller's blocks."""
         if self.route is Route.UNKNOWN:

@@ -223,6 +223,12 @@ class Receiver:
             incoming.stop(failure)
         self._lender.recall()
 
+    def stop_posted(self, failure: Failure) -> None:
+        """Stop what waits for reads of ours."""
+        for incoming in list(self._incoming.values()):
+            if incoming.reading:
+                incoming.stop(failure)
+
     # --- inside
 
     @property

@@ -37,6 +37,8 @@ __all__ = ["Sender"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
+_POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
+"""Routes on which the transport writes what this rank sends."""
 
 
 class Sender:
@@ -247,6 +249,12 @@ class Sender:
         """Stop what is being read."""
         for outgoing in list(self._transfers.values()):
             if outgoing.machine.being_read:
+                outgoing.stop(failure)
+
+    def stop_posted(self, failure: Failure) -> None:
+        """Stop what waits for posts of ours."""
+        for outgoing in list(self._transfers.values()):
+            if outgoing.machine.moving and outgoing.machine.route in _POSTED:
                 outgoing.stop(failure)
 
     # --- inside

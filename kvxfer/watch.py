@@ -1,12 +1,19 @@
-"""Notices that the event loop stands still: transfers, leases and heartbeats of the worker stand still with it."""
+"""Notices what stands still and cannot say so: the event loop, and the transport in a call that does not return.
 
-from collections.abc import Callable
+With the loop, all transfers, leases and heartbeats of the worker stand still. With the transport, whatever was posted.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from kvxfer.errors import Code
 from kvxfer.metrics import Metrics
+from kvxfer.protocol.messages import Status
+from kvxfer.protocol.sending import Failure
+from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
-__all__ = ["LoopWatch"]
+__all__ = ["LoopWatch", "TransportWatch"]
 
 _log: Final = logger("kvxfer.worker")
 
@@ -46,6 +53,7 @@ class LoopWatch:
         now: Callable[[], float],
         at: Callable[[float, Callable[[], None]], Timer],
         metrics: Metrics,
+        look: Callable[[], None],
         *,
         own: bool,
     ) -> None:
@@ -55,6 +63,7 @@ class LoopWatch:
             now: The worker's clock.
             at: Calls a function on the loop at a time of this clock.
             metrics: Where late beats are counted.
+            look: Called with each beat that comes in time.
             own: Whether the loop has a thread of its own; decides which cause the log line names.
         """
 
@@ -67,6 +76,7 @@ class LoopWatch:
             metrics.loop_late(late, blocked=late >= _LATE_SECONDS)
             if late < _LATE_SECONDS:
                 self._blocked = False
+                look()
             if late >= _BLOCKED_SECONDS and not self._blocked:
                 self._blocked = True
                 _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=_OWN if own else _CALLER)
@@ -78,3 +88,43 @@ class LoopWatch:
         """No beat comes any more. Idempotent, and harmless before `start`."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+class Poster(Protocol):
+    """One of the two roles of a worker, as far as it waits for what it has posted."""
+
+    def stop_posted(self, failure: Failure) -> None:
+        """Stop whatever waits for a post."""
+        ...
+
+
+class TransportWatch:
+    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`.
+
+    A post that makes no progress is given up by the thread that looks after it. That one is in the call.
+
+    Args:
+        site: The worker.
+        roles: What it does for peers.
+    """
+
+    def __init__(self, site: Site, roles: Sequence[Poster]) -> None:
+        self._site: Final = site
+        self._roles: Final = roles
+        self._said = False
+
+    def look(self) -> None:
+        """See for how long the transport has owed something.
+
+        Not right after the loop has stood still itself: the process may have been stopped, and the transport with it.
+        """
+        late, _ = self._site.fabric.health()
+        if late < self._site.config.no_progress_timeout:
+            self._said = False
+            return
+        if not self._said:
+            self._said = True
+            _log.error("transport_stalled", lag=late, limit=self._site.config.no_progress_timeout)
+        failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
+        for role in self._roles:
+            role.stop_posted(failure)

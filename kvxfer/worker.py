@@ -39,7 +39,7 @@ from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
 from kvxfer.transfers import FetchResult, Transfer
-from kvxfer.watch import LoopWatch
+from kvxfer.watch import LoopWatch, TransportWatch
 
 __all__ = ["Worker"]
 
@@ -96,12 +96,12 @@ class Worker:
         if self._site is not None:
             raise ClosedError("a worker is entered once")
         site = self._site = await assemble(self._assembly)
-        self._sender = Sender(site)
         streams = Streams(site.config, site.runtime, site.tasks, self._link)
         self._peers = Peers(site, streams.connect)
-        self._receiver = Receiver(site, self._peers)
-        self._rebuilding = Rebuilding(site, [self._receiver, self._sender], lambda: self._links, self._receiver.renewed)
-        self._watch.start(site.now, site.at, site.metrics, own=site.config.loop == "own")
+        self._sender, self._receiver = roles = Sender(site), Receiver(site, self._peers)
+        self._rebuilding = Rebuilding(site, roles, lambda: self._links, self._receiver.renewed)
+        posted = TransportWatch(site, roles)
+        self._watch.start(site.now, site.at, site.metrics, posted.look, own=site.config.loop == "own")
         try:
             self._listener = await streams.listen()
         except BaseException:
@@ -123,8 +123,7 @@ class Worker:
 
     def __repr__(self) -> str:
         state = "new" if self._site is None else "closed" if self._closing is not None else "open"
-        config = self._assembly.config
-        return f"<kvxfer.Worker {config.engine}[{config.rank}/{config.world}] {state}>"
+        return f"<kvxfer.Worker {self.config.engine}[{self.config.rank}/{self.config.world}] {state}>"
 
     # --- identity
 

@@ -3,15 +3,19 @@
 import asyncio
 import logging
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvxfer.config import Config
+from kvxfer.errors import Code
 from kvxfer.geometry import CacheTensor
 from kvxfer.metrics import Metrics
+from kvxfer.protocol.messages import Status
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
-from kvxfer.watch import LoopWatch
+from kvxfer.watch import LoopWatch, TransportWatch
 from kvxfer.worker import Worker
 
 PERIOD = 0.25
@@ -59,9 +63,15 @@ def metrics():
 
 
 @pytest.fixture
-def watch(loop, metrics):
+def looks():
+    """When somebody looked."""
+    return []
+
+
+@pytest.fixture
+def watch(loop, metrics, looks):
     watch = LoopWatch()
-    watch.start(loop.now, loop.at, metrics, own=False)
+    watch.start(loop.now, loop.at, metrics, lambda: looks.append(loop.time), own=False)
     return watch
 
 
@@ -111,8 +121,46 @@ def test_the_next_incident_is_logged_again(loop, caplog):
     assert len(warnings(caplog)) == 2
 
 
+@pytest.mark.usefixtures("watch")
+def test_others_look_after_each_beat_that_comes_in_time(loop, looks):
+    """What looks late right after a process was stopped may be as well as the loop in a moment."""
+    in_time = []
+    for late in (0.0, 1.5, 0.3, 0.2):
+        loop.beat(late)
+        in_time += [loop.time] if late < PERIOD else []
+    assert looks == in_time
+    assert len(looks) == 2
+
+
+class Role:
+    """Hears what the watch over the transport says."""
+
+    def __init__(self):
+        self.said = []
+
+    def stop_posted(self, failure):
+        self.said.append(failure)
+
+
+def test_who_waits_for_posts_is_told_as_long_as_the_transport_stands_still(caplog):
+    late, roles = [0.0], (Role(), Role())
+    fabric = SimpleNamespace(health=lambda: (late[0], ""))
+    site: Any = SimpleNamespace(fabric=fabric, config=Config(no_progress_timeout=5.0))
+    watch = TransportWatch(site, roles)
+    for late[0] in (0.0, 4.9, 5.0, 5.3, 0.0, 6.0):
+        watch.look()
+    for role in roles:
+        assert [(failure.status, failure.code) for failure in role.said] == [(Status.FAILED, Code.FABRIC)] * 3
+        assert "has not returned for 5.3 s" in role.said[1].reason
+    said = [record.kvxfer for record in caplog.records if record.levelno == logging.ERROR]
+    assert [(line["event"], line["lag"]) for line in said] == [
+        ("transport_stalled", 5.0),
+        ("transport_stalled", 6.0),
+    ]
+
+
 def test_a_loop_of_its_own_is_not_told_to_get_one(loop, metrics, caplog):
-    LoopWatch().start(loop.now, loop.at, metrics, own=True)
+    LoopWatch().start(loop.now, loop.at, metrics, lambda: None, own=True)
     loop.beat(1.5)
     (said,) = warnings(caplog)
     assert "GIL" in said["reason"]

@@ -11,11 +11,12 @@ import pytest
 from stage import DEFAULTS, Cache, Copied, eventually, quiet
 from standing import Stuck
 
-from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, Withdrawn
+from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn
 from kvxfer.worker import Worker
 
 TOKENS = range(8)
 REVOKE_SECONDS = 0.3
+NO_PROGRESS_SECONDS = 1.0
 FOREVER = 300.0
 
 
@@ -79,6 +80,33 @@ async def test_an_offer_ends_and_the_decode_rank_hears(network, route):
             if isinstance(doubt, MemoryInDoubt):
                 await doubt.settled()
         await quiet(prefill, decode)
+        copied = Copied(target).bring(source, [5, 6], [3, 4], TOKENS)
+        prefill.offer("after", [5, 6], tokens=8)
+        await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)
+        copied.check()
+
+
+@pytest.mark.parametrize("route", ["staged", "direct", "pull"])
+async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(network, route):
+    async with workers(network, route=route, no_progress_timeout=NO_PROGRESS_SECONDS) as (
+        prefill,
+        decode,
+        (source, target),
+        transports,
+    ):
+        stuck = transports[route == "pull"]
+        stuck.holding = True
+        prefill.offer("r", [1, 2], tokens=8)
+        transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+        await eventually(stuck.inside.is_set)
+        failure = await raised(transfer)
+        assert isinstance(failure, MemoryInDoubt if route != "staged" else TransferFailedError), failure
+        assert "a call of the transport has not returned for" in str(failure)
+        assert transfer.memory_safe == (route == "staged")
+        stuck.holding = False
+        stuck.go.set()
+        if isinstance(failure, MemoryInDoubt):
+            await failure.settled()
         copied = Copied(target).bring(source, [5, 6], [3, 4], TOKENS)
         prefill.offer("after", [5, 6], tokens=8)
         await decode.fetch(prefill.engine.ticket("after"), [3, 4], tokens=TOKENS)

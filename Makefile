@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# one waits while the other works; WORKERS=0 for all in one process, as -s and a debugger want it
-WORKERS ?= 2
+# for two cores: one waits while the others work; WORKERS=0 for all in one process, as -s and a debugger want it
+WORKERS ?= 3
 SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # without mkdocs-material's advertisement of its successor

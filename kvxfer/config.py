@@ -355,7 +355,7 @@ class Config(BaseSettings):
         | `unclaimed_offer` | the offer that nobody claims; likewise a fetch or claim that no offer follows | `unclaimed_timeout` |
         | `released_by_lease` | the last renewal: the lease ends, or the doubt about the peer begins and a post of ours made until then stands still; then evidence is sought | `max(offer_lease, peer_timeout + no_progress_timeout) + revoke_timeout` |
         | `revoke` | a cancellation or time-out, or a withdrawal while our own copy reads, or a call of the transport does not return: the blocks are safe or `MemoryInDoubt` is raised | `revoke_timeout` |
-        | `stuck_link` | the last progress of a post, the peer answering all the while | `no_progress_timeout + revoke_timeout` |
+        | `stuck_link` | the last progress of a post, the peer answering all the while; if it is a call of the transport that does not return, after 5 s at least | `no_progress_timeout + revoke_timeout` |
         | `rebuild` | a doubt that only a new agent ends (the peer's host is gone, or its process on this host; or our own post stands still): the memory is given back, if the system lets an agent be made and no copy of ours stands still on a GPU; one may be under way when it is noticed | `peer_timeout + 2 * revoke_timeout` |
         | `drain` | the begin of a drain: what is not done is cancelled | `drain_timeout + revoke_timeout` |
         | `close` | the begin of a close: drain, cancel, then stop the threads and the transport | `drain_timeout + revoke_timeout + close_timeout` |

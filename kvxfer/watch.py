@@ -22,6 +22,8 @@ _LATE_SECONDS: Final = 0.25
 """A beat so late is counted."""
 _BLOCKED_SECONDS: Final = 1.0
 """A beat so late is said aloud."""
+_STALLED_SECONDS: Final = 5.0
+"""What owes something for less was only not given a processor: services give way where many want one."""
 
 _CALLER = "code that runs on the same loop did not yield; move it to a thread, or set loop='own'"
 _OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"
@@ -99,7 +101,7 @@ class Poster(Protocol):
 
 
 class TransportWatch:
-    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`.
+    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`, or 5 s.
 
     A post that makes no progress is given up by the thread that looks after it. That one is in the call.
 
@@ -118,13 +120,13 @@ class TransportWatch:
 
         Not right after the loop has stood still itself: the process may have been stopped, and the transport with it.
         """
-        late, _ = self._site.fabric.health()
-        if late < self._site.config.no_progress_timeout:
+        late, limit = self._site.fabric.health()[0], max(self._site.config.no_progress_timeout, _STALLED_SECONDS)
+        if late < limit:
             self._said = False
             return
         if not self._said:
             self._said = True
-            _log.error("transport_stalled", lag=late, limit=self._site.config.no_progress_timeout)
+            _log.error("transport_stalled", lag=late, limit=limit)
         failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
         for role in self._roles:
             role.stop_posted(failure)

@@ -11,7 +11,7 @@ import pytest
 from stage import DEFAULTS, Cache, Copied, eventually, quiet
 from standing import Stuck
 
-from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn
+from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn, watch
 from kvxfer.worker import Worker
 
 TOKENS = range(8)
@@ -87,7 +87,8 @@ async def test_an_offer_ends_and_the_decode_rank_hears(network, route):
 
 
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
-async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(network, route):
+async def test_a_fetch_without_a_time_out_fails_though_nobody_takes_its_offer_back(network, route, monkeypatch):
+    monkeypatch.setattr(watch, "_STALLED_SECONDS", NO_PROGRESS_SECONDS)
     async with workers(network, route=route, no_progress_timeout=NO_PROGRESS_SECONDS) as (
         prefill,
         decode,

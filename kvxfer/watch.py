@@ -78,11 +78,12 @@ class LoopWatch:
             metrics.loop_late(late, blocked=late >= _LATE_SECONDS)
             if late < _LATE_SECONDS:
                 self._blocked = False
-                look()
             if late >= _BLOCKED_SECONDS and not self._blocked:
                 self._blocked = True
                 _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=_OWN if own else _CALLER)
-            arm()
+            arm()  # first: whatever comes of a look, the next beat comes
+            if late < _LATE_SECONDS:
+                look()
 
         arm()
 

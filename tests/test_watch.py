@@ -132,6 +132,20 @@ def test_others_look_after_each_beat_that_comes_in_time(loop, looks):
     assert len(looks) == 2
 
 
+def test_it_goes_on_though_a_look_fails(loop, metrics):
+    looks = iter([ValueError("a defect"), None])
+
+    def look():
+        if error := next(looks):
+            raise error
+
+    LoopWatch().start(loop.now, loop.at, metrics, look, own=False)
+    with pytest.raises(ValueError, match="a defect"):
+        loop.beat()
+    loop.beat()
+    assert next(looks, "none left") == "none left"
+
+
 class Role:
     """Hears what the watch over the transport says."""
 

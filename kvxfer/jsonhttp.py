@@ -65,7 +65,7 @@ class _Cut:
     def __init__(self, patience: float) -> None:
         self._patience: Final = patience
         nothing = urllib.request.ProxyHandler({})  # who is asked is not behind a proxy
-        self.opener: Final = urllib.request.build_opener(nothing, _Plain(self), _Secure(self), _Unled())
+        self.opener: Final = urllib.request.build_opener(nothing, _Timed(self), _Unled())
         self.done = False
         self._timers: Final[list[threading.Timer]] = []
 
@@ -110,19 +110,13 @@ class _SecureConnection(_PlainConnection, http.client.HTTPSConnection):
     """The same; its `connect` is that of both, in this order."""
 
 
-class _Plain(urllib.request.HTTPHandler):
+class _Timed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def __init__(self, cut: _Cut) -> None:
         super().__init__()
         self._cut: Final = cut
 
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(partial(_PlainConnection, cut=self._cut), req)
-
-
-class _Secure(urllib.request.HTTPSHandler):
-    def __init__(self, cut: _Cut) -> None:
-        super().__init__()
-        self._cut: Final = cut
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(partial(_SecureConnection, cut=self._cut), req)

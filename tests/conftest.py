@@ -21,6 +21,19 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # whoever counts what is left at exit finds nothing
 
 
+@contextmanager
+def _listening(run):
+    """A server that `run` has in a thread of its own, until that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)  # for whoever is not asked
+        thread = threading.Thread(target=run, args=(server,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            thread.join()
+
+
 @pytest.fixture
 def speaking():
     """Something that says the same to whoever connects, whatever it is asked.
@@ -30,21 +43,15 @@ def speaking():
 
     @contextmanager
     def speak(answer, times=1):
-        def run():
+        def run(server):
             for _ in range(times):
                 stream, _ = server.accept()
                 with stream:
                     stream.recv(4096)
                     stream.sendall(answer)
 
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(20)  # for whoever is not asked
-            thread = threading.Thread(target=run)
-            thread.start()
-            try:
-                yield f"127.0.0.1:{server.getsockname()[1]}"
-            finally:
-                thread.join()
+        with _listening(run) as address:
+            yield address
 
     return speak
 
@@ -57,7 +64,7 @@ def dripping():
     def drip(begins, drop):
         given_up = threading.Event()
 
-        def run():
+        def run(server):
             stream, _ = server.accept()
             with stream:
                 stream.recv(4096)
@@ -66,13 +73,10 @@ def dripping():
                     while not given_up.wait(0.02):
                         stream.sendall(drop)
 
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            thread = threading.Thread(target=run)
-            thread.start()
+        with _listening(run) as address:
             try:
-                yield f"127.0.0.1:{server.getsockname()[1]}"
+                yield address
             finally:
                 given_up.set()
-                thread.join()
 
     return drip

@@ -193,6 +193,8 @@ class Scene:
     """Of the sender's engine."""
     acquainted = False
     """Whether the two have transferred before, so that the transports are connected."""
+    may_lapse = 0
+    """Of how many transfers beside it a lease may run out, since it is short and these cores are shared."""
 
     def __init__(self, case: Case, survivor: Actor, third: Actor, victim: Actor, **settings: Any) -> None:
         self.case, self.survivor, self.third, self.victim = case, survivor, third, victim
@@ -341,7 +343,7 @@ class SenderStruck(Scene):
 
     async def move_beside(self, prefix: str) -> None:
         await self.third.serve("third", prefix)
-        await self.survivor.keep_fetching("decode", self.third_card, prefix, THIRD_SEED)
+        await self.survivor.keep_fetching("decode", self.third_card, prefix, THIRD_SEED, may_lapse=self.may_lapse)
 
     async def begin(self) -> None:
         case, victim = self.case, self.victim
@@ -423,7 +425,7 @@ class ReceiverStruck(Scene):
 
     async def move_beside(self, prefix: str) -> None:
         await self.survivor.serve("prefill", prefix)
-        await self.third.keep_fetching("third", self.card, prefix, SENDER_SEED)
+        await self.third.keep_fetching("third", self.card, prefix, SENDER_SEED, may_lapse=self.may_lapse)
 
     async def begin(self) -> None:
         case, victim = self.case, self.victim

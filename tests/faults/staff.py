@@ -25,7 +25,7 @@ from far import place
 from stage import KEY, Cache
 from steps import STEPS
 
-from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, Worker, proving
+from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
 from kvxfer.ahead import Ahead
 from kvxfer.fabric import pump
 from kvxfer.incoming import Incoming
@@ -401,12 +401,28 @@ class Ranks:
 
         rank.traffic = asyncio.create_task(run())
 
-    def keep_fetching(self, name: str, card: dict[str, Any], prefix: str, source: int) -> None:
-        """Fetch what somebody keeps on offer, and compare it, until told to stop."""
+    def keep_fetching(self, name: str, card: dict[str, Any], prefix: str, source: int, *, may_lapse: int = 0) -> None:
+        """Fetch what somebody keeps on offer, and compare it, until told to stop.
+
+        `may_lapse`: how many are fetched again as a lease ran out before the write; starved cores outlast short ones.
+        """
         rank, given = self._ranks[name], cache(source, "NHD")
         issuer = Issuer(EngineCard.from_dict(card), KEY)
         tokens = range(len(OTHER) * BLOCK_TOKENS)
         rank.stopping = False
+        lapses = 0
+
+        async def fetched(number: int) -> None:
+            nonlocal lapses
+            while True:
+                try:
+                    await rank.worker.fetch(issuer.ticket(f"{prefix}{number}"), OTHER, tokens=tokens, timeout=30)
+                except TransferFailedError as error:
+                    if error.code is not Code.TIMEOUT or lapses == may_lapse:
+                        raise
+                    lapses += 1
+                else:
+                    return
 
         async def run() -> None:
             for number in itertools.count():
@@ -415,7 +431,7 @@ class Ranks:
                 for layer in LAYERS:
                     rank.placed.view(layer)[:, OTHER] = -number
                 try:
-                    await rank.worker.fetch(issuer.ticket(f"{prefix}{number}"), OTHER, tokens=tokens, timeout=30)
+                    await fetched(number)
                 except KvxferError as error:
                     rank.wrong.append(f"fetch {prefix}{number}: {error!r}")
                     return

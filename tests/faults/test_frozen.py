@@ -11,7 +11,7 @@ from faults import SENDER_SEED, Case, ReceiverStruck, SenderStruck
 
 pytestmark = pytest.mark.timeout(60)
 
-LEASE_SECONDS = 0.6
+LEASE_SECONDS = 1.0
 LEASES = 3
 WRITERS = [
     Case("sender", "lease checked", "staged", "stop", "cma"),
@@ -30,6 +30,7 @@ class FrozenWriter(SenderStruck):
     """The prefill process is frozen; the decode process uses all that it may for something else."""
 
     acquainted = True
+    may_lapse = 5
 
     async def hear(self, struck):
         await super().hear(struck)
@@ -52,6 +53,7 @@ class FrozenReader(ReceiverStruck):
     """The decode process is frozen before it reads; the prefill process uses the blocks again if it may."""
 
     acquainted = True
+    may_lapse = 5
 
     async def hear(self, struck):
         await super().hear(struck)

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError
 from kvxfer.geometry import BlockLists, Blocks, CacheGeometry, check_spans, check_tokens, normalise_blocks
-from kvxfer.geometry.rows import RowSide
 
 __all__ = ["check_cover", "offered_blocks", "wanted_blocks", "written_blocks"]
 
@@ -43,12 +42,13 @@ def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) ->
     """Destination blocks that a fetch of these tokens writes, by group."""
     written: dict[str, I64] = {}
     for group, span in spans.items():
-        ids, spec = np.asarray(span.ids, np.int64), geometry.groups[group][0]
-        if not spec.is_state:
+        ids, side = np.asarray(span.ids, np.int64), geometry.sides[group]
+        if not side.is_state:
             edges = np.asarray([span.first_token, tokens.start, tokens.stop], np.int64)
-            listed, start, stop = RowSide.of_tensor(spec).local(edges).tolist()
-            origin = listed // spec.id_tokens
-            first, last = max(0, start // spec.id_tokens - origin), max(0, -(-stop // spec.id_tokens) - origin)
+            listed, start, stop = side.local(edges).tolist()
+            size = side.id_tokens
+            origin = listed // size
+            first, last = max(0, start // size - origin), max(0, -(-stop // size) - origin)
             ids = ids[first : last if len(tokens) else first]
         written[group] = ids
     return written
@@ -67,18 +67,18 @@ def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, co
         BlocksError: Naming the group and both numbers.
     """
     for group, span in spans.items():
-        spec, count = geometry.groups[group][0], len(span.ids)
-        if spec.is_state:
+        side, count = geometry.sides[group], len(span.ids)
+        if side.is_state:
             if count > 1 or (complete and not count):
                 raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
             continue
-        side, unit = RowSide.of_tensor(spec), spec.tokens_per_row
-        id_rows = spec.id_tokens // unit
+        unit = side.tokens_per_row
+        id_rows = side.block_tokens * side.block_ratio
         first, stop = side.local(np.asarray([span.first_token, tokens.stop], np.int64) // unit).tolist()
         cover = (first // id_rows + count) * id_rows
         if len(tokens) and first < stop and cover < stop:
             whose = " of this rank's turns" if side.of > 1 else ""
             raise BlocksError(
-                f"group {group!r}: {count} blocks of {spec.id_tokens} tokens reach up to token {cover * unit}{whose}, "
+                f"group {group!r}: {count} blocks of {side.id_tokens} tokens reach up to token {cover * unit}{whose}, "
                 f"but {stop * unit} are needed"
             )

@@ -277,7 +277,7 @@ class Bound:
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
         """Count once what every chunk asks for."""
-        return cls(plan, grid, max(map(len, plan.rows.values()), default=0), plan.outline.copy().pieces)
+        return cls(plan, grid, max(map(len, plan.rows), default=0), plan.outline.copy().pieces)
 
     def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
         """The same, now that the source's lists reach further.

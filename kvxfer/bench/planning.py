@@ -104,7 +104,7 @@ def array_bytes(*plans: TransferPlan | CopyPlan | Pieces) -> int:
         if isinstance(plan, TransferPlan):
             for c in plan.pair.classes:
                 count(c.places, c.bases)
-            for rows in plan.rows.values():
+            for rows in plan.rows:
                 count(rows.table, rows.begin)
         elif isinstance(plan, CopyPlan):
             for segment in plan.segments:
@@ -173,7 +173,7 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
     return Result(
         layout.name,
         sum(chunk.copy().pieces for chunk in chunks()),
-        sum(map(len, plan.rows.values())),
+        sum(map(len, plan.rows)),
         sum(len(c.bases) for c in pair.classes),
         best(lambda: PairPlan(src, dst, selections), seconds),
         best(lambda: PairPlan(src, dst, selections).explain(), seconds),

@@ -3,7 +3,7 @@
     describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, spec.py, tensor.py, cache.py)
     resolve     who sends what                                          (resolve.py)
     pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
-    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
+    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, side.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py, sampling.py)
     explain     why its pieces are as long as they are                  (explain.py, growth.py, endings.py)
     check       whether what arrived is what was sent                   (sums.py)

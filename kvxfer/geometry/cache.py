@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.overlap import Bytes, shared
+from kvxfer.geometry.side import RowSide
 from kvxfer.geometry.spec import TensorSpec, check_whole
 from kvxfer.geometry.tensor import CacheTensor
 from kvxfer.lazy import lazy
@@ -101,6 +102,11 @@ class CacheGeometry:
     def pool_ids(self) -> Mapping[str, int]:
         """By group, how many block ids address every tensor of it."""
         return {name: min(spec.ids for spec in specs) for name, specs in self.groups.items()}
+
+    @lazy
+    def sides(self) -> Mapping[str, RowSide]:
+        """By group, how its first tensor addresses tokens; others may cut what an id covers otherwise."""
+        return {name: RowSide.of_tensor(specs[0]) for name, specs in self.groups.items()}
 
     @lazy
     def addressed(self) -> bool:

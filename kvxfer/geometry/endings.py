@@ -10,7 +10,7 @@ which the very last value alone borders on the state behind it, or heads of whic
 block lists, groups count as apart.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -22,7 +22,7 @@ from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side
 from kvxfer.geometry.growth import COLUMNS, Axis, Family, Holder, families, within
 from kvxfer.geometry.intersect import SegmentClass
-from kvxfer.geometry.rows import Meeting, Rows, row_grid
+from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["explain"]
@@ -31,7 +31,7 @@ I64: TypeAlias = NDArray[np.int64]
 
 
 def explain(
-    src: CacheGeometry, dst: CacheGeometry, classes: Iterable[SegmentClass], rows: Mapping[Meeting, Rows] | None = None
+    src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> Explanation:
     """Explain the runs of a pair, or of one of its transfers.
 
@@ -39,7 +39,7 @@ def explain(
         src: Geometry of the prefill rank.
         dst: Geometry of the decode rank.
         classes: What they have in common.
-        rows: The rows of one transfer.
+        rows: The rows of one transfer, by class.
     """
     sides = (Holder(src), Holder(dst))
     found = families(sides, classes, rows)

@@ -28,7 +28,7 @@ from kvxfer.geometry.conversion import by_place
 from kvxfer.geometry.explain import Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
-from kvxfer.geometry.rows import Meeting, Rows, row_grid
+from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["COLUMNS", "Axis", "Family", "Holder", "Regions", "families", "within"]
@@ -43,20 +43,19 @@ _FAR: Final = 1 << 47
 
 
 def families(
-    sides: "tuple[Holder, Holder]", classes: Iterable[SegmentClass], rows: Mapping[Meeting, Rows] | None = None
+    sides: "tuple[Holder, Holder]", classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> "list[Family]":
     """Every run of a pair, or of one of its transfers, as long as it becomes.
 
     Args:
         sides: The prefill rank, and the decode rank.
         classes: What they have in common.
-        rows: The rows of one transfer; classes without any are left out.
+        rows: The rows of one transfer, by class; classes without any are left out.
     """
     numbers: dict[tuple[object, ...], int] = {}
     found: list[Family] = []
-    for c in classes:
+    for c, met in zip(classes, [None] * len(classes) if rows is None else rows, strict=True):
         key = _as_staged(c.key)
-        met = rows[key.group, key.src_rows, key.dst_rows] if rows is not None else None
         if met is None or len(met):
             items = (key.elements.src_bytes, key.elements.dst_bytes)
             bases = [

@@ -21,7 +21,7 @@ from kvxfer.geometry.conversion import Part, Place, by_place, difference, parts
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.rows import RowSide
+from kvxfer.geometry.side import RowSide
 from kvxfer.geometry.spec import TensorSpec
 
 __all__ = ["KV_ORDER", "SegmentClass", "SegmentKey", "intersect"]

@@ -25,8 +25,9 @@ from kvxfer.geometry.endings import explain
 from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.rows import BlockLists, Meeting, Rows, RowSide, check_spans, check_tokens, meet, row_grid
+from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
 from kvxfer.geometry.sampling import sample
+from kvxfer.geometry.side import RowSide
 from kvxfer.lazy import lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
@@ -64,15 +65,25 @@ class PairPlan:
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
         self._slices: dict[tuple[int, int], list[Slice]] = {}
 
-    @property
+    @lazy
     def groups(self) -> tuple[str, ...]:
         """Groups that take part."""
         return tuple(sorted({selection.group for selection in self.selections}))
 
-    @property
+    @lazy
     def has_state(self) -> bool:
         """Whether a group without tokens takes part."""
         return any(c.key.src_rows.is_state for c in self.classes)
+
+    @lazy
+    def meetings(self) -> tuple[Meeting, ...]:
+        """Groups and their addressings on both sides, each once: classes of one meet in the same rows."""
+        return tuple(dict.fromkeys(_meeting(c.key) for c in self.classes))
+
+    @lazy
+    def meeting_of(self) -> tuple[int, ...]:
+        """By class, the number of its meeting."""
+        return tuple(self.meetings.index(_meeting(c.key)) for c in self.classes)
 
     def bind(
         self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
@@ -100,11 +111,10 @@ class PairPlan:
                 side = "destination" if receiving else "source"
                 raise BlocksError(f"group {missing[0]!r} has no block list at the {side}")
             check_spans({name: spans[name] for name in groups}, geometry, receiving=receiving)
-        rows: dict[Meeting, Rows] = {}
-        for key in (c.key for c in self.classes):
-            meeting = _meeting(key)
-            if meeting not in rows:
-                rows[meeting] = meet(*meeting, src_spans[key.group], dst_spans[key.group], tokens, covered=covered)
+        rows = tuple(
+            meet(group, src, dst, src_spans[group], dst_spans[group], tokens, covered=covered)
+            for group, src, dst in self.meetings
+        )
         return TransferPlan(self, dst_spans, tokens, covered, rows)
 
     def grid(
@@ -315,14 +325,14 @@ class TransferPlan:
         dst_spans: Destination blocks by group.
         tokens: Token range.
         covered: Up to this token the source's blocks are known.
-        rows: By class of classes with equal row addressing; with those of padding and of unknown blocks.
+        rows: Of each of the pair's meetings; with those of padding and of unknown blocks.
     """
 
     pair: PairPlan
     dst_spans: BlockLists
     tokens: range
     covered: int
-    rows: Mapping[Meeting, Rows]
+    rows: tuple[Rows, ...]
     _windows: dict[tuple[int, int, bool], Sequence[Rows | None]] = field(default_factory=dict, init=False)
 
     @lazy
@@ -332,7 +342,7 @@ class TransferPlan:
         Raises:
             BlocksError: If a source block is not known yet.
         """
-        padded = any(rows.present() is not rows for rows in self.rows.values())
+        padded = any(rows.present() is not rows for rows in self.rows)
         return self.window(self.pair.layers, *self._extent) if padded else self.outline
 
     @lazy
@@ -362,18 +372,18 @@ class TransferPlan:
 
     def _cut(self, start: int, stop: int, *, outline: bool) -> Sequence[Rows | None]:
         """The rows of each class in the tokens [start, stop), if any: the same for all layers."""
-        cut = {meeting: all_rows.within(start, stop) for meeting, all_rows in self.rows.items()}
-        rows = cut if outline else {meeting: some.present() for meeting, some in cut.items()}
+        cut = [rows.within(start, stop) for rows in self.rows]
+        rows = cut if outline else [some.present() for some in cut]
         if len(self._windows) >= _KEPT_WINDOWS:
             self._windows.clear()
-        kept = self._windows[start, stop, outline] = [rows[_meeting(c.key)] or None for c in self.pair.classes]
+        kept = self._windows[start, stop, outline] = [rows[of] or None for of in self.pair.meeting_of]
         return kept
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""
         staged = np.zeros((grid.windows, grid.layer_runs), np.int64)
-        for c in self.pair.classes:
-            rows = self.rows[_meeting(c.key)]
+        for c, of in zip(self.pair.classes, self.pair.meeting_of, strict=True):
+            rows = self.rows[of]
             runs = np.searchsorted(grid.layers, c.layers) // grid.layers_per_chunk
             regions = np.bincount(runs, minlength=grid.layer_runs)
             segments = np.outer(rows.counts(grid.edges), regions) * (rows.grid * c.key.token_bytes)
@@ -387,7 +397,8 @@ class TransferPlan:
 
     def explain(self) -> Explanation:
         """As of the pair, and where only block ids end a run, how often they do in this transfer."""
-        return explain(self.pair.src, self.pair.dst, self.pair.classes, self.rows)
+        rows = [self.rows[of] for of in self.pair.meeting_of]
+        return explain(self.pair.src, self.pair.dst, self.pair.classes, rows)
 
     @lazy
     def agreement(self) -> bytes:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.copyplan import Stencil
-from kvxfer.geometry.spec import TensorSpec
+from kvxfer.geometry.side import RowSide
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_ROWS, MAX_TOKENS
 
@@ -27,7 +27,6 @@ __all__ = [
     "BlockLists",
     "Blocks",
     "Meeting",
-    "RowSide",
     "Rows",
     "Span",
     "check_spans",
@@ -68,74 +67,6 @@ Blocks: TypeAlias = Ids | Span | Mapping[str, Ids | Span]
 """What a caller may pass for `blocks`: ids for a cache of one group, or ids (or a `Span`) by group."""
 BlockLists: TypeAlias = Mapping[str, Span]
 """The normal form: an int64 `Span` for every group."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowSide:
-    """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
-
-    `block_tokens` counts token rows, and is 0 for state.
-    """
-
-    block_tokens: int
-    block_ratio: int
-    tokens_per_row: int
-    rank: int
-    of: int
-    chunk: int
-    null_block: int | None
-
-    @classmethod
-    def of_tensor(cls, spec: TensorSpec) -> "RowSide":
-        """The row addressing of one cache tensor."""
-        return cls(
-            0 if spec.is_state else spec.count("token"),
-            spec.block_ratio,
-            spec.tokens_per_row,
-            spec.tokens.rank,
-            spec.tokens.of,
-            spec.tokens.chunk,
-            spec.null_block,
-        )
-
-    @property
-    def is_state(self) -> bool:
-        """True without a token axis."""
-        return self.block_tokens == 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """All but the null block: numbers, which have an order."""
-        return (self.block_tokens, self.block_ratio, self.tokens_per_row, self.rank, self.of, self.chunk)
-
-    @property
-    def grid(self) -> int:
-        """Rows never cross a multiple of this many token rows."""
-        return gcd(self.block_tokens, self.chunk) if self.of > 1 else self.block_tokens
-
-    def holds(self, tokens: I64) -> NDArray[np.bool_]:
-        """Which of these tokens are on this rank."""
-        if self.of == 1:
-            return np.ones(len(tokens), np.bool_)
-        return np.asarray((tokens // self.chunk) % self.of == self.rank)
-
-    def local(self, tokens: I64) -> I64:
-        """How many tokens before these this rank holds: where in its blocks they are, if it holds them."""
-        if self.of == 1:
-            return tokens
-        turn = self.chunk * self.of
-        return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
-
-    def most(self, tokens: int) -> int:
-        """How many token rows this rank holds of so many neighbouring tokens, at most."""
-        turns, rest = divmod(tokens, self.chunk * self.of)
-        return (turns * self.chunk + min(rest, self.chunk)) // self.tokens_per_row
-
-    def kernel_blocks(self, ids: I64) -> I64:
-        """Kernel block numbers of a list of block ids."""
-        if self.block_ratio == 1:
-            return ids
-        return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()
 
 
 Meeting: TypeAlias = tuple[str, RowSide, RowSide]
@@ -302,17 +233,16 @@ def check_spans(spans: BlockLists, geometry: CacheGeometry, *, receiving: bool) 
         BlocksError: Naming the group, the position and the id.
     """
     for group, span in spans.items():
-        specs = geometry.groups[group]
+        is_state, null = geometry.sides[group].is_state, geometry.sides[group].null_block
         ids, limit = np.asarray(span.ids, np.int64), geometry.pool_ids[group]
-        if ids.size == 0 and receiving and specs[0].is_state:
+        if ids.size == 0 and receiving and is_state:
             raise BlocksError(f"group {group!r} is state and needs a slot: its block list is empty")
         if ids.size == 0:  # whether a list is long enough is for those to say who know the tokens
             continue
         if int(ids.view(np.uint64).max()) >= limit:  # as numbers without a sign, negative ones are beyond every limit
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise BlocksError(f"group {group!r}: block id {ids[at]} at position {at} is outside 0..{limit - 1}")
-        null = specs[0].null_block
-        if null is not None and specs[0].is_state and (ids == null).any():
+        if null is not None and is_state and (ids == null).any():
             raise BlocksError(f"group {group!r} is state, which cannot be padding: its slot is the null block {null}")
         if not receiving:
             continue

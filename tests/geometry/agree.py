@@ -178,11 +178,8 @@ def draw_grid(pair: PairPlan, tokens: tuple[int, int], rng: Random) -> ChunkGrid
 def check_chosen_grid(transfer: TransferPlan, grid: ChunkGrid, target: int) -> None:
     """A grid of the planner's choice cuts no row, and keeps to its target unless it is as small as can be."""
     chunks = [transfer.chunk(grid, number) for number in range(len(grid))]
-    one_slot = all(
-        not key.src_rows.is_state
-        or len(transfer.rows[key.group, key.src_rows, key.dst_rows]) <= key.src_rows.block_ratio
-        for key in (c.key for c in transfer.pair.classes)
-    )
+    meetings = zip(transfer.pair.meetings, transfer.rows, strict=True)
+    one_slot = all(not src.is_state or len(rows) <= src.block_ratio for (_, src, _), rows in meetings)
     assert not one_slot or transfer.whole.staged_bytes <= transfer.pair.most_staged_bytes(transfer.tokens)
     gathers = [plan.gather(0) for plan in (transfer.whole, *chunks)]
     rows = [sum(len(s.stencil.rows) * len(s.regions) for s in gather.segments) for gather in gathers]

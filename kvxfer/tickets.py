@@ -18,6 +18,7 @@ import msgspec
 
 from kvxfer.endpoint import MAX_PORT, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.errors import TicketError
+from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
 
@@ -204,7 +205,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return card
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """The right to fetch one request. Treat it as a secret; `repr` hides the MAC."""
 
     v: Literal[1] = 1
@@ -229,10 +230,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if isinstance(data, Ticket):
             return data
         ticket = _convert(data, cls, "ticket")
-        ticket.endpoints.expand(ticket.world)
+        _ = ticket.rank_endpoints
         return ticket
 
-    @property
+    @lazy
     def rank_endpoints(self) -> tuple[str, ...]:
         """Endpoint of every rank of the prefill engine."""
         return self.endpoints.expand(self.world)

@@ -269,9 +269,9 @@ class Fetching(Steps):
             self.site.custody.doubt(self.transfer.id)
         else:
             self.site.custody.release(self.transfer.id)
-        self._finish()
-        if self._error is None:  # who awaits the fetch goes on before it is released
+        if self._error is None:  # before whoever awaits the fetch goes on, perhaps with another one
             self.site.loop.call_soon(self._release)
+        self._finish()
         self._ended(self)
 
     def _release(self) -> None:

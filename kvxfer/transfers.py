@@ -1,6 +1,7 @@
 """Transfers as their caller sees them: `await transfer` looks on while a task of the worker does the work."""
 
 import asyncio
+import contextlib
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class Transfer:
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._layer_waiters: dict[asyncio.Future[None], range] = {}
+        self._waiters: set[asyncio.Future[None]] = set()
 
     def __await__(self) -> Generator[Any, None, FetchResult]:
         return self._wait().__await__()
@@ -144,22 +146,27 @@ class Transfer:
     async def _wait(self) -> FetchResult:
         self._home.own(self)
         try:
-            return await asyncio.shield(self._outcome)
+            await self._ended()
         except asyncio.CancelledError as cancelled:
-            if self._outcome.done() and not self._outcome.cancelled():
-                self._outcome.exception()
             self.cancel()
             while not self._outcome.done():
-                try:
-                    await asyncio.shield(self._outcome)
-                except asyncio.CancelledError:
-                    continue  # cancelled again: memory is still not safe
-                except KvxferError:
-                    break
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: memory is still not safe
+                    await self._ended()
             error = self._outcome.exception()
             if isinstance(error, MemoryInDoubtError):
                 raise error from cancelled
             raise
+        return self._outcome.result()
+
+    async def _ended(self) -> None:
+        """Return when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
+        if not self._outcome.done():
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
 
     # --- for the worker
 
@@ -183,22 +190,29 @@ class Transfer:
         """Every byte is there."""
         self.state = TransferState.DONE
         self.memory_safe = True
-        self._end(lambda waiter: waiter.set_result(None))
         self._outcome.set_result(result)
+        self._end(None)
 
     def fail(self, error: KvxferError | asyncio.CancelledError, report: FailureReport | None = None) -> None:
         """It is over without success, and its memory is safe (unless the error says otherwise)."""
         self.report = report
         self.state = TransferState.FAILED
         self.memory_safe = not isinstance(error, MemoryInDoubtError)
-        self._end(lambda waiter: waiter.set_exception(error))
         self._outcome.set_exception(error)
         self._outcome.exception()  # whoever waits sees it; if nobody does, the log line does
+        self._end(error)
 
-    def _end(self, tell: "Callable[[asyncio.Future[None]], None]") -> None:
-        for waiter in self._layer_waiters:
+    def _end(self, error: BaseException | None) -> None:
+        for waiter in self._waiters:
             if not waiter.done():
-                tell(waiter)
+                waiter.set_result(None)
+        for waiter in self._layer_waiters:
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
                 waiter.exception()  # whoever waits sees it; if nobody does any more, that is no defect
         self._cancel = _over
 

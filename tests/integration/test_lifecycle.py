@@ -117,6 +117,7 @@ async def test_one_of_four_senders_fails(stage, monkeypatch, route, fails):
     assert caught.value.report.memory_safe
     assert caught.value.report.peer.split("@")[0] in {f"prefill[{rank}/4]" for rank in range(4)}
     await quiet(decode, *ranks)
+    await eventually(lambda: ends)
     assert len(ends) == 1
     asked = {message.transfer for message in tap.of(Fetch)[-4:]}
     assert len(asked) == 4

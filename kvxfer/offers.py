@@ -235,7 +235,7 @@ class Offer:
         self.tokens = 0
         self.step = 0
         self.spans: dict[str, Span] = {}
-        self.readiness: Final = Readiness({layer for spec in site.geometry.tensors for layer in spec.layers})
+        self.readiness: Final = Readiness(site.geometry.layers)
         self.finished = False
         self.payload = b""
         self.state = OfferState.LIVE

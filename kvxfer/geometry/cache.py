@@ -99,6 +99,11 @@ class CacheGeometry:
         return {name: tuple(specs) for name, specs in found.items()}
 
     @lazy
+    def layers(self) -> frozenset[int]:
+        """Global numbers of the layers of which it holds something."""
+        return frozenset(layer for spec in self.tensors for layer in spec.layers)
+
+    @lazy
     def pool_ids(self) -> Mapping[str, int]:
         """By group, how many block ids address every tensor of it."""
         return {name: min(spec.ids for spec in specs) for name, specs in self.groups.items()}

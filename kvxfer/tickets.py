@@ -18,7 +18,6 @@ import msgspec
 
 from kvxfer.endpoint import MAX_PORT, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.errors import TicketError
-from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
 
@@ -36,6 +35,8 @@ _ENDPOINT_CHARACTERS: Final = 512
 _KNOWN_MACS: Final = 4096
 _KNOWN_ENDPOINTS: Final = 4096
 """Endpoints of which it is remembered whether they can be connected to."""
+_KNOWN_ENGINES: Final = 16
+"""Engines of which the endpoints of all ranks are remembered."""
 _SHOWN_CHARACTERS: Final = 64
 _EndpointPart = Annotated[str, msgspec.Meta(max_length=_ENDPOINT_CHARACTERS)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
@@ -104,15 +105,21 @@ class _Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return cls(prefix=prefix, suffix=suffix, parts=parts)
 
     def expand(self, world: int) -> tuple[str, ...]:
-        parts = self.parts
-        if parts is None:
-            parts = ("",) * world if self.first is None else tuple(str(self.first + rank) for rank in range(world))
-        if len(parts) != world:
-            raise TicketError(f"endpoints for {len(parts)} ranks, but the engine has {world}")
-        endpoints = tuple(self.prefix + part + self.suffix for part in parts)
-        for endpoint in endpoints:
-            _check_endpoint(endpoint)
-        return endpoints
+        return _expanded(self, world)
+
+
+@lru_cache(maxsize=_KNOWN_ENGINES)
+def _expanded(endpoints: _Endpoints, world: int) -> tuple[str, ...]:
+    parts = endpoints.parts
+    if parts is None:
+        first = endpoints.first
+        parts = ("",) * world if first is None else tuple(str(first + rank) for rank in range(world))
+    if len(parts) != world:
+        raise TicketError(f"endpoints for {len(parts)} ranks, but the engine has {world}")
+    found = tuple(endpoints.prefix + part + endpoints.suffix for part in parts)
+    for endpoint in found:
+        _check_endpoint(endpoint)
+    return found
 
 
 def _common(endpoints: Sequence[str]) -> tuple[str, str]:
@@ -205,7 +212,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return card
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The right to fetch one request. Treat it as a secret; `repr` hides the MAC."""
 
     v: Literal[1] = 1
@@ -230,10 +237,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if isinstance(data, Ticket):
             return data
         ticket = _convert(data, cls, "ticket")
-        _ = ticket.rank_endpoints
+        ticket.endpoints.expand(ticket.world)
         return ticket
 
-    @lazy
+    @property
     def rank_endpoints(self) -> tuple[str, ...]:
         """Endpoint of every rank of the prefill engine."""
         return self.endpoints.expand(self.world)

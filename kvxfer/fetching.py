@@ -79,6 +79,7 @@ class Fetching(Steps):
         number: Draws a fresh transfer id.
         known: Makes an `Incoming` known, so that it gets its messages.
         doubted: Seeks evidence that an `Incoming` whose peer is silent writes nothing any more.
+        succeeded: Called when every byte is there, before whoever awaits it goes on.
         ended: Called when it is over, and again when nothing of it is in doubt any more.
     """
 
@@ -91,6 +92,7 @@ class Fetching(Steps):
         number: Callable[[], int],
         known: Callable[[Incoming], None],
         doubted: Callable[[Incoming], None],
+        succeeded: Callable[["Fetching"], None],
         ended: Callable[["Fetching"], None],
     ) -> None:
         super().__init__(site, f"kvxfer fetch {ident}")
@@ -101,6 +103,7 @@ class Fetching(Steps):
         self._number = number
         self._known = known
         self._doubted = doubted
+        self._succeeded = succeeded
         self._ended = ended
         self._subject: Final = Subject(demand.ticket.request, ident, demand.written)
         self._error: Cause | None = None
@@ -271,6 +274,7 @@ class Fetching(Steps):
             self.site.custody.release(self.transfer.id)
         if self._error is None:  # before whoever awaits the fetch goes on, perhaps with another one
             self.site.loop.call_soon(self._release)
+            self._succeeded(self)
         self._finish()
         self._ended(self)
 

@@ -23,7 +23,7 @@ from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import Claim, Transfer, TransferState
+from kvxfer.transfers import Claim, Transfer
 
 __all__ = ["Receiver"]
 
@@ -96,6 +96,7 @@ class Receiver:
             numbers.__next__,
             self._known,
             self._recoveries.begin,
+            self._succeeded,
             self._ended,
         )
         self._fetches.add(fetching)
@@ -253,12 +254,14 @@ class Receiver:
             raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
         return incoming
 
+    def _succeeded(self, fetching: Fetching) -> None:
+        """Every byte of a fetch is there: it needs no claim any more, and what it took may be looked into."""
+        self._claims.drop(fetching.ticket.key)
+        for incoming in fetching.incoming:
+            self._lender.used(incoming.link, incoming.route)
+
     def _ended(self, fetching: Fetching) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""
-        if fetching.transfer.state is TransferState.DONE:
-            self._claims.drop(fetching.ticket.key)
-            for incoming in fetching.incoming:
-                self._lender.used(incoming.link, incoming.route)
         if not fetching.doubtful:
             self._fetches.discard(fetching)
             fetching.settle()

@@ -92,7 +92,7 @@ class Transfer:
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._layer_waiters: dict[asyncio.Future[None], range] = {}
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
     def __await__(self) -> Generator[Any, None, FetchResult]:
         return self._wait().__await__()
@@ -162,11 +162,11 @@ class Transfer:
         """Return when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
         if not self._outcome.done():
             waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             finally:
-                self._waiters.discard(waiter)
+                del self._waiters[waiter]
 
     # --- for the worker
 
@@ -203,9 +203,6 @@ class Transfer:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
         for waiter in self._layer_waiters:
             if waiter.done():
                 continue
@@ -214,6 +211,9 @@ class Transfer:
             else:
                 waiter.set_exception(error)
                 waiter.exception()  # whoever waits sees it; if nobody does any more, that is no defect
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         self._cancel = _over
 
     def _have_landed(self, layers: range) -> bool:

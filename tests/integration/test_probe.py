@@ -98,6 +98,18 @@ async def test_the_first_transfer_over_a_lane_has_it_measured(stage, tap):
     assert not decode.describe()["peers"][0]["lane"], "the decode rank does not choose"
 
 
+async def test_who_fetches_without_a_pause_does_not_overtake_it(stage, tap):
+    """It is asked for before the caller goes on: a peer that moves the next request already would have no time."""
+    prefill, decode, _, _ = await met(stage)
+    for number in range(3):
+        prefill.offer(str(number), BLOCKS, tokens=len(TOKENS))
+    for number in range(3):
+        await decode.fetch(prefill.engine.ticket(str(number)), BLOCKS, tokens=TOKENS, timeout=5)
+    await quiet(prefill, decode)
+    assert len(measurings(tap)) == len(answers(tap, Status.OK)) == 1
+    assert lane(prefill) is not None
+
+
 async def test_what_is_measured_decides(stage):
     prefill, decode, source, target = await met(stage)
     first = await moved(prefill, decode, source, target, "first")

@@ -5,7 +5,11 @@ import asyncio
 import pytest
 
 from kvxfer.errors import MemoryInDoubtError, PeerLostError
+from kvxfer.tally import Tally
 from kvxfer.transfers import FetchResult, Transfer
+
+STATS = Tally().stats(route="staged", why="", limited_by="", peers=(), started=0.0, finished=1.0)
+RESULT = FetchResult("r", b"", STATS)
 
 
 async def turns(count=5):
@@ -35,7 +39,7 @@ async def test_they_go_on_in_the_order_in_which_they_came_and_those_of_layers_fi
     waiting += [asyncio.create_task(waited(transfer, "layer", heard, (0, 1)))]
     await turns()
     if error is None:
-        transfer.succeed(FetchResult("r", b"", None))
+        transfer.succeed(RESULT)
     else:
         transfer.fail(error)
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -49,7 +53,7 @@ async def test_one_turn_after_it_has_ended_they_know():
     transfer, heard = begun(), []
     waiting = asyncio.create_task(waited(transfer, "it", heard))
     await turns()
-    transfer.succeed(FetchResult("r", b"", None))
+    transfer.succeed(RESULT)
     await asyncio.sleep(0)
     assert heard == [("it", None)]
     await waiting

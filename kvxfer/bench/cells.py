@@ -26,7 +26,7 @@ from kvxfer.bench.samples import Samples
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
 
-__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw", "prefill", "settings", "stages"]
+__all__ = ["Cell", "Grid", "Measured", "Skipped", "decode", "draw", "draw_unwritten", "prefill", "settings", "stages"]
 
 _FETCH_SECONDS: Final = 300.0
 _ROOM: Final = 1 << 30
@@ -70,14 +70,15 @@ class Grid:
     Attributes:
         cells: In this order, but for those whose caches lie in shared memory: on a CPU they come last.
         repetitions: Of each cell, warm-ups not counted.
-        warmups: Transfers before them: the first one of a pair also connects, and compiles.
+        warmups: Transfers before them. The first one of a pair also connects, and compiles; after two every block of
+            the decode side was written, and no page is mapped while a fetch is timed.
         cell_seconds: When a cell has taken so long, it ends after the repetition under way.
         sabotage: `byte` changes one byte of what was received, `outside` one beside it: the checks must notice.
     """
 
     cells: tuple[Cell, ...]
     repetitions: int = 5
-    warmups: int = 1
+    warmups: int = 2
     cell_seconds: float = 60.0
     sabotage: str = ""
 
@@ -151,6 +152,12 @@ def settings(side: Side, route: str, ctas: int | None, **more: Any) -> Config:
 def draw(seed: int, pool: int, blocks: int, *, source: bool) -> Request:
     """Content and block ids of one request; the two sides draw other ids from the same seed."""
     return Request(seed, tuple(random.Random(2 * seed + source).sample(range(pool), blocks)))  # noqa: S311
+
+
+def draw_unwritten(seed: int, pool: int, blocks: int, unwritten: set[int]) -> Request:
+    """As `draw` at the decode side, but blocks that no transfer has written yet come first."""
+    ids = sorted(draw(seed, pool, pool, source=False).ids, key=lambda block: block not in unwritten)
+    return Request(seed, tuple(ids[:blocks]))
 
 
 def stages(stats: TransferStats | None) -> dict[str, Any] | None:
@@ -276,8 +283,12 @@ class _Run:
         references: list[float] = []
         first_predicted: float | None = None
         difference, kind = "", kind_for(self.cell.route, self.side.device)
+        blocks, pool = self.cell.layout.blocks(self.cell.request_bytes), self.cell.pool[1]
+        unwritten = set(range(pool))
         for number in range(grid.warmups + grid.repetitions):
-            seconds, received, sent, differs = await self._transfer(worker)
+            request = draw_unwritten(random.SystemRandom().getrandbits(62), pool, blocks, unwritten)
+            unwritten -= set(request.ids)
+            seconds, received, sent, differs = await self._transfer(worker, request)
             if number == 0:
                 first_predicted = received.predicted
             difference = difference or differs
@@ -303,22 +314,22 @@ class _Run:
             first_predicted=first_predicted,
         )
 
-    async def _transfer(self, worker: kvxfer.Worker) -> tuple[float, TransferStats, TransferStats | None, str]:
+    async def _transfer(
+        self, worker: kvxfer.Worker, request: Request
+    ) -> tuple[float, TransferStats, TransferStats | None, str]:
         """One fetch and its check: seconds, stats of both sides, and how the cache differs from what it should be."""
         side, cell = self.side, self.cell
-        blocks, pool = cell.layout.blocks(cell.request_bytes), cell.layout.pool(cell.request_bytes)
-        seed = random.SystemRandom().getrandbits(62)
-        request = draw(seed, pool, blocks, source=False)
-        side.send(_Serve(f"{seed:x}", seed))
+        side.send(_Serve(f"{request.seed:x}", request.seed))
         await asyncio.to_thread(self.cache.scrub)
         synchronize(side.device)
-        ticket, ids, tokens = await side.hear(), np.array(request.ids), range(blocks * cell.layout.block_tokens)
+        ticket, ids = await side.hear(), np.array(request.ids)
+        tokens = range(len(ids) * cell.layout.block_tokens)
         began = time.perf_counter()
         result = await worker.fetch(ticket, ids, tokens=tokens, after=kvxfer.READY, timeout=_FETCH_SECONDS)
         seconds = time.perf_counter() - began
         sent = await side.hear()
         if self.grid.sabotage:
-            inside, outside = request.ids[0], min(set(range(pool)) - set(request.ids))
+            inside, outside = request.ids[0], min(set(range(cell.pool[1])) - set(request.ids))
             self.cache.corrupt(inside if self.grid.sabotage == "byte" else outside)
         difference = await asyncio.to_thread(self.cache.difference, request)
         if not difference and result.stats.bytes != _nbytes(cell):

@@ -99,7 +99,7 @@ def matrix(
         str | None, typer.Option(help="512,8KiB,...: layouts with pieces of this size; head-split; nhd-hnd.")
     ] = None,
     ctas: Annotated[str | None, typer.Option(help="Thread blocks of a copy on a GPU: 24,132.")] = None,
-    repetitions: Annotated[int | None, typer.Option(help="Of each cell, after one to warm up. Default 5.")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Of each cell, after two to warm up. Default 5.")] = None,
     cell_seconds: Annotated[
         float | None, typer.Option(help="No further repetition of a cell once it has taken so long.")
     ] = None,

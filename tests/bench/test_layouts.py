@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvxfer.bench.caches import Slab
-from kvxfer.bench.cells import draw
+from kvxfer.bench.cells import draw, draw_unwritten
 from kvxfer.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
 from kvxfer.errors import UsageError
 from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
@@ -39,6 +39,18 @@ def test_sides_draw_other_blocks_of_the_same_seed():
     assert ours.ids != theirs.ids
     assert len(set(ours.ids)) == 600
     assert ours == draw(5, 1000, 600, source=True)
+
+
+@pytest.mark.parametrize("layout", EVERY, ids=lambda layout: layout.name)
+def test_two_requests_write_every_block(layout):
+    blocks, pool = layout.blocks(4 * SMALLEST_REQUEST), layout.pool(4 * SMALLEST_REQUEST)
+    unwritten = set(range(pool))
+    for seed in (1, 2):
+        request = draw_unwritten(seed, pool, blocks, unwritten)
+        assert (request.seed, len(set(request.ids))) == (seed, blocks)
+        unwritten -= set(request.ids)
+    assert not unwritten
+    assert draw_unwritten(3, pool, blocks, unwritten) == draw_unwritten(3, pool, blocks, set(range(pool)))
 
 
 @pytest.mark.parametrize("text", ["100", "300", "2500", "4MiB", "8 KiBi", "0", "hnd"])

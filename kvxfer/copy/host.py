@@ -5,19 +5,20 @@ Rows of equal token count form a class, which is copied in one of two ways, whic
 - *row by row*: source and destination are strided arrays whose first axis is the row, `target[i] = source[j]`; rows
   that follow each other on both sides are one assignment. Best where a row is large, whatever its inside looks like.
   Rows that are one run of bytes are slices of one array of all memory, which needs no array for each region.
-  A team shares the rows out, where they are long (`team.py`).
-- *item by item*: both sides are flat arrays of equal items, `take` and `put` move them by index. Best for small rows.
-  Where one side is contiguous, bytes are touched once, otherwise they pass through a buffer that stays in the cache.
+- *item by item*: both sides are flat arrays of equal items, which numpy moves by index, many in a call. Best for small
+  rows. Where one side is contiguous, bytes are touched once, else they pass through a buffer that stays in the cache.
+
+A team shares either out, as far as that pays (`team.py`).
 
 Elements that are converted are gathered a few rows at a time, computed, and put in their places (`convert.py`).
 
 A view must not outlive the memory that it shows: views live inside one call of `run`, while the job's memory is valid.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import gcd, prod
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,15 @@ __all__ = ["HostExecutor", "run"]
 
 I64: TypeAlias = NDArray[np.int64]
 _Key: TypeAlias = int | slice
-_T = TypeVar("_T")
+_Index: TypeAlias = I64 | slice
 
 _POLL_S: Final = 0.0005
 """How often unfired events are queried."""
-_BUFFER_BYTES: Final = 256 * 1024
+_BUFFER_BYTES: Final = 1024 * 1024
+_FEW_ITEMS: Final = 500
+"""For fewer numpy keeps the interpreter while it puts or assigns them, however large they are."""
+_FEW_BYTES: Final = 128 * 1024
+"""Nobody waits long while so few are put, and an assignment takes longer."""
 _ITEMS_PER_BATCH: Final = 1 << 16
 _CONVERTED_AT_ONCE: Final = 1 << 14
 """Elements: they stay in the cache, and torch computes so few without threads of its own."""
@@ -50,7 +55,8 @@ _ROW_NS: Final = 450.0
 _RUN_NS: Final = 12.0
 _BATCH_NS: Final = 3000.0
 _ITEM_NS: Final = 40.0
-_BUFFERED_BYTE_NS: Final = 0.06
+_BYTE_NS: Final = 0.1
+_BUFFERED_BYTE_NS: Final = 0.03
 
 
 class HostExecutor:
@@ -186,27 +192,29 @@ class _RowClass:
     def copy(self, team: Team) -> None:
         """Copy all rows in all regions."""
         keys = self._keys()
+        nbytes = len(self.src) * self.runs * self.run_bytes  # in each region, as are the times
         by_row_ns = _VIEWS_NS * bool(self.axes) + len(keys) * _ROW_NS + len(self.src) * self.runs * _RUN_NS
+        by_row_ns += nbytes * _BYTE_NS / team.shares(len(keys), *self._work(nbytes, len(keys)))
         item = gcd(self.run_bytes, self.src_step, self.dst_step, *(n for axis in self.axes for n in axis[1:]))
-        items = len(self.src) * self.runs * self.run_bytes // item
-        by_item_ns = _BATCH_NS + items * _ITEM_NS
-        if by_item_ns < by_row_ns:  # worth a closer look
-            batches = list(self._batches(item))
-            buffered = any(not (_is_range(src) or _is_range(dst)) for src, dst in batches)
-            by_item_ns *= 1 + buffered
-            by_item_ns += buffered * items * item * _BUFFERED_BYTE_NS
-            if by_item_ns < by_row_ns:
-                self._copy_items(batches, item)
+        chunks = -(-nbytes // _BUFFER_BYTES)
+        shares = team.shares(len(self.bases) * chunks, *self._work(nbytes, chunks))
+        moving_ns = (nbytes // item * _ITEM_NS + nbytes * _BYTE_NS) / shares
+        if item <= _BUFFER_BYTES and _BATCH_NS + moving_ns < by_row_ns:  # worth a closer look
+            items = _Items(self.bases, item, self._lowest(item), self._batches(item))
+            if items.buffered:
+                moving_ns += (nbytes // item * _ITEM_NS + nbytes * _BUFFERED_BYTE_NS) / shares
+            if _BATCH_NS + moving_ns < by_row_ns:
+                team.share(items.copy, items.steps, *self._work(nbytes, chunks))
                 return
         if self.axes:
-            self._share(team, self._copy_rows, keys)
+            team.share(self._copy_rows, keys, *self._work(nbytes, len(keys)))
         else:
-            self._share(team, self._copy_runs, self._slices())
+            slices = self._slices()
+            team.share(self._copy_runs, slices, *self._work(nbytes, len(slices)))
 
-    def _share(self, team: Team, work: Callable[[Sequence[_T]], None], steps: Sequence[_T]) -> None:
-        """Copy by steps, each of which is a copy in every region."""
-        nbytes = len(self.bases) * len(self.src) * self.runs * self.run_bytes
-        team.share(work, steps, nbytes, len(self.bases) * len(steps))
+    def _work(self, nbytes: int, copies: int) -> tuple[int, int]:
+        """What a team asks about work: bytes and copies, in all regions."""
+        return len(self.bases) * nbytes, len(self.bases) * copies
 
     def _slices(self) -> list[tuple[int, int, int]]:
         """Where rows without axes begin at the source and at the destination, and their bytes, neighbours merged."""
@@ -294,33 +302,73 @@ class _RowClass:
             index = (rows[:, start : start + batch, None] + offsets[:, None, :]).reshape(2, -1)
             yield index[0], index[1]
 
-    def _copy_items(self, batches: list[tuple[I64, I64]], item: int) -> None:
-        chunk = max(1, _BUFFER_BYTES // item)
+
+class _Items:
+    """Rows of a class as items of one size, which numpy moves by index, as many in a call as a buffer holds.
+
+    Args:
+        bases: Where the regions begin at the source and at the destination.
+        item: Bytes of one.
+        lowest: Items by which the first one of either side lies before its base.
+        batches: Source and destination index of every item, counted from the lowest.
+    """
+
+    def __init__(
+        self, bases: list[tuple[int, int]], item: int, lowest: tuple[int, int], batches: Iterable[tuple[I64, I64]]
+    ) -> None:
+        self._item: Final = item
+        self._at_once: Final = max(1, _BUFFER_BYTES // item)
+        self.buffered = False
+        """Whether some have no contiguous side."""
+        chunks: list[tuple[_Index, _Index]] = []
+        counts = [0, 0]
+        for sides in batches:
+            in_order = [_is_range(side) for side in sides]
+            self.buffered |= not any(in_order)
+            counts = [max(count, int(side.max()) + 1) for count, side in zip(counts, sides, strict=True)]
+            for start in range(0, len(sides[0]), self._at_once):
+                src, dst = (side[start : start + self._at_once] for side in sides)
+                chunks.append((_as_slice(src) if in_order[0] else src, _as_slice(dst) if in_order[1] else dst))
+        self._counts: Final = counts
+        firsts = [(src + lowest[0] * item, dst + lowest[1] * item) for src, dst in bases]
+        self.steps: Final = [(*first, *chunk) for first in firsts for chunk in chunks]
+        """First item of either side in a region, and which items are copied there."""
+
+    def copy(self, steps: Sequence[tuple[int, int, _Index, _Index]]) -> None:
+        """Copy some of the steps."""
+        item, (src_count, dst_count) = self._item, self._counts
         dtype = f"V{item}"
-        buffer = np.empty(chunk, dtype)
-        lowest = self._lowest(item)
-        for src, dst in batches:
-            src_range, dst_range = _is_range(src), _is_range(dst)
-            src_items, dst_items = int(src.max()) + 1, int(dst.max()) + 1
-            for src_base, dst_base in self.bases:
-                source = _view(src_base + lowest[0] * item, [src_items], [item], dtype)
-                target = _view(dst_base + lowest[1] * item, [dst_items], [item], dtype)
-                for start in range(0, len(src), chunk):
-                    s, d = src[start : start + chunk], dst[start : start + chunk]
-                    if dst_range:
-                        np.take(source, s, out=target[d[0] : d[-1] + 1], mode="clip")
-                        continue
-                    if src_range:
-                        moved = source[s[0] : s[-1] + 1]
-                    else:
-                        moved = buffer[: len(s)]
-                        np.take(source, s, out=moved, mode="clip")
-                    target.put(d, moved, mode="clip")
+        buffer = np.empty(self._at_once if self.buffered else 0, dtype)
+        for src_first, dst_first, src, dst in steps:
+            source = _view(src_first, [src_count], [item], dtype)
+            target = _view(dst_first, [dst_count], [item], dtype)
+            if isinstance(src, slice):
+                _put(target, dst, source[src])
+            elif isinstance(dst, slice):
+                np.take(source, src, out=target[dst], mode="clip")
+            else:
+                _put(target, dst, np.take(source, src, out=buffer[: len(src)], mode="clip"))
+
+
+def _put(target: NDArray[Any], index: _Index, items: NDArray[Any]) -> None:
+    """Put items into their places. Without the interpreter, unless they are few and small, or odd in size."""
+    item = items.itemsize
+    if isinstance(index, slice):
+        target[index].view("u1")[:] = items.view("u1")  # many bytes, not few items
+    elif len(items) >= _FEW_ITEMS or items.nbytes <= _FEW_BYTES or item % 2:
+        target.put(index, items, mode="clip")
+    else:  # an assignment to two dimensions lets go of it always, and takes a little longer
+        half = f"V{item // 2}"
+        target.view(half).reshape(-1, 2)[index] = items.view(half).reshape(-1, 2)
 
 
 def _is_range(index: I64) -> bool:
     """Whether an index counts up one by one."""
     return int(index[-1]) - int(index[0]) == len(index) - 1 and bool(np.all(np.diff(index) == 1))
+
+
+def _as_slice(index: I64) -> slice:
+    return slice(int(index[0]), int(index[-1]) + 1)
 
 
 _FIRST_BYTE: Final = 4096

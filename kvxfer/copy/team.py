@@ -1,7 +1,7 @@
 """Threads that copy CPU memory side by side: one alone waits for memory most of the time.
 
-numpy lets go of the interpreter while it copies an array. Between two arrays it holds it, so more threads than find
-work meanwhile only get into each other's way.
+numpy lets go of the interpreter while it copies many bytes or items. Between two such copies it holds it, so more
+threads than find work meanwhile only get into each other's way.
 """
 
 import contextlib
@@ -44,6 +44,16 @@ class Team:
         self._others: Final[list[threading.Thread]] = []
         self._calls: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
 
+    def shares(self, steps: int, nbytes: int, copies: int) -> int:
+        """Among how many it pays to share work: at least 1.
+
+        Args:
+            steps: In how many parts it can be done.
+            nbytes: What all of them move together.
+            copies: In how many copies they do that.
+        """
+        return max(1, min(self._threads, steps, nbytes // _PART_BYTES, nbytes // max(copies, 1) // _COPY_BYTES))
+
     def share(self, work: Callable[[Sequence[_T]], None], steps: Sequence[_T], nbytes: int, copies: int) -> None:
         """Do `work` for all steps, each of which copies about as much: in parts, side by side, as far as that pays.
 
@@ -55,7 +65,7 @@ class Team:
             nbytes: By all of them together.
             copies: In how many copies they do that.
         """
-        count = min(self._threads, len(steps), nbytes // _PART_BYTES, nbytes // max(copies, 1) // _COPY_BYTES)
+        count = self.shares(len(steps), nbytes, copies)
         if count < 2:
             work(steps)
             return

@@ -1,5 +1,6 @@
 """Copies on CPU memory: every byte that was asked for, no other, and every job reported once."""
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,31 +27,44 @@ def canvas():
     return np.full(NBYTES, CANARY, np.uint8)
 
 
+class Eager(Team):
+    """Shares whatever has several steps."""
+
+    def shares(self, steps, nbytes, copies):
+        return max(1, min(3, steps))
+
+
 @pytest.fixture(scope="module")
 def team():
-    """Three threads, which share whatever has three steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvxfer.copy.team._PART_BYTES", 1)
-        patch.setattr("kvxfer.copy.team._COPY_BYTES", 1)
-        team = Team(3)
-        yield team
-        team.close()
+    team = Eager(3)
+    yield team
+    team.close()
 
 
-@pytest.mark.parametrize("row_ns", [0.0, host._ROW_NS, 1e9], ids=["row by row", "estimated", "item by item"])
+WAYS = pytest.mark.parametrize("row_ns", [0.0, host._ROW_NS, 1e9], ids=["row by row", "estimated", "item by item"])
+
+
+@WAYS
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), shared=st.booleans())
-def test_random_plans_equal_their_pieces(row_ns, team, seed, shared):
-    before = host._ROW_NS, host._RUN_NS
-    host._ROW_NS, host._RUN_NS = row_ns, 0.0 if row_ns == 0.0 else before[1]
-    try:
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shared=st.booleans(),
+    buffer_bytes=st.sampled_from([1 << 12, host._BUFFER_BYTES]),
+    batch=st.sampled_from([5, 100, host._ITEMS_PER_BATCH]),
+    few=st.sampled_from([0, host._FEW_BYTES]),
+)
+def test_random_plans_equal_their_pieces(row_ns, team, seed, shared, buffer_bytes, batch, few):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_ROW_NS", row_ns)
+        patch.setattr(host, "_RUN_NS", host._RUN_NS if row_ns else 0.0)
+        patch.setattr(host, "_BUFFER_BYTES", buffer_bytes)
+        patch.setattr(host, "_ITEMS_PER_BATCH", batch)
+        patch.setattr(host, "_FEW_BYTES", few)
         dst = canvas()
         plan, _, _ = random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES)
         want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
         run(plan, team if shared else ALONE)
         np.testing.assert_array_equal(dst, want)
-    finally:
-        host._ROW_NS, host._RUN_NS = before
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,22 +78,125 @@ def test_the_pieces_are_those_of_the_formula(seed):
     np.testing.assert_array_equal(dst, want)
 
 
+@WAYS
 @pytest.mark.parametrize("flat", ["", "src", "dst"])
 @pytest.mark.parametrize(
     "make",
     [
         lambda *at, flat: contiguous_rows(*at, rows=5, regions=2, row_bytes=32768, pool=8, flat=flat),
         lambda *at, flat: contiguous_rows(*at, rows=99, regions=2, row_bytes=132, pool=128, flat=flat),
+        lambda *at, flat: contiguous_rows(*at, rows=49, regions=2, row_bytes=4098, pool=64, flat=flat),
+        lambda *at, flat: contiguous_rows(*at, rows=49, regions=2, row_bytes=4097, pool=64, flat=flat),
         lambda *at, flat: head_split(*at, rows=5, regions=2, pool=8, flat=flat),
         lambda *at, flat: hnd_to_nhd(*at, rows=5, regions=2, pool=8, flat=flat),
     ],
-    ids=["32 KiB", "132 bytes", "head split", "HND to NHD"],
+    ids=["32 KiB", "132 bytes", "4,098 bytes", "4,097 bytes", "head split", "HND to NHD"],
 )
-def test_common_layouts(make, flat):
+def test_common_layouts(make, flat, row_ns, team, monkeypatch):
+    monkeypatch.setattr(host, "_ROW_NS", row_ns)
+    monkeypatch.setattr(host, "_BUFFER_BYTES", 1 << 16)
     dst = canvas()
     plan = make(SRC.ctypes.data, dst.ctypes.data, flat=flat)
     want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
-    run(plan)
+    run(plan, team)
+    np.testing.assert_array_equal(dst, want)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "threads", "by_item"),
+    [
+        (256, 1, True),
+        (8 << 10, 1, True),
+        (32 << 10, 1, False),  # a pass through the buffer costs more than a step in Python
+        (30 << 10, 2, True),  # too short for slices in two threads
+        (256 << 10, 8, False),
+    ],
+)
+def test_short_rows_are_moved_by_index_and_long_ones_as_slices(row_bytes, threads, by_item, monkeypatch):
+    moved = []
+    monkeypatch.setattr(host._Items, "copy", lambda *_: moved.append(True))
+    monkeypatch.setattr(host._RowClass, "_copy_runs", lambda *_: moved.append(False))
+    team = Team(threads)
+    try:
+        rows = (16 << 20) // row_bytes  # nothing is touched
+        run(contiguous_rows(1 << 40, 1 << 41, rows=rows, regions=2, row_bytes=row_bytes, pool=2 * rows), team)
+    finally:
+        team.close()
+    assert set(moved) == {by_item}
+
+
+def test_a_team_moves_items_side_by_side(team, monkeypatch):
+    together, copy = threading.Barrier(3), host._Items.copy
+
+    def meet(self, steps):
+        together.wait(10)
+        copy(self, steps)
+
+    monkeypatch.setattr(host, "_ROW_NS", 1e9)
+    monkeypatch.setattr(host, "_BUFFER_BYTES", 1 << 14)
+    monkeypatch.setattr(host._Items, "copy", meet)
+    dst = canvas()
+    plan = contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=60, regions=1, row_bytes=8192, pool=100)
+    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    run(plan, team)
+    np.testing.assert_array_equal(dst, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "regions", "row_bytes", "threads"),
+    [
+        (4, 2, 256 << 10, 2),  # a MiB for each of two, which neither region has alone
+        (64, 64, 8 << 10, 1),  # 32 MiB, in copies that are too short
+    ],
+)
+def test_what_is_in_all_regions_decides_how_many_copy(rows, regions, row_bytes, threads, monkeypatch):
+    together, parts = threading.Barrier(threads), []
+
+    def meet(_self, slices):
+        together.wait(10)
+        parts.append(len(slices))
+
+    monkeypatch.setattr(host, "_BATCH_NS", 1e12)  # never by item: nothing is to be touched
+    monkeypatch.setattr(host._RowClass, "_copy_runs", meet)
+    team = Team(2)
+    try:
+        plan = contiguous_rows(1 << 40, 1 << 41, rows=rows, regions=regions, row_bytes=row_bytes, pool=4 * rows)
+        run(plan, team)
+    finally:
+        team.close()
+    assert len(parts) == threads
+
+
+@pytest.mark.parametrize("index", [slice(0, 128), np.arange(128)[::-1]], ids=["slice", "index"])
+def test_others_have_the_interpreter_while_items_are_put(index):
+    items = np.ones(8 << 20, np.uint8).view("V65536")
+    target = np.zeros_like(items)
+    began, turn, before = threading.Event(), threading.Event(), sys.getswitchinterval()
+    other = threading.Thread(target=lambda: (began.wait(), turn.set()))
+    sys.setswitchinterval(60)  # nobody has to let go of it
+    other.start()
+    try:
+        began.set()  # now it waits for the interpreter
+        until = time.monotonic() + 10
+        host._put(target, index, items)
+        while not turn.is_set() and time.monotonic() < until:
+            host._put(target, index, items)
+        assert turn.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+    assert target.view("u1").all()
+
+
+def test_rows_too_large_for_items_are_copied_whole(team):
+    dst = canvas()
+    plan = contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=3, regions=1, row_bytes=300_000, pool=3, flat="src")
+    plan.segments[0].stencil.rows[:, 2] = plan.segments[0].stencil.rows[:, 0]
+    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_BUFFER_BYTES", 1 << 16)
+        patch.setattr(host._Items, "copy", lambda *_: pytest.fail("an item is larger than what holds it"))
+        run(plan, team)
     np.testing.assert_array_equal(dst, want)
 
 

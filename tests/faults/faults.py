@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
     "fabric": {"max_post_bytes": "4KiB", "max_descriptors": 64},
 }
 """Several chunks a transfer, and several posts a chunk."""
+CONNECTING_SECONDS = 20.0
 LOOKING_SECONDS = 10.0
 STARVED_SECONDS = 2.0
 """Scheduling comes on top of every bound, and all these processes share their cores."""
@@ -291,15 +292,28 @@ class Scene:
         raise NotImplementedError
 
     async def meet(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:
-        """Transfer something, so that the transports are connected; that may take longer than a short lease."""
-        for attempt in range(10):
-            await giver[0].offer(giver[1], f"before-{attempt}")
-            if (await taker[0].fetch(taker[1], self.card, f"before-{attempt}"))["ok"]:
-                break
-        await taker[0].restore(taker[1])
+        """Transfer something between survivor and victim, and let their lane be looked into."""
+        await self.connect(giver=giver, taker=taker, card=self.card)
         if self.case.route in ("staged", "direct"):
             proved = await taker[0].looked_into(taker[1], LOOKING_SECONDS)
             assert proved == (["direct", "staged"] if self.case.lane == "cma" else [])
+
+    async def connect(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str], card: dict[str, Any]) -> None:
+        """Transfer something, so that transports are connected: on starved cores that outlasts a short patience."""
+        async with asyncio.timeout(CONNECTING_SECONDS):
+            for attempt in itertools.count():
+                request = f"{taker[1]}-connects-{attempt}"
+                await giver[0].offer(giver[1], request)
+                outcome = await taker[0].fetch(taker[1], card, request)
+                if outcome["ok"]:
+                    break
+                if not outcome["safe"]:
+                    await taker[0].settled(taker[1], request, CONNECTING_SECONDS)
+                await asyncio.sleep(outcome["retry_after"])
+            for actor, name in (giver, taker):
+                state = await actor.quiet(name, doubts=True, within=CONNECTING_SECONDS)
+                assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+        await taker[0].restore(taker[1])
 
     async def move_again(self, *, giver: tuple[Actor, str], taker: tuple[Actor, str]) -> None:
         """Transfer something afterwards; with time-outs as short as these, starved cores may take a retry or two."""
@@ -339,6 +353,7 @@ class SenderStruck(Scene):
     async def raise_curtain(self) -> None:
         self.third_card = await self.third.open("third", seed=THIRD_SEED, layout="NHD", **self.settings)
         await self.survivor.open("decode", seed=RECEIVER_SEED, layout="HND", **self.settings)
+        await self.connect(giver=(self.third, "third"), taker=(self.survivor, "decode"), card=self.third_card)
         await self.move_beside("beside-")
 
     async def move_beside(self, prefix: str) -> None:
@@ -421,6 +436,7 @@ class ReceiverStruck(Scene):
     async def raise_curtain(self) -> None:
         self.card = await self.survivor.open("prefill", seed=SENDER_SEED, layout="NHD", **self.settings)
         await self.third.open("third", seed=THIRD_SEED, layout="HND", **self.settings)
+        await self.connect(giver=(self.survivor, "prefill"), taker=(self.third, "third"), card=self.card)
         await self.move_beside("beside-")
 
     async def move_beside(self, prefix: str) -> None:

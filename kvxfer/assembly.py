@@ -85,7 +85,7 @@ class Assembly:
     async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
         """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
         timeout = self.config.close_timeout
-        quiet = fabric is None or await _closed(fabric, timeout)
+        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
         if executor is not None:
             await self.runtime.in_thread(lambda: executor.close(timeout))
         if quiet:
@@ -105,7 +105,8 @@ class Assembly:
         site.send_desk.close()
         site.receive_desk.close()
         stopping = site.runtime.in_thread(lambda: site.executor.close(timeout))
-        quiet, stopped = await asyncio.gather(_closed(site.fabric, timeout), stopping)  # a GPU may hold up both
+        closing = _closed(site.fabric, timeout, site.runtime)
+        quiet, stopped = await asyncio.gather(closing, stopping)  # a GPU may hold up both
         if stopped:  # else a copy may still write to what is mapped
             await site.runtime.in_thread(site.mappings.close)
         site.keys.close(forced=quiet and stopped)
@@ -122,7 +123,7 @@ class Assembly:
             self.staging.leak()
 
 
-async def _closed(fabric: Fabric, timeout: float) -> bool:
+async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
     """Whether a fabric was closed, and nothing is in flight any more.
 
     Posts are given up in time to undo the rest within `timeout` seconds, by calls that may never return: a driver waits
@@ -134,6 +135,7 @@ async def _closed(fabric: Fabric, timeout: float) -> bool:
         closing.cancel()
         _log.error("fabric_not_closed", error="a call of the transport does not return")
         return False
+    await runtime.in_thread(lambda: fabric.join(timeout))  # it said that it is done, and ends a moment later
     return closing.result()
 
 

@@ -34,7 +34,6 @@ from kvxfer.telemetry import logger
 __all__ = ["Fabric"]
 
 _log: Final = logger("kvxfer.fabric")
-
 _T = TypeVar("_T")
 
 _LEAKED: Final[list[Transport]] = []
@@ -51,7 +50,7 @@ _HOLD_GROWTH: Final = 10_000.0
 
 
 class Fabric:
-    """A transport behind one service. Every method may be called from any thread, and none blocks.
+    """A transport behind one service. Every method may be called from any thread, and none but `join` blocks.
 
     Args:
         transport: Owned from now on: nobody else may call it, and `close` closes it.
@@ -86,9 +85,7 @@ class Fabric:
         hold_poll_interval: float = 100e-6,
     ) -> None:
         if min(max_descriptors, max_post_bytes, max_parts_in_flight) < 1 or no_progress_timeout <= 0:
-            raise ConfigError(
-                "max_descriptors, max_post_bytes, max_parts_in_flight and no_progress_timeout must be > 0"
-            )
+            raise ConfigError("max_descriptors, max_post_bytes, max_parts_in_flight, no_progress_timeout must be > 0")
         if not 0 < min_poll_interval <= hold_poll_interval <= max_poll_interval or spin_time < 0:
             raise ConfigError("poll intervals must satisfy 0 < min <= hold <= max, and spin_time must be >= 0")
         self._transport = transport
@@ -267,9 +264,8 @@ class Fabric:
             timeout: Seconds until what has not ended is given up: `FAILED` where nothing is in flight, else `IN_DOUBT`.
 
         Returns:
-            True once the transport is closed and the service stops. False if the transport was left open instead,
-            because something may still be in flight; then registered memory must never be freed. Further calls return
-            the same future, which cannot be cancelled.
+            True once the transport is closed. False if it was left open instead, because something may still be in
+            flight; then registered memory must never be freed. Further calls return the same one, never cancelled.
         """
         with self._lock:
             first = self._closed is None
@@ -285,6 +281,10 @@ class Fabric:
             self._turn_away(self._refuse_inbox())
             closed.set_result(True)
         return closed
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end of the service, which comes when `close` is done. False if it has not within so long."""
+        return self._service is None or self._service.stop(timeout)
 
     def _submit(self, run: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()

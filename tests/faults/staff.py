@@ -142,9 +142,6 @@ class Ranks:
         gc.collect()
         if self._ranks:
             return {}
-        for thread in threading.enumerate():
-            if thread.name == "kvxfer-fabric":  # it says that it is done, and ends then: a moment later on busy cores
-                thread.join(_SETTLE_SECONDS)
         left, doubt, open_still = held() - self._before, self._in_doubt, len(pump._LEAKED) > self._leaked
         self._in_doubt = False
         # memory that was in doubt is kept to the end of the process, and an agent whose own post did not end

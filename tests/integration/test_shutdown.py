@@ -15,7 +15,17 @@ import pytest
 from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, quiet
 from standing import Stuck
 
-from kvxfer import ClosedError, Config, ConfigError, KvxferError, MemoryInDoubt, Released, RequestError, Withdrawn
+from kvxfer import (
+    ClosedError,
+    Config,
+    ConfigError,
+    KvxferError,
+    MemoryInDoubt,
+    Released,
+    RequestError,
+    Withdrawn,
+    runtime,
+)
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.worker import Worker
 
@@ -61,6 +71,20 @@ async def test_nothing_is_left(network):
         await prefill._sender.book.offers[-1].withdraw()
     assert left() == NOTHING
     assert not network._agents
+
+
+async def test_a_fabric_whose_thread_takes_its_time_to_end_is_waited_for(network, monkeypatch):
+    run = runtime._ThreadService._run
+
+    def slowly(service):
+        run(service)
+        if threading.current_thread().name == "kvxfer-fabric":
+            time.sleep(0.2)
+
+    monkeypatch.setattr(runtime._ThreadService, "_run", slowly)
+    async with make("p", Cache(), network):
+        assert left() != NOTHING
+    assert left() == NOTHING
 
 
 async def test_close_twice_and_at_once(network):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(300)
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -21,7 +23,7 @@ def child(*arguments, cwd=ROOT, **variables):
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env={**environment, **variables}, capture_output=True, text=True,
-        timeout=110, check=False,
+        timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from kvxfer.config import Config
 from kvxfer.gauging import repeated
 from kvxfer.link import Link
 from kvxfer.loans import Loan
@@ -42,15 +43,17 @@ _POLITE: Final = 2
 come that much later, a few times at most."""
 
 
-def proof_bytes(chunk_bytes: int, capacity: int) -> int:
+def proof_bytes(config: Config, capacity: int) -> int:
     """How much of a share of staging memory is taken to prove a lane; 0 if there is too little to say anything.
 
+    As much as is written at once at most, in place or not; and beside it, wherever it lies, there is room for a chunk.
+
     Args:
-        chunk_bytes: As much as is written at once at most.
-        capacity: Of the share.
+        config: Of the worker.
+        capacity: Of the share, in bytes.
     """
-    nbytes = min(_LARGEST, chunk_bytes)
-    return nbytes if nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * chunk_bytes else 0
+    nbytes = min(_LARGEST, max(config.chunk_bytes, config.in_place_chunk_bytes))
+    return nbytes if nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * config.chunk_bytes else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +162,7 @@ class Prover:
 
     @property
     def _nbytes(self) -> int:
-        config = self._site.config
-        largest = max(config.chunk_bytes, config.in_place_chunk_bytes)
-        return proof_bytes(largest, self._site.receive_desk.share.capacity)
+        return proof_bytes(self._site.config, self._site.receive_desk.share.capacity)
 
     def _possible(self, link: Link) -> bool:
         """Whether the peer is on this host, and its end can be seen, and there is memory on both sides."""

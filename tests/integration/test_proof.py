@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
-from kvxfer import MemoryInDoubt, PeerLostError, proving
+from kvxfer import Config, MemoryInDoubt, PeerLostError, proving
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, KvAgentResult, Probe, Route, Status
@@ -426,16 +426,24 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
 
 
 @pytest.mark.parametrize(
-    ("chunk", "capacity", "lent"),
+    ("chunk", "in_place", "capacity", "lent"),
     [
-        (64 * MIB, 256 * MIB, MIB),
-        (64 * MIB, 128 * MIB, 0),
-        (2048, 16384, 2048),
-        (2048, 16383, 0),
-        (MIB, 8 * MIB, MIB),
-        (MIB, 8 * MIB - 1, 0),
-        (2048, 0, 0),
+        (64 * MIB, 256 * MIB, 256 * MIB, MIB),
+        (64 * MIB, 64 * MIB, 128 * MIB, 0),  # no room for a chunk beside it, where it lies in the middle
+        (2048, 2048, 16384, 2048),
+        (2048, 2048, 16383, 0),
+        (2048, 4096, 16384, 0),  # less than is written at once
+        (2048, 4096, 32768, 4096),
+        (MIB, MIB, 8 * MIB, MIB),
+        (MIB, MIB, 8 * MIB - 1, 0),
+        (2048, 2048, 0, 0),
     ],
 )
-def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, capacity, lent):
-    assert proof_bytes(chunk, capacity) == lent
+def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, in_place, capacity, lent):
+    config = Config(engine="e", arena_bytes="4GiB", chunk_bytes=chunk, in_place_chunk_bytes=in_place)
+    assert proof_bytes(config, capacity) == lent
+
+
+def test_lanes_are_proved_by_default():
+    config = Config(engine="e")
+    assert proof_bytes(config, config.receive_bytes) == MIB

@@ -208,7 +208,8 @@ class Incoming(Steps):
             self.exposure.void()
         self.exposure.routes = frozenset({message.route})
         if self.route is not Route.MAPPED:
-            self._awake = self.site.fabric.hold_awake()  # over TCP the target moves the data
+            unaided = self.route in self.link.proved  # over TCP the target moves the data
+            self._awake = self.site.fabric.hold_awake(needed=not unaided)
         if self._ahead is not None and message.ahead:
             if not self._ahead.staged:
                 self.run(self._follow, self._ahead, message)

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric.calls import Call, Renewal, broken_by
 from kvxfer.fabric.holdings import Holdings
+from kvxfer.fabric.holds import Holds
 from kvxfer.fabric.parts import Limits, LivePost, restated
 from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Handle, Memory, Operation, Post, Told, Transport
@@ -45,9 +46,6 @@ _LONGEST_STEP: Final = 1.0
 _STEPS_TO_DOUBT: Final = 4
 """Passes that a time-out takes at least, however short it is."""
 
-_HOLD_GROWTH: Final = 10_000.0
-"""With nothing but a hold the sleep is this fraction of the wait: 0.1 ms for the first second, 1 ms after ten."""
-
 
 class Fabric:
     """A transport behind one service. Every method may be called from any thread, and none but `join` blocks.
@@ -63,8 +61,8 @@ class Fabric:
         spin_time: Seconds during which a part is polled without pause if it is not known how long it takes.
         min_poll_interval: Shortest sleep in seconds between two passes after that.
         max_poll_interval: Longest one, whatever is known.
-        hold_poll_interval: Longest sleep while a hold is out; grows to `max_poll_interval` within ten seconds without
-            activity here. Over TCP the target moves the data, and 1 ms costs two thirds of the throughput.
+        hold_poll_interval: Longest sleep while a hold is out that is needed; grows to `max_poll_interval` within ten
+            seconds without activity here. Over TCP the target moves the data, and 1 ms costs two thirds of the speed.
 
     Raises:
         ConfigError: A bound is not positive.
@@ -93,15 +91,13 @@ class Fabric:
         self._limits = Limits(max_descriptors, max_post_bytes, max_parts_in_flight, no_progress_timeout)
         self._longest_step = min(_LONGEST_STEP, no_progress_timeout / _STEPS_TO_DOUBT)
         self._paces = Paces.of(spin_time, min_poll_interval, max_poll_interval)
-        self._max_poll = max_poll_interval
-        self._hold_poll = hold_poll_interval
+        self._holds: Final = Holds(hold_poll_interval, max_poll_interval)
         # shared with the callers' threads, under the lock
         self._lock = threading.Lock()
         self._inbox: deque[Post | Call] = deque()
         self._refusal: FabricError | None = None
         self._closed: Future[bool] | None = None
         self._close_by = 0.0
-        self._holds = 0
         self._service: Service | None = None
         # the service's own
         self._ended: list[LivePost] = []
@@ -187,23 +183,17 @@ class Fabric:
         else:
             post.done(LivePost(post, self._limits, restated(refusal)).result(self._runtime.now()))
 
-    def hold_awake(self) -> Callable[[], None]:
+    def hold_awake(self, *, needed: bool = True) -> Callable[[], None]:
         """Keep the transport progressing, for peers that write into our memory, until the returned function is called.
+
+        Args:
+            needed: False where they were seen to move their bytes without it: then it progresses seldom, in case.
 
         Returns:
             Releases this hold; further calls do nothing.
         """
-        held = True
-
-        def release() -> None:
-            nonlocal held
-            with self._lock:
-                self._holds -= int(held)
-                held = False
-
-        with self._lock:
-            self._holds += 1
-            self._active_at = self._runtime.now()
+        release = self._holds.add(needed=needed)
+        self._active_at = self._runtime.now()
         self._wake()
         return release
 
@@ -329,7 +319,7 @@ class Fabric:
         self._clock += min(max(now - self._last_pass, 0.0), self._longest_step)
         self._last_pass = now
         self._raise_defect()
-        if self._pause is not None and not self._pause.lasts(now, held=self._holds > 0):
+        if self._pause is not None and not self._pause.lasts(now, held=bool(self._holds)):
             self._resume()
         if self._inbox:
             self._take()
@@ -384,13 +374,15 @@ class Fabric:
 
     def _delay(self) -> float | None:
         """Seconds until the next pass: at once if a part can be posted, else when something is due next."""
-        if self._renewal is None and self._posts.wants_turn:
-            return 0.0
-        now, delays = self._runtime.now(), self._posts.delays(self._paces)
+        delays: list[float] = []
+        if self._posts:
+            if self._renewal is None and self._posts.wants_turn:
+                return 0.0
+            delays += self._posts.delays(self._paces)
         if self._pause is not None:
-            delays.append(max(self._pause.until - now, 0.0))
+            delays.append(max(self._pause.until - self._runtime.now(), 0.0))
         elif self._holds:
-            delays.append(min(max((now - self._active_at) / _HOLD_GROWTH, self._hold_poll), self._max_poll))
+            delays.append(self._holds.delay(self._runtime.now() - self._active_at))
         return min(delays, default=None)
 
     def _raise_defect(self) -> None:

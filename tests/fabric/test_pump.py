@@ -680,6 +680,22 @@ def test_a_hold_keeps_the_transport_progressing():
     assert rig.transport.progressed == progressed + 4
 
 
+def test_for_who_moves_its_bytes_itself_the_transport_progresses_seldom():
+    rig = Rig()
+    unaided = rig.fabric.hold_awake(needed=False)
+    progressed = rig.transport.progressed
+    assert rig.step() == pytest.approx(1e-3)
+    assert rig.transport.progressed == progressed + 1
+    aided = rig.fabric.hold_awake()
+    assert rig.step() == pytest.approx(100e-6)
+    aided()
+    aided()
+    assert rig.step() == pytest.approx(1e-3)
+    unaided()
+    unaided()
+    assert rig.step() is None
+
+
 # ---- calls and defects -----------------------------------------------------------------------------------------------
 
 

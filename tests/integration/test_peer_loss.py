@@ -142,16 +142,16 @@ async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source
         with pytest.raises(MemoryInDoubt) as caught:
             await waiting
     if returns == "in the doubt":
-        assert prefill._site.fabric._holds == 0  # nobody is there whom it would help
+        assert not prefill._site.fabric._holds  # nobody is there whom it would help
         server = await asyncio.get_running_loop().create_unix_server(
             lambda: prefill._link(Role.SERVER, "unix"), listener.endpoint.removeprefix("unix:")
         )
         listener._stop = server.close
-    await eventually(lambda: prefill._site.fabric._holds == 1)
+    await eventually(lambda: len(prefill._site.fabric._holds) == 1)
     stage.network.release("*")
     async with asyncio.timeout(30):
         await caught.value.settled()
-    await eventually(lambda: prefill._site.fabric._holds == 0)
+    await eventually(lambda: not prefill._site.fabric._holds)
     await quiet(prefill, decode)
 
 
@@ -165,7 +165,7 @@ async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stag
     with pytest.raises(MemoryInDoubt):
         await transfer
     await eventually(lambda: helped)
-    await eventually(lambda: fabric._holds == 0)
+    await eventually(lambda: not fabric._holds)
     stage.network.release("*")
 
 

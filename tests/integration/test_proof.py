@@ -85,6 +85,25 @@ async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, rou
     assert len(probes(tap)) == 1
 
 
+async def test_over_a_proved_lane_our_transport_moves_little(stage, monkeypatch):
+    prefill, decode, source, target = await met(stage)
+    fabric, seen = decode._site.fabric, []
+    awake = fabric.hold_awake
+    monkeypatch.setattr(fabric, "hold_awake", lambda *, needed=True: seen.append(needed) or awake(needed=needed))
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+    assert seen
+    assert all(seen)
+    await quiet(prefill, decode)
+    seen.clear()
+    await moved(prefill, decode, source, target, "second")
+    assert seen == [False]
+    (link,) = decode._links
+    decode._receiver.renewed(link)
+    await moved(prefill, decode, source, target, "third")
+    assert seen[1]
+
+
 async def test_what_is_measured_is_so_first(stage, tap):
     prefill, decode, source, target = await met(stage, route="auto", arena_bytes="16MiB")
     await moved(prefill, decode, source, target, "first")
@@ -106,7 +125,7 @@ async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, cap
     assert len(probes(tap)) > 1
     answers = {m.transfer for m in tap.of(KvAgentResult) if m.chunk == WHOLE and m.status is Status.OK}
     assert {probe.transfer for probe in probes(tap)} <= answers, "each landed once our side made progress again"
-    assert decode._site.fabric._holds == 0
+    assert not decode._site.fabric._holds
     await moved(prefill, decode, source, target, "second")
     await quiet(prefill, decode)
 
@@ -122,8 +141,13 @@ async def test_a_peer_that_writes_something_else_proves_nothing(stage, tap):
 async def test_one_byte_that_is_missing_is_seen(stage):
     prefill, decode, source, target = await met(stage)
     peek = proving.peek
+
+    def spoilt(*where):
+        found = peek(*where)
+        return found[:-1] + bytes([found[-1] ^ 1])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proving, "peek", lambda *where: peek(*where)[:-1] + b"?")
+        patch.setattr(proving, "peek", spoilt)
         await moved(prefill, decode, source, target, "first")
         await given_up(decode)
     assert proved(decode) == []
@@ -261,7 +285,7 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     await eventually(lambda: tap.of(Cancel))
     share = decode._site.receive_desk.share
     await eventually(lambda: [extent.state for extent in share.extents()] == [ExtentState.QUARANTINED])
-    assert decode._site.fabric._holds == 0
+    assert not decode._site.fabric._holds
     assert len(probes(tap)) == 1
 
 

@@ -112,6 +112,14 @@ async def test_what_is_measured_is_so_first(stage, tap):
     assert prefill.describe()["peers"][0]["lane"] is not None
 
 
+async def test_lanes_are_proved_with_the_sizes_that_are_usual(stage):
+    usual = Config(engine="e")
+    sizes = {name: getattr(usual, name) for name in ("arena_bytes", "chunk_bytes", "in_place_chunk_bytes")}
+    prefill, decode, source, target = await met(stage, **sizes)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode))
+
+
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, caplog, monkeypatch):
     monkeypatch.setattr(proving, "_PAUSE_S", 0.02)
@@ -466,8 +474,3 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
 def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, in_place, capacity, lent):
     config = Config(engine="e", arena_bytes="4GiB", chunk_bytes=chunk, in_place_chunk_bytes=in_place)
     assert proof_bytes(config, capacity) == lent
-
-
-def test_lanes_are_proved_by_default():
-    config = Config(engine="e")
-    assert proof_bytes(config, config.receive_bytes) == MIB

@@ -203,6 +203,7 @@ class _Clock:
     opened: float
     heard: float
     spoke: float
+    looked: float
     pending: list[bytes] = field(default_factory=list)
 
 
@@ -232,7 +233,7 @@ class Session:
         self._nonce = nonce
         self._process = process
         self._reader = FrameReader()
-        self._clock = _Clock(now, now, now)
+        self._clock = _Clock(now, now, now, now)
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
         self._hello: Hello | None = None
@@ -255,7 +256,7 @@ class Session:
         """
         if self._closed():
             return
-        self._clock.heard = now
+        self._clock.heard = self._clock.looked = now
         try:
             for message in self._reader.feed(data):
                 if self._closed():  # by whoever handled the last event
@@ -284,7 +285,8 @@ class Session:
             PeerLostError: If the session is not open.
         """
         if self.state is not State.OPEN:
-            raise PeerLostError(f"the session is {self.state.value}", peer=self.peer.name if self.peer else "")
+            raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
+        self._look(now)
         self._write(message, now)
 
     def take_output(self) -> bytes:
@@ -306,7 +308,7 @@ class Session:
 
         Raises:
             UnreachableError: If the handshake took too long.
-            PeerLostError: If the peer was silent for `peer_timeout`.
+            PeerLostError: If the peer was silent for `peer_timeout`, while this side stood still not counted.
         """
         clock, terms = self._clock, self._terms
         if self.state is State.CLOSED:
@@ -318,17 +320,27 @@ class Session:
                     f"no handshake within {terms.handshake_timeout:g} s (it stopped at {stopped.value!r})"
                 )
             return
+        self._look(now)
         if now >= clock.heard + terms.peer_timeout:
             self.state = State.CLOSED
-            raise PeerLostError(
-                f"the peer was silent for {terms.peer_timeout:g} s", peer=self.peer.name if self.peer else ""
-            )
+            raise PeerLostError(f"the peer was silent for {terms.peer_timeout:g} s", peer=self._name)
         if now >= clock.spoke + terms.heartbeat:
             self._write(Ping(), now)
 
     def close(self) -> None:
         """The stream is gone, or is to go. Nothing is sent or received any more. Idempotent."""
         self.state = State.CLOSED
+
+    @property
+    def _name(self) -> str:
+        return self.peer.name if self.peer else ""
+
+    def _look(self, now: float) -> None:
+        """Time in which this side, who looks every heartbeat, stood still is no silence of its peer: both may have."""
+        clock = self._clock
+        if now - clock.looked > 2 * self._terms.heartbeat:
+            clock.heard += now - clock.looked
+        clock.looked = now
 
     # --- handshake
 
@@ -358,9 +370,7 @@ class Session:
 
     def _illegal(self, message: Message) -> ProtocolError:
         name, role, state = type(message).__name__, self.role.value, self.state.value
-        return ProtocolError(
-            f"{name} is illegal for a {role} whose session is {state}", peer=self.peer.name if self.peer else ""
-        )
+        return ProtocolError(f"{name} is illegal for a {role} whose session is {state}", peer=self._name)
 
     def _advance(self, message: Message, now: float) -> SessionEvent | None:
         match message:

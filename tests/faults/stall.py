@@ -1,6 +1,7 @@
 """Ten seconds in which a process does nothing, by default settings: its interpreter is held, or it is stopped."""
 
 import asyncio
+from typing import Any
 
 from actors import Actor
 from faults import RECEIVER_SEED, SENDER_SEED, SIZES
@@ -9,19 +10,20 @@ from steps import ROUTES
 SECONDS = 10.0
 
 
-async def play(side: str, kind: str, *, seconds: float = SECONDS) -> None:
+async def play(side: str, kind: str, *, seconds: float = SECONDS, **settings: Any) -> None:
     """A fetch on every route at once, in the midst of which one side stalls; all of them arrive whole.
 
     Args:
-        side: `sender` or `receiver`.
+        side: `sender`, `receiver` or `both`.
         kind: `held` (the interpreter) or `stopped` (the process).
         seconds: How long.
+        settings: Of both, where they are not the default.
     """
     sender, receiver = Actor(), Actor()
     try:
-        card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES)
+        card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **SIZES, **settings)
         for route in ROUTES:
-            await receiver.open(route, seed=RECEIVER_SEED, layout="HND", route=route, **SIZES)
+            await receiver.open(route, seed=RECEIVER_SEED, layout="HND", route=route, **SIZES, **settings)
             await sender.offer("prefill", f"before-{route}")
             assert (await receiver.fetch(route, card, f"before-{route}"))["ok"]
             await receiver.restore(route)
@@ -29,21 +31,23 @@ async def play(side: str, kind: str, *, seconds: float = SECONDS) -> None:
             await sender.ready("prefill", route, 0)
         fetches = [asyncio.create_task(receiver.fetch(route, card, route)) for route in ROUTES]
         await asyncio.gather(*(receiver.layer_landed(route, route, 0) for route in ROUTES))
-        stalled = {"sender": sender, "receiver": receiver}[side]
+        stalled = {"sender": [sender], "receiver": [receiver], "both": [sender, receiver]}[side]
         at = asyncio.get_running_loop().time()
         if kind == "stopped":
-            stalled.stop()
+            for actor in stalled:
+                actor.stop()
             for route in ROUTES if side == "receiver" else ():
                 await sender.ready("prefill", route, 1)
             await asyncio.sleep(seconds)
-            stalled.thaw()
+            for actor in stalled:
+                actor.thaw()
         else:
             for route in ROUTES if side == "receiver" else ():
                 await sender.ready("prefill", route, 1)
-            await stalled.hold_interpreter(seconds)
+            await asyncio.gather(*(actor.hold_interpreter(seconds) for actor in stalled))
         lasted = asyncio.get_running_loop().time() - at
         assert lasted >= seconds
-        for route in ROUTES if side == "sender" else ():
+        for route in ROUTES if side != "receiver" else ():
             await sender.ready("prefill", route, 1)
         for route, outcome in zip(ROUTES, await asyncio.gather(*fetches), strict=True):
             assert outcome["ok"], f"{route}: {outcome}"

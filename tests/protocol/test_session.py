@@ -547,7 +547,8 @@ def test_two_idle_sessions_stay_open():
 def test_silence_is_a_lost_peer():
     client, _ = opened(heartbeat=2.0, peer_timeout=5.0)
     list(client.receive(encode(Ping())[:3], 3.0))  # a part of a frame is a sign of life as well
-    client.tick(7.999)
+    for now in (5.0, 7.0, 7.999):
+        client.tick(now)
     with pytest.raises(PeerLostError, match="silent for 5 s") as caught:
         client.tick(8.0)
     assert caught.value.peer == client.peer.name
@@ -555,6 +556,29 @@ def test_silence_is_a_lost_peer():
     with pytest.raises(PeerLostError):
         client.send(Cancel(1), 8.0)
     client.tick(100.0)
+
+
+def test_a_side_that_is_a_little_late_notices_silence_all_the_same():
+    client, _ = opened(heartbeat=2.0, peer_timeout=9.0)
+    for now in (3.9, 7.8):
+        client.tick(now)
+    with pytest.raises(PeerLostError, match="silent for 9 s"):
+        client.tick(11.7)
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["ticked", "sent first"])
+def test_what_a_side_slept_through_is_no_silence_of_its_peer(sends):
+    """A machine that was paused goes on with all its timers over, and nothing from a peer that was paused with it."""
+    client, _ = opened(heartbeat=2.0, peer_timeout=5.0)
+    for now in (2.0, 4.0):
+        client.tick(now)
+    if sends:
+        client.send(Cancel(1), 1000.0)
+    client.tick(1000.0)
+    assert client.state is State.OPEN
+    assert client.next_deadline() == 1001.0  # 4 s of silence were listened to, 1 s is left
+    with pytest.raises(PeerLostError, match="silent for 5 s"):
+        client.tick(1001.0)
 
 
 @pytest.mark.parametrize("state", [State.NEW, State.GREETED], ids=lambda state: state.value)

@@ -28,7 +28,7 @@ from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
 
-__all__ = ["LEAST_LOAN", "Gauging", "loan_bytes", "repeated"]
+__all__ = ["LEAST_LOAN", "Gauging", "loan_bytes", "repeated", "spared"]
 
 _log: Final = logger("kvxfer.send")
 
@@ -52,12 +52,17 @@ _FEW: Final = 64
 
 
 def loan_bytes(chunk_bytes: int, capacity: int) -> int:
-    """How much of a share of staging memory is taken to measure; 0 if that would be too little, or too much.
+    """How much of a share of staging memory is taken to measure; 0 if that would be too little, or too much."""
+    nbytes = min(_LARGEST_LOAN, capacity // _SHARE)
+    return nbytes if nbytes >= LEAST_LOAN and spared(nbytes, chunk_bytes, capacity) else 0
+
+
+def spared(nbytes: int, chunk_bytes: int, capacity: int) -> bool:
+    """Whether a share of staging memory can do without so much: it is a small part.
 
     Wherever it lies, and though it be never given back, there is room beside it for a chunk.
     """
-    nbytes = min(_LARGEST_LOAN, capacity // _SHARE)
-    return nbytes if nbytes >= LEAST_LOAN and capacity - nbytes >= 2 * chunk_bytes else 0
+    return 0 < nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * chunk_bytes
 
 
 def repeated(nonce: bytes, nbytes: int) -> bytes:
@@ -143,11 +148,11 @@ class Gauging:
 
     async def _run(self) -> None:
         site, desk = self._site, self._site.send_desk
-        nonce, capacity = self._probe.nonce, desk.share.capacity
+        nonce, sizes = self._probe.nonce, (site.config.chunk_bytes, desk.share.capacity)
         if nonce:
-            room, enough = self._probe.bytes, 0 < self._probe.bytes <= capacity // _SHARE
+            room, enough = self._probe.bytes, spared(self._probe.bytes, *sizes)
         else:
-            room = min(self._probe.bytes, loan_bytes(site.config.chunk_bytes, capacity))
+            room = min(self._probe.bytes, loan_bytes(*sizes))
             enough = room >= LEAST_LOAN
         extent = desk.take(self.peer.account, room) if enough else None
         try:

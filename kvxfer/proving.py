@@ -15,7 +15,7 @@ from math import inf
 from typing import Final
 
 from kvxfer.config import Config
-from kvxfer.gauging import repeated
+from kvxfer.gauging import repeated, spared
 from kvxfer.link import Link
 from kvxfer.loans import Loan
 from kvxfer.mapped import unlike
@@ -29,8 +29,6 @@ __all__ = ["Prover", "proof_bytes"]
 _log: Final = logger("kvxfer.receive")
 _LARGEST: Final = 1 << 20
 """Bytes that are written at most: what is larger goes the same way."""
-_SHARE: Final = 8
-"""At most one part in so many of a side's staging memory is taken."""
 _NONCE_BYTES: Final = 16
 _PAUSE_S: Final = 0.02
 """Seconds for which the transport is not called at most."""
@@ -46,14 +44,14 @@ come that much later, a few times at most."""
 def proof_bytes(config: Config, capacity: int) -> int:
     """How much of a share of staging memory is taken to prove a lane; 0 if there is too little to say anything.
 
-    As much as is written at once at most, in place or not; and beside it, wherever it lies, there is room for a chunk.
+    As much as is written at once at most, in place or not.
 
     Args:
         config: Of the worker.
         capacity: Of the share, in bytes.
     """
     nbytes = min(_LARGEST, max(config.chunk_bytes, config.in_place_chunk_bytes))
-    return nbytes if nbytes <= capacity // _SHARE and capacity - nbytes >= 2 * config.chunk_bytes else 0
+    return nbytes if spared(nbytes, config.chunk_bytes, capacity) else 0
 
 
 @dataclass(slots=True, eq=False)

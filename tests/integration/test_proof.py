@@ -205,6 +205,23 @@ async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatc
     assert not probes(tap)
 
 
+@pytest.mark.parametrize(("arena", "shown"), [("36KiB", True), ("32KiB", False)])
+async def test_a_sender_takes_no_memory_beside_which_a_chunk_finds_no_room(stage, monkeypatch, arena, shown):
+    """Wherever it lies, and though it be never given back."""
+    asked, show = [], Gauging._show
+
+    async def count(gauging, extent, nonce):
+        asked.append(extent)
+        await show(gauging, extent, nonce)
+
+    monkeypatch.setattr(Gauging, "_show", count)
+    settings = {"arena_bytes": arena, "chunk_bytes": "8KiB", "in_place_chunk_bytes": "2KiB"}
+    prefill, decode, source, target = await met(stage, prefill=settings)
+    await moved(prefill, decode, source, target, "first")
+    await (eventually(lambda: proved(decode)) if shown else given_up(decode))
+    assert bool(asked) is shown
+
+
 async def test_memory_that_is_needed_is_not_lent_however_long_that_is(stage, tap, monkeypatch):
     monkeypatch.setattr(proving, "_APART_MAX_S", 1e-5)
     prefill, decode, source, target = await met(stage, route="direct")

@@ -135,7 +135,8 @@ async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
         closing.cancel()
         _log.error("fabric_not_closed", error="a call of the transport does not return")
         return False
-    await runtime.in_thread(lambda: fabric.join(timeout))  # it said that it is done, and ends a moment later
+    patience = max(timeout, _UNDO_SECONDS)
+    await runtime.in_thread(lambda: fabric.join(patience))  # it said that it is done, and ends a moment later
     return closing.result()
 
 

@@ -42,7 +42,7 @@ _POLL_S: Final = 0.0005
 """How often unfired events are queried."""
 _BUFFER_BYTES: Final = 1024 * 1024
 _FEW_ITEMS: Final = 500
-"""For fewer numpy keeps the interpreter while it puts or assigns them, however large they are."""
+"""For no more numpy keeps the interpreter while it puts or assigns them, however large they are."""
 _FEW_BYTES: Final = 128 * 1024
 """Nobody waits long while so few are put, and an assignment takes longer."""
 _ITEMS_PER_BATCH: Final = 1 << 16
@@ -355,7 +355,7 @@ def _put(target: NDArray[Any], index: _Index, items: NDArray[Any]) -> None:
     item = items.itemsize
     if isinstance(index, slice):
         target[index].view("u1")[:] = items.view("u1")  # many bytes, not few items
-    elif len(items) >= _FEW_ITEMS or items.nbytes <= _FEW_BYTES or item % 2:
+    elif len(items) > _FEW_ITEMS or items.nbytes <= _FEW_BYTES or item % 2:
         target.put(index, items, mode="clip")
     else:  # an assignment to two dimensions lets go of it always, and takes a little longer
         half = f"V{item // 2}"

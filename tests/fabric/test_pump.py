@@ -691,8 +691,11 @@ def test_for_who_moves_its_bytes_itself_the_transport_progresses_seldom():
     aided()
     aided()
     assert rig.step() == pytest.approx(1e-3)
+    aided = rig.fabric.hold_awake()
     unaided()
     unaided()
+    assert rig.step() == pytest.approx(100e-6)
+    aided()
     assert rig.step() is None
 
 
@@ -710,10 +713,11 @@ def test_in_a_pause_the_transport_is_not_called():
     assert not pause.intact, "it is over"
 
 
-def test_a_pause_gives_way_to_a_hold_unless_it_is_firm():
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_pause_gives_way_to_a_hold_unless_it_is_firm(needed):
     rig = Rig()
     pause = rig.now(rig.fabric.pause(5.0))
-    release = rig.fabric.hold_awake()
+    release = rig.fabric.hold_awake(needed=needed)
     rig.step()
     assert not pause.intact
     assert rig.transport.progressed == 1

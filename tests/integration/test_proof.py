@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
 from kvxfer import Config, MemoryInDoubt, PeerLostError, proving
+from kvxfer.fabric.pump import Fabric
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, KvAgentResult, Probe, Route, Status
@@ -85,23 +86,41 @@ async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, rou
     assert len(probes(tap)) == 1
 
 
-async def test_over_a_proved_lane_our_transport_moves_little(stage, monkeypatch):
+@pytest.fixture
+def holds(monkeypatch):
+    """Whether each hold on the fabric's thread was said to be needed, in order."""
+    seen, awake = [], Fabric.hold_awake
+
+    def count(fabric, *, needed=True):
+        seen.append(needed)
+        return awake(fabric, needed=needed)
+
+    monkeypatch.setattr(Fabric, "hold_awake", count)
+    return seen
+
+
+async def test_over_a_proved_lane_our_transport_moves_little(stage, holds):
     prefill, decode, source, target = await met(stage)
-    fabric, seen = decode._site.fabric, []
-    awake = fabric.hold_awake
-    monkeypatch.setattr(fabric, "hold_awake", lambda *, needed=True: seen.append(needed) or awake(needed=needed))
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: proved(decode))
-    assert seen
-    assert all(seen)
+    assert holds
+    assert all(holds)
     await quiet(prefill, decode)
-    seen.clear()
+    holds.clear()
     await moved(prefill, decode, source, target, "second")
-    assert seen == [False]
-    (link,) = decode._links
-    decode._receiver.renewed(link)
-    await moved(prefill, decode, source, target, "third")
-    assert seen[1]
+    assert holds == [False]
+
+
+async def test_what_is_proved_of_one_route_says_nothing_of_another(stage, holds, monkeypatch):
+    """Where blocks are on a GPU and staging memory is not, or in another kind of memory."""
+    monkeypatch.setattr(Prover, "_routes", lambda *_: frozenset({Route.STAGED}))
+    prefill, decode, source, target = await met(stage, route="direct")
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: proved(decode) == ["staged"])
+    await quiet(prefill, decode)
+    holds.clear()
+    await moved(prefill, decode, source, target, "second")
+    assert holds == [True]
 
 
 async def test_what_is_measured_is_so_first(stage, tap):

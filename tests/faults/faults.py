@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 CONNECTING_SECONDS = 20.0
 LOOKING_SECONDS = 10.0
 STARVED_SECONDS = 2.0
-"""Scheduling comes on top of every bound, and all these processes share their cores."""
+"""Scheduling comes on top of every bound, and all these processes share their cores; times the patience of a scene."""
 SENDER_SEED, RECEIVER_SEED, THIRD_SEED = 1, 2, 3
 _GPU = ",cuda_copy" if Path("/dev/nvidiactl").exists() else ""
 LANES = {"cma": {"UCX_TLS": f"self,sm,tcp{_GPU}"}, "tcp": {"UCX_TLS": f"tcp{_GPU}"}}
@@ -175,14 +175,21 @@ def spread(cases: list[Case], count: int) -> list[Case]:
     return chosen
 
 
-async def play(case: Case, survivor: Actor, third: Actor, victim: Actor) -> None:
-    """Let it happen, and check everything."""
-    scene = (SenderStruck if case.side == "sender" else ReceiverStruck)(case, survivor, third, victim)
-    await scene.play()
+def scene(case: Case, *actors: Actor, **settings: Any) -> "Scene":
+    """Of a case."""
+    return (SenderStruck if case.side == "sender" else ReceiverStruck)(case, *actors, **settings)
 
 
 class Scene:
     """What both sides have in common.
+
+    Args:
+        case: What happens.
+        survivor: Goes on.
+        third: Transfers with the survivor.
+        victim: Is struck.
+        patience: How many times longer than usual everybody waits for everything.
+        settings: Of all workers, beside the usual ones.
 
     Attributes:
         ours: Name of the survivor's worker.
@@ -197,12 +204,20 @@ class Scene:
     may_lapse = 0
     """Of how many transfers beside it a lease may run out, since it is short and these cores are shared."""
 
-    def __init__(self, case: Case, survivor: Actor, third: Actor, victim: Actor, **settings: Any) -> None:
+    def __init__(
+        self, case: Case, survivor: Actor, third: Actor, victim: Actor, *, patience: float = 1.0, **settings: Any
+    ) -> None:
         self.case, self.survivor, self.third, self.victim = case, survivor, third, victim
-        patience = PATIENT if case.fault == "pause" else {}
-        self.settings = {**QUICK, **patience, **SIZES, "route": case.route, **settings}
+        times = {**QUICK, **(PATIENT if case.fault == "pause" else {})}
+        self.settings = {name: seconds * patience for name, seconds in times.items()}
+        self.settings |= {**SIZES, "route": case.route, **settings}
+        self.starved = STARVED_SECONDS * patience
         self.bounds = Config(**self.settings).bounds()
         self.alive = case.fault != "kill"
+
+    def runs(self) -> list[Actor]:
+        """Who is to have its share of the cores all the time."""
+        return [self.survivor, self.third, *([self.victim] if self.case.fault == "cut" else [])]
 
     async def play(self) -> None:
         """Beside it, before, the fault, what is heard, what comes back, afterwards."""
@@ -248,13 +263,13 @@ class Scene:
                 await self.whole("after the other process was thawed")
         elif case.ends is not Ends.CLOSED:
             await self.whole(f"after {case.fault}")
-        state = await self.survivor.quiet(self.ours, doubts=False, within=STARVED_SECONDS)
+        state = await self.survivor.quiet(self.ours, doubts=False, within=self.starved)
         assert not state["busy"], state
 
     async def whole(self, when: str) -> None:
         """Nothing is held or in doubt at the survivor."""
         bound = self.bounds["rebuild"] if self.case.ends is Ends.REBUILT else self.settings["revoke_timeout"]
-        within = bound + STARVED_SECONDS
+        within = bound + self.starved
         state = await self.survivor.quiet(self.ours, doubts=True, within=within)
         assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), f"{when}: {state}"
 
@@ -263,6 +278,8 @@ class Scene:
         await self.stop_beside()
         await self.check_bytes()
         actors = {self.survivor: self.ours, self.third: "third"} | ({self.victim: self.theirs} if self.alive else {})
+        for actor, name in actors.items():  # what is under way as both ends close comes to be in doubt
+            await actor.quiet(name, doubts=False, within=LOOKING_SECONDS)
         shared = [Path(path) for actor in actors for path in await actor.shared()]
         left = await asyncio.gather(*(actor.close(name) for actor, name in actors.items()))
         assert left == [{}] * len(left)
@@ -383,7 +400,7 @@ class SenderStruck(Scene):
         kinds = {"kill": "dead_peer", "cut": "dead_peer", "stop": "silent_peer", "pause": "silent_peer"}
         kind = "handshake" if case.step in _HANDSHAKE else kinds[case.fault]
         late = heard["heard"] - struck
-        assert late <= self.bounds[kind] + STARVED_SECONDS, f"heard {late:.2f} s after it: {heard}"
+        assert late <= self.bounds[kind] + self.starved, f"heard {late:.2f} s after it: {heard}"
         assert heard["ok"] or case.fault != "pause", heard
         self.content = "fetched" if heard["ok"] else "partly"
         if case.fault in ("kill", "stop") and not heard["ok"]:
@@ -398,13 +415,13 @@ class SenderStruck(Scene):
         self.content = "canary"
 
     async def thawed(self) -> None:
-        await self.victim.quiet("prefill", doubts=False, within=STARVED_SECONDS)
+        await self.victim.quiet("prefill", doubts=False, within=self.starved)
 
     async def come_back(self) -> None:
         await super().come_back()
         unsafe = not self.heard["ok"] and not self.heard["safe"]
         if unsafe and self.case.ends is not Ends.CLOSED:
-            assert await self.survivor.settled("decode", "r", STARVED_SECONDS)
+            assert await self.survivor.settled("decode", "r", self.starved)
             await self.reuse()
         elif unsafe:
             assert await self.survivor.refuses("decode")
@@ -462,7 +479,7 @@ class ReceiverStruck(Scene):
             struck = asyncio.get_running_loop().time()
         ending, at, safe, refused = await survivor.released("prefill", "r")
         bound = max(self.bounds["released_by_lease"], self.bounds["unclaimed_offer"])
-        assert at - struck <= bound + STARVED_SECONDS, f"{ending} was heard {at - struck:.2f} s after it"
+        assert at - struck <= bound + self.starved, f"{ending} was heard {at - struck:.2f} s after it"
         self.safe = safe
         if case.fault == "pause":
             assert ending == "Released", ending
@@ -492,7 +509,7 @@ class ReceiverStruck(Scene):
     async def come_back(self) -> None:
         await super().come_back()
         if not self.safe and self.case.ends is not Ends.CLOSED:
-            assert await self.survivor.settled("prefill", "r", STARVED_SECONDS)
+            assert await self.survivor.settled("prefill", "r", self.starved)
             await self.reuse()
         elif not self.safe:
             assert await self.survivor.refuses("prefill")

@@ -43,6 +43,9 @@ OTHER = [3, 10, 1]
 """Blocks of the transfers beside it."""
 CANARY = 0x5A5A5A5A
 _SETTLE_SECONDS = 20.0
+_LOOK_SECONDS = 0.02
+_LINGER_SECONDS = 5.0
+"""A thread that has told its result lets go of it a moment later, whenever it gets the time."""
 _UCX = "fd /memfd:kvxfer-ucx"
 
 
@@ -89,10 +92,27 @@ class Ranks:
         self._flows: dict[str, asyncio.Task[None]] = {}
         self._takers: dict[tuple[str, tuple[int, int]], flows.Taker] = {}
         self._given, self._taken = flows.Tally(), flows.Tally()
+        self._stalled = 0.0
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
         torch.set_num_threads(1)
         # tries follow each other soon, and none fails because these cores are busy
         setattr(proving, "_APART_S", 0.02)  # noqa: B010 - it is final
         setattr(proving, "_PAUSE_S", 0.02 if os.environ.get("UCX_TLS", "").startswith("tcp") else 0.2)  # noqa: B010
+
+    # --- its share of the cores
+
+    def _look(self) -> None:
+        """Notice when this thread gets no time: others are as unlucky, or somebody keeps the interpreter."""
+        last = time.monotonic()
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            self._stalled, last = max(self._stalled, now - last - _LOOK_SECONDS), now
+
+    def stalled(self) -> float:
+        """For how many seconds at most this process stood still, since that was last asked."""
+        longest, self._stalled = self._stalled, 0.0
+        return longest
 
     # --- steps
 
@@ -137,15 +157,20 @@ class Ranks:
         self._in_doubt = self._in_doubt or any(self._doubts(rank).values())
         await rank.worker.aclose(drain=False)
         del rank
-        for _ in range(3):
-            await asyncio.sleep(0)
-        gc.collect()
         if self._ranks:
             return {}
-        left, doubt, open_still = held() - self._before, self._in_doubt, len(pump._LEAKED) > self._leaked
+        until = time.monotonic() + _LINGER_SECONDS
+        while (left := self._left()) and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         self._in_doubt = False
+        return left
+
+    def _left(self) -> dict[str, int]:
+        """What is held that was not before the first worker."""
+        gc.collect()
+        left, open_still = held() - self._before, len(pump._LEAKED) > self._leaked
         # memory that was in doubt is kept to the end of the process, and an agent whose own post did not end
-        kept = "fd" if open_still else "fd /memfd:" if doubt else "nothing"
+        kept = "fd" if open_still else "fd /memfd:" if self._in_doubt else "nothing"
         return {what: number for what, number in left.items() if not what.startswith(kept)}
 
     def _doubts(self, rank: Rank) -> dict[str, int]:

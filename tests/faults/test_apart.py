@@ -4,9 +4,10 @@ It shares neither locks nor memory with the survivor, which has nothing but its 
 """
 
 import os
+from functools import partial
 
 import pytest
-from faults import Case, Ends, ReceiverStruck, SenderStruck
+from faults import Case, Ends, scene
 
 from kvxfer.mapped import number_of
 
@@ -44,8 +45,6 @@ def namespaces():
 @pytest.mark.parametrize("case", CASES, ids=str)
 async def test_its_end_ends_the_doubt(company, case):
     assert case.ends in (Ends.REBUILT, Ends.HEARD)  # before, only closing this worker did
-    with company.case(case.lane, apart=True) as actors:
-        # what is heard of because it is seen is so however slow these cores are
-        patience = {"revoke_timeout": 5.0} if case.ends is Ends.HEARD else {}
-        scene = (SenderStruck if case.side == "sender" else ReceiverStruck)(case, *actors, **patience)
-        await scene.play()
+    # what is heard of because it is seen is so however slow these cores are
+    settings = {"revoke_timeout": 5.0} if case.ends is Ends.HEARD else {}
+    await company.play(case.lane, partial(scene, case, **settings), apart=True)

@@ -1,11 +1,12 @@
-"""A process is killed, frozen or cut off at each step of a transfer, on each route, over NIXL; see `faults.play`."""
+"""A process is killed, frozen or cut off at each step of a transfer, on each route, over NIXL; see `faults.Scene`."""
 
 import os
+from functools import partial
 
 import pytest
-from faults import every_case, play, spread
+from faults import every_case, scene, spread
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 FEW = 40
 CASES = every_case()
@@ -15,8 +16,7 @@ CHOSEN = CASES if ASKED == "all" else spread(CASES, int(ASKED))
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 async def test_a_fault(company, case):
-    with company.case(case.lane) as actors:
-        await play(case, *actors)
+    await company.play(case.lane, partial(scene, case))
 
 
 def test_the_few_are_well_spread():

@@ -4,12 +4,13 @@ Memory that it may still write is not used again meanwhile; what may be used aga
 """
 
 import asyncio
+from functools import partial
 
 import pytest
 from company import Company
-from faults import SENDER_SEED, Case, ReceiverStruck, SenderStruck
+from faults import SENDER_SEED, Case, ReceiverStruck, Scene, SenderStruck
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 LEASE_SECONDS = 1.0
 LEASES = 3
@@ -26,16 +27,28 @@ READERS = [
 ]
 
 
-class FrozenWriter(SenderStruck):
-    """The prefill process is frozen; the decode process uses all that it may for something else."""
+class Frozen(Scene):
+    """What both sides have in common."""
 
     acquainted = True
     may_lapse = 5
 
+    def __init__(self, *given, patience=1.0, **settings):
+        super().__init__(*given, patience=patience, **{"grant_lease": LEASE_SECONDS * patience, **settings})
+
+    async def leases_end(self, struck):
+        """Time passes: it is what the test is about."""
+        ended = struck + LEASES * self.settings["grant_lease"]
+        await asyncio.sleep(max(0.0, ended - asyncio.get_running_loop().time()))
+
+
+class FrozenWriter(Frozen, SenderStruck):
+    """The prefill process is frozen; the decode process uses all that it may for something else."""
+
     async def hear(self, struck):
         await super().hear(struck)
         assert not self.heard["ok"]
-        await leases_end(struck)
+        await self.leases_end(struck)
         await self.stop_beside()
         await self.survivor.fill_arena("decode")
         assert await self.survivor.arena_intact("decode")
@@ -49,15 +62,12 @@ class FrozenWriter(SenderStruck):
         await self.move_beside("after-")
 
 
-class FrozenReader(ReceiverStruck):
+class FrozenReader(Frozen, ReceiverStruck):
     """The decode process is frozen before it reads; the prefill process uses the blocks again if it may."""
-
-    acquainted = True
-    may_lapse = 5
 
     async def hear(self, struck):
         await super().hear(struck)
-        await leases_end(struck)
+        await self.leases_end(struck)
         await self.stop_beside()  # else it would make progress for others, from which this read profits
 
     async def thawed(self):
@@ -66,18 +76,13 @@ class FrozenReader(ReceiverStruck):
         await self.move_beside("after-")
 
 
-async def leases_end(struck):
-    """Time passes: it is what the test is about."""
-    await asyncio.sleep(max(0.0, struck + LEASES * LEASE_SECONDS - asyncio.get_running_loop().time()))
-
-
 async def play(scene, case, company, *, careless=False):
-    with company.case(case.lane) as (survivor, third, victim):
-        if careless:
-            await survivor.forget_doubts()
-        playing = scene(case, survivor, third, victim)
-        playing.settings["grant_lease"] = LEASE_SECONDS
-        await playing.play()
+    class Careless(scene):
+        async def raise_curtain(self):
+            await self.survivor.forget_doubts()
+            await super().raise_curtain()
+
+    await company.play(case.lane, partial(Careless if careless else scene, case))
 
 
 @pytest.mark.parametrize("case", WRITERS, ids=str)

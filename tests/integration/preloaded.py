@@ -7,6 +7,7 @@ The server has neither threads nor an agent. Where there is a GPU processes are 
 libraries that have seen a driver keep of it.
 """
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -49,4 +50,5 @@ def _serve() -> None:
 def _run(environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # what was imported: to look through it takes 0.2 s, in which nothing else runs
     target(*arguments)

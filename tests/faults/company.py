@@ -1,17 +1,19 @@
 """Processes to whom nothing happens: a survivor and a third for each lane, which outlive the cases."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from actors import Actor, ActorFailedError
 from faults import LANES, Scene
 
+_log = logging.getLogger("kvxfer.tests")
 PATIENCE = (1.0, 4.0)
 STALLED_SECONDS = 0.4
 """A process that got no time for so long is given up rightly, by settings as short as these."""
 
 
-class _StalledError(Exception):
+class _StarvedError(Exception):
     """Somebody got no time."""
 
 
@@ -22,7 +24,7 @@ class Company:
         self._pairs: dict[str, tuple[Actor, Actor]] = {}
 
     async def play(self, lane: str, scene: Callable[..., Scene], *, apart: bool = False) -> None:
-        """Play a scene. If it fails, and somebody got no time for long, that proves nothing: once more, patiently.
+        """Play a scene. If it fails, and somebody got little time, that proves nothing: once more, patiently.
 
         Args:
             lane: What the bytes take.
@@ -30,16 +32,16 @@ class Company:
             apart: Whether the victim is in another PID namespace.
         """
         for patience in PATIENCE:
-            with suppress(_StalledError), self.case(lane, apart=apart) as actors:
+            with suppress(_StarvedError), self.case(lane, apart=apart) as actors:
                 playing = scene(*actors, patience=patience)
-                await longest_stall(actors[:2])  # until now
+                await starved(actors[:2], patience)  # until now
                 try:
                     await playing.play()
                 except Exception as error:
-                    stalled = await longest_stall(playing.runs())
-                    if stalled < STALLED_SECONDS * patience or patience == PATIENCE[-1]:
+                    if patience == PATIENCE[-1] or not await starved(playing.runs(), patience):
                         raise
-                    raise _StalledError from error
+                    _log.warning("played again, patiently: %r", error)
+                    raise _StarvedError from error
                 return
 
     @contextmanager
@@ -75,10 +77,10 @@ class Company:
                 actor.end()
 
 
-async def longest_stall(actors: Iterable[Actor]) -> float:
-    """For how many seconds one of them stood still, since that was last asked; who does not say, for none."""
-    longest = 0.0
+async def starved(actors: Iterable[Actor], patience: float) -> bool:
+    """Whether one of them got too little time since that was last asked; who does not say did not."""
+    told: list[bool] = []
     for actor in actors:
         with suppress(ActorFailedError, TimeoutError):
-            longest = max(longest, await actor.stalled())
-    return longest
+            told.append(await actor.starved(STALLED_SECONDS * patience))
+    return any(told)

@@ -92,7 +92,7 @@ class Ranks:
         self._flows: dict[str, asyncio.Task[None]] = {}
         self._takers: dict[tuple[str, tuple[int, int]], flows.Taker] = {}
         self._given, self._taken = flows.Tally(), flows.Tally()
-        self._stalled = 0.0
+        self._stalled, self._ran_and_waited = 0.0, _ran_and_waited()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
         torch.set_num_threads(1)
         # tries follow each other soon, and none fails because these cores are busy
@@ -109,10 +109,15 @@ class Ranks:
             now = time.monotonic()
             self._stalled, last = max(self._stalled, now - last - _LOOK_SECONDS), now
 
-    def stalled(self) -> float:
-        """For how many seconds at most this process stood still, since that was last asked."""
+    def starved(self, stalled: float) -> bool:
+        """Whether it stood still for so many seconds, or waited for a core more than it ran, since that was last asked.
+
+        Threads that have ended are not counted.
+        """
         longest, self._stalled = self._stalled, 0.0
-        return longest
+        before, self._ran_and_waited = self._ran_and_waited, _ran_and_waited()
+        ran, waited = (now - then for now, then in zip(self._ran_and_waited, before, strict=True))
+        return longest > stalled or waited > ran
 
     # --- steps
 
@@ -535,6 +540,16 @@ class Ranks:
             async with asyncio.timeout(_SETTLE_SECONDS):
                 await rank.traffic
         return rank.wrong
+
+
+def _ran_and_waited() -> tuple[int, int]:
+    """Nanoseconds for which the threads of this process had a core, and wanted one (Linux, `sched/sched-stats`)."""
+    sums = [0, 0]
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            ran, waited, _ = (task / "schedstat").read_text().split()
+            sums = [sums[0] + int(ran), sums[1] + int(waited)]
+    return sums[0], sums[1]
 
 
 def _resident_bytes() -> int:

@@ -45,6 +45,8 @@ _FEW_ITEMS: Final = 500
 """For no more numpy keeps the interpreter while it puts or assigns them, however large they are."""
 _FEW_BYTES: Final = 128 * 1024
 """Nobody waits long while so few are put, and an assignment takes longer."""
+_WORD_BYTES: Final = 8
+"""Of the largest word that rows are copied by."""
 _ITEMS_PER_BATCH: Final = 1 << 16
 _CONVERTED_AT_ONCE: Final = 1 << 14
 """Elements: they stay in the cache, and torch computes so few without threads of its own."""
@@ -53,8 +55,10 @@ _CONVERTED_AT_ONCE: Final = 1 << 14
 _VIEWS_NS: Final = 1000.0
 _ROW_NS: Final = 450.0
 _RUN_NS: Final = 12.0
+_WORD_NS: Final = 1.0
 _BATCH_NS: Final = 3000.0
 _ITEM_NS: Final = 40.0
+_INDEX_NS: Final = 9.0
 _BYTE_NS: Final = 0.1
 _BUFFERED_BYTE_NS: Final = 0.03
 
@@ -193,17 +197,19 @@ class _RowClass:
         """Copy all rows in all regions."""
         keys = self._keys()
         nbytes = len(self.src) * self.runs * self.run_bytes  # in each region, as are the times
-        by_row_ns = _VIEWS_NS * bool(self.axes) + len(keys) * _ROW_NS + len(self.src) * self.runs * _RUN_NS
+        run_ns = _RUN_NS if self.run_bytes > _WORD_BYTES else _WORD_NS
+        by_row_ns = _VIEWS_NS * bool(self.axes) + len(keys) * _ROW_NS + len(self.src) * self.runs * run_ns
         by_row_ns += nbytes * _BYTE_NS / team.shares(len(keys), *self._work(nbytes, len(keys)))
         item = gcd(self.run_bytes, self.src_step, self.dst_step, *(n for axis in self.axes for n in axis[1:]))
         chunks = -(-nbytes // _BUFFER_BYTES)
         shares = team.shares(len(self.bases) * chunks, *self._work(nbytes, chunks))
         moving_ns = (nbytes // item * _ITEM_NS + nbytes * _BYTE_NS) / shares
-        if item <= _BUFFER_BYTES and _BATCH_NS + moving_ns < by_row_ns:  # worth a closer look
+        index_ns = _BATCH_NS + nbytes // item * _INDEX_NS / len(self.bases)  # made once, by one thread
+        if item <= _BUFFER_BYTES and index_ns + moving_ns < by_row_ns:  # worth a closer look
             items = _Items(self.bases, item, self._lowest(item), self._batches(item))
             if items.buffered:
                 moving_ns += (nbytes // item * _ITEM_NS + nbytes * _BUFFERED_BYTE_NS) / shares
-            if _BATCH_NS + moving_ns < by_row_ns:
+            if index_ns + moving_ns < by_row_ns:
                 team.share(items.copy, items.steps, *self._work(nbytes, chunks))
                 return
         if self.axes:
@@ -245,7 +251,7 @@ class _RowClass:
             bits |= axis[1] | axis[2]
         for src, dst in self.bases:
             bits |= src | dst
-        word = min(8, bits & -bits)
+        word = min(_WORD_BYTES, bits & -bits)
         sides = self._sides(self.run_bytes // word, word, word)
         for src, dst in self.bases:
             source = _view(src, *sides[0], f"u{word}")

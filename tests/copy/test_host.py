@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from copy_plans import CANARY, addresses, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan
+from copy_plans import CANARY, addresses, box_plan, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,8 @@ from kvxfer.copy import READY, CopyJob, Direction, host
 from kvxfer.copy.host import HostExecutor, run
 from kvxfer.copy.team import ALONE, Team
 from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
-from kvxfer.geometry.copyplan import Blank, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil
+from kvxfer.geometry.factor import BoxAxis
 from kvxfer.runtime import ThreadRuntime
 
 NBYTES = 1 << 20
@@ -57,6 +58,7 @@ def test_random_plans_equal_their_pieces(row_ns, team, seed, shared, buffer_byte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "_ROW_NS", row_ns)
         patch.setattr(host, "_RUN_NS", host._RUN_NS if row_ns else 0.0)
+        patch.setattr(host, "_WORD_NS", host._WORD_NS if row_ns else 0.0)
         patch.setattr(host, "_BUFFER_BYTES", buffer_bytes)
         patch.setattr(host, "_ITEMS_PER_BATCH", batch)
         patch.setattr(host, "_FEW_BYTES", few)
@@ -120,6 +122,44 @@ def test_short_rows_are_moved_by_index_and_long_ones_as_slices(row_bytes, thread
     try:
         rows = (16 << 20) // row_bytes  # nothing is touched
         run(contiguous_rows(1 << 40, 1 << 41, rows=rows, regions=2, row_bytes=row_bytes, pool=2 * rows), team)
+    finally:
+        team.close()
+    assert set(moved) == {by_item}
+
+
+@pytest.mark.parametrize(
+    ("run_bytes", "regions", "by_item"),
+    [
+        (2, 1, False),
+        (2, 64, False),  # numpy copies single words with strides faster than it looks up an index
+        (8, 64, False),
+        (16, 1, False),  # the index would be as large as what is copied, and is made by one thread
+        (16, 64, True),
+        (256, 64, True),
+    ],
+)
+def test_short_runs_are_moved_by_index_only_where_that_is_faster(run_bytes, regions, by_item, monkeypatch):
+    """NHD to a key cache whose heads are cut into pieces of so many bytes, in eight threads."""
+    moved, tokens, heads, pieces = [], 16, 8, 256 // run_bytes
+    monkeypatch.setattr(host._Items, "copy", lambda *_: moved.append(True))
+    monkeypatch.setattr(host._RowClass, "_copy_rows", lambda *_: moved.append(False))
+    outer = (BoxAxis(heads, 256, pieces * tokens * run_bytes), BoxAxis(pieces, run_bytes, tokens * run_bytes))
+    block = heads * tokens * 256
+    team = Team(8)
+    try:
+        plan = box_plan(
+            *(1 << 40, 1 << 41),  # nothing is touched
+            rows=512 // regions,
+            regions=regions,
+            pool=512,
+            rng=np.random.default_rng(1),
+            flat="",
+            box=Box(outer, heads * 256, run_bytes, run_bytes, token_in_run=False),
+            tokens=tokens,
+            src_block=block,
+            dst_block=block,
+        )
+        run(plan, team)
     finally:
         team.close()
     assert set(moved) == {by_item}

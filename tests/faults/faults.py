@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "fabric": {"max_post_bytes": "4KiB", "max_descriptors": 64},
 }
 """Several chunks a transfer, and several posts a chunk."""
-CONNECTING_SECONDS = 20.0
+CONNECTING_SECONDS = 30.0
 LOOKING_SECONDS = 10.0
 STARVED_SECONDS = 2.0
 """Scheduling comes on top of every bound, and all these processes share their cores; times the patience of a scene."""
@@ -325,10 +325,10 @@ class Scene:
                 if outcome["ok"]:
                     break
                 if not outcome["safe"]:
-                    await taker[0].settled(taker[1], request, CONNECTING_SECONDS)
+                    await taker[0].settled(taker[1], request, LOOKING_SECONDS)
                 await asyncio.sleep(outcome["retry_after"])
             for actor, name in (giver, taker):
-                state = await actor.quiet(name, doubts=True, within=CONNECTING_SECONDS)
+                state = await actor.quiet(name, doubts=True, within=LOOKING_SECONDS)
                 assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
         await taker[0].restore(taker[1])
 

@@ -7,6 +7,7 @@ The same tests run on CPU memory wherever NIXL is installed.
 
 import asyncio
 import copy
+import itertools
 import os
 import random
 import signal
@@ -136,10 +137,11 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
     """
     monkeypatch.setattr(NixlTransport, "attributable", True)  # though this machine may have a NIC
     issuer, move = await met(doomed, near, there, here, "staged")
+    more = itertools.count()
     async with asyncio.timeout(20):
         while not any("staged" in peer["proved"] for peer in near.workers[0].describe()["peers"]):
             if not near.workers[0].describe()["peers"]:  # it was silent for half a second, as starved cores make it
-                await bring(doomed, issuer, move, "once more")
+                await bring(doomed, issuer, move, f"once more {next(more)}")
             await asyncio.sleep(0.005)
     await settled(near)
     if forks:

@@ -308,7 +308,7 @@ class Session:
 
         Raises:
             UnreachableError: If the handshake took too long.
-            PeerLostError: If the peer was silent for `peer_timeout`, while this side stood still not counted.
+            PeerLostError: If the peer was silent for `peer_timeout`.
         """
         clock, terms = self._clock, self._terms
         if self.state is State.CLOSED:
@@ -336,10 +336,10 @@ class Session:
         return self.peer.name if self.peer else ""
 
     def _look(self, now: float) -> None:
-        """Time in which this side, who looks every heartbeat, stood still is no silence of its peer: both may have."""
-        clock = self._clock
-        if now - clock.looked > 2 * self._terms.heartbeat:
-            clock.heard += now - clock.looked
+        """Of the time for which this side stood still, a part counts as silence of the peer: it may have as well."""
+        clock, terms = self._clock, self._terms
+        counted = max(terms.heartbeat, terms.peer_timeout / 4)  # so that it is noticed however often that happens
+        clock.heard += max(0.0, now - clock.looked - counted)
         clock.looked = now
 
     # --- handshake

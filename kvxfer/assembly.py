@@ -104,11 +104,12 @@ class Assembly:
         timeout = min(timeout, site.config.close_timeout)
         site.send_desk.close()
         site.receive_desk.close()
-        stopping = site.runtime.in_thread(lambda: site.executor.close(timeout))
-        closing = _closed(site.fabric, timeout, site.runtime)
+        threads = self.runtime  # those of the site may all be waiting
+        stopping = threads.in_thread(lambda: site.executor.close(timeout))
+        closing = _closed(site.fabric, timeout, threads)
         quiet, stopped = await asyncio.gather(closing, stopping)  # a GPU may hold up both
         if stopped:  # else a copy may still write to what is mapped
-            await site.runtime.in_thread(site.mappings.close)
+            await threads.in_thread(site.mappings.close)
         site.keys.close(forced=quiet and stopped)
         site.processes.close()
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol, Self, TypeVar
 
+import anyio
 import anyio.to_thread
 
 from kvxfer.errors import ForkedError
@@ -31,6 +32,8 @@ _T = TypeVar("_T")
 
 TURN_SECONDS: Final = 0.0005
 """How long a callback on the loop goes on with what is queued for it. Then everybody else on the loop has a turn."""
+_MOST_LENT: Final = 40
+"""Worker threads at a time, as many as AnyIO lends to all others together."""
 _SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK
 _NICENESS: Final = 5
 """How far services give way to the loop where they have to share its cores; nothing changes where cores are free."""
@@ -265,6 +268,8 @@ class ThreadRuntime:
 
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._limiter: anyio.CapacityLimiter | None = None
 
     now = staticmethod(time.monotonic)
 
@@ -285,8 +290,15 @@ class ThreadRuntime:
         return _Batch(loop)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in a worker thread, which belongs to the whole process: it is lent, and goes back as it was."""
-        return await anyio.to_thread.run_sync(lambda: self._lent(work))
+        """Run `work` in a worker thread, which belongs to the whole process: it is lent, and goes back as it was.
+
+        How many this runtime has at a time is its own limit. The usual one is the application's, all of whose threads
+        may be waiting for what is to be done here.
+        """
+        loop = asyncio.get_running_loop()
+        if self._limiter is None or self._loop is not loop:
+            self._loop, self._limiter = loop, anyio.CapacityLimiter(_MOST_LENT)
+        return await anyio.to_thread.run_sync(lambda: self._lent(work), limiter=self._limiter)
 
     def _lent(self, work: Callable[[], _T]) -> _T:
         before = allowed_cpus() if self._cpus else frozenset[int]()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 
+import anyio.to_thread
 import pytest
 
 from kvxfer import runtime as module
@@ -404,6 +405,24 @@ async def test_work_in_a_thread_leaves_the_loop_alone():
     await asyncio.sleep(0)
     release.set()  # the loop is here, though the work is not done
     assert await asyncio.wait_for(task, LONG) is not threading.current_thread()
+
+
+async def test_a_thread_is_there_though_the_application_has_taken_all_of_its_own():
+    """All of which may be waiting for what is to be done."""
+    limiter, release, runtime = anyio.to_thread.current_default_thread_limiter(), threading.Event(), ThreadRuntime()
+    theirs = [asyncio.ensure_future(anyio.to_thread.run_sync(release.wait)) for _ in range(int(limiter.total_tokens))]
+    try:
+        while limiter.available_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(runtime.in_thread(lambda: 7), LONG) == 7
+    finally:
+        release.set()
+        await asyncio.gather(*theirs)
+
+
+def test_a_runtime_lends_threads_in_one_loop_after_the_other():
+    runtime = ThreadRuntime()
+    assert [asyncio.run(runtime.in_thread(lambda: 7)) for _ in range(2)] == [7, 7]
 
 
 async def test_what_work_in_a_thread_raises_comes_back():

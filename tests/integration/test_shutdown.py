@@ -325,6 +325,21 @@ async def test_a_closed_worker_is_collected(network):
     await eventually(lambda: gc.collect() >= 0 and ref() is None)
 
 
+async def test_a_worker_closes_though_all_its_threads_wait(network, monkeypatch):
+    monkeypatch.setattr(runtime, "_MOST_LENT", 1)
+    release = threading.Event()
+    worker = make("p", Cache(), network)
+    await worker.__aenter__()
+    waiting = asyncio.ensure_future(worker._site.runtime.in_thread(release.wait))
+    try:
+        await asyncio.sleep(0)
+        await asyncio.wait_for(worker.aclose(), 10)
+        assert not waiting.done()
+    finally:
+        release.set()
+        await waiting
+
+
 async def test_the_loop_is_never_blocked_for_long(network):
     source, target = Cache(blocks=512), Cache(blocks=512, layout="HND")
     gaps = []

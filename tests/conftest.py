@@ -1,9 +1,12 @@
 """What tests of several packages need."""
 
 import gc
+import multiprocessing
 import socket
+import sys
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # whoever counts what is left at exit finds nothing
+
+
+@pytest.fixture
+def quick_processes(monkeypatch):
+    """Processes that would be spawned, and import torch and nixl for some seconds, are forked off a server."""
+    folder = str(Path(__file__).parent / "integration")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import preloaded
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: preloaded.Context())
 
 
 @contextmanager

@@ -65,6 +65,7 @@ def perform(**changes):
 # --- whole runs
 
 
+@pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("route", ["staged", "direct", "pull", "auto"])  # which takes `mapped`
 def test_every_route_ends_well(route):
     passed, lines = perform(route=route)
@@ -86,6 +87,7 @@ def test_every_route_ends_well(route):
         assert about[1].endswith(": 4 tokens, digests equal")
 
 
+@pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize(
     ("sabotage", "places"),
     [
@@ -103,6 +105,7 @@ def test_damage_is_found_and_its_place_is_named(sabotage, places):
     assert {int(prompt): place for prompt, place in named.items()} == places
 
 
+@pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_side_that_is_killed_is_reported(monkeypatch, side):
     class Killing(Display):
@@ -119,6 +122,7 @@ def test_a_side_that_is_killed_is_reported(monkeypatch, side):
     assert re.search(rf"FAILED: {side}: the process ended early, with exit code -9|FAILED: \w+: \w+Error", lines[-1])
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_a_side_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setenv("KVXFER_NO_SUCH_SETTING", "1")
     passed, lines = perform()

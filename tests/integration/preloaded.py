@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTEXT", "process"]
+__all__ = ["CONTEXT", "Context", "process"]
 
 _IMPORTED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.host", "kvxfer.mapped.shared"]
 _SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
@@ -30,6 +30,17 @@ def process(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     if CONTEXT.get_start_method() == "forkserver":
         _serve()
     return CONTEXT.Process(target=_run, args=(dict(os.environ), target, arguments), daemon=True)
+
+
+class Context:
+    """As the context of a start method, for those who know theirs by name."""
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> Any:
+        """A process as `process` makes them."""
+        assert daemon
+        made = process(target, args)
+        made.name = name
+        return made
 
 
 def _serve() -> None:

@@ -43,6 +43,7 @@ class Claims:
         self._unsaid: list[Ticket] = []
         self._away: set[tuple[str, bytes]] = set()  # what was not reached the last time, and has been logged
         self._renewal: asyncio.TimerHandle | None = None
+        self._renewal_at = 0.0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -59,7 +60,7 @@ class Claims:
         if not self._unsaid:
             self._site.loop.call_soon(self._say_new)
         self._unsaid.append(ticket)
-        self._arm()
+        self._arm(self._site.config.heartbeat)
 
     def drop(self, key: TicketKey) -> None:
         """Claim it no longer."""
@@ -78,7 +79,7 @@ class Claims:
     def _renew(self) -> None:
         self._renewal = None
         self._say(self._kept.values())
-        self._arm()
+        self._arm(self._site.config.heartbeat)
 
     def _say(self, tickets: Iterable[Ticket]) -> None:
         """Tell every prefill rank; one that is not connected (any more) is connected first, by one task."""
@@ -90,7 +91,7 @@ class Claims:
         for (endpoint, epoch), those in by_rank.items():
             link = self._peers.known(endpoint, epoch)
             if link is not None:
-                _send(link, those)
+                self._send(link, those)
             else:
                 reaching = self._reach(endpoint, epoch, those)
                 self._site.tasks.spawn(reaching, f"kvxfer claim at {endpoint}", spare=True)
@@ -110,19 +111,22 @@ class Claims:
                 )
             return
         self._away.discard((endpoint, epoch))
-        _send(link, tickets)
+        self._send(link, tickets)
 
-    def _arm(self) -> None:
+    def _send(self, link: Link, tickets: list[Ticket]) -> None:
+        refs = [ticket.ref() for ticket in tickets]
+        for first in range(0, len(refs), MAX_TICKETS):
+            link.send(Claim(refs[first : first + MAX_TICKETS]))
+        self._arm(link.heartbeat)
+
+    def _arm(self, heartbeat: float) -> None:
+        """Renew after a heartbeat at the latest: of one that both ends keep, the lease is longer than two."""
         if not self._kept:
             self._away.clear()
-        elif self._renewal is None:
-            config = self._site.config
-            # the lease is the prefill engine's, which may be shorter than ours; it is longer than two heartbeats
-            period = min(config.offer_lease / _RENEWALS, config.heartbeat)
-            self._renewal = self._site.at(self._site.now() + period, self._renew)
-
-
-def _send(link: Link, tickets: list[Ticket]) -> None:
-    refs = [ticket.ref() for ticket in tickets]
-    for first in range(0, len(refs), MAX_TICKETS):
-        link.send(Claim(refs[first : first + MAX_TICKETS]))
+            return
+        at = self._site.now() + min(self._site.config.offer_lease / _RENEWALS, heartbeat)
+        if self._renewal is not None:
+            if self._renewal_at <= at:
+                return
+            self._renewal.cancel()
+        self._renewal, self._renewal_at = self._site.at(at, self._renew), at

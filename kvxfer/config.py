@@ -231,7 +231,7 @@ class Config(BaseSettings):
     """With `sampled`, one chunk in so many, as their numbers have it."""
 
     heartbeat: Duration = 2.0
-    """A frame is sent at least this often."""
+    """A frame is sent at least this often; more often to a peer whose own heartbeat is shorter."""
     peer_timeout: Duration = 20.0
     """Silence after which a peer is in doubt."""
     revoke_timeout: Duration = 15.0

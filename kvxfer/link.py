@@ -6,6 +6,7 @@ buffer grow beyond its bound is dropped.
 """
 
 import asyncio
+import math
 import os
 import socket
 import struct
@@ -132,6 +133,11 @@ class Link(asyncio.Protocol):
     def draining(self) -> bool:
         """Whether the peer has said goodbye."""
         return self._session is not None and self._session.draining
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds after which this side must speak; infinity before the handshake was begun."""
+        return math.inf if self._session is None else self._session.heartbeat
 
     def outdated(self, body: bytes) -> bool:
         """Whether the handshake told the peer something else of this side than this agent body."""

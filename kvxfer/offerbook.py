@@ -76,6 +76,8 @@ class OfferBook:
         self._ends: list[tuple[float, OfferKey]] = []  # a heap of when to look at whom
         self._watched: dict[OfferKey, float] = {}  # the entry of the heap that counts
         self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf  # when it fires
+        self._slept = False
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -257,17 +259,23 @@ class OfferBook:
             return
         self._watched[key] = until
         heapq.heappush(self._ends, (until, key))
-        if self._ends[0] == (until, key):
+        if self._ends[0] == (until, key) and not self._slept:
             self._arm()
 
     def _arm(self) -> None:
         """One timer for all: set to the nearest end."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._site.at(self._ends[0][0], self._look) if self._ends else None
+        self._due = max(self._ends[0][0], self._site.now()) if self._ends else math.inf
+        self._timer = self._site.at(self._due, self._look) if self._ends else None
 
     def _look(self) -> None:
-        now = self._site.now()
+        now, heartbeat = self._site.now(), self._site.config.heartbeat
+        # after a standstill of this process: of others that stood still with it, renewals come only now
+        self._slept = not self._slept and now > self._due + heartbeat
+        if self._slept:
+            self._timer = self._site.at(now + heartbeat, self._look)
+            return
         while self._ends and self._ends[0][0] <= now:
             until, key = heapq.heappop(self._ends)
             if self._watched.get(key) == until:

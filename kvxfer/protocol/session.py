@@ -31,6 +31,7 @@ from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
 from kvxfer.protocol.incarnation import IdentityKey, check_place, check_same, same
+from kvxfer.protocol.liveness import Liveness
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
@@ -181,7 +182,7 @@ class Terms:
         secret: Shared secret; None if no proof is asked for.
         endpoint: Where the stream leads, as far as that is known.
         engaged_at: At which endpoint this side has something open, or in doubt, with an incarnation; empty if nowhere.
-        heartbeat: Seconds between frames at most.
+        heartbeat: Seconds between frames at most; fewer if the peer's are.
         peer_timeout: Seconds of silence after which the peer is in doubt.
         handshake_timeout: Seconds until the session must be open.
     """
@@ -196,15 +197,6 @@ class Terms:
     heartbeat: float = 2.0
     peer_timeout: float = 20.0
     handshake_timeout: float = 30.0
-
-
-@dataclass(slots=True)
-class _Clock:
-    opened: float
-    heard: float
-    spoke: float
-    looked: float
-    pending: list[bytes] = field(default_factory=list)
 
 
 class Session:
@@ -233,7 +225,9 @@ class Session:
         self._nonce = nonce
         self._process = process
         self._reader = FrameReader()
-        self._clock = _Clock(now, now, now, now)
+        self._began = now
+        self._liveness = Liveness(terms.heartbeat, terms.peer_timeout, now, now, now)
+        self._pending: list[bytes] = []
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
         self._hello: Hello | None = None
@@ -256,7 +250,7 @@ class Session:
         """
         if self._closed():
             return
-        self._clock.heard = self._clock.looked = now
+        self._liveness.hear(now)
         try:
             for message in self._reader.feed(data):
                 if self._closed():  # by whoever handled the last event
@@ -286,22 +280,26 @@ class Session:
         """
         if self.state is not State.OPEN:
             raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
-        self._look(now)
+        self._liveness.look(now)
         self._write(message, now)
 
     def take_output(self) -> bytes:
         """Bytes to write to the stream now."""
-        pending, self._clock.pending = self._clock.pending, []
+        pending, self._pending = self._pending, []
         return b"".join(pending)
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds after which this side must speak: the shorter of both sides', once the peer has said its own."""
+        return self._liveness.heartbeat
 
     def next_deadline(self) -> float:
         """When `tick` wants to be called, at the latest; infinity once closed."""
-        clock, terms = self._clock, self._terms
         if self.state is State.CLOSED:
             return math.inf
         if self.state is not State.OPEN:
-            return clock.opened + terms.handshake_timeout
-        return min(clock.spoke + terms.heartbeat, clock.heard + terms.peer_timeout)
+            return self._began + self._terms.handshake_timeout
+        return self._liveness.next_deadline()
 
     def tick(self, now: float) -> None:
         """Let time pass: sends `Ping` when nothing else was.
@@ -310,21 +308,21 @@ class Session:
             UnreachableError: If the handshake took too long.
             PeerLostError: If the peer was silent for `peer_timeout`.
         """
-        clock, terms = self._clock, self._terms
+        terms = self._terms
         if self.state is State.CLOSED:
             return
         if self.state is not State.OPEN:
-            if now >= clock.opened + terms.handshake_timeout:
+            if now >= self._began + terms.handshake_timeout:
                 stopped, self.state = self.state, State.CLOSED
                 raise UnreachableError(
                     f"no handshake within {terms.handshake_timeout:g} s (it stopped at {stopped.value!r})"
                 )
             return
-        self._look(now)
-        if now >= clock.heard + terms.peer_timeout:
+        self._liveness.look(now)
+        if self._liveness.silent(now):
             self.state = State.CLOSED
             raise PeerLostError(f"the peer was silent for {terms.peer_timeout:g} s", peer=self._name)
-        if now >= clock.spoke + terms.heartbeat:
+        if self._liveness.due(now):
             self._write(Ping(), now)
 
     def close(self) -> None:
@@ -334,13 +332,6 @@ class Session:
     @property
     def _name(self) -> str:
         return self.peer.name if self.peer else ""
-
-    def _look(self, now: float) -> None:
-        """Of the time for which this side stood still, a part counts as silence of the peer: it may have as well."""
-        clock, terms = self._clock, self._terms
-        counted = max(terms.heartbeat, terms.peer_timeout / 4)  # so that it is noticed however often that happens
-        clock.heard += max(0.0, now - clock.looked - counted)
-        clock.looked = now
 
     # --- handshake
 
@@ -437,6 +428,7 @@ class Session:
         if not (1 <= theirs.world <= MAX_WORLD and theirs.rank < theirs.world):
             raise ProtocolError(f"rank {theirs.rank} of {theirs.world} is impossible")
         self._theirs, self.claimed = theirs, theirs.incarnation
+        self._liveness.agree(theirs.heartbeat_ms / 1000)
         self._reader.limit = SESSION_FRAME_LIMIT  # Agent carries the geometry of a whole rank: larger than any greeting
 
     def _agent(self, theirs: Hello | Welcome) -> Agent:
@@ -486,8 +478,8 @@ class Session:
             raise
 
     def _write(self, message: Message, now: float) -> None:
-        self._clock.pending.append(encode(message))
-        self._clock.spoke = now
+        self._pending.append(encode(message))
+        self._liveness.spoke = now
 
 
 def _transcript(hello: Hello, welcome: Welcome) -> bytes:

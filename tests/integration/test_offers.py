@@ -164,6 +164,49 @@ def test_an_offer_that_nobody_claims_expires(tmp_path):
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["reached for it", "connected before"])
+def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
+    """The decode engine's own heartbeat is longer than any lease of the prefill engine, and than its patience."""
+    patient = {"heartbeat": 60.0, "peer_timeout": 200.0, "offer_lease": 200.0}
+
+    async def scenario(one):
+        await one.pair(prefill=FAST, decode=patient)
+        if known:
+            await one.bring("before")
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        one.decode.claim(one.ticket("r"))
+        await one.until(lambda: one.prefill._links)
+        (link,) = one.prefill._links
+        await asyncio.sleep(100 * FAST["offer_lease"])
+        assert not offer.wait_end().done()
+        assert list(one.prefill._links) == [link]
+        await one.start("r")
+        assert isinstance(await offer.released(), Released)
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "given up"])
+def test_a_machine_that_was_paused_for_longer_than_a_lease_lets_it_be_renewed(tmp_path, claimed):
+    async def scenario(one):
+        await one.pair(**FAST)
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        claim = one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        if not claimed:
+            claim.close()
+        one.stand_still(10 * FAST["offer_lease"])
+        await asyncio.sleep(FAST["heartbeat"] / 2)
+        assert not offer.wait_end().done()
+        await asyncio.sleep(FAST["heartbeat"])
+        assert offer.wait_end().done() != claimed
+        if claimed:
+            await one.start("r")
+            assert isinstance(await offer.released(), Released)
+
+    play(scenario, tmp_path)
+
+
 def test_a_fetch_whose_offer_never_comes_is_told_so(tmp_path):
     async def scenario(one):
         await one.pair(prefill=FAST)

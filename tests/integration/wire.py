@@ -155,6 +155,10 @@ class Play:
             assert self.now < end, "it did not come to pass"
             await asyncio.sleep(1e-3)
 
+    def stand_still(self, seconds):
+        """Both workers, as on a machine that is paused."""
+        self.runtime.loop._virtual.now += seconds
+
     async def timed(self, awaitable):
         """What it returned or raised, and after how many seconds."""
         began = self.now

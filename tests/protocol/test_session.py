@@ -545,6 +545,22 @@ def test_two_idle_sessions_stay_open():
         assert not any(seen.values())
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"), [(2.0, 60.0, 2.0), (60.0, 2.0, 2.0), (2.0, 0.0, 0.01), (0.002, 0.004, 0.002)]
+)
+def test_a_side_speaks_as_often_as_its_peer(ours, theirs, agreed):
+    """Whose patience, and whose leases, are longer than twice its own heartbeat, whatever the other's is."""
+    client, server = pair(client={"heartbeat": ours}, server={"heartbeat": theirs})
+    assert client.heartbeat == ours
+    assert not pump(client, server)[1]
+    assert client.heartbeat == agreed
+    client.tick(agreed * 0.999)
+    assert client.take_output() == b""
+    assert client.next_deadline() == agreed
+    client.tick(agreed)
+    assert client.take_output() == encode(Ping())
+
+
 def test_silence_is_a_lost_peer():
     client, _ = opened(heartbeat=2.0, peer_timeout=5.0)
     list(client.receive(encode(Ping())[:3], 3.0))  # a part of a frame is a sign of life as well

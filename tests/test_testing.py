@@ -334,7 +334,7 @@ def test_idle_sessions_live_on_heartbeats():
             await asyncio.sleep(HOUR)
             assert pair.decode._links == {link}
             assert link.is_open
-            heard = link._session._clock.heard
+            heard = link._session._liveness.heard
             assert runtime.now() - heard <= pair.config.heartbeat + 0.01
 
     simulate(scenario)
@@ -346,7 +346,7 @@ def test_a_silent_peer_is_noticed_after_exactly_peer_timeout():
             transfer = pair.decode.start_fetch(pair.ticket("never"), [1], tokens=range(3))
             await asyncio.sleep(1.0)
             (link,) = pair.decode._links
-            last = link._session._clock.heard
+            last = link._session._liveness.heard
             link._transport.pause_reading()  # the peer lives, but nothing of it arrives
             with pytest.raises(PeerLostError, match="silent for 20 s"):
                 await transfer

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from actors import Actor, ActorFailedError
-from faults import LANES, Scene
+from faults import LANES, HarmError, Scene
 
 _log = logging.getLogger("kvxfer.tests")
 PATIENCE = (1.0, 4.0)
@@ -26,6 +26,8 @@ class Company:
     async def play(self, lane: str, scene: Callable[..., Scene], *, apart: bool = False) -> None:
         """Play a scene. If it fails, and somebody got little time, that proves nothing: once more, patiently.
 
+        Harm proves itself, however little time anybody got.
+
         Args:
             lane: What the bytes take.
             scene: Makes it of the three processes, with a `patience`.
@@ -37,7 +39,9 @@ class Company:
                 await starved(actors[:2], patience)  # until now
                 try:
                     await playing.play()
-                except Exception as error:
+                except HarmError:
+                    raise
+                except (AssertionError, TimeoutError, ActorFailedError) as error:
                     if patience == PATIENCE[-1] or not await starved(playing.runs(), patience):
                         raise
                     _log.warning("played again, patiently: %r", error)

@@ -55,6 +55,22 @@ _BESIDE = 3
 """Transfers beside it that are waited for before and after."""
 
 
+class HarmError(AssertionError):
+    """What no lack of time excuses: wrong bytes, memory that is said to be safe and is not, something left behind."""
+
+
+def unharmed(holds: bool, what: object) -> None:
+    """Assert it."""
+    if not holds:
+        raise HarmError(what)
+
+
+async def same_bytes(actor: Actor, *memory: Any) -> None:
+    """Memory over there is as it should be; see `Ranks.wrong`."""
+    wrong = await actor.wrong(*memory)
+    unharmed(not wrong, wrong)
+
+
 class Ends(IntEnum):
     """When memory that a fault puts in doubt is its owner's again."""
 
@@ -282,8 +298,9 @@ class Scene:
             await actor.quiet(name, doubts=False, within=LOOKING_SECONDS)
         shared = [Path(path) for actor in actors for path in await actor.shared()]
         left = await asyncio.gather(*(actor.close(name) for actor, name in actors.items()))
-        assert left == [{}] * len(left)
-        assert not [path for path in shared if path.exists()]
+        unharmed(left == [{}] * len(left), left)
+        shared = [path for path in shared if path.exists()]
+        unharmed(not shared, shared)
 
     async def raise_curtain(self) -> None:
         """Survivor and third transfer."""
@@ -301,8 +318,8 @@ class Scene:
     async def stop_beside(self) -> None:
         """They stop; every one of them went well."""
         for actor, name in self.fetcher_first():
-            wrong = await actor.stop_traffic(name)
-            assert wrong == [], name
+            failed = await actor.stop_traffic(name)
+            assert failed == [], name
 
     async def begin(self) -> None:
         """The transfer begins that is struck."""
@@ -404,13 +421,13 @@ class SenderStruck(Scene):
         assert heard["ok"] or case.fault != "pause", heard
         self.content = "fetched" if heard["ok"] else "partly"
         if case.fault in ("kill", "stop") and not heard["ok"]:
-            assert heard["safe"] or heard["refused"]
+            unharmed(heard["safe"] or heard["refused"], heard)
             if heard["safe"]:
                 await self.reuse()
 
     async def reuse(self) -> None:
         """Our blocks are ours: somebody else uses them."""
-        assert not await self.survivor.refuses("decode")
+        unharmed(not await self.survivor.refuses("decode"), "blocks that are said to be safe are refused")
         await self.survivor.reuse("decode")
         self.content = "canary"
 
@@ -435,10 +452,10 @@ class SenderStruck(Scene):
         self.content = "fetched"
 
     async def check_bytes(self) -> None:
-        assert await self.survivor.wrong("decode", self.content, SENDER_SEED) == []
-        assert await self.third.wrong("third", "kept") == []
+        await same_bytes(self.survivor, "decode", self.content, SENDER_SEED)
+        await same_bytes(self.third, "third", "kept")
         if self.alive:
-            assert await self.victim.wrong("prefill", "kept") == []
+            await same_bytes(self.victim, "prefill", "kept")
 
 
 class ReceiverStruck(Scene):
@@ -484,7 +501,7 @@ class ReceiverStruck(Scene):
         if case.fault == "pause":
             assert ending == "Released", ending
         if case.fault in ("kill", "stop"):
-            assert safe or refused
+            unharmed(safe or refused, ending)
             if safe:
                 await self.reuse()
         if case.fault in ("cut", "pause"):
@@ -492,7 +509,7 @@ class ReceiverStruck(Scene):
 
     async def reuse(self) -> None:
         """The offered blocks are ours again."""
-        assert not await self.survivor.refuses("prefill")
+        unharmed(not await self.survivor.refuses("prefill"), "blocks that are said to be safe are refused")
         await self.survivor.reuse("prefill")
         self.content = "canary"
 
@@ -501,7 +518,7 @@ class ReceiverStruck(Scene):
         outcome = await self.fetching
         assert outcome["ok"] or self.case.fault != "pause", outcome
         self.fetched = "fetched" if outcome["ok"] else "partly"
-        assert await self.victim.wrong("decode", self.fetched, SENDER_SEED) == []
+        await same_bytes(self.victim, "decode", self.fetched, SENDER_SEED)
 
     async def thawed(self) -> None:
         await self.ended()
@@ -526,7 +543,7 @@ class ReceiverStruck(Scene):
         self.content, self.fetched = "kept", "fetched"
 
     async def check_bytes(self) -> None:
-        assert await self.survivor.wrong("prefill", self.content) == []
-        assert await self.third.wrong("third", "kept") == []
+        await same_bytes(self.survivor, "prefill", self.content)
+        await same_bytes(self.third, "third", "kept")
         if self.alive:
-            assert await self.victim.wrong("decode", self.fetched, SENDER_SEED) == []
+            await same_bytes(self.victim, "decode", self.fetched, SENDER_SEED)

@@ -72,6 +72,7 @@ class Rank:
     moved: int = 0
     more: asyncio.Event = field(default_factory=asyncio.Event)
     wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     stopping: bool = False
     taken: list[Any] = field(default_factory=list)
 
@@ -102,18 +103,15 @@ class Ranks:
     # --- its share of the cores
 
     def _look(self) -> None:
-        """Notice when this thread gets no time: others are as unlucky, or somebody keeps the interpreter."""
-        last = time.monotonic()
+        """Notice when all of this process stands still for want of a core; who keeps the interpreter wants none."""
+        last, (_, waited) = time.monotonic(), _ran_and_waited()
         while True:
             time.sleep(_LOOK_SECONDS)
-            now = time.monotonic()
-            self._stalled, last = max(self._stalled, now - last - _LOOK_SECONDS), now
+            (before, so_far), last, (_, waited) = (last, waited), time.monotonic(), _ran_and_waited()
+            self._stalled = max(self._stalled, min(last - before - _LOOK_SECONDS, (waited - so_far) / 1e9))
 
     def starved(self, stalled: float) -> bool:
-        """Whether it stood still for so many seconds, or waited for a core more than it ran, since that was last asked.
-
-        Threads that have ended are not counted.
-        """
+        """Whether it wanted a core for so many seconds at a time, or for longer than it had one, since last asked."""
         longest, self._stalled = self._stalled, 0.0
         before, self._ran_and_waited = self._ran_and_waited, _ran_and_waited()
         ran, waited = (now - then for now, then in zip(self._ran_and_waited, before, strict=True))
@@ -421,9 +419,9 @@ class Ranks:
                 try:
                     ending = await offer.released()
                     if type(ending).__name__ != "Released" and not rank.stopping:
-                        rank.wrong.append(f"offer {prefix}{number}: {ending}")
+                        rank.failed.append(f"offer {prefix}{number}: {ending}")
                 except KvxferError as error:
-                    rank.wrong.append(f"offer {prefix}{number}: {error!r}")
+                    rank.failed.append(f"offer {prefix}{number}: {error!r}")
                 if rank.stopping:
                     return
                 rank.moved += 1
@@ -463,7 +461,7 @@ class Ranks:
                 try:
                     await fetched(number)
                 except KvxferError as error:
-                    rank.wrong.append(f"fetch {prefix}{number}: {error!r}")
+                    rank.failed.append(f"fetch {prefix}{number}: {error!r}")
                     return
                 if any(
                     not torch.equal(rank.placed.view(layer)[:, OTHER], given.view(layer)[:, OTHER]) for layer in LAYERS
@@ -521,7 +519,7 @@ class Ranks:
         async with asyncio.timeout(_SETTLE_SECONDS):
             while rank.moved < wanted:
                 if rank.traffic is not None and rank.traffic.done():
-                    raise AssertionError(f"the transfers beside it have ended: {rank.wrong}")
+                    raise AssertionError(f"the transfers beside it have ended: {rank.failed}")
                 rank.more.clear()
                 another = asyncio.ensure_future(rank.more.wait())
                 await asyncio.wait({another, rank.traffic or another}, return_when=asyncio.FIRST_COMPLETED)
@@ -529,7 +527,7 @@ class Ranks:
         return rank.moved
 
     async def stop_traffic(self, name: str) -> list[str]:
-        """Stop it; what went wrong."""
+        """Stop it; what failed."""
         rank = self._ranks[name]
         rank.stopping = True
         if rank.traffic is not None:
@@ -539,7 +537,7 @@ class Ranks:
                     await rank.offers.pop("traffic").withdraw()
             async with asyncio.timeout(_SETTLE_SECONDS):
                 await rank.traffic
-        return rank.wrong
+        return rank.failed
 
 
 def _ran_and_waited() -> tuple[int, int]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from company import Company
-from faults import SENDER_SEED, Case, ReceiverStruck, Scene, SenderStruck
+from faults import SENDER_SEED, Case, HarmError, ReceiverStruck, Scene, SenderStruck, same_bytes, unharmed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,13 +51,13 @@ class FrozenWriter(Frozen, SenderStruck):
         await self.leases_end(struck)
         await self.stop_beside()
         await self.survivor.fill_arena("decode")
-        assert await self.survivor.arena_intact("decode")
+        unharmed(await self.survivor.arena_intact("decode"), "staging memory was written that was free")
         await self.survivor.stay_awake("decode")
 
     async def thawed(self):
         await super().thawed()
-        assert await self.survivor.arena_intact("decode"), "staging memory was written that others had by then"
-        assert await self.survivor.wrong("decode", self.content, SENDER_SEED) == []
+        unharmed(await self.survivor.arena_intact("decode"), "staging memory was written that others had by then")
+        await same_bytes(self.survivor, "decode", self.content, SENDER_SEED)
         await self.survivor.empty_arena("decode")
         await self.move_beside("after-")
 
@@ -101,7 +101,7 @@ async def test_who_gives_memory_back_when_a_peer_is_silent_is_found_out(case, ev
         pytest.skip("only one lane; `make faults` breaks it on both")
     company = Company()
     try:
-        with pytest.raises(AssertionError, match=r"staging memory was written|differs in"):
+        with pytest.raises(HarmError, match=r"staging memory was written that others|differs in"):
             await play(FrozenWriter, case, company, careless=True)
     finally:
         company.end()

@@ -3,8 +3,9 @@
 Rows of equal token count form a class, which is copied in one of two ways, whichever is estimated to be faster:
 
 - *row by row*: source and destination are strided arrays whose first axis is the row, `target[i] = source[j]`; rows
-  that follow each other on both sides are one assignment. Best where a row is large, whatever its inside looks like.
-  Rows that are one run of bytes are slices of one array of all memory, which needs no array for each region.
+  that follow each other in equal steps on both sides are one assignment. Best where a row is large, whatever its inside
+  looks like, or where rows are in order. Rows that are one run of bytes are slices of one array of all memory, which
+  needs no array for each region, unless there are gaps between many that are in order.
 - *item by item*: both sides are flat arrays of equal items, which numpy moves by index, many in a call. Best for small
   rows. Where one side is contiguous, bytes are touched once, else they pass through a buffer that stays in the cache.
 
@@ -17,7 +18,7 @@ A view must not outlive the memory that it shows: views live inside one call of 
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -195,14 +196,16 @@ class _RowClass:
 
     def copy(self, team: Team) -> None:
         """Copy all rows in all regions."""
-        keys = self._keys()
         nbytes = len(self.src) * self.runs * self.run_bytes  # in each region, as are the times
-        run_ns = _RUN_NS if self.run_bytes > _WORD_BYTES else _WORD_NS
-        by_row_ns = _VIEWS_NS * bool(self.axes) + len(keys) * _ROW_NS + len(self.src) * self.runs * run_ns
-        by_row_ns += nbytes * _BYTE_NS / team.shares(len(keys), *self._work(nbytes, len(keys)))
-        item = gcd(self.run_bytes, self.src_step, self.dst_step, *(n for axis in self.axes for n in axis[1:]))
         chunks = -(-nbytes // _BUFFER_BYTES)
         shares = team.shares(len(self.bases) * chunks, *self._work(nbytes, chunks))
+        parts = -(-chunks // shares) * shares if min(chunks, shares) > 1 else 1  # for each thread as many
+        bounds = self._bounds(self.src_step, self.dst_step, parts)
+        slice_bounds = bounds if self.axes else self._bounds(self.run_bytes, self.run_bytes, 1)
+        by_views_ns = _VIEWS_NS + self._by_row_ns(nbytes, bounds, team)
+        by_slices_ns = inf if self.axes else self._by_row_ns(nbytes, slice_bounds, team)
+        by_row_ns = min(by_views_ns, by_slices_ns)
+        item = gcd(self.run_bytes, self.src_step, self.dst_step, *(n for axis in self.axes for n in axis[1:]))
         moving_ns = (nbytes // item * _ITEM_NS + nbytes * _BYTE_NS) / shares
         index_ns = _BATCH_NS + nbytes // item * _INDEX_NS / len(self.bases)  # made once, by one thread
         if item <= _BUFFER_BYTES and index_ns + moving_ns < by_row_ns:  # worth a closer look
@@ -212,22 +215,42 @@ class _RowClass:
             if index_ns + moving_ns < by_row_ns:
                 team.share(items.copy, items.steps, *self._work(nbytes, chunks))
                 return
-        if self.axes:
+        if by_views_ns < by_slices_ns:
+            keys = self._keys(bounds)
             team.share(self._copy_rows, keys, *self._work(nbytes, len(keys)))
         else:
-            slices = self._slices()
+            slices = self._slices(slice_bounds)
             team.share(self._copy_runs, slices, *self._work(nbytes, len(slices)))
+
+    def _by_row_ns(self, nbytes: int, bounds: I64, team: Team) -> float:
+        """Estimate for rows merged within such bounds, without what views cost."""
+        copies = len(bounds) - 1
+        run_ns = _RUN_NS if self.run_bytes > _WORD_BYTES else _WORD_NS
+        moving_ns = nbytes * _BYTE_NS / team.shares(copies, *self._work(nbytes, copies))
+        return copies * _ROW_NS + len(self.src) * self.runs * run_ns + moving_ns
 
     def _work(self, nbytes: int, copies: int) -> tuple[int, int]:
         """What a team asks about work: bytes and copies, in all regions."""
         return len(self.bases) * nbytes, len(self.bases) * copies
 
-    def _slices(self) -> list[tuple[int, int, int]]:
+    def _bounds(self, src_step: int, dst_step: int, parts: int) -> I64:
+        """First rows of copies in which each row follows the one before by these steps, and how many rows there are.
+
+        Args:
+            src_step: Bytes at the source.
+            dst_step: Bytes at the destination.
+            parts: Into how many of equal length all rows are cut.
+        """
+        src, dst = self.src, self.dst
+        bounds = np.ones(len(src) + 1, np.bool_)
+        bounds[1:-1] = (src[1:] - src[:-1] != max(src_step, 1)) | (dst[1:] - dst[:-1] != max(dst_step, 1))
+        bounds[:: -(-len(src) // parts)] = True
+        return np.flatnonzero(bounds)
+
+    def _slices(self, bounds: I64) -> list[tuple[int, int, int]]:
         """Where rows without axes begin at the source and at the destination, and their bytes, neighbours merged."""
-        ends = np.flatnonzero((np.diff(self.src) != self.run_bytes) | (np.diff(self.dst) != self.run_bytes)) + 1
-        bounds = [0, *ends.tolist(), len(self.src)]
-        lengths = (np.diff(bounds) * self.run_bytes).tolist()
-        return list(zip(self.src[bounds[:-1]].tolist(), self.dst[bounds[:-1]].tolist(), lengths, strict=True))
+        src, dst, nbytes = self.src[bounds[:-1]], self.dst[bounds[:-1]], np.diff(bounds) * self.run_bytes
+        return list(zip(src.tolist(), dst.tolist(), nbytes.tolist(), strict=True))
 
     def _copy_runs(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Rows without axes: slices of memory."""
@@ -236,13 +259,10 @@ class _RowClass:
             for i, j, nbytes in rows:
                 _EVERY_BYTE[target + j : target + j + nbytes] = _EVERY_BYTE[source + i : source + i + nbytes]
 
-    def _keys(self) -> list[tuple[_Key, _Key]]:
+    def _keys(self, bounds: I64) -> list[tuple[_Key, _Key]]:
         """Destination and source index of every row, neighbours merged."""
-        src, dst = self.src // max(self.src_step, 1), self.dst // max(self.dst_step, 1)
-        starts = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-        bounds = [0, *starts.tolist(), len(src)]
-        lengths = np.diff(bounds).tolist()
-        heads = zip(dst[bounds[:-1]].tolist(), src[bounds[:-1]].tolist(), lengths, strict=True)
+        src, dst = self.src[bounds[:-1]] // max(self.src_step, 1), self.dst[bounds[:-1]] // max(self.dst_step, 1)
+        heads = zip(dst.tolist(), src.tolist(), np.diff(bounds).tolist(), strict=True)
         return [(d, s) if n == 1 else (slice(d, d + n), slice(s, s + n)) for d, s, n in heads]
 
     def _copy_rows(self, keys: Sequence[tuple[_Key, _Key]]) -> None:

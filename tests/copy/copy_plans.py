@@ -155,11 +155,28 @@ def addresses(plan: CopyPlan) -> Iterator[tuple[int, int, int]]:
 def contiguous_rows(
     src: int, dst: int, *, rows: int, regions: int, row_bytes: int, pool: int, rng=None, flat: str = ""
 ) -> CopyPlan:
-    """Whole blocks of `row_bytes`, `pool` of them in each region; random ids, or ascending ones on the side `flat`."""
+    """Whole blocks of `row_bytes`, `pool` of them in each region; random ids, or ascending ones where `flat` says."""
+    return rows_with_gaps(src, dst, rows=rows, regions=regions, row_bytes=row_bytes, pool=pool, rng=rng, flat=flat)
+
+
+def rows_with_gaps(
+    src: int,
+    dst: int,
+    *,
+    rows: int,
+    regions: int,
+    row_bytes: int,
+    pool: int,
+    src_gap: int = 0,
+    dst_gap: int = 0,
+    rng=None,
+    flat: str = "",
+) -> CopyPlan:
+    """The first `row_bytes` of blocks that are larger by the gaps."""
     rng = rng or np.random.default_rng(0)
     return box_plan(src, dst, rows=rows, regions=regions, pool=pool, rng=rng, flat=flat,
                     box=Box((), row_bytes, row_bytes, row_bytes, token_in_run=True), tokens=1,
-                    src_block=row_bytes, dst_block=row_bytes)  # fmt: skip
+                    src_block=row_bytes + src_gap, dst_block=row_bytes + dst_gap)  # fmt: skip
 
 
 def head_split(
@@ -194,11 +211,12 @@ def box_plan(
     src_block: int,
     dst_block: int,
 ) -> CopyPlan:
-    """Equal boxes in random blocks; regions lie `pool` blocks apart."""
-    ids = [np.arange(rows) if side == flat else rng.permutation(pool)[:rows] for side in ("src", "dst")]
+    """Equal boxes in random blocks, ascending ones on the side `flat` or on both; regions lie `pool` blocks apart."""
+    in_order = [flat in (side, "both") for side in ("src", "dst")]
+    ids = [np.arange(rows) if ascend else rng.permutation(pool)[:rows] for ascend in in_order]
     zero = np.zeros(rows, np.int64)
     table = np.stack([ids[0], zero, ids[1], zero, np.full(rows, tokens)], axis=1).astype(np.int64)
     number = np.arange(regions, dtype=np.int64)
-    step = [rows if side == flat else pool for side in ("src", "dst")]
+    step = [rows if ascend else pool for ascend in in_order]
     bases = np.stack([src + number * step[0] * src_block, dst + number * step[1] * dst_block], axis=1)
     return CopyPlan((Segment(bases, Stencil(table, src_block, dst_block, box)),))

@@ -8,7 +8,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from copy_plans import CANARY, addresses, box_plan, contiguous_rows, expected, head_split, hnd_to_nhd, random_plan
+from copy_plans import (
+    CANARY,
+    addresses,
+    box_plan,
+    contiguous_rows,
+    expected,
+    head_split,
+    hnd_to_nhd,
+    random_plan,
+    rows_with_gaps,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +135,102 @@ def test_short_rows_are_moved_by_index_and_long_ones_as_slices(row_bytes, thread
     finally:
         team.close()
     assert set(moved) == {by_item}
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "gaps", "flat", "threads", "way"),
+    [
+        (16, (0, 16), "both", 1, "_copy_rows"),  # a step in Python for each is many times slower than to copy so little
+        (16, (16, 48), "both", 2, "_copy_rows"),
+        (1 << 10, (1 << 10, 0), "both", 1, "_copy_rows"),
+        (1023, (3, 5), "both", 1, "_copy_rows"),
+        (32 << 10, (32 << 10, 0), "both", 1, "_copy_rows"),
+        (32 << 10, (0, 0), "both", 1, "_copy_runs"),  # one slice
+        (16, (0, 0), "both", 1, "_copy_runs"),
+        (2 << 20, (0, 0), "both", 1, "_copy_runs"),
+        (2 << 20, (0, 0), "both", 2, "_copy_rows"),  # which two threads cannot share
+        (2 << 20, (2 << 20, 0), "both", 2, "_copy_runs"),
+        (2 << 20, (0, 0), "", 2, "_copy_runs"),
+        (32 << 10, (32 << 10, 0), "", 1, "_copy_runs"),
+        (1 << 10, (1 << 10, 0), "", 1, "copy"),
+    ],
+)
+def test_rows_in_order_are_copied_in_few_assignments(row_bytes, gaps, flat, threads, way, monkeypatch):
+    moved = set()
+    for owner, name in ((host._Items, "copy"), (host._RowClass, "_copy_runs"), (host._RowClass, "_copy_rows")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: moved.add(name))
+    team = Team(threads)
+    try:
+        rows = min(4096, (16 << 20) // row_bytes)  # nothing is touched
+        sizes = {"row_bytes": row_bytes, "src_gap": gaps[0], "dst_gap": gaps[1]}
+        run(rows_with_gaps(1 << 40, 1 << 41, rows=rows, regions=2, pool=2 * rows, flat=flat, **sizes), team)
+    finally:
+        team.close()
+    assert moved == {way}
+
+
+def test_few_rows_in_order_need_no_views(monkeypatch):
+    moved = []
+    monkeypatch.setattr(host._RowClass, "_copy_runs", lambda _, slices: moved.append(len(slices)))
+    run(rows_with_gaps(1 << 40, 1 << 41, rows=3, regions=2, row_bytes=1024, src_gap=1024, pool=3, flat="both"))
+    assert moved == [3]
+
+
+@pytest.mark.parametrize("row_bytes", [64 << 10, 3 << 10])
+def test_a_team_shares_rows_in_order_alike(row_bytes, monkeypatch):
+    together, parts = threading.Barrier(4), []
+
+    def meet(_self, keys):
+        together.wait(10)
+        parts.append(sum(dst.stop - dst.start for dst, _ in keys))
+
+    monkeypatch.setattr(host, "_BATCH_NS", 1e12)  # never by item: nothing is to be touched
+    monkeypatch.setattr(host._RowClass, "_copy_rows", meet)
+    team = Team(4)
+    try:
+        rows = (5 << 20) // row_bytes // 4 * 4  # a MiB for each would leave one
+        run(head_split(1 << 40, 1 << 41, rows=rows, regions=8, pool=rows, flat="both", row_bytes=row_bytes // 16), team)
+    finally:
+        team.close()
+    assert parts == [rows // 4] * 4
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row_bytes=st.one_of(st.integers(1, 40), st.integers(1000, 1050), st.sampled_from([4095, 4096, 4097])),
+    gaps=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    at=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    rows=st.integers(1, 60),
+    regions=st.integers(1, 3),
+    missing=st.sets(st.integers(0, 59), max_size=3),
+    shared=st.booleans(),
+    buffer_bytes=st.sampled_from([1 << 10, host._BUFFER_BYTES]),
+    item_ns=st.sampled_from([host._ITEM_NS, 1e9]),
+)
+def test_rows_in_order_equal_their_pieces(
+    team, row_bytes, gaps, at, rows, regions, missing, shared, buffer_bytes, item_ns
+):
+    dst = canvas()
+    plan = rows_with_gaps(
+        SRC.ctypes.data + at[0],
+        dst.ctypes.data + at[1],
+        rows=rows,
+        regions=regions,
+        row_bytes=row_bytes,
+        pool=rows,
+        src_gap=gaps[0],
+        dst_gap=gaps[1],
+        flat="both",
+    )
+    (segment,) = plan.segments
+    stencil = replace(segment.stencil, rows=np.delete(segment.stencil.rows, [n for n in missing if n < rows], axis=0))
+    plan = CopyPlan((replace(segment, stencil=stencil),))
+    want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_BUFFER_BYTES", buffer_bytes)
+        patch.setattr(host, "_ITEM_NS", item_ns)
+        run(plan, team if shared else ALONE)
+    np.testing.assert_array_equal(dst, want)
 
 
 @pytest.mark.parametrize(

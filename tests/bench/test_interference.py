@@ -1,4 +1,4 @@
-"""`kvxfer bench interference` at its smallest."""
+"""`kvxfer bench interference` at its smallest; its processes are spawned, as those of every benchmark are outside."""
 
 import time
 

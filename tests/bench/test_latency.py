@@ -4,6 +4,8 @@ import pytest
 
 from kvxfer.bench import latency
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 @pytest.mark.parametrize("loop", [[], ["--uvloop"]], ids=str)
 def test_one_block_at_a_time(bench, loop):

@@ -2,7 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from kvxfer.bench.load import Lateness, Load
+
+pytestmark = pytest.mark.usefixtures("quick_processes")
 
 
 def test_many_at_once(bench):

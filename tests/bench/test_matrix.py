@@ -10,6 +10,7 @@ from kvxfer.errors import UsageError
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.cost import PROFILES
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
 MIB = 1 << 20
 SMALL = ["matrix", "--device", "cpu", "--sizes", "2MiB", "--repetitions", "1"]
 

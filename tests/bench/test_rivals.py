@@ -5,6 +5,7 @@ import pytest
 from kvxfer.bench import rivals
 from kvxfer.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
 SMALL = ["rivals", "--device", "cpu", "--pieces", "32KiB", "--size", "2MiB", "--routes", "staged", "--repetitions", "1"]
 HERE = ["nixl, as engines run it", "nixl, no progress thread", "nixl, no progress thread, SGL"]
 TORCH = "torch index_select + copy + index_copy_"

@@ -8,6 +8,8 @@ import pytest
 from kvxfer.bench.relay import Relay
 from kvxfer.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 def test_peers_by_number(bench, route):

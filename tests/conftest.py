@@ -1,6 +1,7 @@
 """What tests of several packages need."""
 
 import gc
+import io
 import multiprocessing
 import socket
 import sys
@@ -33,6 +34,27 @@ def quick_processes(monkeypatch):
     import preloaded
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: preloaded.Context())
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`kvxfer` in this process, which has imported already what it needs: `command("config", KVXFER_RANK="1")`.
+
+    Its exit code, its standard output and its standard error.
+    """
+    from kvxfer import cli
+
+    def run(*arguments, stdin="", **environment):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["kvxfer", *arguments])
+            patched.setattr(sys, "stdin", io.StringIO(stdin))
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 @contextmanager

@@ -21,7 +21,8 @@ def clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def run(*arguments, stdin="", **environment):
+def spawned(*arguments, stdin="", **environment):
+    """The command in a process of its own, where `command` runs it in this one."""
     done = subprocess.run(
         [sys.executable, "-m", "kvxfer.cli", *arguments],
         input=stdin,
@@ -39,7 +40,7 @@ def test_the_entry_point_is_main():
 
 
 def test_version():
-    code, out, err = run("--version")
+    code, out, err = spawned("--version")
     lines = dict(line.split(" ", 1) for line in out.splitlines())
     assert (code, err) == (0, "")
     assert lines["kvxfer"] == kvxfer.__version__
@@ -63,12 +64,12 @@ def test_version_imports_nothing_heavy():
     assert "torch" in done.stdout
 
 
-def test_config_prints_values_sources_and_bounds(tmp_path):
+def test_config_prints_values_sources_and_bounds(command, tmp_path):
     deep = tmp_path / ("a-long-name-" * 8)
     deep.mkdir()
     file = deep / "kvxfer.toml"
     file.write_text("window = 7")
-    code, out, _ = run("config", "--file", str(file), KVXFER_SECRET="correct-horse-battery", KVXFER_COPY_CTAS="8")
+    code, out, _ = command("config", "--file", str(file), KVXFER_SECRET="correct-horse-battery", KVXFER_COPY_CTAS="8")
     rows = [line.split() for line in out.splitlines()]
     assert code == 0
     assert ["copy_ctas", "8", "KVXFER_COPY_CTAS"] in rows
@@ -79,8 +80,8 @@ def test_config_prints_values_sources_and_bounds(tmp_path):
     assert "battery" not in out
 
 
-def test_config_as_json():
-    code, out, _ = run("config", "--json", KVXFER_WINDOW="3", KVXFER_SECRET="correct-horse-battery")
+def test_config_as_json(command):
+    code, out, _ = command("config", "--json", KVXFER_WINDOW="3", KVXFER_SECRET="correct-horse-battery")
     printed = json.loads(out)
     assert code == 0
     assert printed["settings"]["window"] == {"value": 3, "source": "KVXFER_WINDOW"}
@@ -102,13 +103,26 @@ def test_config_as_json():
         (["demo", "--route", "fast"], {}, "routes are auto, mapped, staged, direct, pull"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(arguments, environment, said):
-    code, out, err = run(*arguments, **environment)
+def test_an_error_is_one_line_and_exit_code_2(command, arguments, environment, said):
+    code, out, err = command(*arguments, **environment)
     assert code == 2
     assert out == ""
     assert err.startswith("kvxfer: ")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "environment"),
+    [
+        (["config", "--json"], "", {"KVXFER_WINDOW": "3"}),
+        (["config"], "", {"KVXFER_RNAK": "1"}),
+        (["inspect", "-"], encode(Ping()).hex() + "0200000091c1", {}),
+    ],
+    ids=["well", "an error", "exit code 1"],
+)
+def test_a_process_of_its_own_says_the_same(command, arguments, stdin, environment):
+    assert spawned(*arguments, stdin=stdin, **environment) == command(*arguments, stdin=stdin, **environment)
 
 
 LLAMA = {
@@ -129,8 +143,8 @@ def model(tmp_path):
     return ["--config", str(file)]
 
 
-def test_plan_prints_a_table(model):
-    code, out, err = run("plan", *model, *ENGINES, "--tokens", "1000")
+def test_plan_prints_a_table(command, model):
+    code, out, err = command("plan", *model, *ENGINES, "--tokens", "1000")
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
     assert rows[0][:5] == ["llama:", "32", "layers,", "bfloat16,", "tokens"]
@@ -142,14 +156,16 @@ def test_plan_prints_a_table(model):
     assert "128000 pieces of 256 bytes on average" in out
 
 
-def test_plan_explains(model):
-    plain, told = (run("plan", *model, *ENGINES, "--tokens", "1000", *more)[1] for more in ([], ["--explain"]))
+def test_plan_explains(command, model):
+    plain, told = (command("plan", *model, *ENGINES, "--tokens", "1000", *more)[1] for more in ([], ["--explain"]))
     assert told.startswith(plain)
     assert "one piece: 2 B (bfloat16), x " in told.removeprefix(plain)
 
 
-def test_plan_as_json(model):
-    code, out, _ = run("plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8")
+def test_plan_as_json(command, model):
+    code, out, _ = command(
+        "plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8"
+    )
     found = json.loads(out)
     assert code == 0
     assert set(found) == {
@@ -191,9 +207,9 @@ def test_plan_as_json(model):
     assert found["slowest_pair_s"] == first["predicted_s"] > 0
 
 
-def test_plan_decides_by_the_settings(model):
+def test_plan_decides_by_the_settings(command, model):
     def route(*arguments, **environment):
-        code, out, err = run(
+        code, out, err = command(
             "plan", *model, "--prefill", "", "--decode", "", "--tokens", "512", "--json", *arguments, **environment
         )
         assert (code, err) == (0, "")
@@ -221,9 +237,9 @@ def test_plan_decides_by_the_settings(model):
         ({"--route": "pul"}, "route is 'pul'"),
     ],
 )
-def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(model, changes, said):
+def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(command, model, changes, said):
     given = {model[0]: model[1], "--prefill": "tp=1", "--decode": "tp=1", "--tokens": "100"} | changes
-    code, out, err = run("plan", *(word for pair in given.items() for word in pair))
+    code, out, err = command("plan", *(word for pair in given.items() for word in pair))
     assert (code, out) == (2, "")
     assert err.startswith("kvxfer: ")
     assert said in err
@@ -243,24 +259,28 @@ def test_plan_imports_neither_torch_nor_nixl(model):
     assert "3 -> 1" in done.stdout
 
 
-def test_inspect_reads_hex_stdin_and_files(tmp_path):
+def test_inspect_reads_hex_stdin_and_files(command, tmp_path):
     frame = encode(Ping())
     file = tmp_path / "frames"
     file.write_bytes(frame)
-    printed = [run("inspect", frame.hex()), run("inspect", "-", stdin=frame.hex()), run("inspect", "--file", str(file))]
+    printed = [
+        command("inspect", frame.hex()),
+        command("inspect", "-", stdin=frame.hex()),
+        command("inspect", "--file", str(file)),
+    ]
     assert printed[0] == printed[1] == printed[2]
     code, out, err = printed[0]
     assert (code, err) == (0, "")
     assert "PING" in out.upper()
 
 
-def test_inspect_fails_if_a_frame_cannot_be_decoded():
+def test_inspect_fails_if_a_frame_cannot_be_decoded(command):
     good, bad = encode(Ping()).hex(), "0200000091c1"
-    code, out, err = run("inspect", good + bad + good)
+    code, out, err = command("inspect", good + bad + good)
     assert (code, err) == (1, "kvxfer: frame 1 cannot be decoded; the output says why\n")
     assert out.count("frame ") == 3
     assert "  ! " in out
-    code, _, err = run("inspect", good + bad * 10)
+    code, _, err = command("inspect", good + bad * 10)
     assert (code, err) == (
         1,
         "kvxfer: frames 1, 2, 3, 4, 5, 6, 7, 8, ... cannot be decoded; the output says why\n",
@@ -268,7 +288,7 @@ def test_inspect_fails_if_a_frame_cannot_be_decoded():
 
 
 def test_a_wrong_command_is_explained():
-    code, _, err = run("confgi")
+    code, _, err = spawned("confgi")
     assert code == 2
     assert "confgi" in err
     assert "Traceback" not in err

@@ -169,8 +169,8 @@ def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):
         (["--listen", "tcp:0.0.0.0:0"], "name the address"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, said):
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_a_mistake_is_one_line_and_exit_code_2(command, arguments, said):
+    code, out, err = command("doctor", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1

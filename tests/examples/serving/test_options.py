@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.serving.__main__ import main
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -30,10 +32,18 @@ def run(*options):
         (["router"], "a router needs --decode"),
     ],
 )
-def test_options_that_nobody_reads_or_could_use_are_refused(options, says):
-    done = run(*options)
-    assert done.returncode == 2
-    assert says in done.stderr.splitlines()[-1]
+def test_options_that_nobody_reads_or_could_use_are_refused(monkeypatch, capsys, options, says):
+    monkeypatch.setattr(sys, "argv", ["serving", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_process_ends_with_what_is_wrong_as_its_last_line():
+    done = run("router")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "a router needs --decode" in done.stderr.splitlines()[-1]
 
 
 def test_a_port_that_is_taken_is_named():

@@ -1,12 +1,12 @@
 """Trivial executors of copy plans, on memory that holds one identity per byte."""
 
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry import CopyPlan, Pieces, Segment
+from kvxfer.geometry.copyplan import Box
 
 I64 = NDArray[np.int64]
 
@@ -45,27 +45,26 @@ def table_pairs(plan: CopyPlan) -> I64:
 
 def element_pairs(segment: Segment) -> I64:
     """int64 (n, 2): the first byte of every element that a segment copies, source and destination address."""
-    rows = [_row_pairs(segment, region, row) for region, row in product(segment.regions, segment.stencil.rows)]
+    stencil, box = segment.stencil, segment.stencil.box
+    if box.token_in_run:
+        assert box.src_token == box.run * box.elements.src_bytes
+        assert box.dst_token == box.run * box.elements.dst_bytes
+    strides = np.asarray([[stencil.src_block, box.src_token], [stencil.dst_block, box.dst_token]], np.int64)
+    firsts = (stencil.rows[:, :4].reshape(-1, 2, 2) * strides).sum(axis=2)
+    tokens = stencil.rows[:, 4].tolist()
+    inside = {count: _inside(box, count) for count in set(tokens)}
+    rows = [region + at + inside[n] for region in segment.regions for at, n in zip(firsts, tokens, strict=True)]
     return np.concatenate([np.zeros((0, 2), np.int64), *rows])
 
 
-def _row_pairs(segment: Segment, region: I64, row: I64) -> I64:
-    box, elements = segment.stencil.box, segment.stencil.box.elements
-    sides: list[I64] = []
-    for side in (0, 1):
-        block_stride, token_stride = [
-            (segment.stencil.src_block, box.src_token),
-            (segment.stencil.dst_block, box.dst_token),
-        ][side]
-        first = region[side] + row[2 * side] * block_stride + row[2 * side + 1] * token_stride
-        index = np.indices((int(row[4]), *(axis.count for axis in box.outer), box.run), dtype=np.int64)
-        item = (elements.src_bytes, elements.dst_bytes)[side]
-        strides = [token_stride, *((axis.src, axis.dst)[side] for axis in box.outer), item]
-        sides.append((first + sum(i * s for i, s in zip(index, strides, strict=True))).ravel())
-    if box.token_in_run:
-        assert box.src_token == box.run * elements.src_bytes
-        assert box.dst_token == box.run * elements.dst_bytes
-    return np.stack(sides, axis=1)
+def _inside(box: Box, tokens: int) -> I64:
+    """Where the elements of so many tokens are, counted from the first one."""
+    index = np.indices((tokens, *(axis.count for axis in box.outer), box.run), dtype=np.int64)
+    sides = [
+        (box.src_token, *(axis.src for axis in box.outer), box.elements.src_bytes),
+        (box.dst_token, *(axis.dst for axis in box.outer), box.elements.dst_bytes),
+    ]
+    return np.stack([np.tensordot(strides, index, 1).ravel() for strides in sides], axis=1)
 
 
 def by_destination(pairs: I64) -> I64:

@@ -1,12 +1,13 @@
 """Claims of this decode rank: requests that still wait for a place here, whose leases it renews at every prefill rank.
 
 However many there are, a renewal takes one frame a prefill rank (or as few as hold them). What is claimed in one turn
-of the loop is said together.
+of the loop is said together. Each prefill rank is told as often as its session asks for, whatever others ask for.
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeAlias
 
 from kvxfer.errors import BusyError, KvxferError
@@ -20,12 +21,50 @@ from kvxfer.tickets import Ticket
 __all__ = ["Claims", "TicketKey"]
 
 _log: Final = logger("kvxfer.receive")
-_RENEWALS: Final = 3
-"""A claim is renewed so many times within a lease."""
 _MAX_CLAIMS: Final = 65_536
+_RETRY_SECONDS: Final = 1.0
+"""How long a rank that was not reached is left in peace at least, or for a heartbeat of ours if that is shorter."""
 
 TicketKey: TypeAlias = tuple[str, str, int]
 """See `Ticket.key`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One prefill rank.
+
+    Attributes:
+        endpoint: Where it is.
+        reaching: Whether it is being connected: it is told everything when it is there, and nothing before.
+        away: Whether it was not reached the last time, which has been logged.
+        due: When it is told everything again.
+        timer: Fires then.
+    """
+
+    endpoint: str
+    reaching: bool = False
+    away: bool = False
+    due: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """One prefill engine, as tickets name it.
+
+    Attributes:
+        place: By what it is found.
+        epoch: Its epoch.
+        ranks: All of them.
+        kept: What is claimed there.
+        unsaid: What of that was claimed in this turn of the loop.
+    """
+
+    place: object
+    epoch: bytes
+    ranks: list[_Rank]
+    kept: dict[TicketKey, Ticket] = field(default_factory=dict[TicketKey, Ticket])
+    unsaid: list[Ticket] = field(default_factory=list[Ticket])
 
 
 class Claims:
@@ -39,14 +78,11 @@ class Claims:
     def __init__(self, site: Site, peers: Peers) -> None:
         self._site: Final = site
         self._peers: Final = peers
-        self._kept: dict[TicketKey, Ticket] = {}
-        self._unsaid: list[Ticket] = []
-        self._away: set[tuple[str, bytes]] = set()  # what was not reached the last time, and has been logged
-        self._renewal: asyncio.TimerHandle | None = None
-        self._renewal_at = 0.0
+        self._engine_of: dict[TicketKey, _Engine] = {}
+        self._engines: dict[object, _Engine] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._engine_of)
 
     def keep(self, ticket: Ticket) -> None:
         """Claim a request from now on.
@@ -54,79 +90,90 @@ class Claims:
         Raises:
             BusyError: If there are too many claims.
         """
-        if len(self._kept) >= _MAX_CLAIMS and ticket.key not in self._kept:
-            raise BusyError(f"{len(self._kept)} claims are kept, which is as many as may")
-        self._kept[ticket.key] = ticket
-        if not self._unsaid:
-            self._site.loop.call_soon(self._say_new)
-        self._unsaid.append(ticket)
-        self._arm(self._site.config.heartbeat)
+        if len(self) >= _MAX_CLAIMS and ticket.key not in self._engine_of:
+            raise BusyError(f"{len(self)} claims are kept, which is as many as may")
+        self.drop(ticket.key)  # a ticket of the same request may name other endpoints
+        place = ticket.epoch, ticket.world, ticket.endpoints
+        engine = self._engines.get(place)
+        if engine is None:
+            ranks = [_Rank(endpoint) for endpoint in ticket.rank_endpoints]
+            engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
+        self._engine_of[ticket.key] = engine
+        engine.kept[ticket.key] = ticket
+        if not engine.unsaid:
+            self._site.loop.call_soon(self._say_new, engine)
+        engine.unsaid.append(ticket)
 
     def drop(self, key: TicketKey) -> None:
         """Claim it no longer."""
-        self._kept.pop(key, None)
+        engine = self._engine_of.pop(key, None)
+        if engine is not None:
+            del engine.kept[key]
+            self._forget(engine)
 
     def close(self) -> None:
         """Stop renewing; for shutdown."""
-        self._kept.clear()
-        if self._renewal is not None:
-            self._renewal.cancel()
+        for key in list(self._engine_of):
+            self.drop(key)
 
-    def _say_new(self) -> None:
-        unsaid, self._unsaid = self._unsaid, []
-        self._say(unsaid)
-
-    def _renew(self) -> None:
-        self._renewal = None
-        self._say(self._kept.values())
-        self._arm(self._site.config.heartbeat)
-
-    def _say(self, tickets: Iterable[Ticket]) -> None:
-        """Tell every prefill rank; one that is not connected (any more) is connected first, by one task."""
-        by_rank: defaultdict[tuple[str, bytes], list[Ticket]] = defaultdict(list)
-        for ticket in tickets:
-            epoch = bytes.fromhex(ticket.epoch)
-            for endpoint in ticket.rank_endpoints:
-                by_rank[endpoint, epoch].append(ticket)
-        for (endpoint, epoch), those in by_rank.items():
-            link = self._peers.known(endpoint, epoch)
-            if link is not None:
-                self._send(link, those)
-            else:
-                reaching = self._reach(endpoint, epoch, those)
-                self._site.tasks.spawn(reaching, f"kvxfer claim at {endpoint}", spare=True)
-
-    async def _reach(self, endpoint: str, epoch: bytes, tickets: list[Ticket]) -> None:
-        try:
-            link = await self._peers.link(endpoint, epoch)
-        except KvxferError as error:
-            if (endpoint, epoch) not in self._away:  # once, however often it is tried
-                self._away.add((endpoint, epoch))
-                _log.warning(
-                    "claim_not_sent",
-                    request=tickets[0].request,
-                    count=len(tickets),
-                    endpoint=endpoint,
-                    error=str(error),
-                )
+    def _forget(self, engine: _Engine) -> None:
+        """If nothing is claimed there. A rank that is being connected is not connected twice for what comes next."""
+        if engine.kept or any(rank.reaching for rank in engine.ranks):
             return
-        self._away.discard((endpoint, epoch))
-        self._send(link, tickets)
+        self._engines.pop(engine.place, None)
+        for rank in engine.ranks:
+            if rank.timer is not None:
+                rank.timer.cancel()
 
-    def _send(self, link: Link, tickets: list[Ticket]) -> None:
+    def _say_new(self, engine: _Engine) -> None:
+        unsaid, engine.unsaid = engine.unsaid, []
+        for rank in engine.ranks:
+            self._say(engine, rank, unsaid)
+
+    def _renew(self, engine: _Engine, rank: _Rank) -> None:
+        rank.timer = None
+        self._say(engine, rank, engine.kept.values())
+
+    def _say(self, engine: _Engine, rank: _Rank, tickets: Collection[Ticket]) -> None:
+        """Tell a prefill rank; one that is not connected (any more) is connected first, by one task."""
+        if not tickets or rank.reaching:
+            return
+        link = self._peers.known(rank.endpoint, engine.epoch)
+        if link is not None:
+            self._send(engine, rank, link, tickets)
+            return
+        rank.reaching = True
+        self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
+
+    async def _reach(self, engine: _Engine, rank: _Rank) -> None:
+        try:
+            link = await self._peers.link(rank.endpoint, engine.epoch)
+        except KvxferError as error:
+            if not rank.away:  # once, however often it is tried
+                rank.away = True
+                _log.warning("claim_not_sent", count=len(engine.kept), endpoint=rank.endpoint, error=str(error))
+            self._arm(engine, rank, max(error.retry_after or 0.0, min(self._site.config.heartbeat, _RETRY_SECONDS)))
+            return
+        else:
+            rank.away = False
+            self._send(engine, rank, link, engine.kept.values())
+        finally:
+            rank.reaching = False
+            self._forget(engine)
+
+    def _send(self, engine: _Engine, rank: _Rank, link: Link, tickets: Iterable[Ticket]) -> None:
         refs = [ticket.ref() for ticket in tickets]
         for first in range(0, len(refs), MAX_TICKETS):
             link.send(Claim(refs[first : first + MAX_TICKETS]))
-        self._arm(link.heartbeat)
+        self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
 
-    def _arm(self, heartbeat: float) -> None:
-        """Renew after a heartbeat at the latest: of one that both ends keep, the lease is longer than two."""
-        if not self._kept:
-            self._away.clear()
+    def _arm(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
+        """Tell a rank everything after so many seconds at the latest."""
+        if not engine.kept:
             return
-        at = self._site.now() + min(self._site.config.offer_lease / _RENEWALS, heartbeat)
-        if self._renewal is not None:
-            if self._renewal_at <= at:
+        due = self._site.now() + seconds
+        if rank.timer is not None:
+            if rank.due <= due:
                 return
-            self._renewal.cancel()
-        self._renewal, self._renewal_at = self._site.at(at, self._renew), at
+            rank.timer.cancel()
+        rank.due, rank.timer = due, self._site.at(due, partial(self._renew, engine, rank))

@@ -231,7 +231,7 @@ class Config(BaseSettings):
     """With `sampled`, one chunk in so many, as their numbers have it."""
 
     heartbeat: Duration = 2.0
-    """A frame is sent at least this often; more often to a peer whose own heartbeat is shorter."""
+    """A frame is sent at least this often; more often to a peer whose own heartbeat is shorter, up to every 0.1 s."""
     peer_timeout: Duration = 20.0
     """Silence after which a peer is in doubt."""
     revoke_timeout: Duration = 15.0
@@ -344,7 +344,7 @@ class Config(BaseSettings):
     def bounds(self) -> Mapping[str, float]:
         """Seconds after which, at the latest, the caller hears of each kind of failure.
 
-        Scheduling delays of this process come on top. Every formula adds the settings that run one after another:
+        Scheduling delays of this process come on top, and a heartbeat where it stood still as a lease ran out. Every formula adds the settings that run one after another:
 
         | kind | counted from | formula |
         |---|---|---|

@@ -27,6 +27,8 @@ _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
 _ENGINES: Final = 16
 """Decode engines that one request is kept for, before its offer and after: more do not try in vain by then."""
+_LATE_SECONDS: Final = 0.05
+"""A timer that is later than that may have been so for any time."""
 TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to others already"
 
 
@@ -259,7 +261,7 @@ class OfferBook:
             return
         self._watched[key] = until
         heapq.heappush(self._ends, (until, key))
-        if self._ends[0] == (until, key) and not self._slept:
+        if self._ends[0] == (until, key) and self._site.now() < self._due:  # else it fires as soon as it can
             self._arm()
 
     def _arm(self) -> None:
@@ -272,7 +274,7 @@ class OfferBook:
     def _look(self) -> None:
         now, heartbeat = self._site.now(), self._site.config.heartbeat
         # after a standstill of this process: of others that stood still with it, renewals come only now
-        self._slept = not self._slept and now > self._due + heartbeat
+        self._slept = not self._slept and now > self._due + _LATE_SECONDS
         if self._slept:
             self._timer = self._site.at(now + heartbeat, self._look)
             return

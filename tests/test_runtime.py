@@ -420,6 +420,18 @@ async def test_a_thread_is_there_though_the_application_has_taken_all_of_its_own
         await asyncio.gather(*theirs)
 
 
+async def test_a_runtime_takes_no_more_threads_than_that(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LENT", 2)
+    release, runtime = threading.Event(), ThreadRuntime()
+    works = [asyncio.ensure_future(runtime.in_thread(release.wait)) for _ in range(5)]
+    for _ in range(100):  # each has asked for one by then
+        await asyncio.sleep(0)
+    seen = runtime._limiter.statistics()
+    release.set()
+    await asyncio.gather(*works)
+    assert (seen.borrowed_tokens, seen.tasks_waiting) == (2, 3)
+
+
 def test_a_runtime_lends_threads_in_one_loop_after_the_other():
     runtime = ThreadRuntime()
     assert [asyncio.run(runtime.in_thread(lambda: 7)) for _ in range(2)] == [7, 7]

@@ -5,8 +5,8 @@ from typing import Final
 
 __all__ = ["Liveness"]
 
-_SHORTEST_SECONDS: Final = 0.01
-"""Nobody is told to speak more often than that."""
+_SHORTEST_SECONDS: Final = 0.1
+"""No peer can ask for more: each of many that only listen would cost a side that much work."""
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from kvxfer import (
     Withdrawn,
 )
 
+PAUSED = {"heartbeat": 1.0, "peer_timeout": 5.0, "offer_lease": 5.0, "unclaimed_timeout": 5.0}
 FAST = {"heartbeat": 0.02, "peer_timeout": 5.0, "offer_lease": 0.15, "unclaimed_timeout": 0.15}
 TOKENS = range(8)
 
@@ -186,23 +187,131 @@ def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
     play(scenario, tmp_path)
 
 
+@pytest.mark.parametrize("beyond", [0.06, 0.9, 1.1, 100.0])
 @pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "given up"])
-def test_a_machine_that_was_paused_for_longer_than_a_lease_lets_it_be_renewed(tmp_path, claimed):
+def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renewed(tmp_path, claimed, beyond):
     async def scenario(one):
-        await one.pair(**FAST)
+        await one.pair(**PAUSED)
         offer = one.prefill.offer("r", [1, 2], tokens=8)
         claim = one.decode.claim(one.ticket("r"))
         await one.until(lambda: frames(one.prefill, "Claim"))
         if not claimed:
             claim.close()
-        one.stand_still(10 * FAST["offer_lease"])
-        await asyncio.sleep(FAST["heartbeat"] / 2)
+        one.stand_still(offer.lease - one.now + beyond)
+        await asyncio.sleep(0.9)
         assert not offer.wait_end().done()
-        await asyncio.sleep(FAST["heartbeat"])
+        await asyncio.sleep(0.2)
         assert offer.wait_end().done() != claimed
         if claimed:
             await one.start("r")
             assert isinstance(await offer.released(), Released)
+
+    play(scenario, tmp_path)
+
+
+def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_others(tmp_path):
+    """It has its own offer looked at, at once, and that one's lease was over before theirs."""
+
+    async def scenario(one):
+        await one.pair(**PAUSED)
+        book = one.prefill._sender.book
+        first = one.prefill.offer("first", [1], tokens=4)
+        claim = one.decode.claim(one.ticket("first"))
+        await one.until(lambda: first.engine)
+        claim.close()
+        await asyncio.sleep(0.5)
+        second = one.prefill.offer("second", [1], tokens=4)
+        one.decode.claim(one.ticket("second"))
+        await one.until(lambda: second.engine)
+        book._watched.pop(first.key)  # as if a transfer of it had been at work when it was looked at
+        book._ends.remove(next(entry for entry in book._ends if entry[1] == first.key))
+        book._arm()
+        one.stand_still(100.0)
+        book.left(first)
+        await asyncio.sleep(0.9)
+        assert not first.wait_end().done()
+        assert not second.wait_end().done()
+        await one.start("second", [3], range(4))
+
+    play(scenario, tmp_path)
+
+
+def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_path):
+    """An engine that asks for frequent signs of life costs others nothing, whether they are there or not."""
+
+    async def scenario(one):
+        often = {"heartbeat": 0.1, "peer_timeout": 5.0, "offer_lease": 5.0}
+        await one.pair(prefill=often, decode={"heartbeat": 4.0})
+        seldom, lost = [await one.worker(name, Cache(), engine=name) for name in ("seldom", "lost")]
+        wire = await one.wire_to(lost, "lost-wire")
+        wire.silence()  # connected, and no answer
+        claims = [one.decode.claim(one.ticket("r")), one.decode.claim(seldom.engine.ticket("r"))]
+        reaching = []
+        for n in range(200):
+            ticket = lost.engine.ticket(f"r{n}") | {"endpoints": {"prefix": wire.endpoint}}
+            claims.append(one.decode.claim(ticket))
+            await asyncio.sleep(0.1)
+            reaching.append(sum("claim at" in task.get_name() for task in asyncio.all_tasks()))
+        assert max(reaching) == 1
+        assert 180 <= frames(one.prefill, "Claim") <= 205
+        assert frames(seldom, "Claim") == 11  # 2 s, its own heartbeat
+        for claim in claims:
+            claim.close()
+        await one.until(lambda: not one.decode._receiver._claims._engines)  # one was being connected
+
+    play(scenario, tmp_path)
+
+
+def test_new_claims_put_off_no_renewal_and_add_none(tmp_path):
+    async def scenario(one):
+        often = {"heartbeat": 0.1, "peer_timeout": 5.0, "offer_lease": 5.0}
+        await one.pair(prefill=often)
+        one.wire.cut()
+        one.decode.claim(one.ticket("r"))  # fails, and is tried again in a second
+        await asyncio.sleep(0.5)
+        await one.wire_to(one.prefill)
+        one.decode.claim(one.ticket("s"))
+        await asyncio.sleep(10)
+        assert 95 <= frames(one.prefill, "Claim") <= 103
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        for n in range(200):
+            one.decode.claim(one.ticket(f"new-{n}"))
+            await asyncio.sleep(0.05)
+        assert offer.lease > one.now
+
+    play(scenario, tmp_path)
+
+
+async def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(stage, pair):
+    prefill, decode = pair
+    ticket = prefill.engine.ticket("r")
+    elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
+    claims = [decode.claim(one) for one in (ticket, elsewhere, ticket)]
+    kept = decode._receiver._claims
+    assert (len(kept), [len(engine.kept) for engine in kept._engines.values()]) == (1, [1])
+    for claim in claims:
+        claim.close()
+    assert (len(kept), kept._engines) == (0, {})
+
+
+@pytest.mark.parametrize("away", [0.5, 3.0, 20.0])
+def test_claims_are_renewed_soon_after_a_rank_was_away(tmp_path, away):
+    """However seldom this side would speak by itself."""
+
+    async def scenario(one):
+        await one.pair(
+            prefill={"offer_lease": 25.0}, decode={"heartbeat": 60.0, "peer_timeout": 200.0, "offer_lease": 200.0}
+        )
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        one.wire.cut()
+        await asyncio.sleep(away)
+        await one.wire_to(one.prefill)
+        before = frames(one.prefill, "Claim")
+        await one.until(lambda: frames(one.prefill, "Claim") > before, seconds=4.1)
+        await asyncio.sleep(100)
+        assert not offer.wait_end().done()
 
     play(scenario, tmp_path)
 

@@ -48,11 +48,12 @@ async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
     prefill = await stage.worker("prefill", Cache(), max_parked=16, unclaimed_timeout=0.3)
     greedy, modest = await stage.worker("greedy", Cache()), await stage.worker("modest", Cache())
     book = prefill._sender.book
-    for n in range(30):
-        greedy.claim(prefill.engine.ticket(f"g{n}")).close()
+    claims = [greedy.claim(prefill.engine.ticket(f"g{n}")) for n in range(30)]
     heard = lambda: prefill.describe()["metrics"]["frames_received"]  # noqa: E731
     await eventually(lambda: heard().get("Claim"))
     assert len(book._early) == 12
+    for claim in claims:
+        claim.close()
     await modest.decline(prefill.engine.ticket("m"))
     await eventually(lambda: heard().get("Release"))
     assert isinstance(await prefill.offer("m", [1], tokens=4).released(), Released)  # it was kept
@@ -163,7 +164,8 @@ async def test_thousands_of_claims_in_one_frame(stage):
     watching = asyncio.create_task(watch())
     sent = decode.describe()["metrics"]["frames_sent"]["Claim"]
     assert sent <= 3  # what is claimed in one turn is said in one frame
-    decode._receiver._claims._renew()
+    (engine,) = decode._receiver._claims._engines.values()
+    decode._receiver._claims._say(engine, engine.ranks[0], engine.kept.values())
     await eventually(lambda: all(offer.lease > lease for offer, lease in zip(offers, before, strict=True)))
     watching.cancel()
     assert decode.describe()["metrics"]["frames_sent"]["Claim"] - sent <= 2  # a heartbeat may have come in between

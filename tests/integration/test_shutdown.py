@@ -333,11 +333,13 @@ async def test_a_worker_closes_though_all_its_threads_wait(network, monkeypatch)
     waiting = asyncio.ensure_future(worker._site.runtime.in_thread(release.wait))
     try:
         await asyncio.sleep(0)
-        await asyncio.wait_for(worker.aclose(), 10)
+        closing = asyncio.ensure_future(worker.aclose())
+        assert (await asyncio.wait({closing}, timeout=10))[0]  # to cancel it would be waited for as well
         assert not waiting.done()
     finally:
         release.set()
         await waiting
+    await closing
 
 
 async def test_the_loop_is_never_blocked_for_long(network):

@@ -191,6 +191,8 @@ def test_a_file_of_settings_is_a_path(file):
 async def test_the_first_claim_begins_the_lease(stage):
     prefill, decode = await stage.pair(Cache(), Cache(), unclaimed_timeout=60, offer_lease=1.1, heartbeat=0.5)
     offer = prefill.offer("r", [1], tokens=4)
-    decode.claim(prefill.engine.ticket("r")).close()
+    claim = decode.claim(prefill.engine.ticket("r"))
+    await eventually(lambda: offer.engine)
+    claim.close()
     ending = await offer.released()
     assert "its decode engine stopped renewing it" in ending.reason

@@ -546,7 +546,7 @@ def test_two_idle_sessions_stay_open():
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "agreed"), [(2.0, 60.0, 2.0), (60.0, 2.0, 2.0), (2.0, 0.0, 0.01), (0.002, 0.004, 0.002)]
+    ("ours", "theirs", "agreed"), [(2.0, 60.0, 2.0), (60.0, 2.0, 2.0), (2.0, 0.0, 0.1), (0.02, 0.04, 0.02)]
 )
 def test_a_side_speaks_as_often_as_its_peer(ours, theirs, agreed):
     """Whose patience, and whose leases, are longer than twice its own heartbeat, whatever the other's is."""
@@ -566,6 +566,7 @@ def test_silence_is_a_lost_peer():
     list(client.receive(encode(Ping())[:3], 3.0))  # a part of a frame is a sign of life as well
     for now in (5.0, 7.0, 7.999):
         client.tick(now)
+    assert client.next_deadline() == 8.0
     with pytest.raises(PeerLostError, match="silent for 5 s") as caught:
         client.tick(8.0)
     assert caught.value.peer == client.peer.name
@@ -573,6 +574,16 @@ def test_silence_is_a_lost_peer():
     with pytest.raises(PeerLostError):
         client.send(Cancel(1), 8.0)
     client.tick(100.0)
+
+
+def test_a_side_that_speaks_all_the_time_notices_silence():
+    """Its timer goes off but once: it never has to say that it lives."""
+    client, _ = opened(heartbeat=2.0, peer_timeout=20.0)
+    for now in np.arange(0.5, 20.0, 0.5):
+        client.send(Cancel(1), float(now))
+    assert client.next_deadline() == 20.0
+    with pytest.raises(PeerLostError, match="silent for 20 s"):
+        client.tick(20.0)
 
 
 @pytest.mark.parametrize("late", [0.5, 1.9, 2.1, 30.0])

@@ -28,13 +28,20 @@ from typing import Any
 
 import preloaded
 
+from kvxfer import KvxferError
+
 ANSWER_SECONDS = 20.0
+_EXPECTED = (AssertionError, TimeoutError, KvxferError)
 _NEW_PIDS, _NEW_MOUNTS = 0x2000_0000, 0x0002_0000
 _PRIVATE = 0x4000 | 0x4_0000
 
 
 class ActorFailedError(Exception):
-    """A call failed over there."""
+    """A call failed over there, as it may, or the process is gone."""
+
+
+class DefectError(Exception):
+    """A call raised over there what nothing should."""
 
 
 class Actor:
@@ -126,9 +133,9 @@ class Actor:
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         self._wire.send_bytes(pickle.dumps((number, name, arguments, options)))
         async with asyncio.timeout(ANSWER_SECONDS):
-            value, error = await answer
+            value, error, expected = await answer
         if error:
-            raise ActorFailedError(f"{name} failed over there: {error}")
+            raise (ActorFailedError if expected else DefectError)(f"{name} failed over there: {error}")
         return value
 
     def _step(self, step: str) -> "asyncio.Future[float]":
@@ -155,10 +162,10 @@ class Actor:
             if not self._step(step).done():
                 self._step(step).set_result(at)
             return
-        number, value, error = rest
+        number, *outcome = rest
         answer = self._calls.pop(number, None)
         if answer is not None and not answer.done():
-            answer.set_result((value, error))
+            answer.set_result(outcome)
 
 
 def _children(pid: int) -> list[int]:
@@ -214,14 +221,14 @@ class Halts:
         await over
 
     async def _answer(self, number: int, target: Any, name: str, arguments: Any, options: Any) -> None:
-        value, error = None, ""
+        value, error, expected = None, "", True
         try:
             value = getattr(target, name)(*arguments, **options)
             if asyncio.iscoroutine(value):
                 value = await value
         except Exception as raised:  # noqa: BLE001 - whoever called hears of it
-            value, error = None, repr(raised)
-        self.send(("answer", number, value, error))
+            value, error, expected = None, repr(raised), isinstance(raised, _EXPECTED)
+        self.send(("answer", number, value, error, expected))
 
 
 def _serve(wire: Connection, go: Connection, environment: Mapping[str, str]) -> None:

@@ -23,9 +23,20 @@ import torch
 from actors import Halts
 from far import place
 from stage import KEY, Cache
+from starving import Starving
 from steps import STEPS
 
-from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
+from kvxfer import (
+    BlocksError,
+    Code,
+    Config,
+    IntegrityError,
+    KvxferError,
+    MemoryInDoubt,
+    TransferFailedError,
+    Worker,
+    proving,
+)
 from kvxfer.ahead import Ahead
 from kvxfer.fabric import pump
 from kvxfer.incoming import Incoming
@@ -43,7 +54,6 @@ OTHER = [3, 10, 1]
 """Blocks of the transfers beside it."""
 CANARY = 0x5A5A5A5A
 _SETTLE_SECONDS = 20.0
-_LOOK_SECONDS = 0.02
 _LINGER_SECONDS = 5.0
 """A thread that has told its result lets go of it a moment later, whenever it gets the time."""
 _UCX = "fd /memfd:kvxfer-ucx"
@@ -93,29 +103,16 @@ class Ranks:
         self._flows: dict[str, asyncio.Task[None]] = {}
         self._takers: dict[tuple[str, tuple[int, int]], flows.Taker] = {}
         self._given, self._taken = flows.Tally(), flows.Tally()
-        self._stalled, self._ran_and_waited = 0.0, _ran_and_waited()
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        self._starving = Starving()
+        self._starving.start()
         torch.set_num_threads(1)
         # tries follow each other soon, and none fails because these cores are busy
         setattr(proving, "_APART_S", 0.02)  # noqa: B010 - it is final
         setattr(proving, "_PAUSE_S", 0.02 if os.environ.get("UCX_TLS", "").startswith("tcp") else 0.2)  # noqa: B010
 
-    # --- its share of the cores
-
-    def _look(self) -> None:
-        """Notice when all of this process stands still for want of a core; who keeps the interpreter wants none."""
-        last, (_, waited) = time.monotonic(), _ran_and_waited()
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            (before, so_far), last, (_, waited) = (last, waited), time.monotonic(), _ran_and_waited()
-            self._stalled = max(self._stalled, min(last - before - _LOOK_SECONDS, (waited - so_far) / 1e9))
-
     def starved(self, stalled: float) -> bool:
-        """Whether it wanted a core for so many seconds at a time, or for longer than it had one, since last asked."""
-        longest, self._stalled = self._stalled, 0.0
-        before, self._ran_and_waited = self._ran_and_waited, _ran_and_waited()
-        ran, waited = (now - then for now, then in zip(self._ran_and_waited, before, strict=True))
-        return longest > stalled or waited > ran
+        """See `Starving.told`."""
+        return self._starving.told(stalled)
 
     # --- steps
 
@@ -325,6 +322,10 @@ class Ranks:
         for layer in LAYERS:
             rank.placed.view(layer)[:, MAIN] = rank.mirror.view(layer)[:, MAIN]
 
+    def harm(self) -> list[str]:
+        """What was seen that must not be, whatever else is under way."""
+        return [problem for rank in self._ranks.values() for problem in [*rank.wrong, *_overrun(rank)]]
+
     def wrong(self, name: str, main: str, source: int | None = None) -> list[str]:
         """What is not as it should be.
 
@@ -358,9 +359,7 @@ class Ranks:
             if not torch.equal(found, expected):
                 blocks = sorted(set((found != expected).nonzero()[:, 1].tolist()))
                 problems.append(f"layer {layer} differs in {int((found != expected).sum())} elements, blocks {blocks}")
-        if not all(bool((guard.view(torch.uint8) == 0xA5).all()) for guard in rank.placed.guards):
-            problems.append("bytes before or after a layer were written")
-        return problems
+        return problems + _overrun(rank)
 
     def hold_interpreter(self, seconds: float) -> None:
         """A call into C that does not let go of the interpreter: no thread of this process runs Python meanwhile."""
@@ -461,7 +460,8 @@ class Ranks:
                 try:
                     await fetched(number)
                 except KvxferError as error:
-                    rank.failed.append(f"fetch {prefix}{number}: {error!r}")
+                    told = rank.wrong if isinstance(error, IntegrityError) else rank.failed
+                    told.append(f"fetch {prefix}{number}: {error!r}")
                     return
                 if any(
                     not torch.equal(rank.placed.view(layer)[:, OTHER], given.view(layer)[:, OTHER]) for layer in LAYERS
@@ -540,14 +540,9 @@ class Ranks:
         return rank.failed
 
 
-def _ran_and_waited() -> tuple[int, int]:
-    """Nanoseconds for which the threads of this process had a core, and wanted one (Linux, `sched/sched-stats`)."""
-    sums = [0, 0]
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            ran, waited, _ = (task / "schedstat").read_text().split()
-            sums = [sums[0] + int(ran), sums[1] + int(waited)]
-    return sums[0], sums[1]
+def _overrun(rank: Rank) -> list[str]:
+    intact = all(bool((guard.view(torch.uint8) == 0xA5).all()) for guard in rank.placed.guards)
+    return [] if intact else ["bytes before or after a layer were written"]
 
 
 def _resident_bytes() -> int:

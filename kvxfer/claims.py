@@ -23,7 +23,9 @@ __all__ = ["Claims", "TicketKey"]
 _log: Final = logger("kvxfer.receive")
 _MAX_CLAIMS: Final = 65_536
 _RETRY_SECONDS: Final = 1.0
-"""How long a rank that was not reached is left in peace at least, or for a heartbeat of ours if that is shorter."""
+"""After how long a rank that was not reached is tried again at most; or a heartbeat of ours, if that is shorter."""
+_REMEMBERED: Final = 4096
+"""Ranks of which it has been logged that they were not reached."""
 
 TicketKey: TypeAlias = tuple[str, str, int]
 """See `Ticket.key`."""
@@ -36,33 +38,33 @@ class _Rank:
     Attributes:
         endpoint: Where it is.
         reaching: Whether it is being connected: it is told everything when it is there, and nothing before.
-        away: Whether it was not reached the last time, which has been logged.
         due: When it is told everything again.
         timer: Fires then.
     """
 
     endpoint: str
     reaching: bool = False
-    away: bool = False
     due: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """One prefill engine, as tickets name it.
+    """One prefill engine, as tickets name it. It is kept for a heartbeat when nothing is claimed there any more.
 
     Attributes:
         place: By what it is found.
         epoch: Its epoch.
         ranks: All of them.
+        busy: How many timers they have, and how many of them are being connected.
         kept: What is claimed there.
-        unsaid: What of that was claimed in this turn of the loop.
+        unsaid: What was claimed in this turn of the loop.
     """
 
     place: object
     epoch: bytes
     ranks: list[_Rank]
+    busy: int = 0
     kept: dict[TicketKey, Ticket] = field(default_factory=dict[TicketKey, Ticket])
     unsaid: list[Ticket] = field(default_factory=list[Ticket])
 
@@ -80,6 +82,8 @@ class Claims:
         self._peers: Final = peers
         self._engine_of: dict[TicketKey, _Engine] = {}
         self._engines: dict[object, _Engine] = {}
+        self._away: dict[tuple[str, bytes], None] = {}  # who was not reached the last time, which has been logged
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -112,68 +116,83 @@ class Claims:
             self._forget(engine)
 
     def close(self) -> None:
-        """Stop renewing; for shutdown."""
-        for key in list(self._engine_of):
-            self.drop(key)
+        """Stop renewing, and connect nobody; for shutdown."""
+        self._closed = True
+        for engine in self._engines.values():
+            for rank in engine.ranks:
+                if rank.timer is not None:
+                    rank.timer.cancel()
+        self._engine_of.clear()
+        self._engines.clear()
 
     def _forget(self, engine: _Engine) -> None:
-        """If nothing is claimed there. A rank that is being connected is not connected twice for what comes next."""
-        if engine.kept or any(rank.reaching for rank in engine.ranks):
-            return
-        self._engines.pop(engine.place, None)
-        for rank in engine.ranks:
-            if rank.timer is not None:
-                rank.timer.cancel()
+        """If nothing is claimed there, and nothing to come would find it here."""
+        if not (engine.kept or engine.unsaid or engine.busy):
+            self._engines.pop(engine.place, None)
 
     def _say_new(self, engine: _Engine) -> None:
         unsaid, engine.unsaid = engine.unsaid, []
         for rank in engine.ranks:
             self._say(engine, rank, unsaid)
+        self._forget(engine)
 
     def _renew(self, engine: _Engine, rank: _Rank) -> None:
         rank.timer = None
+        engine.busy -= 1
         self._say(engine, rank, engine.kept.values())
+        self._forget(engine)
 
     def _say(self, engine: _Engine, rank: _Rank, tickets: Collection[Ticket]) -> None:
         """Tell a prefill rank; one that is not connected (any more) is connected first, by one task."""
-        if not tickets or rank.reaching:
+        if not tickets or rank.reaching or self._closed:
             return
         link = self._peers.known(rank.endpoint, engine.epoch)
         if link is not None:
-            self._send(engine, rank, link, tickets)
-            return
-        rank.reaching = True
-        self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
+            self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
+            _send(link, tickets)
+        elif engine.kept:
+            rank.reaching = True
+            engine.busy += 1
+            self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
 
     async def _reach(self, engine: _Engine, rank: _Rank) -> None:
+        place, pause = (rank.endpoint, engine.epoch), min(self._site.config.heartbeat, _RETRY_SECONDS)
         try:
-            link = await self._peers.link(rank.endpoint, engine.epoch)
+            link = await self._peers.link(*place)
+            self._away.pop(place, None)
+            pause = link.heartbeat
+            _send(link, engine.kept.values())
         except KvxferError as error:
-            if not rank.away:  # once, however often it is tried
-                rank.away = True
-                _log.warning("claim_not_sent", count=len(engine.kept), endpoint=rank.endpoint, error=str(error))
-            self._arm(engine, rank, max(error.retry_after or 0.0, min(self._site.config.heartbeat, _RETRY_SECONDS)))
-            return
-        else:
-            rank.away = False
-            self._send(engine, rank, link, engine.kept.values())
+            pause = max(pause, error.retry_after or 0.0)
+            self._log_away(place, engine, error)
         finally:
             rank.reaching = False
-            self._forget(engine)
+            engine.busy -= 1
+            self._arm(engine, rank, pause)
 
-    def _send(self, engine: _Engine, rank: _Rank, link: Link, tickets: Iterable[Ticket]) -> None:
-        refs = [ticket.ref() for ticket in tickets]
-        for first in range(0, len(refs), MAX_TICKETS):
-            link.send(Claim(refs[first : first + MAX_TICKETS]))
-        self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
+    def _log_away(self, place: tuple[str, bytes], engine: _Engine, error: KvxferError) -> None:
+        """Once, however often it is tried."""
+        if place not in self._away:
+            _log.warning("claim_not_sent", count=len(engine.kept), endpoint=place[0], error=str(error))
+            if len(self._away) >= _REMEMBERED:
+                del self._away[next(iter(self._away))]
+            self._away[place] = None
 
     def _arm(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
         """Tell a rank everything after so many seconds at the latest."""
-        if not engine.kept:
+        if self._closed:
             return
         due = self._site.now() + seconds
-        if rank.timer is not None:
-            if rank.due <= due:
-                return
+        if rank.timer is None:
+            engine.busy += 1
+        elif rank.due <= due:
+            return
+        else:
             rank.timer.cancel()
         rank.due, rank.timer = due, self._site.at(due, partial(self._renew, engine, rank))
+
+
+def _send(link: Link, tickets: Iterable[Ticket]) -> None:
+    refs = [ticket.ref() for ticket in tickets]
+    for first in range(0, len(refs), MAX_TICKETS):
+        link.send(Claim(refs[first : first + MAX_TICKETS]))

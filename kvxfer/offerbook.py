@@ -288,12 +288,13 @@ class OfferBook:
     def _look_at(self, key: OfferKey, now: float) -> None:
         """End what has run out, or watch it on."""
         offer, early = self._offers.get(key), self._early.get(key)
-        # a transfer at work keeps its offer, and its own leases bound it; `left` has the offer watched again
-        if offer is not None and offer.state is OfferState.LIVE and not offer.transfers:
-            if offer.lease <= now:
-                self._expire(offer)
-            else:
+        if offer is not None and offer.state is OfferState.LIVE:
+            if offer.transfers:  # they keep it, and their own leases bound them; `left` has it watched earlier
+                self._watch(key, max(offer.lease, now + self._site.config.heartbeat))
+            elif offer.lease > now:
                 self._watch(key, offer.lease)
+            else:
+                self._expire(offer)
         if early is not None and early.until > now:
             self._watch(key, early.until)
         elif early is not None:

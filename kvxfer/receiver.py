@@ -188,8 +188,7 @@ class Receiver:
             fetching.abandon()
 
     def close(self) -> None:
-        """Stop renewing, and say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
-        self._claims.close()
+        """Say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
         for fetching in list(self._fetches):
             fetching.abandon()
             fetching.forsake()
@@ -199,7 +198,8 @@ class Receiver:
         return [fetching.transfer.outcome for fetching in self._fetches if not fetching.transfer.done]
 
     def cancel_all(self) -> None:
-        """Give up every fetch; for shutdown."""
+        """Give up every fetch and claim; for shutdown."""
+        self._claims.close()
         self._recoveries.cancel()
         self._lender.prover.close()
         for fetching in list(self._fetches):

@@ -328,8 +328,9 @@ def test_a_claim_keeps_an_offer_for_an_hour_and_then_its_lease_ends():
 def test_idle_sessions_live_on_heartbeats():
     async def scenario(runtime):
         async with Pair(runtime) as pair:
-            pair.decode.claim(pair.ticket("r")).close()
+            claim = pair.decode.claim(pair.ticket("r"))
             await asyncio.sleep(1.0)
+            claim.close()
             (link,) = pair.decode._links
             await asyncio.sleep(HOUR)
             assert pair.decode._links == {link}

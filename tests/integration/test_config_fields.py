@@ -395,8 +395,9 @@ async def none_refuses_routes_that_write_in_place(play):
 @field("heartbeat")
 async def frames_come_as_often(play):
     await play.pair(heartbeat=0.5)
-    play.decode.claim(play.ticket("r")).close()
+    claim = play.decode.claim(play.ticket("r"))
     await asyncio.sleep(1)
+    claim.close()
     before = play.wire.heard, play.wire.said
     await asyncio.sleep(60)
     for frames in (play.wire.heard - before[0], play.wire.said - before[1]):

@@ -282,16 +282,113 @@ def test_new_claims_put_off_no_renewal_and_add_none(tmp_path):
     play(scenario, tmp_path)
 
 
-async def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(stage, pair):
-    prefill, decode = pair
-    ticket = prefill.engine.ticket("r")
-    elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
-    claims = [decode.claim(one) for one in (ticket, elsewhere, ticket)]
-    kept = decode._receiver._claims
-    assert (len(kept), [len(engine.kept) for engine in kept._engines.values()]) == (1, [1])
-    for claim in claims:
-        claim.close()
-    assert (len(kept), kept._engines) == (0, {})
+def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path):
+    async def scenario(one):
+        await one.pair()
+        ticket = one.ticket("r")
+        elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
+        claims = [one.decode.claim(each) for each in (ticket, elsewhere, ticket)]
+        kept = one.decode._receiver._claims
+        assert (len(kept), [len(engine.kept) for engine in kept._engines.values()]) == (1, [1, 0])
+        for claim in claims:
+            claim.close()
+        assert len(kept) == 0
+        await asyncio.sleep(1)
+        assert kept._engines == {}
+        assert not one.decode._links  # nobody was connected for nothing
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("order", ["once", "twice", "closed", "closed and claimed", "again and again"])
+def test_claims_that_come_and_go_in_one_turn_leave_one_renewal(tmp_path, caplog, order):
+    """However often that happens, also while the rank is away: one task connects it, and it is logged once."""
+
+    async def scenario(one):
+        await one.pair()
+        one.wire.cut()
+        claim = lambda name: one.decode.claim(one.ticket(name))  # noqa: E731
+        kept, reaching = [], []
+        for _ in range(100 if order == "again and again" else 1):
+            if order in ("closed and claimed", "again and again"):
+                claim("x").close()
+            kept.append(claim("r"))
+            if order in ("twice", "again and again"):
+                kept.append(claim("r"))
+            if order == "closed":
+                kept.pop().close()
+                kept.append(claim("s"))
+            await asyncio.sleep(0.03)
+            reaching.append(sum("claim at" in task.get_name() for task in asyncio.all_tasks()))
+        assert max(reaching) <= 1
+        await one.wire_to(one.prefill)
+        await one.until(lambda: frames(one.prefill, "Claim"), seconds=4)
+        before = frames(one.prefill, "Claim")
+        await asyncio.sleep(20)
+        assert frames(one.prefill, "Claim") - before in (9, 10)
+        assert len(one.decode._receiver._claims._engines) == 1
+        assert sum(record.getMessage().startswith("claim_not_sent") for record in caplog.records) == 1
+        for each in kept:
+            each.close()
+        await asyncio.sleep(3)
+        assert not one.decode._receiver._claims._engines
+
+    play(scenario, tmp_path)
+
+
+def test_claims_are_renewed_after_what_nobody_foresaw(tmp_path, monkeypatch):
+    async def scenario(one):
+        await one.pair()
+        link = one.decode._peers.link
+        raised = [OSError("no more descriptors")]
+
+        async def fails_once(*place):
+            if raised:
+                raise raised.pop()
+            return await link(*place)
+
+        monkeypatch.setattr(one.decode._peers, "link", fails_once)
+        one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"), seconds=4)
+
+    play(scenario, tmp_path)
+
+
+def test_a_worker_that_closes_connects_nobody_for_claims(tmp_path):
+    async def scenario(one):
+        await one.pair()
+        one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        over = asyncio.Event()
+        one.decode._open.lookouts.spawn(over.wait(), "a look that takes its time")
+        closing = asyncio.ensure_future(one.decode.aclose(drain=False))
+        await asyncio.sleep(10)
+        assert not one.prefill._links
+        over.set()
+        await closing
+        await asyncio.sleep(10)
+        assert not one.prefill._links
+
+    play(scenario, tmp_path)
+
+
+def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_path):
+    async def scenario(one):
+        await one.pair(route="staged", **PAUSED)
+        one.network.hold("decode")
+        offer = one.prefill.offer("r", [1], tokens=4)
+        transfer = one.start("r", [1], range(4))
+        await one.until(lambda: offer.transfers)
+        await asyncio.sleep(20)
+        one.stand_still(100.0)
+        transfer.cancel()
+        one.network.release("decode")
+        await one.until(lambda: not offer.transfers)
+        await asyncio.sleep(0.5)
+        assert not offer.wait_end().done()
+        assert isinstance(await offer.released(), Expired)
+
+    play(scenario, tmp_path)
 
 
 @pytest.mark.parametrize("away", [0.5, 3.0, 20.0])

@@ -93,6 +93,11 @@ class Actor:
         self.process.join(20)
         return at
 
+    @property
+    def answers(self) -> bool:
+        """Whether it lives and is not frozen."""
+        return self.process.is_alive() and _state(self.process.pid) != "T"
+
     def stop(self) -> float:
         """SIGSTOP, and wait until all of it stands still; when it was sent."""
         at = time.monotonic()

@@ -42,7 +42,7 @@ class Company:
                 except HarmError:
                     raise
                 except (AssertionError, TimeoutError, ActorFailedError) as error:
-                    await harmless(playing.runs(), error)
+                    await harmless(playing.everybody(), error)
                     if patience == PATIENCE[-1] or not await starved(playing.runs(), patience):
                         raise
                     _log.warning("played again, patiently: %r", error)
@@ -95,7 +95,8 @@ async def harmless(actors: Iterable[Actor], error: BaseException) -> None:
     """See that none of them has seen harm before the error was; who does not answer may have."""
     seen: list[str] = []
     for actor in actors:
-        with suppress(ActorFailedError, TimeoutError):
-            seen += await actor.harm()
+        if actor.answers:
+            with suppress(ActorFailedError, TimeoutError):
+                seen += await actor.harm()
     if seen:
         raise HarmError(seen) from error

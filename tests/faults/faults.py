@@ -235,6 +235,10 @@ class Scene:
         """Who is to have its share of the cores all the time."""
         return [self.survivor, self.third, *([self.victim] if self.case.fault == "cut" else [])]
 
+    def everybody(self) -> list[Actor]:
+        """Dead or alive."""
+        return [self.survivor, self.third, self.victim]
+
     async def play(self) -> None:
         """Beside it, before, the fault, what is heard, what comes back, afterwards."""
         await self.raise_curtain()

@@ -30,7 +30,6 @@ from kvxfer import (
     BlocksError,
     Code,
     Config,
-    IntegrityError,
     KvxferError,
     MemoryInDoubt,
     TransferFailedError,
@@ -460,8 +459,7 @@ class Ranks:
                 try:
                     await fetched(number)
                 except KvxferError as error:
-                    told = rank.wrong if isinstance(error, IntegrityError) else rank.failed
-                    told.append(f"fetch {prefix}{number}: {error!r}")
+                    rank.failed.append(f"fetch {prefix}{number}: {error!r}")
                     return
                 if any(
                     not torch.equal(rank.placed.view(layer)[:, OTHER], given.view(layer)[:, OTHER]) for layer in LAYERS

@@ -4,10 +4,10 @@ from typing import Any
 
 import company
 import pytest
-from actors import ActorFailedError, DefectError
+from actors import Actor, ActorFailedError, DefectError
 from company import Company
 from faults import HarmError
-from starving import Starving, counted
+from starving import Starving, between, counted
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,8 @@ async def played(monkeypatch, failure, harm, *, starved):
     patiences = []
 
     class Seeing:
+        answers = True
+
         def __init__(self, seen):
             self.seen = seen
 
@@ -47,6 +49,9 @@ async def played(monkeypatch, failure, harm, *, starved):
             patiences.append(patience)
 
         def runs(self):
+            return []
+
+        def everybody(self):
             return [Seeing(seen) for seen in harm]
 
         async def play(self):
@@ -76,10 +81,10 @@ async def played(monkeypatch, failure, harm, *, starved):
     ],
 )
 def test_who_gets_no_time_is_told_from_who_takes_it(seconds, waited, ran, starved):
-    now, count = [10.0], [(0, 0)]
+    now, count = [10.0], [(0, {"1": 0})]
     starving = Starving(lambda: now[0], lambda: count[0])
     now[0] += 0.02 + seconds
-    count[0] = (round(ran * 1e9), round(waited * 1e9))
+    count[0] = (round(ran * 1e9), {"1": round(waited * 1e9)})
     starving.look()
     assert starving.told(0.4) is starved
     now[0] += 0.02
@@ -87,7 +92,32 @@ def test_who_gets_no_time_is_told_from_who_takes_it(seconds, waited, ran, starve
     assert not starving.told(0.4)
 
 
+def test_a_thread_that_ends_takes_nothing_back():
+    assert between((5, {"1": 10, "2": 90}), (8, {"1": 12, "3": 4})) == (3, 6)
+
+
 def test_the_kernel_counts_what_this_process_does():
     before = counted()
     sum(range(2_000_000))
-    assert counted()[0] > before[0]
+    ran, waited = between(before, counted())
+    assert ran > 0
+    assert waited >= 0
+    assert before[1]
+
+
+async def test_what_is_raised_over_there_is_a_failure_or_a_defect():
+    actor = Actor()
+    try:
+        with pytest.raises(DefectError, match="KeyError"):
+            await actor.fill_arena("nobody")
+        await actor.open("prefill", seed=1, layout="NHD")
+        with pytest.raises(ActorFailedError, match="AssertionError"):
+            await actor.arena_intact("prefill")  # of which nothing was taken
+        assert actor.answers
+        actor.stop()
+        assert not actor.answers
+        actor.thaw()
+        actor.kill()
+        assert not actor.answers
+    finally:
+        actor.end()

@@ -112,10 +112,13 @@ class Pair:
         return await self.arrived(request) - began
 
     async def succeeds_again(self, request: str, zone: int = 0) -> None:
-        """Fetch a request from a host that was away, and is left in peace for as long as the error says."""
+        """Fetch a request from a host that was away, again where the error says so, and after as long as it says.
+
+        That is left in peace for a while, and an agent may be made anew while the first fetch waits for the network.
+        """
         await self.begin(request, zone, timeout=BACK_SECONDS)
         async with asyncio.timeout(BACK_SECONDS):
-            while "UnreachableError" in (outcome := await self.hosts.decode.outcome(request))["error"]:
+            while _again(outcome := await self.hosts.decode.outcome(request)):
                 await asyncio.sleep(outcome["retry_after"])
                 await self._ask(request)
         await self.arrived(request)
@@ -188,6 +191,12 @@ class Pair:
     async def crossed(self) -> int:
         """Bytes that the prefill host sent over the cable so far."""
         return (await self.hosts.prefill.crossed())["out"]
+
+
+def _again(outcome: dict[str, Any]) -> bool:
+    """Whether a fetch failed as one may that is to be tried again."""
+    rebuilt = outcome["safe"] and "is being rebuilt: try again" in outcome["text"]
+    return "UnreachableError" in outcome["error"] or rebuilt
 
 
 def _by_zone(memory: Any) -> Any:

@@ -344,7 +344,8 @@ class Config(BaseSettings):
     def bounds(self) -> Mapping[str, float]:
         """Seconds after which, at the latest, the caller hears of each kind of failure.
 
-        Scheduling delays of this process come on top, and a heartbeat where it stood still as a lease ran out. Every formula adds the settings that run one after another:
+        Scheduling delays of this process come on top, and a heartbeat where it stood still as a lease ran out. Every
+        formula adds the settings that run one after another:
 
         | kind | counted from | formula |
         |---|---|---|

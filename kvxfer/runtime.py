@@ -268,8 +268,7 @@ class ThreadRuntime:
 
     def __init__(self, cpus: frozenset[int] = frozenset()) -> None:
         self._cpus = cpus
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._limiter = anyio.CapacityLimiter(_MOST_LENT)
 
     now = staticmethod(time.monotonic)
 
@@ -295,9 +294,6 @@ class ThreadRuntime:
         How many this runtime has at a time is its own limit. The usual one is the application's, all of whose threads
         may be waiting for what is to be done here.
         """
-        loop = asyncio.get_running_loop()
-        if self._limiter is None or self._loop is not loop:
-            self._loop, self._limiter = loop, anyio.CapacityLimiter(_MOST_LENT)
         return await anyio.to_thread.run_sync(lambda: self._lent(work), limiter=self._limiter)
 
     def _lent(self, work: Callable[[], _T]) -> _T:

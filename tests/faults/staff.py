@@ -26,16 +26,7 @@ from stage import KEY, Cache
 from starving import Starving
 from steps import STEPS
 
-from kvxfer import (
-    BlocksError,
-    Code,
-    Config,
-    KvxferError,
-    MemoryInDoubt,
-    TransferFailedError,
-    Worker,
-    proving,
-)
+from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
 from kvxfer.ahead import Ahead
 from kvxfer.fabric import pump
 from kvxfer.incoming import Incoming

@@ -39,6 +39,8 @@ from kvxfer.fabric.nixl import NixlTransport  # noqa: E402
 pytestmark = [pytest.mark.timeout(300), needs_nixl]
 ROUTES = ["mapped", "staged", "direct"]
 TIMES = {"heartbeat": 0.1, "peer_timeout": 0.5, "revoke_timeout": 1.0, "connect_timeout": 1.0}
+PATIENT = {"peer_timeout": 5.0}
+"""Where a closed stream tells of a death: silence for half a second is what starved cores make."""
 CANARY = 0x5A
 
 
@@ -78,10 +80,10 @@ async def met(far, near, there, here, route, **config):
     return issuer, move
 
 
-async def survived(survivor, move, there, route):
+async def survived(survivor, move, there, route, **config):
     """Another prefill engine, in a process of its own, for requests into the same blocks."""
     theirs = sources(ONE_TO_ONE[0])
-    issuer = tickets(await survivor.open("other", theirs, device=there, route=route, **SIZES, **TIMES))
+    issuer = tickets(await survivor.open("other", theirs, device=there, route=route, **SIZES, **{**TIMES, **config}))
     kept = copy.copy(move)
     kept.sources = theirs
     await bring(survivor, issuer, kept, "before")
@@ -114,8 +116,8 @@ async def settled(near, seconds=20):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("there", "here"), SAME_KIND)
 async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, near, there, here, route):
-    issuer, move = await met(far, near, there, here, route)
-    other, kept = await survived(survivor, move, there, route)
+    issuer, move = await met(far, near, there, here, route, **PATIENT)
+    other, kept = await survived(survivor, move, there, route, **PATIENT)
     transfer = await granted(far, issuer, move, "r")
     far.kill()
     with pytest.raises(KvxferError) as caught:
@@ -167,9 +169,9 @@ async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_dou
 async def test_a_decode_process_is_killed_and_another_goes_on(far, survivor, near, there, here, route):
     if there == "cpu" and route != "staged":
         pytest.skip("tests/faults kills processes on CPU memory at every step, on every route")
-    issuer, move = await met(far, near, there, here, route, offer_lease=1.0)
+    issuer, move = await met(far, near, there, here, route, offer_lease=1.0, **PATIENT)
     victim = survivor  # its prefill rank and the decode rank here survive it
-    await victim.open("other", targets(ONE_TO_ONE[1]), device=here, route=route, **SIZES, **TIMES)
+    await victim.open("other", targets(ONE_TO_ONE[1]), device=here, route=route, **SIZES, **{**TIMES, **PATIENT})
     await far.offer(0, "r", IDS, tokens=len(IDS) * 16, streaming=True)
     await far.ready(0, "r", layers=[0])
     await victim.start_fetch(0, issuer.ticket("r"), INTO, tokens=TOKENS, timeout=60)

@@ -197,7 +197,7 @@ async def assemble(parts: Assembly) -> Site:
     Raises:
         KvxferError: Whatever failed; nothing is left behind.
     """
-    config, loop, parts.home = parts.config, asyncio.get_running_loop(), Home()
+    config, parts.home = parts.config, Home(loop := asyncio.get_running_loop())
     geometry = CacheGeometry.of(parts.tensors, parts.groups)
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)

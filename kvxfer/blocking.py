@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from kvxfer.assembly import given_config, given_groups, given_tensors
 from kvxfer.blocklists import check_cover, offered_blocks, wanted_blocks, written_blocks
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, PeerError, RequestError
+from kvxfer.errors import BusyError, ClosedError, PeerError, RequestError
 from kvxfer.events import as_event
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import (
@@ -308,6 +308,8 @@ class BlockingWorker:
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
         """Keep a request's lease while it waits for blocks here; `Claim.close` ends that.
 
+        One that finds too many claims is logged, and renews nothing.
+
         Raises:
             TicketError: If the ticket is malformed.
             ClosedError: If nothing is registered.
@@ -322,7 +324,13 @@ class BlockingWorker:
         def stop() -> None:
             service.thread.post(close)
 
-        self._post(service, lambda: made.append(service.worker.claim(parsed)))
+        def begin() -> None:
+            try:
+                made.append(service.worker.claim(parsed))
+            except (BusyError, ClosedError) as error:
+                _log.warning("claim_failed", request=parsed.request, attempt=parsed.attempt, error=str(error))
+
+        self._post(service, begin)
         return Claim(parsed, stop)
 
     def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
@@ -335,7 +343,11 @@ class BlockingWorker:
             ClosedError: If nothing is registered.
         """
         service, parsed = self._open, Ticket.parse(ticket)
-        service.thread.submit(_decline(service.worker, parsed))
+
+        def begin() -> None:  # behind the claim, which is posted as well
+            service.thread.submit(_decline(service.worker, parsed))
+
+        self._post(service, begin)
 
     def start_fetch(
         self,

@@ -5,12 +5,13 @@ of the loop is said together. Each prefill rank is told as often as its session 
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Final, TypeAlias
 
-from kvxfer.errors import BusyError, KvxferError
+from kvxfer.errors import BusyError, IdentityError, KvxferError, MismatchError
 from kvxfer.link import Link
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import MAX_TICKETS, Claim
@@ -24,11 +25,24 @@ _log: Final = logger("kvxfer.receive")
 _MAX_CLAIMS: Final = 65_536
 _RETRY_SECONDS: Final = 1.0
 """After how long a rank that was not reached is tried again at most; or a heartbeat of ours, if that is shorter."""
-_REMEMBERED: Final = 4096
-"""Ranks of which it has been logged that they were not reached."""
+_RANKS_A_TURN: Final = 512
+"""To how many ranks something new is said in one turn of the loop."""
 
 TicketKey: TypeAlias = tuple[str, str, int]
 """See `Ticket.key`."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """One request that is claimed.
+
+    Attributes:
+        ticket: The latest one.
+        holders: How many claims of it were made and not ended.
+    """
+
+    ticket: Ticket
+    holders: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +50,18 @@ class _Rank:
     """One prefill rank.
 
     Attributes:
-        endpoint: Where it is.
+        endpoint: Where it is said to be.
+        at: Where the last link to it led: hosts can have two names.
         reaching: Whether it is being connected: it is told everything when it is there, and nothing before.
+        away: Whether it was not reached the last time, which has been logged.
         due: When it is told everything again.
         timer: Fires then.
     """
 
     endpoint: str
+    at: str
     reaching: bool = False
+    away: bool = False
     due: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -58,15 +76,15 @@ class _Engine:
         ranks: All of them.
         busy: How many timers they have, and how many of them are being connected.
         kept: What is claimed there.
-        unsaid: What was claimed in this turn of the loop.
+        unsaid: What was claimed in this turn of the loop; some of it may have ended since.
     """
 
     place: object
     epoch: bytes
     ranks: list[_Rank]
     busy: int = 0
-    kept: dict[TicketKey, Ticket] = field(default_factory=dict[TicketKey, Ticket])
-    unsaid: list[Ticket] = field(default_factory=list[Ticket])
+    kept: dict[TicketKey, _Kept] = field(default_factory=dict[TicketKey, _Kept])
+    unsaid: list[TicketKey] = field(default_factory=list[TicketKey])
 
 
 class Claims:
@@ -82,38 +100,44 @@ class Claims:
         self._peers: Final = peers
         self._engine_of: dict[TicketKey, _Engine] = {}
         self._engines: dict[object, _Engine] = {}
-        self._away: dict[tuple[str, bytes], None] = {}  # who was not reached the last time, which has been logged
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def keep(self, ticket: Ticket) -> None:
+    def keep(self, ticket: Ticket) -> Callable[[], None]:
         """Claim a request from now on.
+
+        Returns:
+            Ends this claim, to be called once. The request stays claimed while others of it have not ended.
 
         Raises:
             BusyError: If there are too many claims.
         """
         if len(self) >= _MAX_CLAIMS and ticket.key not in self._engine_of:
             raise BusyError(f"{len(self)} claims are kept, which is as many as may")
-        self.drop(ticket.key)  # a ticket of the same request may name other endpoints
+        kept = self.drop(ticket.key) or _Kept(ticket)  # a ticket of the same request may name other endpoints
+        kept.ticket, kept.holders = ticket, kept.holders + 1
         place = ticket.epoch, ticket.world, ticket.endpoints
         engine = self._engines.get(place)
         if engine is None:
-            ranks = [_Rank(endpoint) for endpoint in ticket.rank_endpoints]
+            ranks = [_Rank(endpoint, endpoint) for endpoint in ticket.rank_endpoints]
             engine = self._engines[place] = _Engine(place, bytes.fromhex(ticket.epoch), ranks)
         self._engine_of[ticket.key] = engine
-        engine.kept[ticket.key] = ticket
+        engine.kept[ticket.key] = kept
         if not engine.unsaid:
             self._site.loop.call_soon(self._say_new, engine)
-        engine.unsaid.append(ticket)
+        engine.unsaid.append(ticket.key)
+        return partial(self._let_go, kept)
 
-    def drop(self, key: TicketKey) -> None:
-        """Claim it no longer."""
+    def drop(self, key: TicketKey) -> _Kept | None:
+        """Claim it no longer, whoever did."""
         engine = self._engine_of.pop(key, None)
-        if engine is not None:
-            del engine.kept[key]
-            self._forget(engine)
+        if engine is None:
+            return None
+        kept = engine.kept.pop(key)
+        self._forget(engine)
+        return kept
 
     def close(self) -> None:
         """Stop renewing, and connect nobody; for shutdown."""
@@ -122,8 +146,15 @@ class Claims:
             for rank in engine.ranks:
                 if rank.timer is not None:
                     rank.timer.cancel()
+            engine.kept.clear()  # for those that are being connected
         self._engine_of.clear()
         self._engines.clear()
+
+    def _let_go(self, kept: _Kept) -> None:
+        kept.holders -= 1
+        engine = self._engine_of.get(kept.ticket.key)
+        if not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept:
+            self.drop(kept.ticket.key)
 
     def _forget(self, engine: _Engine) -> None:
         """If nothing is claimed there, and nothing to come would find it here."""
@@ -132,51 +163,60 @@ class Claims:
 
     def _say_new(self, engine: _Engine) -> None:
         unsaid, engine.unsaid = engine.unsaid, []
-        for rank in engine.ranks:
-            self._say(engine, rank, unsaid)
-        self._forget(engine)
+        engine.busy += 1
+        self._say_on(engine, unsaid, iter(engine.ranks))
+
+    def _say_on(self, engine: _Engine, unsaid: list[TicketKey], ranks: Iterator[_Rank]) -> None:
+        """Tell some of the ranks, and leave the others to the next turn, also if this one fails."""
+        rank = None
+        try:
+            for rank in islice(ranks, _RANKS_A_TURN):
+                self._say(engine, rank, [engine.kept[key] for key in unsaid if key in engine.kept])
+        finally:
+            if rank is not None:
+                self._site.loop.call_soon(self._say_on, engine, unsaid, ranks)
+            else:
+                engine.busy -= 1
+                self._forget(engine)
 
     def _renew(self, engine: _Engine, rank: _Rank) -> None:
         rank.timer = None
         engine.busy -= 1
-        self._say(engine, rank, engine.kept.values())
+        self._say(engine, rank, list(engine.kept.values()))
         self._forget(engine)
 
-    def _say(self, engine: _Engine, rank: _Rank, tickets: Collection[Ticket]) -> None:
+    def _say(self, engine: _Engine, rank: _Rank, kept: list[_Kept]) -> None:
         """Tell a prefill rank; one that is not connected (any more) is connected first, by one task."""
-        if not tickets or rank.reaching or self._closed:
+        if not kept or rank.reaching:
             return
-        link = self._peers.known(rank.endpoint, engine.epoch)
+        link = self._peers.known(rank.at, engine.epoch)
         if link is not None:
+            rank.away = False
             self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
-            _send(link, tickets)
-        elif engine.kept:
+            _send(link, kept)
+        else:
             rank.reaching = True
             engine.busy += 1
             self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
 
     async def _reach(self, engine: _Engine, rank: _Rank) -> None:
-        place, pause = (rank.endpoint, engine.epoch), min(self._site.config.heartbeat, _RETRY_SECONDS)
+        heartbeat = self._site.config.heartbeat
+        pause = min(heartbeat, _RETRY_SECONDS)
         try:
-            link = await self._peers.link(*place)
-            self._away.pop(place, None)
-            pause = link.heartbeat
+            link = await self._peers.link(rank.endpoint, engine.epoch)
+            rank.at, rank.away, pause = link.endpoint, False, link.heartbeat
             _send(link, engine.kept.values())
         except KvxferError as error:
+            if isinstance(error, (IdentityError, MismatchError)):  # whoever answers will say so again
+                pause = heartbeat
             pause = max(pause, error.retry_after or 0.0)
-            self._log_away(place, engine, error)
+            if not rank.away:
+                rank.away = True
+                _log.warning("claim_not_sent", count=len(engine.kept), endpoint=rank.endpoint, error=str(error))
         finally:
             rank.reaching = False
             engine.busy -= 1
             self._arm(engine, rank, pause)
-
-    def _log_away(self, place: tuple[str, bytes], engine: _Engine, error: KvxferError) -> None:
-        """Once, however often it is tried."""
-        if place not in self._away:
-            _log.warning("claim_not_sent", count=len(engine.kept), endpoint=place[0], error=str(error))
-            if len(self._away) >= _REMEMBERED:
-                del self._away[next(iter(self._away))]
-            self._away[place] = None
 
     def _arm(self, engine: _Engine, rank: _Rank, seconds: float) -> None:
         """Tell a rank everything after so many seconds at the latest."""
@@ -192,7 +232,7 @@ class Claims:
         rank.due, rank.timer = due, self._site.at(due, partial(self._renew, engine, rank))
 
 
-def _send(link: Link, tickets: Iterable[Ticket]) -> None:
-    refs = [ticket.ref() for ticket in tickets]
+def _send(link: Link, kept: Iterable[_Kept]) -> None:
+    refs = [one.ticket.ref() for one in kept]
     for first in range(0, len(refs), MAX_TICKETS):
         link.send(Claim(refs[first : first + MAX_TICKETS]))

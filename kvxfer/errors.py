@@ -98,8 +98,8 @@ class KvxferError(Exception):
 class UsageError(KvxferError):
     """The caller asked for something impossible. Nothing was sent, and no memory changed hands.
 
-    Cause: an argument that contradicts the documentation.
-    Remedy: the message names the argument, its value and the bound; mend the call.
+    Cause: an argument that contradicts the documentation, or another thread or event loop than the worker's.
+    Remedy: the message names the argument, its value and the bound, or where to call; mend the call.
     """
 
     code: ClassVar[Code] = Code.USAGE

@@ -394,10 +394,11 @@ class Fetching(Steps):
 
     def _timed_out(self) -> None:
         waited, at = self.site.now() - self.began, standing(self.incoming)
+        hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s ({waited:.3f} s "
-                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name})",
+                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name}){hint}",
                 peer=at.peer,
                 transfer=self.transfer.id,
                 blocks=self._subject.blocks,

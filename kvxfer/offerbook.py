@@ -278,12 +278,14 @@ class OfferBook:
         if self._slept:
             self._timer = self._site.at(now + heartbeat, self._look)
             return
-        while self._ends and self._ends[0][0] <= now:
-            until, key = heapq.heappop(self._ends)
-            if self._watched.get(key) == until:
-                del self._watched[key]
-                self._look_at(key, now)
-        self._arm()
+        try:
+            while self._ends and self._ends[0][0] <= now:
+                until, key = heapq.heappop(self._ends)
+                if self._watched.get(key) == until:
+                    del self._watched[key]
+                    self._look_at(key, now)
+        finally:  # whatever one of them meets, others end
+            self._arm()
 
     def _look_at(self, key: OfferKey, now: float) -> None:
         """End what has run out, or watch it on."""

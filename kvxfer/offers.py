@@ -220,7 +220,7 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
 class Offer:
     """One request on offer, as its owner sees it. Made by `Worker.offer`.
 
-    In a process that was forked off this one every method raises `ForkedError`.
+    In a process that was forked off this one every method raises `ForkedError`, in another thread `UsageError`.
 
     Attributes:
         request: Its id.
@@ -244,7 +244,7 @@ class Offer:
         self.stats: Final[list[TransferStats]] = []
         self._book = book
         self._site = site
-        self._home: Final = Home()
+        self._home: Final = Home(site.loop)
         self._ending: Ending | None = None
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
         self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()

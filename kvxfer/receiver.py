@@ -28,6 +28,8 @@ from kvxfer.transfers import Claim, Transfer
 __all__ = ["Receiver"]
 
 _log: Final = logger("kvxfer.receive")
+_GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
+"""Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
 
 
 class Receiver:
@@ -109,8 +111,7 @@ class Receiver:
         Raises:
             BusyError: If there are too many claims.
         """
-        self._claims.keep(ticket)
-        return Claim(ticket, lambda: self._claims.drop(ticket.key))
+        return Claim(ticket, self._claims.keep(ticket), self._site.loop)
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell every prefill rank that no fetch will come.
@@ -262,6 +263,9 @@ class Receiver:
 
     def _ended(self, fetching: Fetching) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""
+        report = fetching.transfer.report
+        if report is not None and report.code in _GONE:
+            self._claims.drop(fetching.ticket.key)
         if not fetching.doubtful:
             self._fetches.discard(fetching)
             fetching.settle()

@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from kvxfer.errors import ForkedError
+from kvxfer.errors import ForkedError, UsageError
 
 __all__ = ["TURN_SECONDS", "HandOver", "Home", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind", "settle"]
 
@@ -157,10 +157,16 @@ class _Batch:
 
 
 class Home:
-    """The process in which something lives whose threads a forked child does not have."""
+    """Where something lives: in a process, whose threads a forked child does not have, and perhaps on a loop of it.
 
-    def __init__(self) -> None:
+    Args:
+        loop: The loop that alone may use it, seen from the thread that runs it; None if any thread may.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._process: Final = os.getpid()
+        self._loop: Final = loop
+        self._thread: Final = threading.get_ident()
 
     @property
     def here(self) -> bool:
@@ -169,6 +175,28 @@ class Home:
 
     def own(self, thing: _T) -> _T:
         """Give a thing to whoever may use it.
+
+        Raises:
+            ForkedError: If this process was forked off the one in which it lives.
+            UsageError: If this is another thread, or another loop runs here.
+        """
+        self.read(thing)
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        between = running is None and threading.get_ident() == self._thread  # two runs of the loop
+        if self._loop not in (None, running) and not between:
+            which = "no" if running is None else "another"
+            raise UsageError(
+                f"thread {threading.current_thread().name!r} runs {which} event loop; a worker, its offers and fetches "
+                "belong to the loop that opened it: call them there (asyncio.run_coroutine_threadsafe), or give the "
+                "worker a loop of its own (loop='own', BlockingWorker)"
+            )
+        return thing
+
+    def read(self, thing: _T) -> _T:
+        """Give it to whoever reads what does not change, in whatever thread.
 
         Raises:
             ForkedError: If this process was forked off the one in which it lives.

@@ -7,10 +7,12 @@ file permissions guard them, and the kernel says who is at the other end.
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import ssl
 import stat
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,10 @@ _ACCEPT_PAUSE: Final = 1.0
 """Seconds until accepting is tried again when the process has no descriptor left."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
+_PREFIX: Final = "kvxfer-"
+_SOCKET: Final = "worker.sock"
+"""A worker that listens where it likes has a folder of its own for its socket, which only its user may enter."""
+_ABANDONED_SECONDS: Final = 3600.0
 _log: Final = logger("kvxfer.link")
 
 _Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -120,8 +126,10 @@ class Streams:
     # --- listening
 
     async def _listen_unix(self, where: str) -> Listener:
-        folder = Path(tempfile.mkdtemp(prefix="kvxfer-")) if where == "unix" else None
-        path = folder / "worker.sock" if folder else Path(where.removeprefix("unix:"))
+        if where == "unix":
+            await self._runtime.in_thread(_clear_abandoned)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX)) if where == "unix" else None
+        path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
         _clear_stale(path)
         loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(lambda: self._link(Role.SERVER, where), str(path), start_serving=False)
@@ -356,6 +364,16 @@ def _bind(where: Endpoint) -> list[socket.socket]:
             sockets.append(sock)
         unless_bound.pop_all()
     return sockets
+
+
+def _clear_abandoned() -> None:
+    """Remove this user's folders of workers that were killed; not a young one, whose worker may be about to listen."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_SOCKET}"):
+        with contextlib.suppress(OSError):  # somebody listens, or another worker was faster
+            folder = path.parent.lstat()
+            if folder.st_uid == os.geteuid() and time.time() - folder.st_mtime > _ABANDONED_SECONDS:
+                _clear_stale(path)
+                path.parent.rmdir()
 
 
 def _clear_stale(path: Path) -> None:

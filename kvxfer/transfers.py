@@ -45,22 +45,27 @@ class FetchResult:
 class Claim:
     """Keeps a request's lease at the prefill engine while it waits for a place here. Made by `Worker.claim`.
 
-    It ends with a successful fetch, `Worker.decline`, or `close`.
+    It ends with a successful fetch, or one that finds the offer over, with `Worker.decline`, or `close`. A request that
+    was claimed more than once stays claimed until all of its claims were closed.
     """
 
-    def __init__(self, ticket: Ticket, close: Callable[[], None]) -> None:
+    def __init__(
+        self, ticket: Ticket, close: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self.ticket: Final = ticket
         self._close = close
-        self._home: Final = Home()
+        self._home: Final = Home(loop)
 
     def close(self) -> None:
         """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent.
 
         Raises:
             ForkedError: In a process that was forked off the one that made the claim.
+            UsageError: In another thread, unless the worker has a loop of its own.
         """
         self._home.own(self)
-        self._close()
+        close, self._close = self._close, _over
+        close()
 
 
 class Transfer:
@@ -68,7 +73,8 @@ class Transfer:
 
     Cancelling the waiting task cancels the transfer, waits (bounded by `revoke_timeout`) until its memory is safe, and
     then lets the cancellation through; if memory is not safe by then, `MemoryInDoubt` is raised instead. In a process
-    that was forked off this one only its attributes can be read: what waits or cancels raises `ForkedError`.
+    that was forked off this one only its attributes can be read: what waits or cancels raises `ForkedError`, and in
+    another thread or on another loop `UsageError`.
 
     Attributes:
         id: As in the logs of both sides.
@@ -87,7 +93,7 @@ class Transfer:
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
         self._cancel = cancel
-        self._home: Final = Home()
+        self._home: Final = Home(loop)
         self._loop = loop
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
@@ -221,7 +227,7 @@ class Transfer:
 
 
 def _over() -> None:
-    """What cancelling does to a transfer that has ended."""
+    """What cancelling does to a transfer that has ended, and closing to a claim that is closed."""
 
 
 def layer_range(start: Any, stop: Any) -> range:

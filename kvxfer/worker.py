@@ -4,7 +4,7 @@
         offer = worker.offer("req-1", blocks, tokens=4096, after=event)      # prefill
         result = await worker.fetch(ticket, blocks, tokens=range(0, 4096), after=event)   # decode
 
-Everything below runs on the loop that entered it; copies and posts run in threads of its own.
+Everything below runs on the loop that entered it, and is refused elsewhere; copies and posts run in threads of its own.
 """
 
 import asyncio
@@ -104,11 +104,11 @@ class Worker:
         self._watch.start(site.now, site.at, site.metrics, posted.look, own=site.config.loop == "own")
         try:
             self._listener = await streams.listen()
+            if site.config.world == 1:
+                self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
         except BaseException:
             await self.aclose()
             raise
-        if site.config.world == 1:
-            self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
         _log.info("worker_opened", endpoint=self._listener.endpoint, rank=site.config.rank, world=site.config.world)
         return self
 
@@ -139,7 +139,7 @@ class Worker:
         Raises:
             ClosedError: If the worker is not open.
         """
-        site, listener = self._open, self._listener
+        site, listener = self._seen, self._listener
         if listener is None:
             raise ClosedError("the worker does not listen yet")
         return RankCard(
@@ -157,7 +157,7 @@ class Worker:
         Raises:
             TicketError: If it has not joined yet.
         """
-        return self._open.joined
+        return self._seen.joined
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks. One of a single rank has joined itself.
@@ -298,12 +298,10 @@ class Worker:
     # --- watching and closing
 
     def occupy(self, ctas: int) -> None:
-        """Let copies on the GPU occupy so many thread blocks from now on, in place of the setting `copy_ctas`.
-
-        More while the model leaves the GPU idle, fewer while it computes. Safe from any thread.
+        """Let copies on the GPU occupy so many thread blocks from now on, instead of `copy_ctas`. From any thread.
 
         Args:
-            ctas: 1 to 4096. On a CPU it changes nothing.
+            ctas: 1 to 4096: more while the model leaves the GPU idle. On a CPU it changes nothing.
 
         Raises:
             ConfigError: If it is out of range.
@@ -313,16 +311,15 @@ class Worker:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
         if self._closing is not None:
             raise ClosedError("this worker is closed")
-        self._open.executor.occupy(ctas)
+        self._seen.executor.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        site, (sender, receiver) = self._open, self._roles
-        return overview(self.card, site, self._assembly, sender, receiver, self._links)
+        return overview(self.card, self._open, self._assembly, *self._roles, self._links)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        return soon(self._open.loop, self._open.hand_over, self.describe)
+        return soon(self._seen.loop, self._seen.hand_over, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.
@@ -475,9 +472,13 @@ class Worker:
 
     @property
     def _open(self) -> Site:
+        return self._assembly.home.own(self._seen)
+
+    @property
+    def _seen(self) -> Site:
         if self._site is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._assembly.home.own(self._site)
+        return self._assembly.home.read(self._site)
 
     @property
     def _roles(self) -> tuple[Sender, Receiver]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer import claims
 from kvxfer.blocking import BlockingWorker
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
@@ -571,6 +572,34 @@ def eventually(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def kept(worker):
+    return worker.describe_soon().result(PATIENCE)["claims"]
+
+
+def test_a_claim_that_is_declined_at_once_is_kept_no_more(pair):
+    """Calls of one thread take effect in their order, however much the worker's loop has to do."""
+    service, free, done = pair.decode._open, threading.Event(), threading.Event()
+    service.thread.post(lambda: free.wait(PATIENCE))
+    for number in range(5):
+        ticket = pair.prefill.engine.ticket(f"r{number}")
+        service.thread.post(lambda: time.sleep(0.002))
+        pair.decode.claim(ticket)
+        pair.decode.decline(ticket)
+    service.thread.post(done.set)
+    free.set()
+    assert done.wait(PATIENCE)
+    eventually(lambda: kept(pair.decode) == 0)
+
+
+def test_a_claim_too_many_is_logged(pair, monkeypatch, caplog):
+    monkeypatch.setattr(claims, "_MAX_CLAIMS", 1)
+    held = [pair.decode.claim(pair.prefill.engine.ticket(name)) for name in "rst"]
+    eventually(lambda: sum("claim_failed" in record.getMessage() for record in caplog.records) == 2)
+    for claim in held:
+        claim.close()
+    eventually(lambda: kept(pair.decode) == 0)
 
 
 def test_an_engine_sees_from_where_on_a_request_is_wanted_before_it_offers_it(pair):

@@ -372,6 +372,96 @@ def test_a_worker_that_closes_connects_nobody_for_claims(tmp_path):
     play(scenario, tmp_path)
 
 
+def test_a_worker_that_closes_takes_no_request_over(tmp_path):
+    """Though it was about to connect for a claim, of a request that is another engine's by now."""
+
+    async def scenario(one):
+        await one.pair()
+        second = await one.worker("second", Cache(layout="HND"))
+        offer = one.prefill.offer("r", streaming=True)
+        other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
+        await one.until(lambda: offer.transfers)
+        connect, may, over = one.decode._peers._connect_to, asyncio.Event(), asyncio.Event()
+
+        async def slowly(endpoint):
+            await may.wait()
+            return await connect(endpoint)
+
+        one.decode._peers._connect_to = slowly
+        one.decode.claim(one.ticket("r"))
+        await asyncio.sleep(0.1)
+        one.decode._open.tasks.spawn(over.wait(), "a fetch that is being ended")
+        closing = asyncio.ensure_future(one.decode.aclose(drain=False))
+        await asyncio.sleep(0.1)
+        may.set()
+        await asyncio.sleep(1)
+        assert not offer.superseded
+        assert not other.done
+        over.set()
+        await closing
+        offer.extend([1, 2], tokens=TOKENS)
+        offer.ready()
+        offer.finish()
+        await other
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["declined", "fetched in vain"])
+def test_a_claim_ends_with_what_ends_its_request(tmp_path, how):
+    async def scenario(one):
+        await one.pair()
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        if how == "declined":
+            await one.decode.decline(one.ticket("r"))
+        else:
+            await offer.withdraw()
+            with refused(Code.OFFER_WITHDRAWN):
+                await one.start("r")
+        before = frames(one.prefill, "Claim")
+        await asyncio.sleep(100)
+        assert frames(one.prefill, "Claim") == before
+        assert one.decode.describe()["claims"] == 0
+
+    play(scenario, tmp_path)
+
+
+def test_a_lease_that_a_claim_begins_ends_though_nobody_would_have_claimed_it_for_longer(tmp_path):
+    async def scenario(one):
+        await one.pair(prefill=PAUSED | {"unclaimed_timeout": 1000.0})
+        offer = one.prefill.offer("r", [1, 2], tokens=8)
+        claim = one.decode.claim(one.ticket("r"))
+        await one.until(lambda: frames(one.prefill, "Claim"))
+        claim.close()
+        await asyncio.sleep(PAUSED["offer_lease"] + 0.1)
+        assert offer.wait_end().done()
+
+    play(scenario, tmp_path)
+
+
+def test_leases_run_out_after_what_nobody_foresaw_as_one_did(tmp_path, monkeypatch):
+    async def scenario(one):
+        await one.pair(prefill=PAUSED)
+        metrics, unforeseen = one.prefill._open.metrics, []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context["exception"]))
+
+        def fails_once(*_):
+            monkeypatch.undo()
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(metrics, "offer_ended", fails_once)
+        offers = [one.prefill.offer(name, [1, 2], tokens=8) for name in "abc"]
+        await asyncio.sleep(10)
+        offers.append(one.prefill.offer("d", [1, 2], tokens=8))
+        await asyncio.sleep(10)
+        assert [offer.wait_end().done() for offer in offers[1:]] == [True, True, True]
+        assert [type(error) for error in unforeseen] == [OSError]
+
+    play(scenario, tmp_path)
+
+
 def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_path):
     async def scenario(one):
         await one.pair(route="staged", **PAUSED)
@@ -535,8 +625,9 @@ async def test_another_decode_engine_takes_over(stage, source, target):
     # what the first engine still sends of its own accord does not take it back
     await first.decline(ticket)
     before = frames(prefill, "Claim")
-    first.claim(ticket).close()
+    late = first.claim(ticket)
     await parked(prefill, "Claim", before + 1)
+    late.close()
     assert not offer.wait_end().done()
     copied = Copied(other).bring(source, [1, 2], [3, 4], TOKENS)
     stage.network.release("second")
@@ -600,8 +691,9 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
             decode.start_fetch(one, [1], tokens=range(4))
         with pytest.raises(TicketError):
             decode.claim(one)
-    decode.claim({**ticket, "request": "forged"}).close()
+    forged = decode.claim({**ticket, "request": "forged"})
     await parked(prefill, "Claim")
+    forged.close()
     assert not prefill._sender.book._early
     await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
     await quiet(*pair)

@@ -226,10 +226,14 @@ async def test_accepting_goes_on_when_descriptors_are_free_again(stage, authorit
         def __getattr__(self, name):
             return scarce if name == "sock_accept" else getattr(loop, name)
 
+    class Asyncio:
+        def __getattr__(self, name):
+            return Scarce if name == "get_running_loop" else getattr(asyncio, name)
+
     from kvxfer import streams
 
     monkeypatch.setattr(streams, "_ACCEPT_PAUSE", 0.01)
-    monkeypatch.setattr(streams.asyncio, "get_running_loop", Scarce)
+    monkeypatch.setattr(streams, "asyncio", Asyncio())
     _, _, bring = await pair(stage, authority.issue(), authority.issue())
     monkeypatch.undo()
     await bring("r")

@@ -1,0 +1,144 @@
+"""What is called from another thread, or on another loop, than the worker's is refused there and changes nothing."""
+
+import asyncio
+import inspect
+
+import pytest
+import torch
+
+import kvxfer
+from kvxfer.link import LinkHandler
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.tickets import EngineCard
+
+PATIENCE = 20
+TOKENS = range(16)
+READ = {"card", "config", "describe_soon", "engine", "occupy"}
+"""What may be called from any thread."""
+
+
+def tensors(cache):
+    return [kvxfer.CacheTensor(cache, axes="block token head dim", kv="k", layers=[0], heads=range(2))]
+
+
+def config(engine):
+    return kvxfer.Config(engine=engine, arena_bytes="1MiB", chunk_bytes="64KiB", fetch_timeout=PATIENCE)
+
+
+@pytest.fixture
+async def pair():
+    """A prefill and a decode rank that know each other."""
+    network, source, target = LoopbackNetwork(), torch.ones(8, 16, 2, 4), torch.zeros(8, 16, 2, 4)
+    async with (
+        kvxfer.Worker(tensors(source), config("p"), transport=LoopbackTransport("p", network)) as prefill,
+        kvxfer.Worker(tensors(target), config("d"), transport=LoopbackTransport("d", network)) as decode,
+    ):
+        prefill.offer("first", [0], tokens=16, after=kvxfer.READY)
+        await decode.fetch(prefill.engine.ticket("first"), [0], tokens=TOKENS, after=kvxfer.READY)
+        yield prefill, decode, target
+
+
+async def waited(what):
+    return await what
+
+
+def bare(call):
+    """In a thread without a loop; what is to be awaited is told by its first step."""
+    made = call()
+    if inspect.iscoroutine(made):
+        made.send(None)
+
+
+def looped(call):
+    """In a thread with a loop of its own."""
+
+    async def main():
+        made = call()
+        if inspect.iscoroutine(made):
+            await made
+
+    asyncio.run(main())
+
+
+def of_worker(prefill, decode):
+    """By method: a call with which nothing is wrong but where it is made."""
+    ticket = prefill.engine.ticket("r")
+    into = {"tokens": TOKENS, "after": kvxfer.READY}
+    return {
+        "offer": lambda: prefill.offer("other", [1], tokens=16, after=kvxfer.READY),
+        "claim": lambda: decode.claim(ticket),
+        "fetch": lambda: decode.fetch(ticket, [1], **into),
+        "start_fetch": lambda: decode.start_fetch(ticket, [1], **into),
+        "decline": lambda: decode.decline(ticket),
+        "describe": decode.describe,
+        "begin_drain": decode.begin_drain,
+        "drain": decode.drain,
+        "aclose": decode.aclose,
+        "join": lambda: decode.join(EngineCard.of([decode.card]), key=bytes(32)),
+    }
+
+
+def of_others(offer, transfer, claim):
+    """Likewise, of what workers make."""
+    return {
+        "Offer.extend": lambda: offer.extend([3], tokens=range(16, 32)),
+        "Offer.ready": lambda: offer.ready(after=kvxfer.READY),
+        "Offer.finish": offer.finish,
+        "Offer.released": offer.released,
+        "Offer.wait_end": offer.wait_end,
+        "Offer.withdraw": offer.withdraw,
+        "Transfer.cancel": transfer.cancel,
+        "Transfer.layers": lambda: transfer.layers(0, 1),
+        "Transfer.outcome": lambda: transfer.outcome,
+        "Transfer.__await__": lambda: waited(transfer),
+        "Claim.close": claim.close,
+    }
+
+
+def public(kind):
+    return {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("way", [bare, looped])
+async def test_calls_from_elsewhere_are_refused_and_change_nothing(pair, way):
+    prefill, decode, target = pair
+    ticket = prefill.engine.ticket("r")
+    offer = prefill.offer("r", [2], tokens=16, streaming=True)
+    early = decode.start_fetch(prefill.engine.ticket("later"), [3], tokens=TOKENS, after=kvxfer.READY)
+    claim = decode.claim(ticket)
+    before, calls = decode.describe()["custody"], of_worker(prefill, decode)
+    assert set(calls) == public(kvxfer.Worker) - public(LinkHandler) - READ
+    for name, call in {**calls, **of_others(offer, early, claim)}.items():
+        (raised,) = await asyncio.gather(asyncio.to_thread(way, call), return_exceptions=True)
+        assert type(raised) is kvxfer.UsageError, f"{name}: {raised!r}"
+        assert "belong to the loop that opened it" in str(raised)
+    assert decode.describe()["custody"] == before
+    offer.ready(after=kvxfer.READY)
+    offer.finish()
+    assert (await decode.fetch(ticket, [1], tokens=TOKENS, after=kvxfer.READY, timeout=PATIENCE)).request == "r"
+    assert bool((target[1] == 1).all())
+    assert not early.done
+    early.cancel()
+    await asyncio.wait({early.outcome})
+
+
+async def test_what_only_reads_may_be_called_from_any_thread(pair):
+    prefill, decode, _ = pair
+
+    def read():
+        decode.occupy(8)
+        return prefill.card, prefill.engine.ticket("r"), prefill.config.engine
+
+    assert await asyncio.to_thread(read) == (prefill.card, prefill.engine.ticket("r"), "p")
+    described = await asyncio.to_thread(decode.describe_soon)
+    assert (await asyncio.wrap_future(described))["custody"] == decode.describe()["custody"]
+
+
+def test_between_two_runs_of_its_loop_the_same_thread_may_call():
+    network, cache = LoopbackNetwork(), torch.ones(8, 16, 2, 4)
+    with asyncio.Runner() as runner:
+        worker = kvxfer.Worker(tensors(cache), config("p"), transport=LoopbackTransport("p", network))
+        runner.run(worker.__aenter__())
+        offer = worker.offer("r", [0], tokens=16, after=kvxfer.READY)
+        runner.run(offer.withdraw())
+        runner.run(worker.aclose())

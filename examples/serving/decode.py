@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 import kvxfer
 from examples.serving.api import (
+    HANDLERS,
     ApiError,
     Chunk,
     Order,
@@ -23,7 +24,6 @@ from examples.serving.api import (
     Wording,
     completion_routes,
     new_name,
-    refuse,
     state_route,
 )
 from examples.serving.engine import EngineError, EngineSettings, Room
@@ -196,6 +196,6 @@ def app(
     common: dict[str, Any] = {"verify": verify, "open_worker": open_worker, "admin": admin, "config": config}
     server = Decode(settings, on_failure=on_failure, **common)
     routes = [*completion_routes(server.answer), state_route("/stats", server.describe)]
-    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
+    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=HANDLERS)
     application.state.node = server
     return application

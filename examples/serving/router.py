@@ -21,7 +21,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 
-from examples.serving.api import ApiError, Chunk, Policy, completion_routes, new_name, refuse, state_route
+from examples.serving.api import HANDLERS, ApiError, Chunk, Policy, completion_routes, new_name, state_route
 from examples.serving.servers import FAILURES, SILENT_SECONDS, Server, UnavailableError, in_order
 
 _TIMEOUT = httpx.Timeout(120.0, connect=5.0)
@@ -265,4 +265,4 @@ def app(
     """The router as an ASGI application; arguments as of `Router`."""
     router = Router(prefill=prefill, decode=decode, on_failure=on_failure, silent_after=silent_after)
     routes = [*completion_routes(router.answer), state_route("/stats", router.describe)]
-    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={ApiError: refuse})
+    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=HANDLERS)

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from examples.serving import servers
-from examples.serving.api import PATHS
+from examples.serving.api import PATHS, ApiError
 
 COMMON = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny-llama"}
 CHOICE = {"index": 0, "logprobs": None, "text": "", "finish_reason": None}
@@ -30,6 +30,7 @@ OF_ANY = [
     {"content": "no gzip", "headers": {"content-encoding": "gzip"}},
     {"status_code": 302, "headers": {"location": "/login"}},
     {"status_code": 404, "content": "no"},
+    {"status_code": 404, "content": json.dumps(ApiError(404, "POST //v1/completions", "not_found").body)},
     {"status_code": 502, "content": b"\xff"},
 ]
 OF_PREFILL = [

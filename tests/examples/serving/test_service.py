@@ -579,14 +579,17 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": 0.7}, "most likely"),
         ({"prompt": "x", "presence_penalty": 2}, "most likely"),
-        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: "),
-        ({"prompt": "x", "suffix": "y"}, "suffix: "),
+        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: this example does not support it; leave it out"),
+        ({"prompt": "x", "suffix": "y"}, "suffix: this example does not support it"),
         ({"prompt": "x", "logprobs": 0}, "logprobs: "),
         ({"prompt": "x", "logprobs": True}, "probabilities"),
         ({"prompt": "x", "stream": "true"}, "stream: "),
         ({"prompt": "x", "stream_options": 5}, "stream_options: "),
-        ({"prompt": "x", "n": 2}, "n: "),
-        ({"prompt": "x", "stop": ["."]}, "stop: "),
+        ({"prompt": "x", "n": 2}, "n: this example does not support any other value than 1"),
+        ({"prompt": "x", "stop": ["."]}, "stop: this example does not support it"),
+        ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
+        ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
+        ({"prompt": ["1", "2"]}, "and not several prompts"),
         ({"prompt": "x", "max_tokens": 100_000}, "too many"),
         ({"prompt": "y" * 3000}, "too many"),
     ],
@@ -652,6 +655,17 @@ async def test_who_leaves_in_the_midst_of_a_body_is_no_error(service, capsys):
     await service.eventually(lambda: connection not in service.connections(urls.router))
     assert text_of(await service.post(urls.router, prompt="Hello")) != ""
     assert capsys.readouterr().err == ""
+
+
+async def test_paths_and_methods_that_there_are_not(service):
+    urls = await service.all()
+    for url in (urls.router, urls.prefill, urls.decode):
+        nowhere = await service.client.get(f"{url}/v1/nowhere")
+        assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+        assert nowhere.json()["error"]["message"] == "GET /v1/nowhere: Not Found"
+        got = await service.client.get(f"{url}/v1/completions")
+        assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert got.headers["allow"] == "POST"
 
 
 async def test_bad_requests_of_other_kinds(service):

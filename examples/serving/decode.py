@@ -46,6 +46,8 @@ class Decode(Node):
         on_failure: What becomes of a request whose cache does not come.
     """
 
+    role = "decode"
+
     def __init__(self, *args: Any, on_failure: Policy, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_failure = on_failure
@@ -54,7 +56,7 @@ class Decode(Node):
     async def answer(self, path: str, name: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer."""
         order = Order.read(path, name, body)
-        self.check_length(len(order.prompt) + order.limit)
+        self.check_length(len(order.prompt), order.limit)
         wording = Wording(order)
         report: dict[str, Any] = {}
         try:

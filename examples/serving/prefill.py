@@ -50,6 +50,8 @@ class Prefill(Node):
         offer_by: When K and V are offered.
     """
 
+    role = "prefill"
+
     def __init__(self, *args: Any, offer_by: OfferBy, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._offer_by = offer_by

@@ -590,8 +590,9 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
         ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
         ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
         ({"prompt": ["1", "2"]}, "and not several prompts"),
-        ({"prompt": "x", "max_tokens": 100_000}, "too many"),
-        ({"prompt": "y" * 3000}, "too many"),
+        ({"prompt": "x", "max_tokens": 100_000}, "2 tokens of the prompt and 100000 to generate are too many"),
+        ({"prompt": "x", "max_tokens": 100_000}, "a decode server has room for 2048"),
+        ({"prompt": "y" * 3000}, "3001 tokens of the prompt "),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
@@ -601,6 +602,15 @@ async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_prompt_that_is_too_long_is_so_by_itself(service):
+    urls = await service.all()
+    for url in (urls.router, urls.prefill):
+        answer = await service.post(url, prompt="y" * 3000, kv_transfer_params={"do_remote_decode": True})
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == "3001 tokens of the prompt are too many: a prefill server has room for 1024"
 
 
 async def test_what_no_model_reads_is_refused_and_not_left_out(service):

@@ -52,6 +52,7 @@ class Decode(Node):
         super().__init__(*args, **kwargs)
         self._on_failure = on_failure
         self._caches = {"fetched": 0, "recomputed": 0}
+        self._compared = 0  # prompts, by digest
 
     async def answer(self, path: str, name: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer."""
@@ -72,7 +73,7 @@ class Decode(Node):
 
     def describe(self) -> dict[str, Any]:
         """How it is, and where its caches came from."""
-        return super().describe() | {"caches": self._caches}
+        return super().describe() | {"caches": self._caches, "digests_compared": self._compared}
 
     # --- one request
 
@@ -136,6 +137,7 @@ class Decode(Node):
             raise WrongCacheError("the ticket is that of another prompt")
         held = Sequence(sequence.block_ids, tokens)
         digest = await asyncio.to_thread(self.engine.digest, held) if self.verify else ""
+        self._compared += bool(digest and handover.digest)
         if digest != handover.digest:
             raise WrongCacheError(f"K and V have the digest {digest or 'none'}, and {handover.digest or 'none'} there")
         sequence.tokens = tokens

@@ -51,7 +51,9 @@ async def test_answers_are_those_of_one_server(service, alone, stream):
         else:
             response = await service.post(urls.router, prompt=prompt)
             assert text_of(response) == alone(prompt).text == text_of(await service.post(urls.decode, prompt=prompt))
-    assert (await service.stats(urls.decode))["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    stats = await service.stats(urls.decode)
+    assert stats["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    assert stats["digests_compared"] == len(PROMPTS)
     await service.idle("prefill", "decode")
 
 

@@ -105,7 +105,8 @@ class Server:
         """It did not do what it was asked for."""
         self.failed_at = time.monotonic()
         self.failures += 1
-        _log.warning("%s failed: %r", self.url, error)
+        lost = "it did not answer in time" if isinstance(error, httpx.TimeoutException) else "the connection was lost"
+        _log.warning("%s failed: %s", self.url, str(error) or lost)
 
     def describe(self) -> dict[str, Any]:
         """How it is, as plain data."""

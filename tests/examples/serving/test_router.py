@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
@@ -73,6 +74,19 @@ class Impostor:
 def forgiving(monkeypatch):
     """A server that failed is asked again in its turn."""
     monkeypatch.setattr(servers, "_REST_SECONDS", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (httpx.ReadError(""), "the connection was lost"),
+        (httpx.ReadTimeout(""), "it did not answer in time"),
+        (servers.UnavailableError("status 502"), "status 502"),
+    ],
+)
+def test_a_failure_is_told_in_words(caplog, error, says):
+    servers.Server("http://there:8102").failed(error)
+    assert caplog.messages == [f"http://there:8102 failed: {says}"]
 
 
 async def test_a_prefill_server_that_cannot_be_understood_is_one_that_cannot_be_reached(service):

@@ -181,11 +181,11 @@ class Service:
         self._missing = set(self.urls)
 
     async def ready(self, client: httpx.AsyncClient) -> bool:
-        """Whether all have answered by now."""
+        """Whether all have said by now that they can serve."""
         for name in sorted(self._missing):
             with contextlib.suppress(httpx.TransportError):
-                await client.get(f"{self.urls[name]}/stats")
-                self._missing.discard(name)
+                if (await client.get(f"{self.urls[name]}/stats")).json()["ok"]:
+                    self._missing.discard(name)
         return not self._missing
 
     def ended(self) -> dict[str, int]:

@@ -307,6 +307,30 @@ async def test_a_prefill_that_fails_is_computed_by_the_decode_server(service, al
     await service.idle("prefill", "decode")
 
 
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+async def test_a_router_says_whether_it_can_serve(service, impatient, on_failure):
+    prefill, decode = await service.prefill(), await service.decode()
+    router = await service.router([DEAD, prefill], [DEAD, decode], on_failure)
+
+    async def healthy():
+        answer = await service.client.get(f"{router}/health")
+        assert answer.json() == {"ok": answer.status_code == 200}
+        assert answer.status_code in {200, 503}
+        return answer.json()["ok"]
+
+    async def becomes(expected):
+        while await healthy() != expected:  # noqa: ASYNC110 - HTTP alone tells
+            await asyncio.sleep(0.005)
+
+    await becomes(True)
+    stats = await service.stats(router)
+    assert stats["ok"]
+    assert [server["answers"] for server in stats["decode"]] == [False, True]
+    service.stop(prefill if on_failure == "fail" else decode)
+    await becomes(False)
+    assert not (await service.stats(router))["ok"]
+
+
 async def test_servers_with_as_much_to_do_are_asked_by_turns(service, alone):
     prefills = [await service.prefill(name) for name in ("one", "two")]
     decodes = [await service.decode(name, on_failure="fail") for name in ("left", "right")]

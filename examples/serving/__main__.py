@@ -87,10 +87,14 @@ def _serve(application: Starlette, arguments: argparse.Namespace) -> None:
     listening = (
         socket.socket(fileno=arguments.fd) if arguments.fd is not None else bound(arguments.host, arguments.port)
     )
-    server = Server(application, log_level=arguments.log)
+    server = Server(application, log_level=arguments.log, log_config=None)  # logs as set up here, with the role
     gc.collect()  # with torch loaded, a full collection would stop everything for 100 ms, again and again
     gc.freeze()
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    except SystemExit as failed:  # it could not start, and has said why
+        logging.shutdown()
+        os._exit(int(failed.code or 0))  # at a usual end with triton loaded, nanobind lists all that it has leaked
 
 
 def _follow_parent() -> None:

@@ -12,9 +12,21 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -26,9 +38,16 @@ from examples.serving.tokenizer import ROLES, STOPS, VOCABULARY, TextStream, enc
 MODEL = "tiny-llama"
 PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion"}
 """Where requests go, and what the whole answer is called."""
+_UNSUPPORTED = {
+    "none_required": "this example does not support it; leave it out",
+    "literal_error": "this example does not support any other value than {expected}",
+}
+"""What fields that can have one value alone say of others, by pydantic's type of the error."""
 _T = TypeVar("_T", bound=BaseModel)
 _MOST_BYTES = 16 * 2**20
 """Of a request's body. A token is a few bytes there, so this is more than any prompt takes."""
+_NOWHERE = {"not_found", "method_not_allowed"}
+"""Codes of paths and methods that there are not; they say nothing of a request."""
 Chunk = dict[str, Any]
 """An object of a stream, as JSON."""
 Policy = Literal["recompute", "fail"]
@@ -58,12 +77,13 @@ class ApiError(Exception):
 
     @classmethod
     def read(cls, status: int, body: str | bytes) -> Self | None:
-        """What another server said; None if it is no error of this form."""
+        """What another server said of a request; None if it is no error of this form, or of another path."""
         try:
             error = json.loads(body)["error"]
-            return cls(status, str(error["message"]), str(error["code"])) if status >= 400 else None
+            said = cls(status, str(error["message"]), str(error["code"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
+        return said if status >= 400 and said.code not in _NOWHERE else None
 
 
 # requests
@@ -118,7 +138,7 @@ class _Body(_Streaming):
     """A request as JSON. What would change the answer and is not served is refused; the rest is ignored."""
 
     model: str = MODEL
-    prompt: str | list[int] | None = None
+    prompt: str | list[StrictInt] | None = None
     messages: list[_Message] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -137,6 +157,14 @@ class _Body(_Streaming):
     functions: None = None
     response_format: None = None
     kv_transfer_params: TransferParams | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_prompt(cls, value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError as error:
+            raise ValueError("this example supports one text or one list of tokens, and not several prompts") from error
 
     @field_validator("temperature", "presence_penalty", "frequency_penalty")
     @classmethod
@@ -203,7 +231,10 @@ def _read(model: type[_T], body: object) -> _T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "request"
-        raise ApiError(400, f"{where}: {first['msg']}", "invalid_value") from error
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] in _UNSUPPORTED:
+            what = _UNSUPPORTED[first["type"]].format(**first.get("ctx", {}))
+        raise ApiError(400, f"{where}: {what}", "invalid_value") from error
 
 
 def _tokens(path: str, asked: _Body) -> list[int]:
@@ -401,11 +432,19 @@ def state_route(path: str, describe: Callable[[], Mapping[str, Any]]) -> Route:
     return Route(path, state)
 
 
-async def refuse(_: Request, error: Exception) -> JSONResponse:
-    """The handler of `ApiError` where a request is refused before there is an answer."""
-    if not isinstance(error, ApiError):
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """A request is refused before there is an answer."""
+    if isinstance(error, ApiError):
+        return JSONResponse(error.body, error.status)
+    if not isinstance(error, HTTPException):
         raise error
-    return JSONResponse(error.body, error.status)
+    what = f"{request.method} {request.url.path}: {error.detail}"
+    body = ApiError(error.status_code, what, HTTPStatus(error.status_code).name.lower()).body
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+HANDLERS = {ApiError: _refuse, HTTPException: _refuse}
+"""Of the exceptions of an application."""
 
 
 def new_name() -> str:

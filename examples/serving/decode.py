@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 import kvxfer
 from examples.serving.api import (
+    HANDLERS,
     ApiError,
     Chunk,
     Order,
@@ -23,7 +24,6 @@ from examples.serving.api import (
     Wording,
     completion_routes,
     new_name,
-    refuse,
     state_route,
 )
 from examples.serving.engine import EngineError, EngineSettings, Room
@@ -46,15 +46,18 @@ class Decode(Node):
         on_failure: What becomes of a request whose cache does not come.
     """
 
+    role = "decode"
+
     def __init__(self, *args: Any, on_failure: Policy, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_failure = on_failure
         self._caches = {"fetched": 0, "recomputed": 0}
+        self._compared = 0  # prompts, by digest
 
     async def answer(self, path: str, name: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer."""
         order = Order.read(path, name, body)
-        self.check_length(len(order.prompt) + order.limit)
+        self.check_length(len(order.prompt), order.limit)
         wording = Wording(order)
         report: dict[str, Any] = {}
         try:
@@ -70,7 +73,7 @@ class Decode(Node):
 
     def describe(self) -> dict[str, Any]:
         """How it is, and where its caches came from."""
-        return super().describe() | {"caches": self._caches}
+        return super().describe() | {"caches": self._caches, "digests_compared": self._compared}
 
     # --- one request
 
@@ -134,6 +137,7 @@ class Decode(Node):
             raise WrongCacheError("the ticket is that of another prompt")
         held = Sequence(sequence.block_ids, tokens)
         digest = await asyncio.to_thread(self.engine.digest, held) if self.verify else ""
+        self._compared += bool(digest and handover.digest)
         if digest != handover.digest:
             raise WrongCacheError(f"K and V have the digest {digest or 'none'}, and {handover.digest or 'none'} there")
         sequence.tokens = tokens
@@ -196,6 +200,6 @@ def app(
     common: dict[str, Any] = {"verify": verify, "open_worker": open_worker, "admin": admin, "config": config}
     server = Decode(settings, on_failure=on_failure, **common)
     routes = [*completion_routes(server.answer), state_route("/stats", server.describe)]
-    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
+    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=HANDLERS)
     application.state.node = server
     return application

@@ -180,17 +180,10 @@ class Engine:
 
     # --- on the loop: rooms
 
-    def blocks_for(self, tokens: int) -> int:
-        """How many blocks a request of so many tokens needs.
-
-        Raises:
-            TooLongError: If there are not so many.
-        """
-        blocks = -(-tokens // self.cache.block_tokens)
-        if blocks > self.cache.num_blocks:
-            most = self.cache.num_blocks * self.cache.block_tokens
-            raise TooLongError(f"{tokens} tokens, those to generate included, are too many: {most} at most")
-        return blocks
+    @property
+    def most_tokens(self) -> int:
+        """What one request can have at most, with all blocks."""
+        return self.cache.num_blocks * self.cache.block_tokens
 
     @asynccontextmanager
     async def room(self, tokens: int) -> AsyncIterator[Room]:
@@ -201,7 +194,9 @@ class Engine:
         Raises:
             TooLongError: If the pool could not hold it even if it were empty.
         """
-        blocks = self.blocks_for(tokens)
+        if tokens > self.most_tokens:
+            raise TooLongError(f"{tokens} tokens are too many: {self.most_tokens} at most")
+        blocks = -(-tokens // self.cache.block_tokens)
         async with self._turn:  # a fair lock, so many small requests do not keep a large one out
             while self.cache.free_blocks < blocks:
                 self._freed.clear()

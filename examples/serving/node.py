@@ -5,13 +5,13 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.applications import Starlette
 
 from examples.serving.api import ApiError
-from examples.serving.engine import Engine, EngineSettings, TooLongError
+from examples.serving.engine import Engine, EngineSettings
 from examples.serving.ranks import OpenWorker, Ranks
 
 _log = logging.getLogger("serving")
@@ -84,6 +84,7 @@ class Node:
         admin: Where an operator finds kvxfer's page, its metrics and its readiness, as `host:port`; nowhere if empty.
     """
 
+    role: ClassVar[str]
     engine: Engine
     ranks: Ranks
 
@@ -126,16 +127,17 @@ class Node:
 
         return serve(self.ranks.workers, address=self._admin, limits=Limits(stopping=stopping))
 
-    def check_length(self, tokens: int) -> None:
+    def check_length(self, prompt: int, limit: int = 0) -> None:
         """Refuse a request that could never have enough blocks.
 
         Raises:
             ApiError: If so.
         """
-        try:
-            self.engine.blocks_for(tokens)
-        except TooLongError as error:
-            raise ApiError(400, str(error), "context_length_exceeded") from error
+        most = self.engine.most_tokens
+        if prompt + limit > most:
+            counted = f"{prompt} tokens of the prompt" + f" and {limit} to generate" * bool(limit)
+            what = f"{counted} are too many: a {self.role} server has room for {most}"
+            raise ApiError(400, what, "context_length_exceeded")
 
     def describe(self) -> dict[str, Any]:
         """How it is, as plain data."""

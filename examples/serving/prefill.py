@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import kvxfer
-from examples.serving.api import PATHS, ApiError, Order, new_name, read_json, refuse, state_route
+from examples.serving.api import HANDLERS, PATHS, ApiError, Order, new_name, read_json, state_route
 from examples.serving.engine import EngineError, EngineSettings, Room
 from examples.serving.node import Handover, Node, prompt_digest
 from examples.serving.ranks import Offers, OpenWorker, combined, queued
@@ -49,6 +49,8 @@ class Prefill(Node):
     Args:
         offer_by: When K and V are offered.
     """
+
+    role = "prefill"
 
     def __init__(self, *args: Any, offer_by: OfferBy, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -188,6 +190,6 @@ def app(
         Route("/v1/requests/{name}", server.withdraw, methods=["DELETE"]),
         state_route("/stats", server.describe),
     ]
-    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={ApiError: refuse})
+    application = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=HANDLERS)
     application.state.node = server
     return application

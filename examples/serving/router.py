@@ -20,8 +20,11 @@ from typing import Any, Literal
 import httpx
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from examples.serving.api import ApiError, Chunk, Policy, completion_routes, new_name, refuse, state_route
+from examples.serving.api import HANDLERS, ApiError, Chunk, Policy, completion_routes, new_name, state_route
 from examples.serving.servers import FAILURES, SILENT_SECONDS, Server, UnavailableError, in_order
 
 _TIMEOUT = httpx.Timeout(120.0, connect=5.0)
@@ -109,7 +112,16 @@ class Router:
         """How its servers are."""
         groups = {"prefill": self._prefill, "decode": self._decode}
         shown = {name: [each.describe() for each in servers] for name, servers in groups.items()}
-        return {"ok": True, **shown}
+        return {"ok": self._can_serve, **shown}
+
+    async def health(self, _: Request) -> JSONResponse:
+        """Whether requests have a chance: 200, otherwise 503."""
+        return JSONResponse({"ok": self._can_serve}, 200 if self._can_serve else 503)
+
+    @property
+    def _can_serve(self) -> bool:
+        needed = [self._decode, self._prefill] if self._prefill and self._on_failure == "fail" else [self._decode]
+        return all(any(server.answers for server in servers) for servers in needed)
 
     # --- prefill
 
@@ -264,5 +276,6 @@ def app(
 ) -> Starlette:
     """The router as an ASGI application; arguments as of `Router`."""
     router = Router(prefill=prefill, decode=decode, on_failure=on_failure, silent_after=silent_after)
-    routes = [*completion_routes(router.answer), state_route("/stats", router.describe)]
-    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers={ApiError: refuse})
+    states = [Route("/health", router.health), state_route("/stats", router.describe)]
+    routes = [*completion_routes(router.answer), *states]
+    return Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=HANDLERS)

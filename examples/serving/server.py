@@ -1,5 +1,7 @@
 """The HTTP server of a process. Its application knows at once that it is to stop: the lifespan ends much later."""
 
+import logging
+import socket
 from typing import Any
 
 import uvicorn
@@ -21,3 +23,19 @@ class Server(uvicorn.Server):
             )
         )
         application.state.stopping = lambda: self.should_exit
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn; but of what went wrong it says the last line alone, unless it is to say all."""
+        log = logging.getLogger("uvicorn.error")
+        if log.isEnabledFor(logging.DEBUG):
+            return await super().startup(sockets)
+        log.addFilter(_last_line)
+        try:
+            await super().startup(sockets)
+        finally:
+            log.removeFilter(_last_line)
+
+
+def _last_line(record: logging.LogRecord) -> bool:
+    record.msg = str(record.msg).strip().rpartition("\n")[2]
+    return True

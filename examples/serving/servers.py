@@ -48,7 +48,8 @@ class Server:
         asked_at: When it was asked last, by the monotonic clock.
         failed_at: When it failed last, likewise.
         failures: How often.
-        silent: Whether it did not say in time how it is.
+        answers: Whether it said how it is when it was looked at last.
+        silent: Whether it did not say so in time.
     """
 
     url: str
@@ -56,6 +57,7 @@ class Server:
     asked_at: float = 0.0
     failed_at: float = -_REST_SECONDS
     failures: int = 0
+    answers: bool = False
     silent: bool = False
     _waits: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -92,29 +94,30 @@ class Server:
         while True:
             try:
                 async with asyncio.timeout(silent_after):
-                    await client.get(f"{self.url}/stats")
+                    response = await client.get(f"{self.url}/stats")
             except (TimeoutError, httpx.TimeoutException):
                 self._fall_silent()
             except (httpx.HTTPError, httpx.InvalidURL):
-                self.silent = False  # whoever asks it for more hears as much
+                self.answers = self.silent = False  # whoever asks it for more hears as much
             else:
-                self.silent = False
+                self.answers, self.silent = response.is_success, False
             await asyncio.sleep(_LOOK_SECONDS)
 
     def failed(self, error: object) -> None:
         """It did not do what it was asked for."""
         self.failed_at = time.monotonic()
         self.failures += 1
-        _log.warning("%s failed: %r", self.url, error)
+        lost = "it did not answer in time" if isinstance(error, httpx.TimeoutException) else "the connection was lost"
+        _log.warning("%s failed: %s", self.url, str(error) or lost)
 
     def describe(self) -> dict[str, Any]:
         """How it is, as plain data."""
-        return {"url": self.url, "under_way": self.under_way, "failures": self.failures, "silent": self.silent}
+        return {name: getattr(self, name) for name in ("url", "under_way", "failures", "answers", "silent")}
 
     def _fall_silent(self) -> None:
         if not self.silent:
             _log.warning("%s does not answer any more", self.url)
-        self.silent = True
+        self.answers, self.silent = False, True
         for wait in self._waits:
             if not wait.expired():
                 wait.reschedule(0)

@@ -1,5 +1,6 @@
 """What is asked of the command line and makes no sense is said in a line, before anything is started."""
 
+import os
 import re
 import socket
 import subprocess
@@ -7,15 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.serving.__main__ import main
+from examples.serving.service import SIZES, Service, parser
 
 ROOT = Path(__file__).parents[3]
 
 
-def run(*options):
-    command = [sys.executable, "-m", "examples.serving", *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+def run(*options, **environment):
+    command, environment = [sys.executable, "-m", "examples.serving", *options], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +33,20 @@ def run(*options):
         (["router", "--decode", "http://x", "--admin", "127.0.0.1:0"], "--admin is of one prefill or decode server"),
         (["--decode", "http://127.0.0.1:9"], "--decode are of a router"),
         (["router"], "a router needs --decode"),
+        (["--tp", "x"], "--tp: 'x' is not P:D, ranks of a prefill and of a decode server"),
+        (["--tp", "0:1"], "--tp: '0:1' is not P:D"),
+        (["--tp", "3:1"], "--kv-heads 4 cannot be divided equally among 3 ranks"),
+        (["decode", "--device", "cpu,cpu,cpu"], "--kv-heads 4 cannot be divided equally among 3 ranks"),
+        (["--kv-heads", "3"], "--hidden 128 is no multiple of 6, the query heads"),
+        (["--head-dim", "33"], "--head-dim 33 is odd"),
+        (["--device", "cpu:3"], "--device: 'cpu:3' is neither cpu, cuda nor cuda:N"),
+        (["--device", "cpu,nonsense"], "--device: 'cpu,nonsense' is neither"),
+        (["--device", "cuda", "--decodes", "2"], "--device: there is no cuda:1, cuda:2 here: torch finds 1 GPUs"),
+        (["decode", "--device", "cuda:0,cuda:1"], "--device: there is no cuda:1 here"),
     ],
 )
 def test_options_that_nobody_reads_or_could_use_are_refused(monkeypatch, capsys, options, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["serving", *options])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -46,19 +60,43 @@ def test_a_process_ends_with_what_is_wrong_as_its_last_line():
     assert "a router needs --decode" in done.stderr.splitlines()[-1]
 
 
+def test_help_says_what_is_chosen_otherwise(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serving", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    said = " ".join(capsys.readouterr().out.split())
+    for value, what in SIZES.values():
+        assert f"{what} (default: {value})" in said
+    assert "till the router asks others (default: 10)" in said
+
+
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        service = Service(parser().parse_args(["--port", str(port)]))
+        with pytest.raises(SystemExit, match=f"127.0.0.1:{port} cannot be listened on"):
+            service.start()
+        assert service.processes == {}
         done = run("router", "--decode", "http://127.0.0.1:9", "--port", str(port))
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(rf"127\.0\.0\.1:{port} cannot be listened on: .*in use\n", done.stderr)
 
 
-def test_a_server_that_cannot_start_says_why_and_ends_like_a_program():
-    done = run("--port", "0", "--prefills", "0", "--device", "nonsense")
-    assert done.returncode == 1
-    assert "decode 0 has ended with code 3" in done.stdout
-    assert "nonsense" in done.stderr
-    assert "Fatal Python error" not in done.stderr
+@pytest.mark.parametrize("log", ["warning", "debug"])
+def test_a_server_that_cannot_start_says_why_in_a_line(log):
+    done = run("decode", "--port", "0", "--log", log, KVXFER_NONSENSE="1")
+    assert (done.returncode, done.stdout) == (3, "")
+    first, *others = done.stderr.splitlines()
+    assert ("Traceback" in done.stderr) == (log == "debug")
+    if log == "warning":
+        assert "environment variable KVXFER_NONSENSE is not a setting" in first
+        assert others == ["decode: Application startup failed. Exiting."]
+    assert "leaked" not in done.stderr
+
+
+def test_the_service_ends_with_a_server_that_cannot_start():
+    done = run("--port", "0", "--prefills", "0", KVXFER_NONSENSE="1")
+    assert (done.returncode, done.stdout) == (1, "decode 0 has ended with code 3\n")
+    assert "KVXFER_NONSENSE" in done.stderr

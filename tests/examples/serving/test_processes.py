@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from examples.serving.service import Service, parser
+
 openai = pytest.importorskip("openai")
 pytestmark = [
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
@@ -60,6 +62,16 @@ def service(tmp_path_factory):
                 process.wait(SECONDS)
             finally:
                 process.kill()
+
+
+async def test_it_is_ready_when_all_can_serve():
+    starting = Service(parser().parse_args([]))
+    starting.urls["router"] = "http://there"
+    starting._missing.add("router")
+    says = iter([False, True])
+    there = httpx.MockTransport(lambda _: httpx.Response(200, json={"ok": next(says)}))
+    async with httpx.AsyncClient(transport=there) as client:
+        assert [await starting.ready(client) for _ in range(3)] == [False, True, True]
 
 
 def test_the_official_client_gets_what_one_server_says(service):

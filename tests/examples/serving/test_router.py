@@ -3,13 +3,14 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from examples.serving import servers
-from examples.serving.api import PATHS
+from examples.serving.api import PATHS, ApiError
 
 COMMON = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny-llama"}
 CHOICE = {"index": 0, "logprobs": None, "text": "", "finish_reason": None}
@@ -30,6 +31,7 @@ OF_ANY = [
     {"content": "no gzip", "headers": {"content-encoding": "gzip"}},
     {"status_code": 302, "headers": {"location": "/login"}},
     {"status_code": 404, "content": "no"},
+    {"status_code": 404, "content": json.dumps(ApiError(404, "POST //v1/completions", "not_found").body)},
     {"status_code": 502, "content": b"\xff"},
 ]
 OF_PREFILL = [
@@ -72,6 +74,19 @@ class Impostor:
 def forgiving(monkeypatch):
     """A server that failed is asked again in its turn."""
     monkeypatch.setattr(servers, "_REST_SECONDS", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (httpx.ReadError(""), "the connection was lost"),
+        (httpx.ReadTimeout(""), "it did not answer in time"),
+        (servers.UnavailableError("status 502"), "status 502"),
+    ],
+)
+def test_a_failure_is_told_in_words(caplog, error, says):
+    servers.Server("http://there:8102").failed(error)
+    assert caplog.messages == [f"http://there:8102 failed: {says}"]
 
 
 async def test_a_prefill_server_that_cannot_be_understood_is_one_that_cannot_be_reached(service):

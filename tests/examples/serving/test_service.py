@@ -51,7 +51,9 @@ async def test_answers_are_those_of_one_server(service, alone, stream):
         else:
             response = await service.post(urls.router, prompt=prompt)
             assert text_of(response) == alone(prompt).text == text_of(await service.post(urls.decode, prompt=prompt))
-    assert (await service.stats(urls.decode))["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    stats = await service.stats(urls.decode)
+    assert stats["caches"] == {"fetched": len(PROMPTS), "recomputed": 0}
+    assert stats["digests_compared"] == len(PROMPTS)
     await service.idle("prefill", "decode")
 
 
@@ -303,6 +305,30 @@ async def test_a_prefill_that_fails_is_computed_by_the_decode_server(service, al
     assert text_of(await service.post(urls.router, prompt="Hello")) == alone("Hello").text
     assert (await service.stats(urls.decode))["caches"] == {"fetched": 0, "recomputed": 1}
     await service.idle("prefill", "decode")
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+async def test_a_router_says_whether_it_can_serve(service, impatient, on_failure):
+    prefill, decode = await service.prefill(), await service.decode()
+    router = await service.router([DEAD, prefill], [DEAD, decode], on_failure)
+
+    async def healthy():
+        answer = await service.client.get(f"{router}/health")
+        assert answer.json() == {"ok": answer.status_code == 200}
+        assert answer.status_code in {200, 503}
+        return answer.json()["ok"]
+
+    async def becomes(expected):
+        while await healthy() != expected:  # noqa: ASYNC110 - HTTP alone tells
+            await asyncio.sleep(0.005)
+
+    await becomes(True)
+    stats = await service.stats(router)
+    assert stats["ok"]
+    assert [server["answers"] for server in stats["decode"]] == [False, True]
+    service.stop(prefill if on_failure == "fail" else decode)
+    await becomes(False)
+    assert not (await service.stats(router))["ok"]
 
 
 async def test_servers_with_as_much_to_do_are_asked_by_turns(service, alone):
@@ -579,16 +605,20 @@ async def test_a_client_that_goes_in_the_midst_of_an_answer(service, stream):
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": 0.7}, "most likely"),
         ({"prompt": "x", "presence_penalty": 2}, "most likely"),
-        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: "),
-        ({"prompt": "x", "suffix": "y"}, "suffix: "),
+        ({"prompt": "x", "logit_bias": {"50": 100}}, "logit_bias: this example does not support it; leave it out"),
+        ({"prompt": "x", "suffix": "y"}, "suffix: this example does not support it"),
         ({"prompt": "x", "logprobs": 0}, "logprobs: "),
         ({"prompt": "x", "logprobs": True}, "probabilities"),
         ({"prompt": "x", "stream": "true"}, "stream: "),
         ({"prompt": "x", "stream_options": 5}, "stream_options: "),
-        ({"prompt": "x", "n": 2}, "n: "),
-        ({"prompt": "x", "stop": ["."]}, "stop: "),
-        ({"prompt": "x", "max_tokens": 100_000}, "too many"),
-        ({"prompt": "y" * 3000}, "too many"),
+        ({"prompt": "x", "n": 2}, "n: this example does not support any other value than 1"),
+        ({"prompt": "x", "stop": ["."]}, "stop: this example does not support it"),
+        ({"prompt": "x", "tools": [{}]}, "tools: this example does not support it"),
+        ({"prompt": ["x", "y"]}, "prompt: this example supports one text or one list of tokens"),
+        ({"prompt": ["1", "2"]}, "and not several prompts"),
+        ({"prompt": "x", "max_tokens": 100_000}, "2 tokens of the prompt and 100000 to generate are too many"),
+        ({"prompt": "x", "max_tokens": 100_000}, "a decode server has room for 2048"),
+        ({"prompt": "y" * 3000}, "3001 tokens of the prompt "),
     ],
 )
 async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
@@ -598,6 +628,15 @@ async def test_what_cannot_be_served_is_refused_by_name(service, body, says):
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_prompt_that_is_too_long_is_so_by_itself(service):
+    urls = await service.all()
+    for url in (urls.router, urls.prefill):
+        answer = await service.post(url, prompt="y" * 3000, kv_transfer_params={"do_remote_decode": True})
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == "3001 tokens of the prompt are too many: a prefill server has room for 1024"
 
 
 async def test_what_no_model_reads_is_refused_and_not_left_out(service):
@@ -652,6 +691,17 @@ async def test_who_leaves_in_the_midst_of_a_body_is_no_error(service, capsys):
     await service.eventually(lambda: connection not in service.connections(urls.router))
     assert text_of(await service.post(urls.router, prompt="Hello")) != ""
     assert capsys.readouterr().err == ""
+
+
+async def test_paths_and_methods_that_there_are_not(service):
+    urls = await service.all()
+    for url in (urls.router, urls.prefill, urls.decode):
+        nowhere = await service.client.get(f"{url}/v1/nowhere")
+        assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+        assert nowhere.json()["error"]["message"] == "GET /v1/nowhere: Not Found"
+        got = await service.client.get(f"{url}/v1/completions")
+        assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
+        assert got.headers["allow"] == "POST"
 
 
 async def test_bad_requests_of_other_kinds(service):

@@ -88,6 +88,7 @@ docs-serve: $(STAMP)
 # installed again only when the pins or the package's metadata change
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): this takes some minutes"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,examples,bench,admin,otel,ray,docs]"
 	touch $@

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,21 @@ def digest(cache: list[torch.Tensor], blocks: list[int]) -> str:
     return hashlib.sha256(tokens.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
+def received(ticket_file: Path | None) -> dict[str, Any]:
+    """What prefill.py published; it may take its time."""
+    if ticket_file is None:
+        return json.loads(sys.stdin.readline() or sys.exit("decode: no ticket came"))
+    while not ticket_file.exists():
+        time.sleep(0.1)
+    return json.loads(ticket_file.read_text())
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fetch a request's KV cache.")
-    parser.add_argument("ticket", type=Path, nargs="?", help="file that prefill.py wrote; stdin if left out")
+    parser.add_argument("ticket", type=Path, nargs="?", help="file that prefill.py writes; stdin if left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     arguments = parser.parse_args()
-    line = arguments.ticket.read_text() if arguments.ticket else sys.stdin.readline()
-    sys.exit(0 if asyncio.run(decode(arguments.device, json.loads(line))) else 1)
+    try:
+        sys.exit(0 if asyncio.run(decode(arguments.device, received(arguments.ticket))) else 1)
+    except kvxfer.KvxferError as error:
+        sys.exit(f"decode: {type(error).__name__}: {error}")

@@ -40,8 +40,10 @@ def publish(ticket: dict[str, object], ticket_file: Path | None) -> None:
     if ticket_file is None:
         print(line, flush=True)
     else:
-        ticket_file.touch(mode=0o600)
-        ticket_file.write_text(line + "\n")
+        fresh = ticket_file.with_name(f"{ticket_file.name}.new")  # nobody reads half of it
+        fresh.touch(mode=0o600)
+        fresh.write_text(line + "\n")
+        fresh.replace(ticket_file)
 
 
 def digest(cache: list[torch.Tensor], blocks: list[int]) -> str:
@@ -55,4 +57,8 @@ if __name__ == "__main__":
     parser.add_argument("ticket", type=Path, nargs="?", help="file to write the ticket to; stdout if left out")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     arguments = parser.parse_args()
-    asyncio.run(prefill(arguments.device, arguments.ticket))
+    try:
+        asyncio.run(prefill(arguments.device, arguments.ticket))
+    finally:
+        if arguments.ticket:
+            arguments.ticket.unlink(missing_ok=True)  # it is worth nothing any more

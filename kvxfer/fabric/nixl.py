@@ -271,6 +271,8 @@ class NixlTransport:
         self._lanes.strays()
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
+        if incarnation == self._incarnation:  # NIXL knows itself, and refuses to be told
+            return peer
         named: set[str] = set()
         try:
             for blob in blobs:
@@ -291,6 +293,8 @@ class NixlTransport:
         self._known.pop(peer, None)
         self._lost.discard(peer)
         self._lanes.forget(peer)
+        if peer == self._name:
+            return
         try:
             agent.remove_remote_agent(peer)
         except self._errors as error:

@@ -26,7 +26,18 @@ from scene import (
     tickets,
 )
 
-from kvxfer import Config, KvxferError, MemoryInDoubt, PeerLostError, TransferFailedError, proving
+from kvxfer import (
+    READY,
+    CacheTensor,
+    Config,
+    KvxferError,
+    MemoryInDoubt,
+    PeerLostError,
+    TransferFailedError,
+    Worker,
+    proving,
+    shared_empty,
+)
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.ucx import is_tcp
 
@@ -280,3 +291,22 @@ async def test_a_decode_process_that_is_killed_in_the_middle(near):
         assert isinstance(ending, KvxferError) or ending[0] == "Expired", ending
     assert ended[0][0] == "Expired"  # staged: nobody reads the blocks but our own copies
     assert near.intact()
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "mapped"])
+async def test_a_worker_may_fetch_from_itself(route):
+    """NIXL refuses to be told what it is itself."""
+    cache = shared_empty((2, 8, 16, 2, 8)).fill_(7.0)
+    cache[:, :3].uniform_()
+    tensor = CacheTensor(cache, "kv block token head dim", layers=[0], heads=range(2))
+    expected = cache.clone()
+    expected[:, 5:] = expected[:, :3]
+    async with Worker([tensor], Config(route=route, **SIZES)) as worker:
+        for request in "ab":
+            offer = worker.offer(request, [0, 1, 2], tokens=48)
+            ticket = worker.engine.ticket(request)
+            await worker.fetch(ticket, [5, 6, 7], tokens=range(48), after=READY, timeout=20)
+            assert torch.equal(cache, expected)
+            cache[:, 5:] = 0.0
+            await offer.released()
+        await worker.decline(worker.engine.ticket("c"))

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvxfer.errors import FabricError
 
-__all__ = ["agent_name", "check_owner", "pack", "unpack"]
+__all__ = ["agent_name", "check_owner", "is_of_worker", "pack", "unpack"]
 
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
@@ -21,6 +21,11 @@ _WORKERS: Final = re.compile(r"(kvxfer-[0-9a-f]{32})(\.[0-9]+)?")
 def agent_name(incarnation: bytes) -> str:
     """How the agent of a worker is called."""
     return f"kvxfer-{incarnation.hex()[:32]}"
+
+
+def is_of_worker(agent: str) -> bool:
+    """Whether it is a name that `check_owner` keeps to one worker."""
+    return _WORKERS.fullmatch(agent) is not None
 
 
 def check_owner(metadata: bytes, incarnation: bytes) -> None:

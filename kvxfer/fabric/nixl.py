@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
-from kvxfer.fabric.envelope import pack, unpack
+from kvxfer.fabric.envelope import is_of_worker, pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
 from kvxfer.fabric.told import LaneBook, ucx_log
 from kvxfer.telemetry import logger
@@ -271,8 +271,8 @@ class NixlTransport:
         self._lanes.strays()
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
-        if incarnation == self._incarnation:  # NIXL knows itself, and refuses to be told
-            return peer
+        if (peer, incarnation) == (self._name, self._incarnation) and is_of_worker(peer):
+            return peer  # NIXL knows itself, and refuses to be told; nobody else gets here under our name
         named: set[str] = set()
         try:
             for blob in blobs:

@@ -222,6 +222,27 @@ def test_a_restarted_peer_must_be_disconnected_before_it_is_met_again():
 
 
 @needs_nixl
+def test_an_agent_writes_into_its_own_memory_if_nobody_else_can_go_by_its_name():
+    """What says to be it would be written into its memory."""
+    worker, free = Agent(envelope.agent_name(bytes(32))), Agent("free")
+    for number in range(2):  # and once it is disconnected
+        name = worker.transport.connect(worker.transport.metadata(worker.tokens))
+        worker.buffers[0][:] = 7 + number
+        source, target = worker.buffers[0][: SIZE // 2], worker.buffers[0][SIZE // 2 :]
+        target[:] = 0
+        finish(worker.transport.post(name, Operation.WRITE, descriptors(source), descriptors(target)), worker)
+        assert (target == 7 + number).all()
+        worker.transport.disconnect(name)
+    _, name, blobs = envelope.unpack(worker.transport.metadata(worker.tokens))
+    with pytest.raises(FabricError):
+        worker.transport.connect(envelope.pack(bytes(16), name, blobs))
+    with pytest.raises(FabricError):  # any name may be anybody's that is no worker's
+        free.transport.connect(free.transport.metadata(free.tokens))
+    worker.close()
+    free.close()
+
+
+@needs_nixl
 def test_everything_is_given_back_once(pair):
     a, b = pair
     peer = a.transport.connect(b.transport.metadata(b.tokens))

@@ -45,9 +45,11 @@ def received(ticket_file: Path | None) -> dict[str, Any]:
     """What prefill.py published; it may take its time."""
     if ticket_file is None:
         return json.loads(sys.stdin.readline() or sys.exit("decode: no ticket came"))
-    while not ticket_file.exists():
-        time.sleep(0.1)
-    return json.loads(ticket_file.read_text())
+    while True:
+        try:
+            return json.loads(ticket_file.read_text())
+        except FileNotFoundError:
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

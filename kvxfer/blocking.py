@@ -343,11 +343,7 @@ class BlockingWorker:
             ClosedError: If nothing is registered.
         """
         service, parsed = self._open, Ticket.parse(ticket)
-
-        def begin() -> None:  # behind the claim, which is posted as well
-            service.thread.submit(_decline(service.worker, parsed))
-
-        self._post(service, begin)
+        service.thread.submit(_decline(service.worker, parsed))
 
     def start_fetch(
         self,

@@ -25,6 +25,8 @@ _log: Final = logger("kvxfer.receive")
 _MAX_CLAIMS: Final = 65_536
 _RETRY_SECONDS: Final = 1.0
 """After how long a rank that was not reached is tried again at most; or a heartbeat of ours, if that is shorter."""
+_SLOWER: Final = 6
+"""How often the pause doubles for a rank that answers, and is not the one that is meant."""
 _RANKS_A_TURN: Final = 512
 """To how many ranks something new is said in one turn of the loop."""
 
@@ -53,7 +55,7 @@ class _Rank:
         endpoint: Where it is said to be.
         at: Where the last link to it led: hosts can have two names.
         reaching: Whether it is being connected: it is told everything when it is there, and nothing before.
-        away: Whether it was not reached the last time, which has been logged.
+        failures: How often in a row it was not reached; the first has been logged.
         due: When it is told everything again.
         timer: Fires then.
     """
@@ -61,7 +63,7 @@ class _Rank:
     endpoint: str
     at: str
     reaching: bool = False
-    away: bool = False
+    failures: int = 0
     due: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -191,7 +193,7 @@ class Claims:
             return
         link = self._peers.known(rank.at, engine.epoch)
         if link is not None:
-            rank.away = False
+            rank.failures = 0
             self._arm(engine, rank, link.heartbeat)  # its leases are longer than two of its own
             _send(link, kept)
         else:
@@ -200,18 +202,17 @@ class Claims:
             self._site.tasks.spawn(self._reach(engine, rank), f"kvxfer claim at {rank.endpoint}", spare=True)
 
     async def _reach(self, engine: _Engine, rank: _Rank) -> None:
-        heartbeat = self._site.config.heartbeat
-        pause = min(heartbeat, _RETRY_SECONDS)
+        pause = _RETRY_SECONDS
         try:
             link = await self._peers.link(rank.endpoint, engine.epoch)
-            rank.at, rank.away, pause = link.endpoint, False, link.heartbeat
+            rank.at, rank.failures, pause = link.endpoint, 0, link.heartbeat
             _send(link, engine.kept.values())
         except KvxferError as error:
-            if isinstance(error, (IdentityError, MismatchError)):  # whoever answers will say so again
-                pause = heartbeat
-            pause = max(pause, error.retry_after or 0.0)
-            if not rank.away:
-                rank.away = True
+            if isinstance(error, (IdentityError, MismatchError)):  # whoever answers may well say so again
+                pause *= 2 ** min(rank.failures, _SLOWER)
+            pause = max(min(pause, self._site.config.heartbeat), error.retry_after or 0.0)
+            rank.failures += 1
+            if rank.failures == 1:
                 _log.warning("claim_not_sent", count=len(engine.kept), endpoint=rank.endpoint, error=str(error))
         finally:
             rank.reaching = False

@@ -106,10 +106,25 @@ class LoopThread:
             if self._closed:
                 work.close()
                 raise _closed_error()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = Future[_T]()
             self._futures.add(future)
+            self._hand_over(partial(copy_context().run, self._begin, work, future))
         future.add_done_callback(self._futures.discard)
         return future
+
+    def _begin(self, work: Coroutine[Any, Any, _T], future: "Future[_T]") -> None:
+        """As `asyncio.run_coroutine_threadsafe` does, whose way to the loop would be another than that of `post`."""
+        if future.cancelled():
+            work.close()
+            return
+        task = self._loop.create_task(work)
+        task.add_done_callback(partial(_tell, future))
+
+        def given_up(future: "Future[_T]") -> None:
+            if future.cancelled() and not task.done():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        future.add_done_callback(given_up)
 
     def call(self, work: Callable[[], _T]) -> _T:
         """Run a function on the loop and wait for what it returns. Not from the loop's own thread.
@@ -223,6 +238,17 @@ class LoopThread:
             if not self._closed:
                 self._closed = True
                 self._hand_over(self._stop.set)
+
+
+def _tell(future: "Future[_T]", task: "asyncio.Task[_T]") -> None:
+    """How a task has ended."""
+    if task.cancelled():
+        future.cancel()
+    if future.set_running_or_notify_cancel():
+        if (error := task.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
 
 def state_under_way(transfer: Transfer) -> TransferState:

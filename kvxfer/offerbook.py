@@ -283,7 +283,11 @@ class OfferBook:
                 until, key = heapq.heappop(self._ends)
                 if self._watched.get(key) == until:
                     del self._watched[key]
-                    self._look_at(key, now)
+                    try:
+                        self._look_at(key, now)
+                    except BaseException:
+                        self._watch(key, now + heartbeat)
+                        raise
         finally:  # whatever one of them meets, others end
             self._arm()
 

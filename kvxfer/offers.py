@@ -220,7 +220,8 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
 class Offer:
     """One request on offer, as its owner sees it. Made by `Worker.offer`.
 
-    In a process that was forked off this one every method raises `ForkedError`, in another thread `UsageError`.
+    In a process that was forked off this one every method raises `ForkedError`, in another thread or on another loop
+    `UsageError`.
 
     Attributes:
         request: Its id.

@@ -120,13 +120,16 @@ class Receiver:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
         self._claims.drop(ticket.key)
-        epoch = bytes.fromhex(ticket.epoch)
-        links = await asyncio.gather(
-            *(self._peers.link(endpoint, epoch) for endpoint in ticket.rank_endpoints), return_exceptions=True
-        )
+        epoch, others, release = bytes.fromhex(ticket.epoch), list[str](), Release(ticket.ref(), Code.CANCELLED)
+        for endpoint in ticket.rank_endpoints:
+            if (known := self._peers.known(endpoint, epoch)) is not None:
+                known.send(release)  # at once: the worker may be about to close
+            else:
+                others.append(endpoint)
+        links = await asyncio.gather(*(self._peers.link(other, epoch) for other in others), return_exceptions=True)
         for link in links:
             if isinstance(link, Link):
-                link.send(Release(ticket.ref(), Code.CANCELLED))
+                link.send(release)
         for link in links:
             if isinstance(link, BaseException):
                 raise link

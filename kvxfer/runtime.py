@@ -160,13 +160,12 @@ class Home:
     """Where something lives: in a process, whose threads a forked child does not have, and perhaps on a loop of it.
 
     Args:
-        loop: The loop that alone may use it, seen from the thread that runs it; None if any thread may.
+        loop: The loop that alone may use it, while it runs; None if any thread may.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._process: Final = os.getpid()
         self._loop: Final = loop
-        self._thread: Final = threading.get_ident()
 
     @property
     def here(self) -> bool:
@@ -185,8 +184,7 @@ class Home:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
-        between = running is None and threading.get_ident() == self._thread  # two runs of the loop
-        if self._loop not in (None, running) and not between:
+        if self._loop not in (None, running) and (running is not None or self._loop.is_running()):
             which = "no" if running is None else "another"
             raise UsageError(
                 f"thread {threading.current_thread().name!r} runs {which} event loop; a worker, its offers and fetches "

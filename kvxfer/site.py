@@ -59,6 +59,7 @@ class Tasks:
     """Tasks that the worker owns: whoever waits for them only looks on, and closing waits for all of them."""
 
     def __init__(self) -> None:
+        self._loop: Final = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spare: set[asyncio.Task[Any]] = set()  # of these
 
@@ -82,7 +83,7 @@ class Tasks:
                 nobody waits for ever for what it was to do.
             spare: Nobody needs it when all others have ended.
         """
-        task = asyncio.create_task(work, name=name)
+        task = self._loop.create_task(work, name=name)  # also between two runs of the loop
         self._tasks.add(task)
         if spare:
             self._spare.add(task)

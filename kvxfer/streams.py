@@ -6,6 +6,7 @@ file permissions guard them, and the kernel says who is at the other end.
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
 import os
 import socket
@@ -22,6 +23,7 @@ from kvxfer.config import Config
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ConfigError, UnreachableError
 from kvxfer.link import Link
+from kvxfer.mapped.home import here
 from kvxfer.protocol.session import Role
 from kvxfer.runtime import Runtime
 from kvxfer.site import Tasks
@@ -34,9 +36,7 @@ _ACCEPT_PAUSE: Final = 1.0
 """Seconds until accepting is tried again when the process has no descriptor left."""
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
-_PREFIX: Final = "kvxfer-"
-_SOCKET: Final = "worker.sock"
-"""A worker that listens where it likes has a folder of its own for its socket, which only its user may enter."""
+_SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
 _ABANDONED_SECONDS: Final = 3600.0
 _log: Final = logger("kvxfer.link")
 
@@ -128,7 +128,7 @@ class Streams:
     async def _listen_unix(self, where: str) -> Listener:
         if where == "unix":
             await self._runtime.in_thread(_clear_abandoned)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX)) if where == "unix" else None
+        folder = Path(tempfile.mkdtemp(prefix=_prefix())) if where == "unix" else None
         path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
         _clear_stale(path)
         loop = asyncio.get_running_loop()
@@ -366,9 +366,17 @@ def _bind(where: Endpoint) -> list[socket.socket]:
     return sockets
 
 
+def _prefix() -> str:
+    """Of folders for sockets of workers on this host: others may share the folder for temporary files."""
+    return f"kvxfer-{hashlib.sha256(here().partition(' ')[0].encode()).hexdigest()[:6]}-"
+
+
 def _clear_abandoned() -> None:
     """Remove this user's folders of workers that were killed; not a young one, whose worker may be about to listen."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_SOCKET}"):
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths += Path(tempfile.gettempdir()).glob(f"{_prefix()}*/{_SOCKET}") if here() else ()
+    for path in paths:
         with contextlib.suppress(OSError):  # somebody listens, or another worker was faster
             folder = path.parent.lstat()
             if folder.st_uid == os.geteuid() and time.time() - folder.st_mtime > _ABANDONED_SECONDS:

@@ -4,7 +4,7 @@
         offer = worker.offer("req-1", blocks, tokens=4096, after=event)      # prefill
         result = await worker.fetch(ticket, blocks, tokens=range(0, 4096), after=event)   # decode
 
-Everything below runs on the loop that entered it, and is refused elsewhere; copies and posts run in threads of its own.
+What is done runs on the loop that entered it, and is refused elsewhere; copies and posts run in threads of its own.
 """
 
 import asyncio

@@ -29,9 +29,9 @@ def left(folder, *, age, is_socket=True):
     folder.mkdir(mode=0o700)
     sock = socket.socket(socket.AF_UNIX)
     if is_socket:
-        sock.bind(str(folder / "worker.sock"))
+        sock.bind(str(folder / "sock"))
     else:
-        (folder / "worker.sock").write_text("no socket")
+        (folder / "sock").write_text("no socket")
     changed = folder.stat().st_mtime - age
     os.utime(folder, (changed, changed))
     return sock
@@ -45,15 +45,15 @@ async def open_and_close():
 
 
 async def test_a_socket_that_nobody_listens_at_for_long_goes_with_its_folder(temporary):
-    left(temporary / "kvxfer-dead", age=LONG_AGO).close()
-    left(temporary / "kvxfer-young", age=10).close()  # as between making the socket and listening
-    left(temporary / "other-dead", age=LONG_AGO).close()
-    left(temporary / "kvxfer-file", age=LONG_AGO, is_socket=False).close()
-    with left(temporary / "kvxfer-live", age=LONG_AGO) as listening:
+    ours = Path((await open_and_close()).removeprefix("unix:")).parent.name[:-8]  # and eight letters of its own
+    left(temporary / f"{ours}dead", age=LONG_AGO).close()
+    left(temporary / f"{ours}young", age=10).close()  # as between making the socket and listening
+    left(temporary / "kvxfer-named", age=LONG_AGO).close()  # by the user, or on another host
+    left(temporary / f"{ours}file", age=LONG_AGO, is_socket=False).close()
+    with left(temporary / f"{ours}live", age=LONG_AGO) as listening:
         listening.listen()
-        (temporary / "kvxfer-empty").mkdir()
-        endpoint = await open_and_close()
-        remain = {path.name for path in temporary.iterdir()}
-    assert endpoint.startswith(f"unix:{temporary}/kvxfer-")
-    assert remain == {"kvxfer-young", "other-dead", "kvxfer-file", "kvxfer-live", "kvxfer-empty"}
-    assert (temporary / "kvxfer-live" / "worker.sock").is_socket()
+        (temporary / f"{ours}empty").mkdir()
+        await open_and_close()
+        remain = {path.name.removeprefix(ours) for path in temporary.iterdir()}
+    assert remain == {"young", "kvxfer-named", "file", "live", "empty"}
+    assert (temporary / f"{ours}live" / "sock").is_socket()

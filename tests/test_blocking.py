@@ -593,6 +593,19 @@ def test_a_claim_that_is_declined_at_once_is_kept_no_more(pair):
     eventually(lambda: kept(pair.decode) == 0)
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_what_is_declined_as_the_worker_closes_is_released(drain):
+    with Pair() as pair:
+        pair.prefill.offer("first", [3], tokens=16)
+        pair.fetch("first", [3], 16)
+        event(pair.decode, Fetched)
+        event(pair.prefill, OfferReleased)
+        pair.prefill.offer("r", [3], tokens=16)
+        pair.decode.decline(pair.prefill.engine.ticket("r"))
+        pair.decode.close(drain=drain)
+        event(pair.prefill, OfferReleased)
+
+
 def test_a_claim_too_many_is_logged(pair, monkeypatch, caplog):
     monkeypatch.setattr(claims, "_MAX_CLAIMS", 1)
     held = [pair.decode.claim(pair.prefill.engine.ticket(name)) for name in "rst"]

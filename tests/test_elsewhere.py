@@ -134,11 +134,15 @@ async def test_what_only_reads_may_be_called_from_any_thread(pair):
     assert (await asyncio.wrap_future(described))["custody"] == decode.describe()["custody"]
 
 
-def test_between_two_runs_of_its_loop_the_same_thread_may_call():
-    network, cache = LoopbackNetwork(), torch.ones(8, 16, 2, 4)
+def test_between_two_runs_of_its_loop_a_worker_may_be_called():
+    network, cache = LoopbackNetwork(), torch.zeros(8, 16, 2, 4)
+    cache[0] = 1.0
     with asyncio.Runner() as runner:
         worker = kvxfer.Worker(tensors(cache), config("p"), transport=LoopbackTransport("p", network))
         runner.run(worker.__aenter__())
-        offer = worker.offer("r", [0], tokens=16, after=kvxfer.READY)
-        runner.run(offer.withdraw())
+        worker.offer("r", [0], tokens=16, after=kvxfer.READY)
+        transfer = worker.start_fetch(worker.engine.ticket("r"), [1], tokens=TOKENS, after=kvxfer.READY)
+        runner.run(waited(transfer))
+        assert bool((cache[1] == 1).all())
+        assert not worker.describe()["custody"].held_blocks
         runner.run(worker.aclose())

@@ -11,6 +11,7 @@ called from the scheduler's thread.
 import secrets
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -22,15 +23,7 @@ from kvxfer.errors import ConfigError, FabricError, KvxferError, MissingExtraErr
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang.caches import Rows, describe
 from kvxfer.integrations.sglang.decode import Receiving
-from kvxfer.integrations.sglang.meeting import (
-    Directory,
-    Engine,
-    Meeting,
-    ask,
-    keep_registering,
-    register_room,
-    rooms_of,
-)
+from kvxfer.integrations.sglang.meeting import Directory, Engine, Meeting, ask, keep_registering, register_room
 from kvxfer.integrations.sglang.prefill import Sending
 from kvxfer.integrations.sglang.rooms import Rooms, request_of
 from kvxfer.telemetry import logger
@@ -61,6 +54,7 @@ __all__ = ["KvxferKVBootstrapServer", "KvxferKVManager", "KvxferKVReceiver", "Kv
 
 _log: Final = logger("kvxfer.sglang")
 _PLUGIN: Final = "kvxfer"
+_QUERIES_AT_ONCE: Final = 4  # one a prefill server is under way
 _ANYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - what is connected to instead
 
 
@@ -87,7 +81,9 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         self.dp_size = parallel.attn_dp_size if whole else parallel.dp_size
         self.dp_rank = parallel.attn_dp_rank if whole else args.system_dp_rank or 0
         self._by_room = parallel.load_balance_method == "follow_bootstrap_room"
-        self.says_where = self.dp_size > 1 and not self._by_room and parallel.attn_tp_rank == 0
+        asked_where = not self._by_room or envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get()
+        self.says_where = self.dp_size > 1 and asked_where and parallel.attn_tp_rank == 0
+        self._queries: Final = ThreadPoolExecutor(_QUERIES_AT_ONCE, thread_name_prefix="kvxfer-sglang-query")
         self._registering: threading.Thread | None = None
         self._held: dict[int, Receiving] = {}  # that have failed, and whose pages sglang keeps meanwhile
         device = torch.device("cuda", args.gpu_id) if torch.cuda.is_available() else torch.device("cpu")
@@ -189,8 +185,16 @@ class KvxferKVManager(BaseKVManager):  # type: ignore[misc]  # its base is Any t
         del payload
         kv_receiver.refuse("kvxfer does not hand over a retracted request again")
 
+    def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:
+        """Where sglang's scheduler asks a bootstrap server which data-parallel ranks have its requests.
+
+        sglang's own backends also compute retracted requests again there, which its name says.
+        """
+        return self._queries
+
     def close(self) -> None:
         """Stop the worker. Blocks."""
+        self._queries.shutdown(wait=False, cancel_futures=True)
         self.rooms.worker.close(drain=False)
 
 
@@ -341,15 +345,6 @@ class KvxferKVReceiver(BaseKVReceiver):  # type: ignore[misc]  # likewise
         self.abort_notified = True
         self.kv_mgr.hold(self.bootstrap_room, self._inner)
 
-    @staticmethod
-    def query_prefill_dp_ranks(bootstrap_addr: str, bootstrap_rooms: list[int]) -> dict[str, int]:
-        """Which data-parallel ranks of a prefill server requests went to, of those that it knows."""
-        try:
-            return rooms_of(bootstrap_addr, bootstrap_rooms)
-        except UnreachableError as error:
-            _log.warning("prefill_server_not_found", address=bootstrap_addr, error=str(error))
-            return {}
-
     def _lost(self) -> None:
         self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
@@ -399,6 +394,10 @@ def _check(parallel: Any) -> None:
     if policy != "early":
         raise ConfigError(
             f"--disaggregation-decode-allocation-policy {policy} is not supported by kvxfer: leave it out"
+        )
+    if envs.SGLANG_DISAGG_STAGING_BUFFER.get():
+        raise ConfigError(
+            "SGLANG_DISAGG_STAGING_BUFFER is not supported by kvxfer, which has buffers of its own: unset it"
         )
 
 

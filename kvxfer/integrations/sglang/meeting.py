@@ -21,7 +21,7 @@ from kvxfer.jsonhttp import NoAnswerError, json_from
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer
 
-__all__ = ["Directory", "Engine", "Meeting", "ask", "keep_registering", "register", "register_room", "rooms_of"]
+__all__ = ["Directory", "Engine", "Meeting", "ask", "keep_registering", "register", "register_room"]
 
 _MOST_BYTES: Final = 16 << 20
 _MOST_ROOMS: Final = 65_536
@@ -218,11 +218,6 @@ def keep_registering(address: str, engine: Engine, patience: float) -> threading
 def register_room(address: str, room: int, dp_rank: int) -> None:
     """Tell it which data-parallel rank a request went to. Blocks and raises as `register` does."""
     _call(address, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank}, dict[str, Any])
-
-
-def rooms_of(address: str, rooms: list[int]) -> dict[str, int]:
-    """Ask it which data-parallel ranks requests went to. Blocks and raises as `register` does."""
-    return _call(address, "/query_dp_ranks", {"bootstrap_rooms": rooms}, dict[str, int])
 
 
 def ask(address: str) -> Directory:

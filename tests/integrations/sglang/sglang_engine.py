@@ -7,11 +7,13 @@ steps all ranks of an engine, and takes the least.
 import logging
 import threading
 from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import sglang_stand_in
 import torch
+from sglang_stand_in import query_prefill_dp_ranks
 
 LAYERS, PAGES, PAGE, HEADS, DIM, ROWS = 2, 32, 4, 4, 8, 8
 UNTOUCHED = -1.0
@@ -116,6 +118,8 @@ class Rank:
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": told["bootstrap_timeout"],
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": told["waiting_timeout"],
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": told["deferred"],
+            "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": told["force_query"],
+            "SGLANG_DISAGG_STAGING_BUFFER": told["staging"],
             "SGLANG_PLUGINS": "kvxfer",
         }
 
@@ -170,6 +174,7 @@ class Engine:
             raise self.errors[0]
         self.free = list(range(1, PAGES))
         self.requests: dict[int, SimpleNamespace] = {}
+        self._queries: dict[str, tuple[list[int], Future[dict[str, int]]]] = {}  # by address
         self._used: set[int] = set()  # pages that were written once
 
     def _open(self, rank: int) -> None:
@@ -279,6 +284,7 @@ class Engine:
             self._run_batch()
             self._process_inflight_queue()
         else:
+            self._prefetch_prefill_dp_rank_queries()
             self._resolve_deferred_releases()
             self._ensure_prefill_info()
             self._pop_preallocated()
@@ -377,17 +383,35 @@ class Engine:
 
     # --- decode
 
+    def _resolve_prefill_dp_rank(self, request: SimpleNamespace) -> int | None:
+        info = self.ranks[0].manager.prefill_info_table.get(request.peers[0].bootstrap_addr)
+        if info is None:
+            return None
+        if info.dp_size == 1:
+            return 0
+        return request.room % info.dp_size if info.follow_bootstrap_room and not self.told["force_query"] else None
+
+    def _prefetch_prefill_dp_rank_queries(self) -> None:
+        for request in self._in("bootstrap"):
+            address, manager = request.peers[0].bootstrap_addr, self.ranks[0].manager
+            known = manager.prefill_info_table.get(address) is not None
+            if known and address not in self._queries and self._resolve_prefill_dp_rank(request) is None:
+                rooms = [other.room for other in self._in("bootstrap") if other.peers[0].bootstrap_addr == address]
+                asked = manager._ensure_prefill_recompute_executor().submit(query_prefill_dp_ranks, address, rooms)
+                self._queries[address] = rooms, asked
+
     def _ensure_prefill_info(self) -> None:
         for request in self._in("bootstrap"):
             address = request.peers[0].bootstrap_addr
             if all(rank.manager.try_ensure_parallel_info(address) for rank in self.ranks):
-                info = self.ranks[0].manager.prefill_info_table[address]
-                dp_rank = 0 if info.dp_size == 1 else request.room % info.dp_size
-                if info.dp_size > 1 and not info.follow_bootstrap_room:
-                    found = type(request.peers[0]).query_prefill_dp_ranks(address, [request.room])
-                    if str(request.room) not in found:
+                dp_rank = self._resolve_prefill_dp_rank(request)
+                if dp_rank is None:
+                    rooms, asked = self._queries.pop(address, ((), None))
+                    found = asked.result() if asked and request.room in rooms else None
+                    if found is None:
+                        found = query_prefill_dp_ranks(address, [request.room])
+                    if (dp_rank := found.get(str(request.room))) is None:
                         continue
-                    dp_rank = found[str(request.room)]
                 for peer in request.peers:
                     peer.init(dp_rank)
                 request.queue = "prealloc"

@@ -4,7 +4,8 @@
     python tests/integrations/sglang/sglang_record.py /tmp/sglang/sglang-*.whl
 
 sglang is under the Apache License 2.0; no code or text of it is copied. Signatures are written as those of vLLM are.
-`read` lists what sglang's schedulers read of managers, senders and receivers.
+`read` lists what sglang's schedulers read of the objects that they are given, and in which functions: an excuse for one
+function that reads a name is none for the next. What a function asks for first (`hasattr`, `getattr`) is left out.
 """
 
 import ast
@@ -43,33 +44,34 @@ FUNCTIONS = {
 }
 METHODS = {
     "CommonKVManager": {
+        "_ensure_prefill_recompute_executor",
         "clear_deferred_abort_state",
         "is_abort_release_safe",
         "submit_prefill_recompute",
         "try_ensure_parallel_info",
     },
-    "CommonKVReceiver": {"ensure_abort_notified", "query_prefill_dp_ranks"},
+    "CommonKVReceiver": {"ensure_abort_notified"},
     "CommonKVSender": {"poll_pp_consensus"},
     "HookRegistry": {"register"},
     "ModelConfig": {"from_server_args", "get_total_num_kv_heads"},
 }
 """Of classes that have many, those that are called."""
-SCHEDULERS = (
-    "sglang/srt/disaggregation/decode.py",
-    "sglang/srt/disaggregation/decode_hicache_mixin.py",
-    "sglang/srt/disaggregation/prefill.py",
-    "sglang/srt/disaggregation/utils.py",
-    "sglang/srt/managers/scheduler.py",
-)
+SCHEDULERS = ("sglang/srt/disaggregation/", "sglang/srt/managers/")
+BACKENDS = {"ascend", "base", "common", "encoder", "mooncake", "mori", "nixl"}
+"""Folders of other backends, which read only of what is their own; `fake` is given a manager of any backend."""
 OBJECTS = {
-    "manager": r"\b(?:kv_manager|kv_mgr)\.(\w+)",
-    "sender": r"\b(?:disagg_kv_sender|sender)\.(\w+)",
-    "receiver": r"\bkv_receiver\.(\w+)",
+    "manager": {"_current_kv_manager", "kv_manager", "kv_mgr"},
+    "sender": {"disagg_kv_sender", "poller"},
+    "receiver": {"kv_receiver", "poller"},
+    "directory": {"prefill_info"},
 }
+"""What they are called wherever they are read; a variable that is given one of them is found."""
 ENVIRONMENT = (
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE",
+    "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+    "SGLANG_DISAGG_STAGING_BUFFER",
     "SGLANG_PLUGINS",
 )
 
@@ -91,9 +93,48 @@ def functions(source):
     return {node.name: parameters(node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
+def called(node):
+    """The last name of an expression: the same of `self.queue.kv_manager` and `getattr(queue, "kv_manager")`."""
+    match node:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(ast.Name("getattr"), [_, ast.Constant(name), *_]):
+            return name
+        case ast.Call(function):
+            return called(function)
+        case ast.IfExp(body=body):
+            return called(body)
+    return None
+
+
+def reads(function, names):
+    """What one function reads of objects of these names, and does not ask for first."""
+    known, asked, found = set(names), set(), set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and called(node.value) in names:
+            known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(ast.Name("hasattr" | "getattr" as how), [of, ast.Constant(name), *rest]) if (
+                called(of) in known
+            ):
+                (asked if rest or how == "hasattr" else found).add(name)
+            case ast.Attribute(of, name, ast.Load()) if called(of) in known:
+                found.add(name)
+    return found - asked
+
+
+def read_in(source):
+    """What the functions of a module read: kind, name, function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for kind, names in OBJECTS.items():
+                yield from ((kind, name, node.name) for name in reads(node, names))
+
+
 def record(wheel):
     """Everything of one release."""
-    found, called, read = {}, {}, {kind: set() for kind in OBJECTS}
+    found, given, read = {}, {}, {kind: {} for kind in OBJECTS}
     with zipfile.ZipFile(wheel) as files:
 
         def source(path):
@@ -109,16 +150,18 @@ def record(wheel):
                 found[name] = entry | ({"values": assigned[name]} if assigned[name] else {})
         for path, names in FUNCTIONS.items():
             known = functions(source(path))
-            called |= {name: known[name] for name in names}
-        for path in SCHEDULERS:
-            for kind, pattern in OBJECTS.items():
-                read[kind] |= set(re.findall(pattern, source(path)))
+            given |= {name: known[name] for name in names}
+        for path in files.namelist():
+            if path.startswith(SCHEDULERS) and path.endswith(".py") and path.split("/")[3] not in BACKENDS:
+                text = source(path)
+                for kind, name, function in read_in(text) if "disagg" in text else ():
+                    read[kind].setdefault(name, set()).add(f"{path.removeprefix('sglang/srt/')}:{function}")
         environment = source("sglang/srt/environ.py")
     return {
         "release": Path(wheel).name.split("-")[1],
         "classes": found,
-        "functions": called,
-        "read": {kind: sorted(names) for kind, names in read.items()},
+        "functions": given,
+        "read": {kind: {name: sorted(where) for name, where in names.items()} for kind, names in read.items()},
         "environment": [name for name in ENVIRONMENT if re.search(rf"^    {name} = ", environment, re.MULTILINE)],
     }
 

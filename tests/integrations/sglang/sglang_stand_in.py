@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import types
+import urllib.request
 from abc import ABCMeta, abstractmethod
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,20 @@ def _with_parameters(name: str, signature: str) -> Any:
 
     method.__name__ = name
     return method
+
+
+def query_prefill_dp_ranks(address: str, rooms: list[int]) -> dict[str, int]:
+    """As sglang's own receiver does, whatever backend is used: its scheduler calls no other."""
+    question = urllib.request.Request(
+        f"http://{address}/query_dp_ranks",
+        json.dumps({"bootstrap_rooms": rooms}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(question, timeout=5) as answer:
+            return json.load(answer)
+    except Exception:  # noqa: BLE001 - as sglang does
+        return {}
 
 
 def bound(cls: Any, method: str, *args: Any, **kwargs: Any) -> None:

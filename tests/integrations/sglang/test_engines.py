@@ -25,6 +25,8 @@ USUAL = {
     "bootstrap_timeout": 60,
     "waiting_timeout": 60,
     "deferred": True,
+    "force_query": False,
+    "staging": False,
     "state_types": [],
     "port": 0,
 }
@@ -239,16 +241,36 @@ def test_a_prefill_engine_that_slept_is_found_again(pair):
     assert pair.decode.exact(123)
 
 
-@pytest.mark.parametrize("load_balance", ["follow_bootstrap_room", "round_robin"])
-def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, load_balance):
+BALANCES = {
+    "the room names it": {"load_balance": "follow_bootstrap_room"},
+    "the server is asked": {"load_balance": "round_robin"},
+    "the server is asked though the room names one": {"load_balance": "follow_bootstrap_room", "force_query": True},
+}
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_the_data_parallel_rank_that_has_the_prompt_is_found(pair, balance):
     """One of two; the other is known to the bootstrap server by its card alone."""
-    pair.open(prefill={"dp_size": 2, "dp_rank": 1, "load_balance": load_balance})
+    pair.open(**BALANCES[balance], prefill={"dp_size": 2, "dp_rank": 1})
     pair.prefill.pretend_rank(0)
-    room = 131 if load_balance == "follow_bootstrap_room" else 132
+    room = 131 if balance == "the room names it" else 132
     pair.add(room, 16)
     pair.finish(room)
     assert pair.decode.state(room) == ("done", "")
     assert pair.decode.exact(room)
+
+
+def test_the_rank_of_a_prompt_is_asked_for_between_two_turns_of_the_loop(pair):
+    """As soon as its server is known, though the prompt has not arrived there: sglang asks from a thread of ours."""
+    pair.open(prefill={"dp_size": 2, "dp_rank": 1, "load_balance": "round_robin"})
+    pair.prefill.pretend_rank(0)
+    pair.decode.add(136, 16)
+    for _ in range(3):
+        assert pair.decode.step() == {136: "live"}
+    pair.prefill.add(136, 16)
+    pair.finish(136)
+    assert pair.decode.state(136) == ("done", "")
+    assert pair.decode.exact(136)
 
 
 def test_a_request_that_names_another_server_ends_nothing(pair, speaking):
@@ -284,6 +306,7 @@ def test_pages_of_another_kind_are_not_fetched_and_end_nothing(pair):
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"state_types": ["mamba"]}, "recurrent state"),
         ({"policy": "prefill_complete"}, "allocation-policy"),
+        ({"staging": True}, "SGLANG_DISAGG_STAGING_BUFFER"),
     ],
     ids=str,
 )

@@ -2,14 +2,17 @@
 
 import importlib.util
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from sglang_record import read_in
 from sglang_stand_in import CLASSES, RECORDED
 from vllm_record import classes
 
 from kvxfer.errors import MissingExtraError
 from kvxfer.integrations import sglang
+from kvxfer.integrations.sglang.meeting import Directory
 from kvxfer.integrations.sglang.rooms import Poll
 
 OURS = classes(Path(sglang.__file__).with_name("conn.py").read_text())
@@ -27,19 +30,17 @@ METHODS = [
     if name in OURS[ours]["methods"]
 ]
 UNREAD = {
-    "manager": {
-        "_ensure_prefill_recompute_executor",  # for a retracted request, whose receiver has been refused before
-        "_staging_handler",  # staging buffers, of which `enable_staging` says that there are none
-        "attn_cp_rank",  # context parallelism, which is refused
-        "attn_cp_size",
-        "enable_all_cp_ranks_for_transfer",
-        "set_kv_buffer_tensors",  # staging again; asked for by `hasattr`
-        "transfer_infos",
-    },
-    "sender": set(),
-    "receiver": set(),
+    # context parallelism, which is refused; other backends alone call it
+    ("manager", "attn_cp_rank"): "disaggregation/utils.py:filter_kv_indices_for_cp_rank",
+    ("manager", "attn_cp_size"): "disaggregation/utils.py:filter_kv_indices_for_cp_rank",
+    # only of a sender with `supports_host_tensor_indices`, which is asked for
+    ("manager", "enable_all_cp_ranks_for_transfer"): "disaggregation/prefill.py:_send_kv_chunk",
+    # only of a manager with `_prefetch_staging_reqs`, likewise
+    ("manager", "transfer_infos"): "disaggregation/prefill.py:maybe_prefetch_staging_for_batch",
+    # pipeline parallelism, which is refused, and of senders
+    ("receiver", "poll_pp_consensus"): "disaggregation/utils.py:_poll_with_failure_injection_pp",
 }
-"""What schedulers read elsewhere, and why not here."""
+"""What schedulers read elsewhere: in this one function, and why not here."""
 
 
 def own(name):
@@ -61,17 +62,52 @@ def test_signatures_are_those_of_sglang(ours, base, name):
 
 def test_every_method_that_is_checked_is_found():
     checked = {(ours, name) for ours, _, name in METHODS}
-    assert ("KvxferKVReceiver", "query_prefill_dp_ranks") in checked
+    assert ("KvxferKVReceiver", "ensure_abort_notified") in checked
     assert ("KvxferKVManager", "is_abort_release_safe") in checked
     assert ("KvxferKVSender", "send") in checked
 
 
-@pytest.mark.parametrize("kind", UNREAD)
-def test_whatever_schedulers_read_is_there(kind):
-    name = f"KvxferKV{kind.title()}"
-    base = CLASSES[PAIRS[name][0]]
-    known = own(name) | set(base["fields"].split()) | set(base["methods"])
-    assert set(RECORDED["read"][kind]) - known == UNREAD[kind]
+def test_whatever_schedulers_read_is_there():
+    missing = {}
+    for kind, read in RECORDED["read"].items():
+        if kind == "directory":
+            known = {field.name for field in fields(Directory)}
+        else:
+            base = CLASSES[PAIRS[f"KvxferKV{kind.title()}"][0]]
+            known = own(f"KvxferKV{kind.title()}") | set(base["fields"].split()) | set(base["methods"])
+        missing |= {(kind, name): where for name, where in read.items() if name not in known}
+    assert missing == {key: [where] for key, where in UNREAD.items()}
+
+
+READ = """
+def reads(self):
+    manager = self.queue.kv_manager
+    manager.of_a_variable
+    getattr(self, "kv_manager").of_getattr
+    getattr(manager, "by_getattr")
+    _current_kv_manager(self).of_a_call
+    self.kv_manager.called().of_what_it_gave
+    if hasattr(manager, "asked"):
+        manager.asked
+    getattr(manager, "with_a_default", None)
+    manager.written = 1
+    self.sender.of_something_else
+
+
+def reads_it_again(kv_mgr):
+    kv_mgr.asked
+"""
+
+
+def test_the_record_finds_what_is_read_however_it_is_written():
+    assert sorted(read_in(READ)) == [
+        ("manager", "asked", "reads_it_again"),
+        ("manager", "by_getattr", "reads"),
+        ("manager", "called", "reads"),
+        ("manager", "of_a_call", "reads"),
+        ("manager", "of_a_variable", "reads"),
+        ("manager", "of_getattr", "reads"),
+    ]
 
 
 def test_numbers_are_those_of_sglang():

@@ -137,7 +137,8 @@ class KvxferConnector(KVConnectorBase_V1):  # type: ignore[misc]  # likewise
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the caches. Blocks."""
-        self._worker.register(describe(kv_caches, self._caches_config, self._place, self._heads))
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._worker.register(describe(kv_caches, self._caches_config, self._place, self._heads, layers))
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:
         """This rank's card; another one after each wake-up."""

@@ -35,8 +35,13 @@ def configured(engine: dict[str, Any], rank: int | None) -> tuple[Any, Any, Any]
     )
     group = make("KVCacheGroupSpec", layer_names=names, kv_cache_spec=spec, enable_kv_transfer=True)
     caches = make("KVCacheConfig", num_blocks=BLOCKS, kv_cache_groups=[group])
+    layer = {
+        "vec": vllm_stand_in.layer("CPUAttentionBackend", isa="vec"),
+        "amx": vllm_stand_in.layer("CPUAttentionBackend", isa="amx"),
+    }.get(engine.get("layout", ""), vllm_stand_in.layer("FlashAttentionBackend"))
     config = make(
         "VllmConfig",
+        compilation_config=make("CompilationConfig", static_forward_context=dict.fromkeys(names, layer)),
         kv_transfer_config=make(
             "KVTransferConfig", engine_id=engine["name"], kv_connector_extra_config=engine["extra"]
         ),
@@ -93,7 +98,7 @@ class Engine:
         name: The engine's.
         workers: Its ranks.
         block_tokens: Tokens a block.
-        layout: Of its caches.
+        layout: Of its caches; `vec` is that of vLLM's CPU attention.
         layerwise: As the connector has it.
         policy: Of loads that fail: `recompute` or `fail`.
         budget: Tokens that a step computes at most.

@@ -16,7 +16,7 @@ from vllm_engine import BLOCKS, DIM, HEADS, LAYERS, configured
 from kvxfer import BusyError, shared_empty
 from kvxfer.integrations.vllm import KvxferConnector
 
-ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3)}
+ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3), "vec": (0, 1, 2, 3), "amx": (0, 1, 2, 3)}
 """Where the axes block, head, token and content of a layer lie in memory."""
 PATIENCE = 30
 
@@ -55,6 +55,7 @@ class Rank:
         held = HEADS // engine["world"]
         self._heads = range(rank * held, (rank + 1) * held)
         self._block_tokens: int = engine["block_tokens"]
+        self._by_columns = engine["layout"] == "vec"
         order = ORDERS[engine["layout"]]
         sizes = (BLOCKS, held, self._block_tokens, 2 * DIM)
         self._views = {}
@@ -143,10 +144,15 @@ class Rank:
         for at, token in enumerate(tokens):
             block = request["blocks"][token // self._block_tokens]
             new = content(request["seed"], tokens, layer, self._heads)[:, at]
-            view[block, :, token % self._block_tokens] = new
+            for half, part in zip(self._halves(view), new.split(DIM, dim=-1), strict=True):
+                half[block, :, token % self._block_tokens] = part
 
     def _rows(self, blocks: list[int], view: torch.Tensor) -> torch.Tensor:
-        return view[blocks].transpose(0, 1).flatten(1, 2)
+        return torch.cat([half[blocks] for half in self._halves(view)], dim=-1).transpose(0, 1).flatten(1, 2)
+
+    def _halves(self, view: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K and V where the attention of this engine has them."""
+        return vllm_stand_in.by_columns(view) if self._by_columns else view.split(DIM, dim=-1)
 
 
 def serve(rank: int, wires: list[Any]) -> None:

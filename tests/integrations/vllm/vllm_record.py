@@ -14,7 +14,15 @@ import zipfile
 from pathlib import Path
 
 RECORD = Path(__file__).with_name("signatures.json")
-CALLED = {"KVConnectorBase_V1", "KVCacheBlocks", "ModelConfig"}
+CALLED = {
+    "Attention",
+    "AttentionBackend",
+    "CPUAttentionBackendImpl",
+    "CPUAttentionMetadataBuilder",
+    "KVConnectorBase_V1",
+    "KVCacheBlocks",
+    "ModelConfig",
+}
 """Classes of which methods are recorded as well: those that one side calls."""
 CLASSES = {
     "vllm/distributed/kv_transfer/kv_connector/v1/base.py": (
@@ -24,6 +32,29 @@ CLASSES = {
         "KVConnectorRole",
         "KVConnectorTransferResults",
     ),
+    "vllm/model_executor/layers/attention/attention.py": ("Attention",),
+    "vllm/v1/attention/backend.py": ("AttentionBackend",),
+    "vllm/v1/attention/backends/cpu_attn.py": (
+        "CPUAttentionBackend",
+        "CPUAttentionBackendImpl",
+        "CPUAttentionMetadataBuilder",
+    ),
+    "vllm/v1/attention/backends/flash_attn.py": ("FlashAttentionBackend",),
+    "vllm/v1/attention/backends/flash_attn_diffkv.py": ("FlashAttentionDiffKVBackend",),
+    "vllm/v1/attention/backends/flashinfer.py": ("FlashInferBackend",),
+    "vllm/v1/attention/backends/flex_attention.py": ("FlexAttentionBackend",),
+    "vllm/v1/attention/backends/mla/amx_mla.py": ("AMXMLABackend",),
+    "vllm/v1/attention/backends/mla/cpu_mla.py": ("CPUMLABackend",),
+    "vllm/v1/attention/backends/mla/cutlass_mla.py": ("CutlassMLABackend",),
+    "vllm/v1/attention/backends/mla/flashattn_mla.py": ("FlashAttnMLABackend",),
+    "vllm/v1/attention/backends/mla/flashinfer_mla.py": ("FlashInferMLABackend",),
+    "vllm/v1/attention/backends/mla/flashmla.py": ("FlashMLABackend",),
+    "vllm/v1/attention/backends/mla/tokenspeed_mla.py": ("TokenspeedMLABackend",),
+    "vllm/v1/attention/backends/mla/triton_mla.py": ("TritonMLABackend",),
+    "vllm/v1/attention/backends/rocm_aiter_fa.py": ("AiterFlashAttentionBackend",),
+    "vllm/v1/attention/backends/rocm_attn.py": ("RocmAttentionBackend",),
+    "vllm/v1/attention/backends/triton_attn.py": ("TritonAttentionBackend",),
+    "vllm/v1/attention/backends/triton_attn_diffkv.py": ("TritonAttentionDiffKVBackend",),
     "vllm/v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
     "vllm/v1/core/sched/output.py": ("CachedRequestData", "NewRequestData", "SchedulerOutput"),
     "vllm/v1/kv_cache_interface.py": (
@@ -38,6 +69,7 @@ CLASSES = {
     "vllm/v1/outputs.py": ("KVConnectorOutput",),
     "vllm/v1/request.py": ("Request", "RequestStatus"),
     "vllm/config/cache.py": ("CacheConfig",),
+    "vllm/config/compilation.py": ("CompilationConfig",),
     "vllm/config/kv_transfer.py": ("KVTransferConfig",),
     "vllm/config/model.py": ("ModelConfig",),
     "vllm/config/parallel.py": ("ParallelConfig",),

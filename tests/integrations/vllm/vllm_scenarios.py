@@ -28,14 +28,17 @@ class Pair:
     Args:
         wires: Those of each engine, one a process.
         ranks: Of the prefill engine.
-        prefill: Settings of that engine.
+        layouts: Of both engines.
+        prefill: Settings of the prefill engine.
         **both: Settings of both.
     """
 
-    def __init__(self, wires: list[list[Any]], *, ranks=2, prefill=None, **both: Any) -> None:
+    def __init__(
+        self, wires: list[list[Any]], *, ranks=2, layouts=("LBNHC", "LBHNC"), prefill=None, **both: Any
+    ) -> None:
         mine, theirs = Workers(wires[0][:ranks]), Workers(wires[1])
-        self.prefill = Engine("prefill", mine, block_tokens=16, layout="LBNHC", **both, **(prefill or {}))
-        self.decode = Engine("decode", theirs, block_tokens=8, layout="LBHNC", **both)
+        self.prefill = Engine("prefill", mine, block_tokens=16, layout=layouts[0], **both, **(prefill or {}))
+        self.decode = Engine("decode", theirs, block_tokens=8, layout=layouts[1], **both)
 
     def __str__(self) -> str:
         engines = (self.prefill, self.decode)
@@ -111,6 +114,14 @@ def one_step_at_a_time(wires):
 
 def one_rank_to_two(wires):
     return handed_over(wires, ranks=1)
+
+
+def from_cpu_to_cpu(wires):
+    return handed_over(wires, layouts=("vec", "vec"))
+
+
+def from_gpu_to_cpu(wires):
+    return handed_over(wires, layouts=("LBNHC", "vec"))
 
 
 def layerwise(wires):

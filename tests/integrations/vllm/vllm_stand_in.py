@@ -38,6 +38,38 @@ def make(name: str, **fields: Any) -> Any:
     return stock(name)(**fields)
 
 
+def layer(backend: str, *, name: str = "", isa: str = "", stores: Any = None) -> Any:
+    """An attention layer once its backend has been set up.
+
+    Args:
+        backend: Class of that.
+        name: What it calls itself.
+        isa: The kernel of the CPU attention, as its builder tells each layer.
+        stores: What that does with a cache: `by_columns`, or something like it.
+    """
+    own = type(backend, (stock(backend),), {"__module__": stock(backend).__module__, "get_name": lambda: name})
+    found = make("Attention", get_attn_backend=lambda: own)
+    if isa:
+        given = parameters(RECORDED["CPUAttentionBackendImpl"]["methods"]["do_kv_cache_update"])
+        update = _with_parameters("do_kv_cache_update", given, lambda *those: _update(stores or by_columns, *those))
+        found.impl = type("CPUAttentionBackendImpl", (), {"do_kv_cache_update": update})()
+        found.isa = make("CPUAttentionMetadataBuilder", isa=isa).isa
+    return found
+
+
+def by_columns(cache: Any) -> tuple[Any, Any]:
+    """K and V of a cache where the CPU attention has them with `vec`: views by block, head, token and content."""
+    blocks, heads, tokens, content = cache.shape
+    key, value = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
+    return key.view(blocks, heads, content // 2, tokens).transpose(2, 3), value
+
+
+def _update(stores: Any, impl: Any, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+    for part, new in zip(stores(cache), (key, value), strict=True):
+        for at, slot in enumerate(slots.tolist()):
+            part[slot // cache.shape[2], :, slot % cache.shape[2]] = new[at]
+
+
 def stock(name: str) -> Any:
     """One of these classes."""
     if name not in _made:

@@ -115,9 +115,11 @@ class Lanes:
 
     def wanted(self, peer: PeerInfo) -> None:
         """A link to this peer is open (again)."""
-        if peer.identity.incarnation in self._lanes:
+        key = peer.identity.incarnation
+        if key in self._lanes:
             lane = self._of(peer)
             lane.wanted = True
+            self._prune(key, lane)
 
     def renewed(self, peer: PeerInfo, renewals: int, metadata: bytes) -> None:
         """A peer says how it is reached now; of no effect if it said so before, or something later.
@@ -126,14 +128,8 @@ class Lanes:
             ProtocolError: If it did so too often while one transfer lasted: what is known of its agents would pile up.
         """
         lane = self._of(peer)
-        if renewals > lane.renewals:
-            if len(lane.old) >= _MOST_OLD:
-                raise ProtocolError(f"it has made its agent anew {len(lane.old)} times while one transfer lasted")
-            lane.renewals, lane.metadata = renewals, metadata
-            if lane.name is not None:
-                lane.old.append((lane.name, set(lane.users)))
-                lane.name = None
-            self._prune(peer.identity.incarnation, lane)
+        _renew(lane, renewals, metadata)
+        self._prune(peer.identity.incarnation, lane)
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: disconnect when nothing is posted. Not a fence."""
@@ -144,13 +140,15 @@ class Lanes:
             self._prune(key, lane)
 
     def _of(self, peer: PeerInfo) -> _Lane:
-        """Its lane, by the latest that is known of it: its session may be older, or younger, than that."""
+        """Its lane, by the latest that is known of it: its session may be older, or younger, than that.
+
+        Raises:
+            ProtocolError: As `renewed` does.
+        """
         key, body = peer.identity.incarnation, peer.body
-        if key not in self._lanes:
-            self._lanes[key] = _Lane(body.renewals, body.metadata)
-        elif body.renewals > self._lanes[key].renewals:
-            self.renewed(peer, body.renewals, body.metadata)
-        return self._lanes[key]
+        lane = self._lanes.setdefault(key, _Lane(body.renewals, body.metadata))
+        _renew(lane, body.renewals, body.metadata)
+        return lane
 
     @staticmethod
     def _failed(lane: _Lane, name: "asyncio.Future[str]") -> None:
@@ -175,3 +173,19 @@ class Lanes:
         for name in gone:
             if not name.cancelled() and name.exception() is None:
                 self._fabric.disconnect(name.result())
+
+
+def _renew(lane: _Lane, renewals: int, metadata: bytes) -> None:
+    """The peer is reached so now, unless something later is known.
+
+    Raises:
+        ProtocolError: If too many of its agents are known already.
+    """
+    if renewals <= lane.renewals:
+        return
+    if len(lane.old) >= _MOST_OLD:
+        raise ProtocolError(f"it has made its agent anew {len(lane.old)} times while one transfer lasted")
+    lane.renewals, lane.metadata = renewals, metadata
+    if lane.name is not None:
+        lane.old.append((lane.name, set(lane.users)))
+        lane.name = None

@@ -73,6 +73,29 @@ async def test_an_old_grant_does_not_lead_to_a_new_agent():
     assert await lanes.connect(one, 1) == "1"
 
 
+@pytest.mark.parametrize("held", [True, False])
+async def test_a_peer_that_comes_back_with_a_new_agent_is_reached_at_that(held):
+    """It made its agent anew while no link led here, and a transfer of before may still hold its lane."""
+    agents: Any = Agents()
+    lanes, before, after = Lanes(agents), peer(), peer(2)
+    leave = lanes.hold(before)
+    await lanes.connect(before, 0)
+    await asyncio.sleep(0)
+    if held:
+        lanes.forget(before)
+    else:
+        leave()
+    lanes.wanted(after)
+    assert agents.known == (["0"] if held else []), "whoever was there before may be posting to it"
+    again = lanes.hold(after)
+    assert await lanes.connect(after, 2) == "2"
+    leave()
+    assert agents.known == ["2"]
+    lanes.forget(after)
+    again()
+    assert (agents.known, len(lanes)) == ([], 0)
+
+
 @pytest.mark.parametrize("renewed", ["", ".1"])
 async def test_nobody_takes_the_name_of_the_agent_of_another(renewed):
     """The other one could not be connected then, since the transport knows peers by their names."""

@@ -1,6 +1,6 @@
 """Prefill and decode workers as Ray actors on different nodes; nodes join and are lost while requests run.
 
-    pip install 'kvxfer[ray]'
+    pip install ray
     python examples/ray_cluster.py       # with a cluster of small nodes on this machine
 
 What to look at: Ray carries what is small (cards, tickets, prompts, answers), and kvxfer the caches, straight from node

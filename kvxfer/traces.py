@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     from kvxfer.errors import ConfigError
 
-    raise ConfigError("traces='otel' needs the extra: pip install 'kvxfer[otel]'") from error
+    raise ConfigError("traces='otel' needs OpenTelemetry: pip install opentelemetry-api") from error
 
 from kvxfer import __version__
 from kvxfer.metrics import Ended, RequestKey, Side, Stage

@@ -14,7 +14,7 @@ from kvxfer.errors import MissingExtraError
 
 for _package in ("prometheus_client", "starlette", "uvicorn"):
     if find_spec(_package) is None:
-        raise MissingExtraError(f"kvxfer.admin needs {_package}, which is not installed: pip install 'kvxfer[admin]'")
+        raise MissingExtraError(f"kvxfer.admin needs {_package}, which is not installed: pip install {_package}")
 
 from kvxfer.admin.app import app  # noqa: E402 - after it was seen that they can be imported
 from kvxfer.admin.collector import Collector  # noqa: E402

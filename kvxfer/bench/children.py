@@ -363,7 +363,7 @@ def _uvloop() -> Any:
     try:
         return importlib.import_module("uvloop")
     except ImportError as error:
-        raise MissingExtraError("--uvloop needs uvloop: pip install 'kvxfer[uvloop]'") from error
+        raise MissingExtraError("--uvloop needs uvloop: pip install uvloop") from error
 
 
 def _follow(parent: Pipes) -> None:

@@ -46,7 +46,7 @@ def _runtime() -> Any:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
         raise MissingExtraError(
-            "benchmarks on GPUs need cuda-bindings, which is not installed: pip install 'kvxfer[gpu]'"
+            "benchmarks on GPUs need cuda-bindings, which is not installed: pip install cuda-bindings"
         ) from error
 
 

@@ -117,4 +117,4 @@ def _matplotlib() -> Any:
     try:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise MissingExtraError("--plot needs matplotlib: pip install 'kvxfer[bench]'") from error
+        raise MissingExtraError("--plot needs matplotlib: pip install matplotlib") from error

@@ -15,7 +15,7 @@ __all__ = ["LEAST", "PYTHONS", "check_extras", "check_python", "check_settings",
 PYTHONS: Final = ((3, 11), (3, 14))
 """The first that is supported, and the first that is not any more."""
 LEAST: Final = {"torch": (2, 8), "nixl": (1, 5)}
-_GPU_EXTRA: Final = {"cuda-bindings": "pip install 'kvxfer[gpu]'", "triton": "pip install triton"}
+_GPU_EXTRA: Final = {"cuda-bindings": "pip install cuda-bindings", "triton": "pip install triton"}
 _SPEAKING: Final = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_", "NCCL_CUMEM")
 """Variables whose values are shown: they are nobody's secrets."""
 

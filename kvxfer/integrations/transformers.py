@@ -43,7 +43,7 @@ except ModuleNotFoundError as exc:
     if exc.name != "transformers":
         raise
     raise MissingExtraError(
-        "kvxfer.integrations.transformers needs transformers, which is not installed: pip install 'kvxfer[examples]'"
+        "kvxfer.integrations.transformers needs transformers, which is not installed: pip install transformers"
     ) from exc
 
 __all__ = [

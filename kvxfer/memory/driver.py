@@ -30,7 +30,7 @@ def load(module: str, purpose: str) -> Any:
         return importlib.import_module(f"cuda.bindings.{module}")
     except ImportError as error:
         raise MissingExtraError(
-            f"{purpose} needs cuda-bindings, which is not installed: pip install 'kvxfer[gpu]'"
+            f"{purpose} needs cuda-bindings, which is not installed: pip install cuda-bindings"
         ) from error
 
 

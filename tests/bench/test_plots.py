@@ -55,5 +55,5 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch
 def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("kvxfer.bench.children.conduct", lambda *_, **__: pytest.fail("it ran"))
-    with pytest.raises(MissingExtraError, match=r"kvxfer\[bench\]"):
+    with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         bench("matrix", "--plot", str(tmp_path))

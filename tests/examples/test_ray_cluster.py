@@ -28,7 +28,7 @@ SHARED_BYTES = 512 << 20
 def cannot_run():
     """Why Ray cannot run here, or nothing."""
     if missing := [name for name in ("ray", "nixl") if find_spec(name) is None]:
-        return f"{missing[0]} is not installed: pip install 'kvxfer[ray]'"
+        return f"{missing[0]} is not installed: pip install ray"
     if not SHARED.is_dir() or shutil.disk_usage(SHARED).free < SHARED_BYTES:
         return f"{SHARED} has less than {SHARED_BYTES >> 20} MiB free, which the nodes' object stores need"
     return ""

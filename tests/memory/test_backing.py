@@ -328,7 +328,7 @@ class TestCuda:
             raise ModuleNotFoundError(name)
 
         monkeypatch.setattr(importlib, "import_module", missing)
-        with pytest.raises(MissingExtraError, match=r"pip install 'kvxfer\[gpu\]'"):
+        with pytest.raises(MissingExtraError, match=r"pip install cuda-bindings"):
             allocate(kind, 4096, 0)
 
 

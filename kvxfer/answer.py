@@ -6,10 +6,10 @@ from typing import Final
 
 from kvxfer.ahead import IN_PLACE
 from kvxfer.encoding import decode_spans, encode_spans
-from kvxfer.errors import Code, RefusedError
+from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.planning import LISTED, Bound, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never
@@ -101,7 +101,10 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     """
     fetch = asked.fetch
     tokens = range(fetch.token_start, fetch.token_stop)
-    pair = site.plans.outgoing(asked.peer, fetch.selections)
+    try:
+        pair = site.plans.outgoing(asked.peer, fetch.selections)
+    except GeometryError as error:
+        raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
     check_state(pair, tokens, offer.tokens)
     plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     _check_agreement(fetch, plan)
@@ -112,16 +115,20 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
     overdue = partial(site.estimates.overdue, peer) if offer.prompt else never
-    choice = choose(
-        site.config.route,
-        means,
+    choice, grid = choose_and_cut(
         fetch.routes,
-        nbytes=nbytes,
-        pieces=lambda: plan.merged_pieces,
-        seconds=seconds,
-        overdue=overdue,
+        means,
+        lambda wanted: choose(
+            site.config.route,
+            means,
+            wanted,
+            nbytes=nbytes,
+            pieces=lambda: plan.merged_pieces,
+            seconds=seconds,
+            overdue=overdue,
+        ),
+        lambda route: _grid(site, fetch, offer, route, plan),
     )
-    grid = _grid(site, fetch, offer, choice.route, plan)
     bound = Bound.of(plan, grid)
     ahead = asked.ahead and offer.finished and _covers(site, asked, choice.route, plan, len(grid))
     pieces = plan.merged_pieces if choice.route in LISTED else bound.pieces
@@ -184,8 +191,7 @@ def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> 
     if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm
         limit = fetch.in_place_bytes or _UNBOUNDED
         return in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit)), limit
-    own = min(config.chunk_bytes, site.send_desk.share.capacity)
-    limit = min(own, fetch.max_extent_bytes or own)
+    limit = min(config.chunk_bytes, site.send_desk.share.capacity, fetch.max_extent_bytes)
     return limit, limit
 
 

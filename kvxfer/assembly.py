@@ -340,8 +340,9 @@ async def _body(
     limit = parts.config.chunk_bytes
     if staging.receiving is not None and not blocks:
         limit = min(limit, parts.config.send_bytes)
-    return {
-        trusted: encode_body(
+
+    def encoded(trusted: bool) -> bytes:
+        return encode_body(
             AgentBody(
                 fabric=name,
                 metadata=metadata[trusted],
@@ -355,8 +356,8 @@ async def _body(
                 locks=exports.locks.handle if trusted and exports.locks is not None else b"",
             )
         )
-        for trusted in (False, True)
-    }
+
+    return await parts.runtime.in_thread(lambda: {trusted: encoded(trusted) for trusted in (False, True)})
 
 
 def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:

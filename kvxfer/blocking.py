@@ -353,8 +353,9 @@ class BlockingWorker:
         tokens: range,
         after: Any = None,
         timeout: float | None = None,
+        keep: bool = False,
     ) -> BlockingTransfer:
-        """Bring a request's cache into these blocks; see `Worker.fetch` for the arguments.
+        """Bring a request's cache into these blocks; see `Worker.fetch`, also for what a cancellation frees.
 
         The blocks belong to the fetch until it is `memory_safe`.
 
@@ -370,7 +371,7 @@ class BlockingWorker:
             service,
             transfer,
             lambda: transfer.begin(
-                lambda: service.worker.start_fetch(parsed, spans, tokens=tokens, after=event, timeout=limit)
+                lambda: service.worker.begin_fetch(parsed, spans, tokens=tokens, after=event, timeout=limit, keep=keep)
             ),
         )
         return transfer

@@ -41,10 +41,12 @@ class _Kept:
     Attributes:
         ticket: The latest one.
         holders: How many claims of it were made and not ended.
+        given_up: Whether the last fetch of it was given up by its caller: then nothing needs it when they have ended.
     """
 
     ticket: Ticket
     holders: int = 0
+    given_up: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -107,11 +109,12 @@ class Claims:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def keep(self, ticket: Ticket) -> Callable[[], None]:
+    def keep(self, ticket: Ticket) -> Callable[[], bool]:
         """Claim a request from now on.
 
         Returns:
-            Ends this claim, to be called once. The request stays claimed while others of it have not ended.
+            Ends this claim, to be called once. The request stays claimed while others of it have not ended. If this was
+            the last one, it says whether the prefill ranks need not keep the request any longer.
 
         Raises:
             BusyError: If there are too many claims.
@@ -141,6 +144,13 @@ class Claims:
         self._forget(engine)
         return kept
 
+    def note_fetch(self, key: TicketKey, *, given_up: bool) -> bool:
+        """A fetch of it begins, or was given up by its caller. Whether it is claimed."""
+        engine = self._engine_of.get(key)
+        if engine is not None:
+            engine.kept[key].given_up = given_up
+        return engine is not None
+
     def close(self) -> None:
         """Stop renewing, and connect nobody; for shutdown."""
         self._closed = True
@@ -152,11 +162,13 @@ class Claims:
         self._engine_of.clear()
         self._engines.clear()
 
-    def _let_go(self, kept: _Kept) -> None:
+    def _let_go(self, kept: _Kept) -> bool:
         kept.holders -= 1
         engine = self._engine_of.get(kept.ticket.key)
-        if not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept:
+        last = not kept.holders and engine is not None and engine.kept[kept.ticket.key] is kept
+        if last:
             self.drop(kept.ticket.key)
+        return last and kept.given_up
 
     def _forget(self, engine: _Engine) -> None:
         """If nothing is claimed there, and nothing to come would find it here."""
@@ -170,10 +182,10 @@ class Claims:
 
     def _say_on(self, engine: _Engine, unsaid: list[TicketKey], ranks: Iterator[_Rank]) -> None:
         """Tell some of the ranks, and leave the others to the next turn, also if this one fails."""
-        rank = None
+        rank, kept = None, [engine.kept[key] for key in unsaid if key in engine.kept]
         try:
             for rank in islice(ranks, _RANKS_A_TURN):
-                self._say(engine, rank, [engine.kept[key] for key in unsaid if key in engine.kept])
+                self._say(engine, rank, kept)
         finally:
             if rank is not None:
                 self._site.loop.call_soon(self._say_on, engine, unsaid, ranks)

@@ -1,7 +1,7 @@
 """Geometry, selections and block lists to and from the wire."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
@@ -64,8 +64,10 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
         ProtocolError: If numbers are out of every sensible range.
     """
     specs: list[TensorSpec] = []
+    interleave = cache(Interleave)
     for frame in frames:
-        if any(not 0 <= stride < MAX_STRIDE for stride in frame.strides) or not 0 < frame.item_bytes <= 64:
+        strides = frame.strides
+        if (strides and not 0 <= min(strides) <= max(strides) < MAX_STRIDE) or not 0 < frame.item_bytes <= 64:
             raise ProtocolError(f"a peer's tensor has strides {frame.strides} and items of {frame.item_bytes} bytes")
         specs.append(
             TensorSpec(
@@ -84,9 +86,9 @@ def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
                 device=frame.device,
                 block_ratio=frame.block_ratio,
                 tokens_per_row=frame.tokens_per_row,
-                tokens=Interleave(frame.interleave_rank, frame.interleave_of, max(frame.interleave_chunk, 1)),
+                tokens=interleave(frame.interleave_rank, frame.interleave_of, max(frame.interleave_chunk, 1)),
                 null_block=None if frame.null_block < 0 else frame.null_block,
-                scale=tuple(unpack_f32(frame.scale)),
+                scale=tuple(unpack_f32(frame.scale)) if frame.scale else (),
             )
         )
     return CacheGeometry(tuple(specs))

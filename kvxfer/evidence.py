@@ -13,7 +13,7 @@ from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import severed
-from kvxfer.site import Callback, Site, resolve
+from kvxfer.site import Callback, Site, no_hold, resolve
 
 __all__ = ["Exposed", "seek"]
 
@@ -45,6 +45,11 @@ class Exposed(Protocol):
         ...
 
     @property
+    def clueless(self) -> "asyncio.Future[None]":
+        """Resolves when the peer has made its agent anew, and can tell no more before this side has, too."""
+        ...
+
+    @property
     def in_doubt(self) -> bool:
         """Whether it may be memory of the caller's, and not staging memory."""
         ...
@@ -69,29 +74,34 @@ def seek(site: Site, exposed: Exposed, name: str) -> Callback:
 
 
 async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", before: int) -> None:
-    delay, found, leave = _SECONDS, None, None
+    delay, found = _SECONDS, None
+    leave, wanted = no_hold, -1  # the agent is wanted anew; as often as it was when that was said
     try:
         while not over.done():
             last = site.closing.done()
             if found is None and exposed.fenced:
                 found = await site.gates.revoke(exposed.gate)
-            if why := await _evidence(site, exposed, found, rebuilt=site.rebuilds.count > before):
+            count, clueless = site.rebuilds.count, exposed.clueless.done()
+            if why := await _evidence(site, exposed, found, rebuilt=count > before):
                 exposed.safe(why)
                 return
             if last:
                 return
             news = [over, site.closing]
-            if severed(site, exposed.peer):
-                leave = leave or site.rebuilds.want(urgent=exposed.in_doubt)
+            if severed(site, exposed.peer) or (clueless and count == before):
+                if wanted != count:
+                    leave()
+                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), count
                 news.append(site.rebuilds.next)
             elif (ended := site.processes.ended(exposed.peer)) is not None and not ended.done():
                 news.append(ended)
+            if not clueless:
+                news.append(exposed.clueless)
             pause = delay if _may_empty(exposed, found) else None  # else an idle worker would look in vain for ever
             await asyncio.wait(news, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             delay = min(2 * delay, _SECONDS_MAX)
     finally:
-        if leave is not None:
-            leave()
+        leave()
 
 
 def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:

@@ -1,5 +1,6 @@
 """What a peer may be touching of ours: the gate before it, and how that ends without a word of the peer."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -8,7 +9,7 @@ from kvxfer.gates import SHARED_GATE
 from kvxfer.link import Link
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.site import Site, no_hold
+from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
 
 __all__ = ["Exposure"]
@@ -24,6 +25,8 @@ class Exposure:
         gate: What every grant leads through; there is one from the first grant on.
         fenced: Whether the peer passes it, or touches nothing.
         routes: Those on which the peer may touch it.
+        clueless: Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant:
+            what it posted left for the agent that was here, and more it cannot tell before there is another.
         ended: Nobody touches it any more.
 
     Args:
@@ -39,7 +42,10 @@ class Exposure:
         self.gate = SHARED_GATE
         self.fenced = False
         self.routes = frozenset(routes)
+        self.clueless: asyncio.Future[None] = site.loop.create_future()
         self.ended = False
+        self._renewals = link.renewals
+        self._renewed = self._in_doubt = False  # as the peer has said
         self._site: Final = site
         self._granted_over: Final = link
         self._name: Final = name
@@ -72,7 +78,22 @@ class Exposure:
         generation = self._site.granted(self.peer, self.gate, mapped=mapped)
         self.fenced = (self.fenced or not self._granted) and generation > 0
         self._granted = True
+        self._renewals, self._renewed = self._granted_over.renewals, False
         return generation
+
+    def met(self, renewals: int) -> None:
+        """The peer says how often it has made its agent anew."""
+        self._renewed = self._renewed or renewals > self._renewals
+        self._consider()
+
+    def told_in_doubt(self) -> None:
+        """The peer says that it does not know what became of it."""
+        self._in_doubt = True
+        self._consider()
+
+    def _consider(self) -> None:
+        if self._renewed and self._in_doubt:
+            resolve(self.clueless, None)
 
     def void(self) -> None:
         """The peer touches nothing under what was granted so far."""

@@ -7,6 +7,7 @@ it can say which blocks are in doubt.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -17,13 +18,14 @@ from kvxfer.errors import (
     ClosedError,
     Code,
     FailureReport,
+    GeometryError,
     KvxferError,
     MismatchError,
     Step,
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvxfer.failures import Cause, Standing, Subject, in_doubt, reported, standing, translated
+from kvxfer.failures import Cause, Standing, Subject, in_doubt, reported, short, standing, translated
 from kvxfer.geometry import BlockLists, Selection
 from kvxfer.incoming import Incoming
 from kvxfer.link import Link
@@ -37,7 +39,7 @@ from kvxfer.steps import Steps
 from kvxfer.tally import Tally
 from kvxfer.telemetry import TransferStats, hears_info, logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import FetchResult, Transfer, TransferState
+from kvxfer.transfers import FetchResult, Progress, TransferState
 
 __all__ = ["Demand", "Fetching"]
 
@@ -57,6 +59,7 @@ class Demand:
         tokens: Token range.
         after: The blocks may be written when this has fired.
         timeout: Seconds, or None.
+        keep: Whether the prefill ranks keep the request, for a retry, if its caller gives up.
         written: Blocks that the fetch will write, by group: int64 ids.
     """
 
@@ -65,6 +68,7 @@ class Demand:
     tokens: range
     after: Event
     timeout: float | None
+    keep: bool
     written: Mapping[str, I64]
 
 
@@ -80,6 +84,8 @@ class Fetching(Steps):
         known: Makes an `Incoming` known, so that it gets its messages.
         doubted: Seeks evidence that an `Incoming` whose peer is silent writes nothing any more.
         succeeded: Called when every byte is there, before whoever awaits it goes on.
+        given_up: Called when it is over because its caller gave up, who keeps nothing; and again when nothing that it
+            left in doubt is so any more.
         ended: Called when it is over, and again when nothing of it is in doubt any more.
     """
 
@@ -93,10 +99,15 @@ class Fetching(Steps):
         known: Callable[[Incoming], None],
         doubted: Callable[[Incoming], None],
         succeeded: Callable[["Fetching"], None],
+        given_up: Callable[["Fetching"], None],
         ended: Callable[["Fetching"], None],
     ) -> None:
         super().__init__(site, f"kvxfer fetch {ident}")
-        self.transfer: Final = Transfer(ident, demand.ticket.request, site.loop, self.cancel)
+        subject = Subject(demand.ticket.request, ident, demand.written)
+        self._subject: Final = subject
+        self.transfer: Final = Progress(
+            ident, demand.ticket.request, site.loop, self.cancel, lambda: short(subject.blocks)
+        )
         self.incoming: Final[list[Incoming]] = []
         self._peers = peers
         self._demand = demand
@@ -104,8 +115,9 @@ class Fetching(Steps):
         self._known = known
         self._doubted = doubted
         self._succeeded = succeeded
+        self._given_up = given_up
         self._ended = ended
-        self._subject: Final = Subject(demand.ticket.request, ident, demand.written)
+        self._unwanted = False
         self._error: Cause | None = None
         self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
         self._in_doubt = False
@@ -126,6 +138,11 @@ class Fetching(Steps):
         return self._demand.ticket
 
     @property
+    def links(self) -> Sequence[Link]:
+        """To every prefill rank that was told what is needed of it."""
+        return self._links
+
+    @property
     def doubtful(self) -> bool:
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
         return not all(incoming.finished for incoming in self.incoming)
@@ -143,7 +160,8 @@ class Fetching(Steps):
             self._connecting = self.site.tasks.spawn(connecting, f"kvxfer fetch {self.transfer.id}", self._abandoned)
 
     def cancel(self) -> None:
-        """The caller gave up."""
+        """The caller gave up, also one whose fetch has failed already, and is winding down."""
+        self._unwanted = not self._demand.keep
         self._stop(asyncio.CancelledError())
 
     def close(self) -> None:
@@ -190,13 +208,22 @@ class Fetching(Steps):
 
     def _resolve(self, links: Sequence[Link | None], lost: KvxferError | None) -> None:
         """Divide what is needed among the ranks, and ask each."""
-        site = self.site
+        plans, rank = self.site.plans, self.site.config.rank
+        peers = [None if link is None else link.peer for link in links]
+
+        def shares() -> Sequence[tuple[Selection, ...]]:
+            try:
+                return plans.shares(peers, rank=rank)
+            except (GeometryError, MismatchError) as error:  # a rank that is not there may be the one that is missing
+                gone = (link.failure for link in links if link is not None)
+                raise lost or next(filter(None, gone), error) from error
+
+        if self._error is None:
+            self.plan(shares, partial(self._resolved, links), rows=plans.shares_rows(peers))
+
+    def _resolved(self, links: Sequence[Link | None], shares: Sequence[tuple[Selection, ...]]) -> None:
         if self._error is not None:
             return
-        try:
-            shares = site.plans.shares([None if link is None else link.peer for link in links], rank=site.config.rank)
-        except MismatchError as error:
-            raise lost or error from error  # a rank that was not reached may be the one that is missing
         self._asking = self._asked = True
         try:
             self._ask(shares, links)
@@ -276,7 +303,17 @@ class Fetching(Steps):
             self.site.loop.call_soon(self._release)
             self._succeeded(self)
         self._finish()
+        if self._unwanted:
+            self.site.loop.call_soon(self._give_back)  # a retry may begin in this turn
         self._ended(self)
+
+    def supersede(self) -> None:
+        """The request is fetched anew: what becomes of it is that fetch's business."""
+        self._unwanted = False
+
+    def _give_back(self) -> None:
+        if self._unwanted:
+            self._given_up(self)
 
     def _release(self) -> None:
         """Tell every prefill rank that nothing more of the request is needed."""
@@ -347,6 +384,8 @@ class Fetching(Steps):
         if not self._settled.done():
             if self._in_doubt:
                 self.site.custody.settle(self.transfer.id)
+                if self._unwanted:
+                    self._given_up(self)
             self.transfer.memory_safe = True
             self._settled.set_result(None)
 

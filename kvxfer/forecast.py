@@ -12,6 +12,7 @@ import numpy as np
 from kvxfer.config import Config
 from kvxfer.errors import GeometryError, TokensError
 from kvxfer.geometry import (
+    ChunkGrid,
     CopyPlan,
     Engine,
     EngineLayout,
@@ -24,7 +25,7 @@ from kvxfer.geometry import (
     sample,
 )
 from kvxfer.limits import MAX_ROWS
-from kvxfer.planning import LISTED, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.planning import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
@@ -268,25 +269,33 @@ def _pair(
 ) -> PairForecast:
     """One pair, decided as `Outgoing` decides it."""
     copy, nbytes = plan.whole.copy(), plan.whole.bytes
-    choice = choose(
-        config.route,
-        means,
+
+    def cut(route: Route) -> ChunkGrid:
+        if route is Route.STAGED:
+            target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
+        else:
+            limit = config.max_in_place_bytes or plan.outline.bytes + 1
+            target = in_place_bytes(route, plan, min(config.in_place_chunk_bytes, limit))
+        return fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=route in LISTED)
+
+    choice, grid = choose_and_cut(
         acceptable(config.route, means),
-        nbytes=nbytes,
-        pieces=lambda: plan.merged_pieces,
-        seconds=lambda route, pieces: profile.seconds(
-            route,
+        means,
+        lambda wanted: choose(
+            config.route,
+            means,
+            wanted,
             nbytes=nbytes,
-            chunks=usual_chunks(config, route, nbytes),
-            pieces=pieces,
+            pieces=lambda: plan.merged_pieces,
+            seconds=lambda route, pieces: profile.seconds(
+                route,
+                nbytes=nbytes,
+                chunks=usual_chunks(config, route, nbytes),
+                pieces=pieces,
+            ),
         ),
+        cut,
     )
-    if choice.route is Route.STAGED:
-        target = limit = min(config.chunk_bytes, config.send_bytes, config.receive_bytes)
-    else:
-        limit = config.max_in_place_bytes or plan.outline.bytes + 1
-        target = in_place_bytes(choice.route, plan, min(config.in_place_chunk_bytes, limit))
-    grid = fit_grid(plan, target_bytes=target, limit_bytes=limit, listed=choice.route in LISTED)
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
     return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, plan.explain())

@@ -23,7 +23,7 @@ from kvxfer.memory import Extent, poke
 from kvxfer.planning import staging_pieces
 from kvxfer.protocol.messages import MemorySpan, Probe, Status
 from kvxfer.protocol.sending import Failure, build_result
-from kvxfer.rebuilding import runs_on, strand
+from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.routes.lane import LaneCosts, Sample
 from kvxfer.site import Site, no_hold, resolve
 from kvxfer.telemetry import logger
@@ -97,6 +97,8 @@ class Gauging:
         peer: The decode rank.
         transfer: Its number.
         in_doubt: It is over, but a write of it may still be under way, and the peer was told so.
+        severed: That write has left this side.
+        cells: Of that write.
         failure: Why it ended, unless it went well.
         renewals: How often the decode rank had made its agent anew when it lent that.
 
@@ -114,7 +116,8 @@ class Gauging:
         self.link = link
         self.peer: Final = link.peer
         self.transfer: Final = probe.transfer
-        self.in_doubt = False
+        self.in_doubt = self.severed = False
+        self.cells: list[Cell] = []
         self._site: Final = site
         self._probe: Final = probe
         self._ended: Final = ended
@@ -125,6 +128,9 @@ class Gauging:
         self._writing = self._reading = False  # it may write the peer's memory, read ours
         self.failure: Failure | None = None
         self._release: Callable[[], None] = no_hold
+        self._kept: Extent | None = None  # while our own post may read it
+        self._unwant: Callable[[], None] = no_hold
+        self._answered = False
         staging_pieces(self._theirs, probe.address, probe.bytes)
 
     def begin(self) -> None:
@@ -169,14 +175,27 @@ class Gauging:
         finally:
             self._release()
             if self._writing:
-                self.in_doubt = True
+                self.cells = [self._cell] if self._cell is not None else []
+                self.in_doubt, self.severed = True, not self._reading and not runs_on(site, self.peer)
                 self.failure = Failure(Status.IN_DOUBT, Code.FABRIC, "a write of the measurement did not end")
             if extent is not None and self._reading:
                 desk.quarantine(extent, "our own post did not end")
-                strand(site, self.peer, partial(desk.settle, extent), urgent=False)
+                self._unwant = want_end(site, self.peer, urgent=False)
+                self._kept = extent
             elif extent is not None:
                 desk.release(extent)
             self._answer()
+            self._answered = True
+            self._ended(self)
+
+    def _late(self, ended: bool) -> None:
+        """The write in doubt has ended after all; or our agent has, and what had left it may still land."""
+        self._writing, self._reading = not ended, False
+        if self._answered:  # else all that remains is said then
+            self._unwant()
+            if self._kept is not None:
+                self._site.send_desk.settle(self._kept)
+            self.in_doubt, self.severed = not ended, True
             self._ended(self)
 
     async def _connected(self) -> str:
@@ -235,18 +254,19 @@ class Gauging:
         if self.failure is not None:
             raise TransferFailedError(self.failure.reason)
 
-        def posted(result: PostResult) -> None:  # on the fabric's thread
-            site.hand_over(partial(resolve, done, result))
+        def posted(result: PostResult) -> None:  # and not after `await`: what comes late may come before that goes on
+            self._writing = result.outcome is Outcome.IN_DOUBT
+            # where the transport says that the peer is gone, it has ended its own work
+            self._reading = self._writing and not (result.error is not None and result.error.disconnected)
+            resolve(done, result)
 
         self._cell = cell = Cell(self._until, site.keys.passage(self.peer, self._probe.generation))
         local, remote = shape.at(site.arena, address), shape.at(self._theirs, self._probe.address)
         self._writing = self._reading = True
-        stays = runs_on(site, self.peer)
-        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays))
+        heard = partial(site.hand_over, posted)
+        stays, late = runs_on(site, self.peer), partial(site.hand_over, self._late)
+        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, heard, stays, late))
         result: PostResult = await done
-        self._writing = result.outcome is Outcome.IN_DOUBT
-        # where the transport says that the peer is gone, it has ended its own work
-        self._reading = self._writing and not (result.error is not None and result.error.disconnected)
         if result.outcome is not Outcome.DONE:
             raise result.error or TransferFailedError(
                 "the lease of what was lent ran out, or the measurement was stopped"

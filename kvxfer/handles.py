@@ -42,7 +42,7 @@ from kvxfer.polling import (
     Settled,
 )
 from kvxfer.telemetry import logger
-from kvxfer.transfers import FetchResult, Transfer, TransferState, layer_range
+from kvxfer.transfers import FetchResult, Progress, TransferState, layer_range
 
 __all__ = ["BlockingOffer", "BlockingTransfer", "offered_blocks"]
 
@@ -61,7 +61,7 @@ class BlockingTransfer:
         self._written = written
         self._thread = thread
         self._outbox = outbox
-        self._inner: Transfer | None = None
+        self._inner: Progress | None = None
         self._ended: Final[Future[FetchResult]] = Future()
         self._safe = False
         self._lock: Final = threading.Lock()
@@ -115,7 +115,10 @@ class BlockingTransfer:
         return self._ended.result()
 
     def cancel(self) -> None:
-        """Give up. Returns at once; the event says when the memory is safe. Idempotent."""
+        """Give up. Returns at once; the event says when the memory is safe. Idempotent.
+
+        The prefill side frees the request's blocks then, unless it was begun with `keep=True` or a claim is open.
+        """
         self._thread.post(self._cancel)
 
     def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
@@ -149,7 +152,7 @@ class BlockingTransfer:
 
     # --- on the worker's loop
 
-    def begin(self, start: Callable[[], Transfer]) -> None:
+    def begin(self, start: Callable[[], Progress]) -> None:
         """Start the fetch."""
         try:
             self._inner = start()
@@ -216,7 +219,7 @@ class BlockingTransfer:
         if self._inner is None:
             return False
         with suppress(KvxferError):  # what ended the fetch is noted by then, or about to be
-            await self._inner.layers(layer, layer + 1)
+            await self._inner.layers(range(layer, layer + 1))
             return True
         return False
 

@@ -1,5 +1,6 @@
 """One transfer at the decode rank with one prefill rank: runs the sans-I/O `Receiving` machine."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,15 +14,16 @@ from kvxfer.encoding import joined_spans
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step
 from kvxfer.events import Until
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Cell, Post, PostResult
+from kvxfer.fabric.port import Cell, PostResult
 from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan, SumPlan
 from kvxfer.landing import Copied, Landing, Reading
 from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
-from kvxfer.ownwork import OwnWork
+from kvxfer.ownwork import MakePost, OwnWork
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import (
+    WHOLE,
     Accept,
     KvAgentResult,
     Message,
@@ -169,10 +171,10 @@ class Incoming(Steps):
 
     @property
     def patience(self) -> float:
-        """Seconds that a chunk waits for memory at most."""
+        """Seconds that a chunk waits for memory at most; infinity where the fetch has a time-out, which ends it."""
         need, site = self._need, self.site
         if need.deadline is not None:
-            return max(0.001, need.deadline - site.now())
+            return math.inf
         before = 0 if self.route is Route.STAGED else site.in_place_desk(self.peer).share.held_bytes(self.peer.account)
         return site.lease_ms(before) / 1000
 
@@ -207,9 +209,7 @@ class Incoming(Steps):
         if not message.ahead:
             self.exposure.void()
         self.exposure.routes = frozenset({message.route})
-        if self.route is not Route.MAPPED:
-            unaided = self.route in self.link.proved  # over TCP the target moves the data
-            self._awake = self.site.fabric.hold_awake(needed=not unaided)
+        self._help()
         if self._ahead is not None and message.ahead:
             if not self._ahead.staged:
                 self.run(self._follow, self._ahead, message)
@@ -249,11 +249,15 @@ class Incoming(Steps):
             self._chunks[chunk].arrived(message)
         if self.machine.failure is not None and self.machine.state is ReceiveState.MOVING:
             self.stop(self.machine.failure)
+        if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
+            self.exposure.told_in_doubt()
         self._settle()
 
     def stop(self, failure: Failure) -> None:
         """Give up; `quiet` becomes true when memory is safe."""
         self._give_up()
+        if self.machine.ahead:  # whose answer nobody waits for any more, and which the peer may be writing by now
+            self._help()
         self.say(*self.machine.cancel(failure, reading=self._own.reads))
         self._settle()
 
@@ -266,11 +270,18 @@ class Incoming(Steps):
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of the transfer."""
         self.link = link
+        self.exposure.met(link.renewals)
         if self.machine.state is ReceiveState.LOST:
-            if self.route is not Route.PULL and not self.finished:  # what the peer has posted may need this side to end
-                self._awake = self.site.fabric.hold_awake()
+            if self.route is not Route.PULL and not self.finished:
+                self._help()
             self.say(*self.machine.resume(reading=self._own.reads))
             self._settle()
+
+    def _help(self) -> None:
+        """Make progress for what the peer posts: over TCP the target moves the data."""
+        self._awake()
+        if self.route is not Route.MAPPED:
+            self._awake = self.site.fabric.hold_awake(needed=self.route not in self.link.proved)
 
     # --- accepting
 
@@ -406,7 +417,7 @@ class Incoming(Steps):
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
         self._own.copy(self, self._settle, plan, nbytes, then, sums)
 
-    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+    def read(self, post: MakePost, then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
         self._own.read(self, self._settle, post, then)
 
@@ -452,8 +463,9 @@ class Incoming(Steps):
         if machine.ended or lost:
             for chunk in self._holders():
                 chunk.settle(lost=lost)
-            self._awake()
-            self._awake = no_hold
+            if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
+                self._awake()  # else the peer is there, and what it has posted may need this side to end
+                self._awake = no_hold
         if machine.ended:
             self.exposure.end()
         if machine.ended or lost or machine.failure is not None:

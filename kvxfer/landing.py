@@ -13,6 +13,7 @@ from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces, SumPlan
 from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
+from kvxfer.ownwork import MakePost
 from kvxfer.planning import Bound, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
 from kvxfer.protocol.receiving import Receiving
@@ -64,7 +65,7 @@ class Host(Protocol):
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for memory at most."""
+        """Seconds to wait for memory at most; may be infinity."""
         ...
 
     def run(self, step: Callable[..., None], *arguments: Any) -> None:
@@ -91,7 +92,7 @@ class Host(Protocol):
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
         ...
 
-    def read(self, post: Callable[[Callable[[PostResult], None]], Post], then: Callable[[PostResult], None]) -> None:
+    def read(self, post: MakePost, then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
         ...
 
@@ -328,7 +329,9 @@ class Reading:
         host.tally.descriptors += len(pieces)
         self._posted = True
         stays = runs_on(host.site, host.peer)
-        host.read(lambda done: Post(lane, Operation.READ, local, remote, self._cell, done, stays), self._has_read)
+        host.read(
+            lambda done, late: Post(lane, Operation.READ, local, remote, self._cell, done, stays, late), self._has_read
+        )
 
     def _has_read(self, result: PostResult) -> None:
         host = self._host

@@ -12,13 +12,16 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final, Protocol, cast
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
-from kvxfer.protocol.session import PeerInfo, Received, Role, Session, SessionEvent, State
+from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
@@ -44,8 +47,16 @@ class LinkHandler(Protocol):
         """
         ...
 
-    def opened(self, link: "Link", peer: PeerInfo) -> None:
-        """The handshake is complete."""
+    def meet(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
+        """The peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
+
+        Returns:
+            A task whose result `opened` is given, and whose `KvxferError` ends the link.
+        """
+        ...
+
+    def opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
+        """The handshake is complete; `found` is what `meet` has found out."""
         ...
 
     def received(self, link: "Link", message: Message) -> None:
@@ -59,6 +70,14 @@ class LinkHandler(Protocol):
     def lost(self, link: "Link", error: KvxferError) -> None:
         """The link is gone. Called once, and only if `opened` was."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """A peer was looked at: comes before what the peer said meanwhile."""
+
+    peer: PeerInfo
+    task: "asyncio.Task[Any]"
 
 
 class Link(asyncio.Protocol):
@@ -91,7 +110,9 @@ class Link(asyncio.Protocol):
         self._session: Session | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._rest: Iterator[SessionEvent] | None = None  # what came in and waits for its turn
+        self._rest: Iterator[SessionEvent | _Met] | None = None  # what came in and waits for its turn
+        self._meeting: asyncio.Task[Any] | None = None  # and for this
+        self._known = False  # whether the handler was told that it is open
         self._handling = False
         self._end: KvxferError | None = None
         self._failure: KvxferError | None = None
@@ -118,6 +139,11 @@ class Link(asyncio.Protocol):
     def proved_to(self) -> bytes:
         """The incarnation to which this side has shown who it is, also when the link is gone; empty before."""
         return b"" if self._session is None else self._session.proved_to
+
+    @property
+    def failure(self) -> KvxferError | None:
+        """Why it is gone; None as long as it is not."""
+        return self._failure
 
     @property
     def is_open(self) -> bool:
@@ -208,16 +234,19 @@ class Link(asyncio.Protocol):
         if session is not None:
             self._handle(iter(session.receive(data, self._runtime.now())))
 
-    def _handle(self, events: Iterator[SessionEvent]) -> None:
-        """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done."""
+    def _handle(self, events: "Iterator[SessionEvent | _Met]") -> None:
+        """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done.
+
+        Nor is anything before the peer was looked at, once it has said what it is.
+        """
         until = self._runtime.now() + TURN_SECONDS
         self._handling = True
         try:
             for event in events:
-                if isinstance(event, Received):
-                    self._handler.received(self, event.message)
-                else:
-                    self._opened(event.peer)
+                self._take(event)
+                if self._meeting is not None:
+                    self._rest = events
+                    break
                 if self._runtime.now() >= until:
                     self._rest = events if self._session is not None and self._session.unread_bytes else None
                     break
@@ -237,11 +266,35 @@ class Link(asyncio.Protocol):
         if self._rest is not None and self._transport is not None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
+            if self._meeting is None:
+                self._loop.call_soon(self._go_on)
+
+    def _take(self, event: "SessionEvent | _Met") -> None:
+        match event:
+            case Received(message):
+                self._handler.received(self, message)
+            case Opened(peer):
+                self._arm()  # this side speaks while it looks at the peer, and does not listen
+                self._meeting = self._handler.meet(self, peer)
+                self._meeting.add_done_callback(partial(self._met, peer))
+            case _Met(peer, task):
+                self._opened(peer, task.result())
+
+    def _met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
+        self._meeting = None
+        if task.cancelled():
+            self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
+        elif self._failure is not None:
+            task.exception()  # nobody wants to know any more
+        elif self._session is not None and self._rest is not None:
+            self._rest = chain((_Met(peer, task),), self._rest)
+        self._go_on()
 
     def _go_on(self) -> None:
         rest, self._rest, stream = self._rest, None, self._transport
         if rest is not None and stream is not None:
+            if self._session is not None:
+                self._session.excuse(self._runtime.now())
             if not stream.is_closing():
                 stream.resume_reading()
             self._handle(rest)  # pauses it again if there is still more
@@ -252,12 +305,12 @@ class Link(asyncio.Protocol):
         if self._rest is None and self._end is not None:
             self._fail(self._end)
 
-    def _opened(self, peer: PeerInfo) -> None:
+    def _opened(self, peer: PeerInfo, found: Any) -> None:
         """The handshake is complete."""
-        self._arm()
         self.renewals = peer.body.renewals
         self._warn_if_untrusted(peer)
-        self._handler.opened(self, peer)
+        self._known = True
+        self._handler.opened(self, peer, found)
         if not self.ready.done():
             self.ready.set_result(peer)
 
@@ -307,8 +360,11 @@ class Link(asyncio.Protocol):
         session = self._session
         if session is None:
             return
+        now = self._runtime.now()
+        if self._meeting is not None:
+            session.excuse(now)
         try:
-            session.tick(self._runtime.now())
+            session.tick(now)
         except KvxferError as error:
             self._fail(error)
             if self._transport is not None:
@@ -323,7 +379,8 @@ class Link(asyncio.Protocol):
         self._failure = error
         if self._timer is not None:
             self._timer.cancel()
-        was_open = self._session is not None and self._session.peer is not None
+        if self._meeting is not None:
+            self._meeting.cancel()  # nobody wants to know any more
         if self._session is not None:
             self._session.close()
         if self._transport is not None and not self._transport.is_closing():
@@ -331,7 +388,7 @@ class Link(asyncio.Protocol):
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
-        if was_open:
+        if self._known:
             self._handler.lost(self, error)
 
 

@@ -129,6 +129,9 @@ class Loan:
             self._site.metrics.result_dropped("stale")
         elif message.status is Status.IN_DOUBT:
             self.lost()
+            if self.is_lost:  # the peer is there, and its write may need this side to end
+                self._awake = self._site.fabric.hold_awake()
+                self.exposure.told_in_doubt()
         elif self._written is not None and message.status is Status.OK:
             resolve(self._written, None)
         else:
@@ -150,6 +153,8 @@ class Loan:
     def resume(self, link: Link) -> None:
         """The same incarnation is back: ask what became of it."""
         self.link, self.is_lost = link, False
+        self.exposure.met(link.renewals)
+        self._awake()
         self._awake = self._site.fabric.hold_awake()
         self._ask(Code.PEER_LOST)
 

@@ -6,7 +6,7 @@ What is handed in runs in the order in which it was handed in, whichever way it 
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar, overload
 
 from kvxfer.errors import ClosedError, ForkedError, KvxferError, MemoryInDoubtError
+from kvxfer.geometry import Blocks
 from kvxfer.offerbook import Awaited
 from kvxfer.offers import Offer
 from kvxfer.runtime import Home, Runtime
-from kvxfer.transfers import Transfer, TransferState
+from kvxfer.tickets import Ticket
+from kvxfer.transfers import Progress, TransferState
 from kvxfer.worker import Worker
 
 __all__ = ["LoopThread", "ServedWorker", "state_under_way", "withdraw"]
@@ -36,6 +38,19 @@ class ServedWorker(Worker):
         await super().__aenter__()
         self._assembly.placement.bind()
         return self
+
+    def begin_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any,
+        timeout: float | None,
+        keep: bool,
+    ) -> Progress:
+        """`start_fetch` for whoever holds the fetch for its caller."""
+        return self._begin_fetch(ticket, blocks, tokens, after, timeout, keep=keep)
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
@@ -251,7 +266,7 @@ def _tell(future: "Future[_T]", task: "asyncio.Task[_T]") -> None:
             future.set_result(task.result())
 
 
-def state_under_way(transfer: Transfer) -> TransferState:
+def state_under_way(transfer: Progress) -> TransferState:
     """State of a transfer whose end is not known outside of its loop yet: never one that says that it has ended."""
     state = transfer.state
     return state if TransferState.FAILED < state < TransferState.DONE else TransferState.MOVING

@@ -27,9 +27,13 @@ _here: Final[set[bytes]] = set()
 
 @dataclass(slots=True, eq=False)
 class _Mapping:
-    """One peer: its windows once they are open, or why there are none; how many copies need them."""
+    """One peer: its windows once they are open, or why there are none; how many copies need them.
+
+    `seen` is what was last found to lie in them.
+    """
 
     windows: Windows | None = None
+    seen: CacheGeometry | None = None
     why: str = ""
     gates: int = 0
     users: int = 0
@@ -87,6 +91,7 @@ class Mappings:
             if reason := unlike(peer.body.host):
                 raise FabricError(reason)
             mapping.windows = await self._runtime.in_thread(lambda: self._open(peer, theirs))
+            mapping.seen = theirs
         except KvxferError as error:
             mapping.why = str(error)
             _log.warning("peer_not_mapped", peer=peer.name, reason=mapping.why)
@@ -96,7 +101,7 @@ class Mappings:
         self._prune(key, mapping)
 
     def met(self, peer: PeerInfo, theirs: CacheGeometry) -> None:
-        """A session of a peer begins. What is mapped of it already must hold what it now says to hold.
+        """A session of a peer begins. What is mapped of it already must hold what it now says to hold. From any thread.
 
         Raises:
             MismatchError: If it does not.
@@ -107,7 +112,9 @@ class Mappings:
         try:
             if mapping.gates != peer.body.gates:
                 raise FabricError("its gates are elsewhere")
-            self._check(mapping.windows, theirs)
+            if mapping.seen is not theirs:
+                self._check(mapping.windows, theirs)
+                mapping.seen = theirs
         except FabricError as error:
             text = f"{peer.name} describes another cache than before, and {error}"
             raise MismatchError(text, peer=peer.name) from error

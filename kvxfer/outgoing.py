@@ -14,7 +14,7 @@ from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, RefusedError, Step
 from kvxfer.events import Until, join
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Outcome
+from kvxfer.fabric.port import Cell, Outcome
 from kvxfer.geometry import BlockLists, ChunkPlan, CopyPlan, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.offers import Offer
@@ -33,7 +33,7 @@ from kvxfer.protocol.messages import (
     Want,
 )
 from kvxfer.protocol.sending import Failure, Sending, SendState
-from kvxfer.rebuilding import strand
+from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.routes.chooser import Choice
 from kvxfer.sent import count, log_transfer, report
 from kvxfer.shipment import SHIPMENTS, Moved, Shipment, Terms
@@ -95,7 +95,9 @@ class Outgoing(Steps):
         self._prompt, self._plain_s = False, 0.0  # as of `Draft` and `Answer`
         self._shipments: Final[dict[int, Shipment]] = {}
         self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
-        self._doubt = False  # a post of ours may still read the blocks
+        self._unsure: dict[int, bool] = {}  # chunks in doubt, and whether our own work on them is over
+        self._cells: dict[int, Cell] = {}  # of these
+        self._unwant: Callable[[], None] = no_hold
         self._exposure: Exposure | None = None  # route pull
         self._revoke: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -212,6 +214,16 @@ class Outgoing(Steps):
         read = self._exposure is not None and self._exposure.ended
         return self.machine.in_doubt and not read
 
+    @property
+    def severed(self) -> bool:
+        """What is in doubt has left this side: it lands, if at all, at the agent that the decode rank had then."""
+        return bool(self._unsure) and all(self._unsure.values()) and not runs_on(self.site, self.peer)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Of what is in doubt."""
+        return list(self._cells.values())
+
     def help_to_read(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
 
@@ -247,7 +259,7 @@ class Outgoing(Steps):
         make, self.renewals = SHIPMENTS[self.machine.route], self.link.renewals
         for grant in grants:
             terms = Terms(until, self._events(bound, grant.chunk), generation, self.renewals)
-            shipment = make(self.site, self.peer, bound, grant, terms, self.tally, self._reported)
+            shipment = make(self.site, self.peer, bound, grant, terms, self.tally, self._reported, self._late)
             self._shipments[grant.chunk] = shipment
             shipment.run(shipment.begin)
             if self.machine.state is not SendState.MOVING:  # one before it has failed at once
@@ -281,6 +293,7 @@ class Outgoing(Steps):
     def _plan(self, offer: Offer) -> None:
         wanted = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
         rows = max(wanted, sum(len(span.ids) for span in offer.spans.values()))
+        rows += self.site.plans.outgoing_rows(self.peer, self.machine.fetch.selections)
         draft = Draft.of(offer)  # as it is now: the plan may be made in a thread, while the offer grows
         means = self.site.means(self.peer, trusted=self.link.trusted, sending=True)
         asked = Asked(self.peer, self.machine.fetch, ahead=self._ahead, checked=self._sums_every > 0)
@@ -422,10 +435,25 @@ class Outgoing(Steps):
         else:
             code = moved.error.code if moved.error is not None else Code.FAILED
             failure = Failure(Status.FAILED, code, str(moved.error or "the chunk could not be moved"))
-        self._doubt = self._doubt or (moved.may_read and self.machine.route is not Route.STAGED)
+        if moved.outcome is Outcome.IN_DOUBT:
+            self._unsure[chunk], self._cells[chunk] = not moved.may_read, shipment.cell
         if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is one of those that are
             self.stop(failure)
         self._say(self.machine.dropped(chunk, in_doubt=moved.outcome is Outcome.IN_DOUBT))
+
+    def _late(self, chunk: int, ended: bool) -> None:
+        """A chunk in doubt has ended after all; or our agent has, and what had left it may still land."""
+        if ended:
+            del self._unsure[chunk], self._cells[chunk]
+            self.machine.settled(chunk)
+        else:
+            self._unsure[chunk] = True
+        if self.machine.state is SendState.ENDED:  # else all that remains is said at the end
+            if all(self._unsure.values()):
+                self._unwant()
+                if self.offer is not None and self in self.offer.doubtful:
+                    self.offer.left(self)
+            self._ended(self)
 
     def _confirm(self, chunk: int, part: ChunkPlan | None, timings: Timings) -> None:
         """A chunk has been moved: say so, once it is added up where that is wanted."""
@@ -473,7 +501,8 @@ class Outgoing(Steps):
             self.site.estimates.took(
                 self.peer.identity.incarnation, machine.route, plain=self._plain_s, seconds=self.stats.duration
             )
-        reads = self._doubt or (machine.in_doubt and machine.route is Route.PULL)
+        ours = machine.route is Route.DIRECT and not all(self._unsure.values())  # a post of ours may read the blocks
+        reads = ours or (machine.in_doubt and machine.route is Route.PULL)
         if failure is not None:
             offer, at = self.offer, self._stopped_at or self.step
             blocks = offer.block_ids() if offer is not None else {}
@@ -491,10 +520,5 @@ class Outgoing(Steps):
         if self.offer is not None:
             self.offer.stats.append(self.stats)
             self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
-        if self._doubt and machine.route is Route.DIRECT:
-            strand(self.site, self.peer, self._rebuilt, urgent=True)
-
-    def _rebuilt(self) -> None:
-        """No post of ours reads the blocks any more."""
-        if self.offer is not None:
-            self.offer.left(self)
+        if ours:
+            self._unwant = want_end(self.site, self.peer, urgent=True)

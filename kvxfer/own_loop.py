@@ -8,14 +8,15 @@ thread to thread and back, a fraction of a millisecond, more if other threads ho
 
 import asyncio
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, FailureReport, KvxferError
+from kvxfer.errors import ClosedError, KvxferError
 from kvxfer.events import as_event
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group
@@ -25,7 +26,7 @@ from kvxfer.onlookers import see_through
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
-from kvxfer.transfers import Claim, FetchResult, Transfer, TransferState, layer_range
+from kvxfer.transfers import Claim, FetchResult, Progress, Transfer, TransferState
 from kvxfer.worker import Worker
 
 __all__ = ["OwnLoopOffer", "OwnLoopTransfer", "OwnLoopWorker"]
@@ -145,16 +146,17 @@ class OwnLoopWorker(Worker):
         tokens: range,
         after: Any = None,
         timeout: float | None = None,
+        keep: bool = False,
     ) -> Transfer:
         """See `Worker.start_fetch`."""
         thread, geometry = self._served
         loop, event = asyncio.get_running_loop(), as_event(after, geometry)
 
         def start() -> OwnLoopTransfer:
-            inner = self._inner.start_fetch(ticket, blocks, tokens=tokens, after=event, timeout=timeout)
+            inner = self._inner.begin_fetch(ticket, blocks, tokens=tokens, after=event, timeout=timeout, keep=keep)
             return OwnLoopTransfer(inner, thread, loop)
 
-        return cast("Any", thread.call(start))  # type: ignore[no-any-return]  # it has the public half of a Transfer
+        return thread.call(start)
 
     async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """See `Worker.decline`."""
@@ -270,98 +272,71 @@ class OwnLoopOffer:
             self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
 
 
-class OwnLoopTransfer:
-    """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop. See `Transfer`.
+class OwnLoopTransfer(Transfer):
+    """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop.
 
-    Waiting is that of a `Transfer` of the caller's loop, which ends as the one on the worker's loop does. So cancelling
-    the waiting task cancels the one there and waits until its memory is safe.
+    It ends there as the one on the worker's loop has ended. So leaving its block, or cancelling whoever awaits it,
+    cancels the one there and waits until its memory is safe.
 
     Args:
-        inner: The transfer on the worker's loop, where this is called.
+        inner: The one on the worker's loop, where this is called.
         thread: That loop.
         loop: The caller's loop.
     """
 
-    def __init__(self, inner: Transfer, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
-        self.id: Final = inner.id
-        self.request: Final = inner.request
+    def __init__(self, inner: Progress, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
+        def cancel() -> None:
+            thread.post(inner.cancel)
+
+        here = Progress(inner.id, inner.request, loop, cancel, inner.blocks)
+        super().__init__(here)
         self._inner = inner
         self._thread = thread
-        self._loop = loop
-        self._here: Final = Transfer(inner.id, inner.request, loop, self.cancel)
-        inner.outcome.add_done_callback(self._over)
-
-    def __await__(self) -> Generator[Any, None, FetchResult]:
-        return self._here.__await__()
-
-    def __repr__(self) -> str:
-        return f"Transfer({self.id}, request={self.request!r}, {self.state.name})"
+        inner.outcome.add_done_callback(partial(_over, inner, thread, here))  # nothing here keeps what is dropped
 
     @property
     def state(self) -> TransferState:
         """See `Transfer`."""
-        return self._here.state if self._here.done else state_under_way(self._inner)
+        return self._progress.state if self.done else state_under_way(self._inner)
 
     @property
     def memory_safe(self) -> bool:
         """See `Transfer`."""
         return self._inner.memory_safe
 
-    @property
-    def failed_blocks(self) -> Mapping[str, Sequence[int]]:
-        """See `Transfer`."""
-        return self._inner.failed_blocks if self._here.done else {}
-
-    @property
-    def report(self) -> FailureReport | None:
-        """See `Transfer`."""
-        return self._inner.report if self._here.done else None
-
-    @property
-    def done(self) -> bool:
-        """See `Transfer.done`."""
-        return self._here.done
-
-    @property
-    def outcome(self) -> "asyncio.Future[FetchResult]":
-        """See `Transfer.outcome`."""
-        return self._here.outcome
-
     def cancel(self) -> None:
         """See `Transfer.cancel`."""
-        self._thread.post(self._inner.cancel)
+        self._progress.cancel()
 
-    def result(self) -> FetchResult:
-        """See `Transfer.result`."""
-        return self._here.result()
+    async def _landed(self, wanted: range) -> None:
+        if self.done or not await self._thread.awaits(_landed(self._inner, wanted)):
+            await asyncio.shield(self.outcome)
 
-    async def layers(self, start: int, stop: int) -> None:
-        """See `Transfer.layers`."""
-        layer_range(start, stop)
-        if self._here.done or not await self._thread.awaits(self._landed(start, stop)):
-            await asyncio.shield(self._here.outcome)
 
-    async def _landed(self, start: int, stop: int) -> bool:
-        """Whether these layers landed; False if the transfer failed before. Runs on the worker's loop."""
-        try:
-            await self._inner.layers(start, stop)
-        except (KvxferError, asyncio.CancelledError):
-            if not self._inner.done:
-                raise
-            return False
-        return True
+async def _landed(inner: Progress, wanted: range) -> bool:
+    """Whether these layers landed; False if the transfer failed before. Runs on the worker's loop."""
+    try:
+        await inner.layers(wanted)
+    except (KvxferError, asyncio.CancelledError):
+        if not inner.done:
+            raise
+        return False
+    return True
 
-    def _over(self, outcome: "asyncio.Future[FetchResult]") -> None:
-        """Runs on the worker's loop."""
-        with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
-            self._loop.call_soon_threadsafe(self._end_here, outcome)
 
-    def _end_here(self, outcome: "asyncio.Future[FetchResult]") -> None:
-        """Runs on the caller's loop. The outcome is set for good, so it may be read from here."""
+def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
+    """A transfer has ended. Runs on the worker's loop; the outcome is set for good, and may be read from the other."""
+
+    def end() -> None:
         error = outcome.exception()
         if error is None:
-            self._here.succeed(outcome.result())
-        elif isinstance(error, KvxferError):
-            self._here.fail(self._thread.moved(error))
+            here.succeed(outcome.result())
+            return
+        here.failed_blocks = inner.failed_blocks
+        if isinstance(error, KvxferError):
+            here.fail(thread.moved(error), inner.report)
         else:
-            self._here.fail(asyncio.CancelledError(*error.args))
+            here.fail(asyncio.CancelledError(*error.args), inner.report)
+
+    with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
+        here.loop.call_soon_threadsafe(end)

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import CopyPlan, SumPlan
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.rebuilding import strand
-from kvxfer.site import Site
+from kvxfer.rebuilding import want_end
+from kvxfer.site import no_hold
 from kvxfer.steps import Steps
 
-__all__ = ["OwnWork"]
+__all__ = ["MakePost", "OwnWork"]
+
+MakePost: TypeAlias = Callable[[Callable[[PostResult], None], Callable[[bool], None]], Post]
+"""A post of `done` and `late`."""
 
 
 class OwnWork:
@@ -29,12 +32,12 @@ class OwnWork:
         self._peer: Final = peer
         self._copies = 0
         self._reads = 0
-        self._doubt = False
+        self._doubts = 0
 
     @property
     def reads(self) -> bool:
         """Whether a read of ours may be under way at the peer."""
-        return self._reads > 0 or self._doubt
+        return self._reads > 0 or self._doubts > 0
 
     @property
     def copies(self) -> bool:
@@ -67,33 +70,33 @@ class OwnWork:
         self,
         steps: Steps,
         changed: Callable[[], None],
-        post: Callable[[Callable[[PostResult], None]], Post],
+        post: MakePost,
         then: Callable[[PostResult], None],
     ) -> None:
         """Post a read into the caller's blocks."""
-        site = steps.site
-        wanted = post(partial(site.hand_over, steps.run, self._read, site, changed, then))
+        site, unwant = steps.site, no_hold
+
+        def ended(result: PostResult) -> None:
+            nonlocal unwant
+            # where the transport says that the peer is gone, it has ended its own work too
+            gone = result.error is not None and result.error.disconnected
+            if result.outcome is Outcome.IN_DOUBT and not gone:
+                self._doubts += 1
+                unwant = want_end(site, self._peer, urgent=True)
+            self._reads -= 1
+            then(result)
+            changed()
+
+        def over(_: bool) -> None:  # it has ended, or our agent has
+            unwant()
+            self._doubts -= 1
+            changed()
+
+        wanted = post(partial(site.hand_over, steps.run, ended), partial(site.hand_over, steps.run, over))
         self._reads += 1
         site.fabric.post(wanted)
 
     def _copied(self, changed: Callable[[], None], then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
         self._copies -= 1
         then(outcome)
-        changed()
-
-    def _read(
-        self, site: Site, changed: Callable[[], None], then: Callable[[PostResult], None], result: PostResult
-    ) -> None:
-        # where the transport says that the peer is gone, it has ended its own work too
-        gone = result.error is not None and result.error.disconnected
-        if result.outcome is Outcome.IN_DOUBT and not gone:
-            self._doubt = True
-            strand(site, self._peer, partial(self._rebuilt, changed), urgent=True)
-        self._reads -= 1
-        then(result)
-        changed()
-
-    def _rebuilt(self, changed: Callable[[], None]) -> None:
-        """No read of ours writes the caller's blocks any more."""
-        self._doubt = False
         changed()

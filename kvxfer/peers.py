@@ -68,6 +68,10 @@ class Peers:
         usable = link is not None and link.is_open and link.peer.identity.epoch == epoch
         return link if usable and self._site.config.admits(endpoint) else None
 
+    def opening(self, endpoint: str) -> bool:
+        """Whether an endpoint is being connected."""
+        return endpoint in self._opening
+
     async def link(self, endpoint: str, epoch: bytes | None) -> Link:
         """The open link to an endpoint; many callers at once make one handshake.
 

@@ -1,9 +1,9 @@
 """Plans between this rank and its peers: made once a pair and kept, bound to requests, cut into chunks."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -31,13 +31,16 @@ from kvxfer.lazy import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
+from kvxfer.routes.chooser import Choice, Means
 from kvxfer.telemetry import hears_debug, logger
 
 __all__ = [
     "LISTED",
+    "Agreed",
     "Bound",
     "PairPlans",
     "block_pieces",
+    "choose_and_cut",
     "fit_grid",
     "in_place_bytes",
     "staging_pieces",
@@ -51,6 +54,8 @@ LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 _LISTED_PIECES: Final = 1 << 16
 """Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
 costs more than they do."""
+_ROWS_A_TENSOR: Final = 1024
+"""To share and plan a tensor, or a layer of one, takes about as long as to make so many rows of a table."""
 _KEPT_PAIRS: Final = 512
 _KEPT_A_PEER: Final = 4
 """Plans that are kept for each peer that is here, if that is more: so many are in use, one or two in each direction."""
@@ -71,6 +76,7 @@ class PairPlans:
         self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
+        self._cramped: set[tuple[bytes, bool]] = set()  # no chunk is small enough for the staging of both sides
         self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan]] = {}  # what a peer asked for last
 
     @property
@@ -78,10 +84,11 @@ class PairPlans:
         """How many plans are kept; with fewer than there are peers, each would be made anew for every transfer."""
         return max(_KEPT_PAIRS, _KEPT_A_PEER * len(self._geometries))
 
-    def meet(self, peer: PeerInfo, *, sending: bool, convert: bool) -> None:
+    def examine(self, peer: PeerInfo, *, sending: bool, convert: bool) -> "Agreed":
         """Read a new peer's geometry, and plan the copy of all that both sides hold in one direction.
 
         So what cannot be copied is refused here, by the same code that would plan the transfers, and on both sides.
+        Nothing is noted yet: for caches of many tensors this belongs into a thread.
 
         Args:
             peer: The other side.
@@ -91,31 +98,50 @@ class PairPlans:
         Raises:
             MismatchError: If the peer's description contradicts itself, or something cannot be copied. It names each
                 difference with both values.
-            ProtocolError: If numbers are out of every sensible range.
+            ProtocolError: If it cannot be decoded, or numbers are out of every sensible range.
         """
-        key = (peer.identity.incarnation, sending)
         try:
-            self._renew(peer.identity.incarnation, geometry_from_wire(peer.body.tensors))
-            src, dst = self._ends(peer, sending=sending)
+            geometry, known = geometry_from_wire(peer.body.tensors), self._geometries.get(peer.identity.incarnation)
+            if known is not None and known.tensors == geometry.tensors:
+                geometry = known
+            src, dst = (self._own, geometry) if sending else (geometry, self._own)
             self._agree(peer, src, dst, sending=sending, convert=convert)
-            self._converting.discard(key)
-            if convert and converts(src, dst):
-                self._converting.add(key)
-            self._whole(peer, sending=sending)
+            converting, selections = convert and converts(src, dst), common(src, dst)
+            pair = self._pairs.get((peer.identity.incarnation, sending, selections))
+            if pair is None or geometry is not known or converting is not self.converts(peer, sending=sending):
+                planned = partial(_planned, peer, src, dst, selections, convert=converting, sending=sending)
+                pair = planned() if selections else None
         except GeometryError as error:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
             ) from error
+        _ = geometry.addressed  # found out once
+        return Agreed(sending, geometry, converting, selections, pair)
 
-    def _renew(self, incarnation: bytes, geometry: CacheGeometry) -> None:
-        """Take note of a geometry; plans with another one of the same incarnation are no good any more."""
-        if self._geometries.get(incarnation, geometry).tensors != geometry.tensors:
+    def meet(self, peer: PeerInfo, agreed: "Agreed") -> None:
+        """Take note of what was found; plans with another geometry of the same incarnation are no good any more."""
+        incarnation, sending = peer.identity.incarnation, agreed.sending
+        if self._geometries.get(incarnation) is not agreed.geometry:
             self._drop(incarnation)
-        self._geometries[incarnation] = geometry
+        self._geometries[incarnation] = agreed.geometry
+        (self._converting.add if agreed.converts else self._converting.discard)((incarnation, sending))
+        self._common[incarnation, sending] = agreed.common
+        if agreed.pair is not None:
+            self._keep((incarnation, sending, agreed.common), agreed.pair)
 
     def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
         """Whether copies in this direction convert: agreed upon, and needed."""
         return (peer.identity.incarnation, sending) in self._converting
+
+    def bound_chunks(self, peer: PeerInfo, room_bytes: int, *, sending: bool) -> bool:
+        """Take note of how large a staged chunk between this rank and a peer may be; whether the smallest one fits."""
+        key, fits = (peer.identity.incarnation, sending), self.least_chunk_bytes(peer, sending=sending) <= room_bytes
+        (self._cramped.discard if fits else self._cramped.add)(key)
+        return fits
+
+    def fits_staging(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """What `bound_chunks` said last."""
+        return (peer.identity.incarnation, sending) not in self._cramped
 
     @staticmethod
     def _agree(peer: PeerInfo, src: CacheGeometry, dst: CacheGeometry, *, sending: bool, convert: bool) -> None:
@@ -143,6 +169,7 @@ class PairPlans:
         """The peer is gone."""
         key = peer.identity.incarnation
         self._converting -= {(key, True), (key, False)}
+        self._cramped -= {(key, True), (key, False)}
         self._geometries.pop(key, None)
         self._drop(key)
 
@@ -153,8 +180,8 @@ class PairPlans:
             self._common.pop((incarnation, sending), None)
         for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
             self._pairs.pop(pair, None)
-        for ranks in [ranks for ranks in self._shares if incarnation in ranks]:
-            del self._shares[ranks]
+        for ranks in [ranks for ranks in list(self._shares) if incarnation in ranks]:
+            self._shares.pop(ranks, None)
 
     def geometry(self, peer: PeerInfo) -> CacheGeometry:
         """What a peer holds. Of one that is gone it is read again, and not kept: nobody would forget it."""
@@ -179,20 +206,40 @@ class PairPlans:
     def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
         """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
 
+        The plans with them are made too. From any thread.
+
         Raises:
             MismatchError: If something that it needs is on none of them.
         """
         key = tuple(None if peer is None else peer.identity.incarnation for peer in peers)
         found = self._shares.get(key)
         if found is None:
-            present = [number for number, peer in enumerate(peers) if peer is not None]
-            parts = resolve(self._own, [self.geometry(peer) for peer in peers if peer is not None], rank=rank)
-            of_rank = dict(zip(present, parts, strict=True))
+            held = {number: (peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None}
+            parts = resolve(self._own, [geometry for _, geometry in held.values()], rank=rank)
+            of_rank = dict(zip(held, parts, strict=True))
             found = [of_rank.get(number, ()) for number in range(len(peers))]
-            self._shares[key] = found
-            if len(self._shares) > self._kept:
-                self._shares.popitem(last=False)
+            for number, (peer, _) in held.items():
+                if found[number]:
+                    self.incoming(peer, found[number])
+            if all(self._geometries.get(peer.identity.incarnation) is geometry for peer, geometry in held.values()):
+                self._shares[key] = found  # else one of them has gone, or holds something else since
+                if len(self._shares) > self._kept:
+                    self._shares.popitem(last=False)
         return found
+
+    def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
+        """As many rows of a table as take the time of `shares`; 0 if they are known."""
+        if tuple(None if peer is None else peer.identity.incarnation for peer in peers) in self._shares:
+            return 0
+        held = [self._own, *(self._geometries.get(peer.identity.incarnation) for peer in peers if peer is not None)]
+        return _ROWS_A_TENSOR * sum(len(geometry.tensors) for geometry in held if geometry is not None)
+
+    def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
+        """The same of `outgoing`."""
+        last = self._asked.get(peer.identity.incarnation)
+        if last is not None and last[0] == selections:
+            return 0
+        return _ROWS_A_TENSOR * sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""
@@ -233,14 +280,52 @@ class PairPlans:
         pair = self._pairs.get(key)
         if pair is None:
             src, dst = self._ends(peer, sending=sending)
-            pair = PairPlan(src, dst, selections, convert=self.converts(peer, sending=sending))
-            self._pairs[key] = pair
-            if len(self._pairs) > self._kept:
-                self._pairs.popitem(last=False)
-            if hears_debug(_NAME):
-                role, told = "sending" if sending else "receiving", str(pair.explain())
-                _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
+            convert = self.converts(peer, sending=sending)
+            pair = _planned(peer, src, dst, selections, convert=convert, sending=sending)
+            self._keep(key, pair)
         return pair
+
+    def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:
+        self._pairs[key] = pair
+        if len(self._pairs) > self._kept:
+            self._pairs.popitem(last=False)
+
+
+def _planned(
+    peer: PeerInfo,
+    src: CacheGeometry,
+    dst: CacheGeometry,
+    selections: tuple[Selection, ...],
+    *,
+    convert: bool,
+    sending: bool,
+) -> PairPlan:
+    """A plan, and a line in the log that explains it."""
+    pair = PairPlan(src, dst, selections, convert=convert)
+    pair.prepare()
+    if hears_debug(_NAME):
+        role, told = "sending" if sending else "receiving", str(pair.explain())
+        _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
+    return pair
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What was found of a new peer, in one direction.
+
+    Attributes:
+        sending: Whether this rank is the prefill rank.
+        geometry: What the peer holds.
+        converts: Whether copies convert: agreed upon, and needed.
+        common: All that both sides hold.
+        pair: The plan of that; None if it is nothing.
+    """
+
+    sending: bool
+    geometry: CacheGeometry
+    converts: bool
+    common: tuple[Selection, ...]
+    pair: PairPlan | None
 
 
 @dataclass(frozen=True)
@@ -332,6 +417,37 @@ def fit_grid(
             reason=Code.CHUNK_TOO_LARGE,
         )
     return grid
+
+
+def choose_and_cut(
+    wanted: Sequence[Route],
+    means: Means,
+    choose: Callable[[Sequence[Route]], Choice],
+    cut: Callable[[Route], ChunkGrid],
+) -> tuple[Choice, ChunkGrid]:
+    """A route that can serve a transfer, and how the transfer is cut for it.
+
+    Args:
+        wanted: Routes that the decode rank accepts, best first.
+        means: What the pair can do.
+        choose: Chooses one of some routes.
+        cut: Cuts the transfer for a route.
+
+    Raises:
+        RefusedError: If no route is left, or no chunk is small enough for any.
+    """
+    left_out = ""
+    while True:
+        choice = choose(wanted)
+        try:
+            grid = cut(choice.route)
+        except RefusedError as error:
+            wanted = [route for route in wanted if route is not choice.route]
+            if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(means.can, wanted)):
+                raise
+            left_out = f"{choice.route.name.lower()}: {error}"
+        else:
+            return (replace(choice, fallback=left_out) if left_out else choice), grid
 
 
 def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:

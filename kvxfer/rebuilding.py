@@ -31,10 +31,10 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import Capability, Renewed, Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.site import Site
+from kvxfer.site import Callback, Site, no_hold
 from kvxfer.telemetry import logger
 
-__all__ = ["Rebuilding", "Role", "runs_on", "severed", "strand"]
+__all__ = ["Rebuilding", "Role", "runs_on", "severed", "want_end"]
 
 _log: Final = logger("kvxfer.worker")
 _LOOK_SECONDS: Final = 0.002
@@ -65,8 +65,9 @@ class Rebuilding:
     """Decides when it is time, and does it.
 
     At once, but for the time in which a peer may still answer, if the caller's blocks are in doubt or a quarter of a
-    share is in quarantine; for less, `peer_timeout` after it was noticed, so that it is done for many together. Twice
-    within `peer_timeout` never: who can bring it about must not be able to stop everybody else.
+    share is in quarantine, and without that time if the peer has made its own agent anew and knows no more; for less,
+    `peer_timeout` after it was noticed, so that it is done for many together. Twice within `peer_timeout` never: who
+    can bring it about must not be able to stop everybody else.
 
     Args:
         site: The worker.
@@ -119,7 +120,10 @@ class Rebuilding:
         shares = (site.send_desk.share, site.receive_desk.share)
         crowded = any(share.quarantined_bytes() * _CROWDED > share.capacity for share in shares)
         patience = {True: config.revoke_timeout / _STEPS, False: config.peer_timeout}
-        due = min((want.since + patience[want.urgent or crowded] for want in site.rebuilds.wants), default=math.inf)
+        due = min(
+            (want.since + (0.0 if want.answered else patience[want.urgent or crowded]) for want in site.rebuilds.wants),
+            default=math.inf,
+        )
         return max(due, self._last + config.peer_timeout)
 
     def _begin(self) -> None:
@@ -190,13 +194,15 @@ class Rebuilding:
             site.body[trusted] = encode_body(replace(told, metadata=metadata, renewals=site.rebuilds.count + 1))
 
 
-def strand(site: Site, peer: PeerInfo, then: Callable[[], None], *, urgent: bool) -> None:
-    """A post of ours to or from a peer did not end: call `then` when it is known not to touch our memory any more.
+def want_end(site: Site, peer: PeerInfo, *, urgent: bool) -> Callback:
+    """A post of ours to or from a peer did not end, and the end of our agent would end it.
 
-    Never, where it may be a copy between GPUs of this host: that goes on without us.
+    Not where it may be a copy between GPUs of this host: that goes on without us.
+
+    Returns:
+        To be called when it has ended by itself.
     """
-    if not runs_on(site, peer):
-        site.rebuilds.strand(then, urgent=urgent)
+    return no_hold if runs_on(site, peer) else site.rebuilds.want(urgent=urgent)
 
 
 def runs_on(site: Site, peer: PeerInfo) -> bool:

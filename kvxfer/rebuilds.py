@@ -15,12 +15,12 @@ class Want:
     Attributes:
         since: When it was noticed.
         urgent: Whether it is about the caller's blocks, and not about staging memory.
-        then: Called when it is over; what looks for itself leaves it out.
+        answered: Whether the peer has said all that it can, and is not to be waited for.
     """
 
     since: float
     urgent: bool
-    then: Callable[[], None] | None = None
+    answered: bool = False
 
 
 class Rebuilds:
@@ -52,15 +52,12 @@ class Rebuilds:
         """Who waits."""
         return list(self._wants)
 
-    def want(self, *, urgent: bool) -> Callable[[], None]:
-        """Wait for it, by looking at `count`, until the returned function is called."""
-        want = Want(self._now(), urgent)
-        self._add(want)
+    def want(self, *, urgent: bool, answered: bool = False) -> Callable[[], None]:
+        """Wait for it until it has been begun and done, or until the returned function is called."""
+        want = Want(self._now(), urgent, answered)
+        self._wants[want] = None
+        self.wanted()
         return lambda: self._drop(want)
-
-    def strand(self, then: Callable[[], None], *, urgent: bool) -> None:
-        """A post of ours may still touch memory: call `then` when that is over."""
-        self._add(Want(self._now(), urgent, then))
 
     @property
     def next(self) -> "asyncio.Future[None]":
@@ -75,9 +72,9 @@ class Rebuilds:
             then()
 
     def begin(self) -> None:
-        """It is about to be done. What is stranded by now will be over then, and nothing that comes later."""
+        """It is about to be done. What is wanted by now will be over then, and nothing that comes later."""
         self.paused = True
-        self._taken = [want for want in self._wants if want.then is not None]
+        self._taken = list(self._wants)
 
     def end(self, *, done: bool) -> None:
         """It has been, or could not be."""
@@ -90,12 +87,8 @@ class Rebuilds:
             self._next = self._loop.create_future()
             for want in taken:
                 self._drop(want)
-        for then in [want.then for want in taken if done and want.then is not None] + held:
+        for then in held:
             then()
-
-    def _add(self, want: Want) -> None:
-        self._wants[want] = None
-        self.wanted()
 
     def _drop(self, want: Want) -> None:
         self._wants.pop(want, None)

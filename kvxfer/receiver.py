@@ -1,12 +1,13 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from functools import partial
 from itertools import chain, count
 from typing import Any, Final
 
 from kvxfer.blocklists import wanted_blocks, written_blocks
-from kvxfer.claims import Claims
+from kvxfer.claims import Claims, TicketKey
 from kvxfer.errors import BusyError, ClosedError, Code, KvxferError, ProtocolError
 from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
@@ -23,7 +24,7 @@ from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
-from kvxfer.transfers import Claim, Transfer
+from kvxfer.transfers import Claim, Progress
 
 __all__ = ["Receiver"]
 
@@ -45,6 +46,8 @@ class Receiver:
         self._peers: Final = peers
         self._numbers = count(1)
         self._fetches: set[Fetching] = set()
+        self._of_ticket: dict[TicketKey, set[Fetching]] = {}  # the same
+        self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Incoming] = {}
         self._recoveries: Final = Recoveries(site, peers)
         self._lender: Final = Lender(site, lambda: next(self._numbers), self._recoveries.begin)
@@ -70,7 +73,9 @@ class Receiver:
 
     # --- what callers do
 
-    def start(self, ticket: Ticket, blocks: Blocks, *, tokens: range, after: Any, timeout: float | None) -> Transfer:
+    def start(
+        self, ticket: Ticket, blocks: Blocks, *, tokens: range, after: Any, timeout: float | None, keep: bool
+    ) -> Progress:
         """Begin a fetch. Everything that can be checked here is checked before anything is sent.
 
         Raises:
@@ -89,7 +94,7 @@ class Receiver:
         ident = f"{site.incarnation.hex()[:8]}-{number}"
         numbers = chain((number,), self._numbers)  # with one prefill rank both sides name the transfer alike
         site.custody.hold(ident, written)
-        demand = Demand(ticket, spans, tokens, event, limit, written)
+        demand = Demand(ticket, spans, tokens, event, limit, keep, written)
         fetching = Fetching(
             site,
             self._peers,
@@ -99,9 +104,16 @@ class Receiver:
             self._known,
             self._recoveries.begin,
             self._succeeded,
+            self._given_up,
             self._ended,
         )
+        self._claims.note_fetch(ticket.key, given_up=False)
+        for older in self._of_ticket.get(ticket.key, ()):
+            older.supersede()
+        if (later := self._later.pop(ticket.key, None)) is not None:
+            later.cancel()
         self._fetches.add(fetching)
+        self._of_ticket.setdefault(ticket.key, set()).add(fetching)
         fetching.begin()
         return fetching.transfer
 
@@ -111,7 +123,13 @@ class Receiver:
         Raises:
             BusyError: If there are too many claims.
         """
-        return Claim(ticket, self._claims.keep(ticket), self._site.loop)
+        let_go = self._claims.keep(ticket)
+
+        def close() -> None:
+            if let_go():
+                self._give_back(ticket)
+
+        return Claim(ticket, close, self._site.loop)
 
     async def decline(self, ticket: Ticket) -> None:
         """Tell every prefill rank that no fetch will come.
@@ -120,16 +138,11 @@ class Receiver:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
         self._claims.drop(ticket.key)
-        epoch, others, release = bytes.fromhex(ticket.epoch), list[str](), Release(ticket.ref(), Code.CANCELLED)
-        for endpoint in ticket.rank_endpoints:
-            if (known := self._peers.known(endpoint, epoch)) is not None:
-                known.send(release)  # at once: the worker may be about to close
-            else:
-                others.append(endpoint)
-        links = await asyncio.gather(*(self._peers.link(other, epoch) for other in others), return_exceptions=True)
+        others = self._release(ticket)
+        links = await self._connect(ticket, others)
         for link in links:
             if isinstance(link, Link):
-                link.send(release)
+                link.send(Release(ticket.ref(), Code.CANCELLED))
         for link in links:
             if isinstance(link, BaseException):
                 raise link
@@ -184,6 +197,9 @@ class Receiver:
 
     def renewed(self, link: Link) -> None:
         """An agent of one of both sides was made anew: what was found out of the lane between them says no more."""
+        for owed in self._unanswered:
+            if owed.peer.identity.incarnation == link.peer.identity.incarnation:
+                owed.exposure.met(link.renewals)
         self._lender.prover.renewed(link)
 
     def abandon_all(self) -> None:
@@ -264,13 +280,73 @@ class Receiver:
         for incoming in fetching.incoming:
             self._lender.used(incoming.link, incoming.route)
 
+    def _forget(self, fetching: Fetching) -> None:
+        self._fetches.discard(fetching)
+        same = self._of_ticket.get(fetching.ticket.key, set())
+        same.discard(fetching)
+        if not same:
+            self._of_ticket.pop(fetching.ticket.key, None)
+
+    def _given_up(self, fetching: Fetching) -> None:
+        """The caller of a fetch has given up, and keeps nothing."""
+        self._give_back(fetching.ticket, fetching.links)
+
+    def _give_back(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
+        """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.
+
+        Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
+        """
+        same = self._of_ticket.get(ticket.key, ())
+        if not all(fetching.transfer.done for fetching in same):
+            return  # tried again meanwhile
+        if self._claims.note_fetch(ticket.key, given_up=True):
+            return  # whoever closes the claim comes here
+        doubtful = {part.peer.identity.incarnation for fetching in same for part in fetching.incoming if part.in_doubt}
+        others = self._release(ticket, links, doubtful)
+        if soon := [endpoint for endpoint in others if self._peers.opening(endpoint)]:
+            later = self._give_back_later(ticket, soon)
+            task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
+            self._later[ticket.key] = task
+            task.add_done_callback(partial(self._not_later, ticket.key))
+
+    async def _give_back_later(self, ticket: Ticket, endpoints: Iterable[str]) -> None:
+        """The same once these are connected, or could not be."""
+        await self._connect(ticket, endpoints)
+        self._give_back(ticket)
+
+    def _not_later(self, key: TicketKey, task: "asyncio.Task[None]") -> None:
+        if self._later.get(key) is task:
+            del self._later[key]
+
+    def _release(self, ticket: Ticket, links: Iterable[Link] = (), spared: Container[bytes] = ()) -> list[str]:
+        """Tell every prefill rank that is connected that no fetch will come. At once: the worker may be about to close.
+
+        Args:
+            ticket: Of what.
+            links: More ways to its ranks.
+            spared: Incarnations that are told later.
+
+        Returns:
+            Endpoints to which no link is known.
+        """
+        epoch = bytes.fromhex(ticket.epoch)
+        known = {endpoint: self._peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints}
+        for link in dict.fromkeys((*links, *known.values())):
+            if link is not None and link.peer.identity.incarnation not in spared:
+                link.send(Release(ticket.ref(), Code.CANCELLED))
+        return [endpoint for endpoint, link in known.items() if link is None]
+
+    async def _connect(self, ticket: Ticket, endpoints: Iterable[str]) -> list[Link | BaseException]:
+        epoch = bytes.fromhex(ticket.epoch)
+        return await asyncio.gather(*(self._peers.link(each, epoch) for each in endpoints), return_exceptions=True)
+
     def _ended(self, fetching: Fetching) -> None:
         """A fetch is over; forget it once it leaves nothing in doubt."""
         report = fetching.transfer.report
         if report is not None and report.code in _GONE:
             self._claims.drop(fetching.ticket.key)
         if not fetching.doubtful:
-            self._fetches.discard(fetching)
+            self._forget(fetching)
             fetching.settle()
             owing = [incoming for incoming in fetching.incoming if incoming.owes_an_answer]
             for incoming in fetching.incoming:

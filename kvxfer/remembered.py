@@ -1,15 +1,23 @@
 """What is over at a prefill rank and may still move: its decode rank may come back and ask, so it is not forgotten.
 
-Forgotten it is when the peer's process has ended; when the peer, on another host, has made its agent anew, so that
-nothing lands any more which was posted to the old one; and on `pull` when the peer has said that it reads nothing.
+Forgotten it is
+
+- when what was given up has ended after all;
+- when the peer's process has ended;
+- when the peer has made its agent anew, so that nothing lands any more which was on its way to the old one, and either
+  it is on another host or our own agent was made anew too, which writes by itself on this one;
+- on `pull`, when the peer has said that it reads nothing.
+
 Until then it keeps its place among the transfers. Of a peer whose process cannot be watched that is so only while it is
 connected: it may never come back, and its places would be lost to everybody. Of its writes the numbers are kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from kvxfer.fabric.port import Cell
 from kvxfer.link import Link
 from kvxfer.mapped import elsewhere
 from kvxfer.outgoing import Outgoing
@@ -30,18 +38,24 @@ class Doubt:
     Attributes:
         failure: Why it ended.
         renewals: How often the peer had made its agent anew when it granted the memory, as far as it had said so.
+        severed: Whether what may move has left this side, and is on its way to the agent that the peer had then.
         reader: Route `pull`: the transfer whose blocks the peer may be reading.
         watched: Whether the end of the peer's process will be seen.
         placed: Whether it has a place.
+        cells: Of what may move: they keep the peer's gates until it is over.
         unwatch: Ends the watch over the peer's process.
+        unwant: Says that it needs no new agent.
     """
 
     failure: Failure | None
     renewals: int
+    severed: bool
     reader: Outgoing | None
     watched: bool
     placed: bool
+    cells: Sequence[Cell] = ()
     unwatch: Callback = no_hold
+    unwant: Callback = no_hold
 
 
 class Remembered:
@@ -74,6 +88,8 @@ class Remembered:
         renewals: int,
         *,
         here: Link | None,
+        severed: bool,
+        cells: Sequence[Cell] = (),
         placed: bool = True,
         reader: Outgoing | None = None,
     ) -> None:
@@ -85,18 +101,21 @@ class Remembered:
             failure: As of a `Doubt`.
             renewals: As of a `Doubt`.
             here: The link to the peer, if it is connected.
+            severed: As of a `Doubt`.
+            cells: As of a `Doubt`.
             placed: Whether it comes with a place.
             reader: As of a `Doubt`.
         """
         who, processes = link.peer.identity.incarnation, self._site.processes
-        doubt = Doubt(failure, renewals, reader, processes.ended(link.peer) is not None, placed)
+        far = severed or elsewhere(link.peer.body.host)
+        doubt = Doubt(failure, renewals, far, reader, processes.ended(link.peer) is not None, placed, cells)
+        if severed and not elsewhere(link.peer.body.host):  # so that the peer hears that only its own agent is left
+            doubt.unwant = self._site.rebuilds.want(urgent=False)
         self._unplaced += not placed
         self._doubts.setdefault(who, {})[transfer] = doubt
         doubt.unwatch = processes.when_gone(link.peer, partial(self.forget, who, transfer))
         if here is None:
             self.lost(who)
-        else:
-            self.renewed(here)  # it may have told of its new agent before our post to the old one ended
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
@@ -115,13 +134,19 @@ class Remembered:
                 self._unplaced += 1
                 self._places.give(incarnation)
 
-    def renewed(self, link: Link) -> None:
-        """A peer has said how often its agent was made anew."""
+    def renewed(self, link: Link) -> dict[int, Doubt]:
+        """By number, what is over since a peer has made its agent anew as often as it says on this link."""
         who = link.peer.identity.incarnation
-        if elsewhere(link.peer.body.host):
-            for transfer, doubt in list(self._doubts.get(who, {}).items()):
-                if doubt.reader is None and doubt.renewals < link.renewals:
-                    self.forget(who, transfer)
+        over = {
+            transfer: doubt
+            for transfer, doubt in self._doubts.get(who, {}).items()
+            if doubt.severed and doubt.reader is None and doubt.renewals < link.renewals
+        }
+        for transfer, doubt in over.items():
+            for cell in doubt.cells:
+                cell.end()
+            self.forget(who, transfer)
+        return over
 
     def forget(self, incarnation: bytes, transfer: int) -> None:
         """Nothing of a transfer is in doubt any more, or nobody is left who could ask. Harmless if it is not known."""
@@ -132,6 +157,7 @@ class Remembered:
         if not doubts:
             del self._doubts[incarnation]
         doubt.unwatch()
+        doubt.unwant()
         if doubt.placed:
             self._places.give(incarnation)
         else:

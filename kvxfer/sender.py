@@ -191,14 +191,15 @@ class Sender:
         """A decode rank is there (again), and may still read what it was announced before."""
         incarnation = link.peer.identity.incarnation
         self._here[incarnation] = link
-        self._doubtful.renewed(link)
+        self.renewed(link)
         for doubt in self._doubtful.of(incarnation):
             if doubt.reader is not None:
                 doubt.reader.help_to_read()
 
     def renewed(self, link: Link) -> None:
-        """A decode rank has made its agent anew."""
-        self._doubtful.renewed(link)
+        """A decode rank has made its agent anew, or something of ours has left for the one that it had."""
+        for transfer, doubt in self._doubtful.renewed(link).items():
+            link.send(_over(transfer, doubt.failure))
 
     def check(self, link: Link, message: Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
@@ -294,30 +295,67 @@ class Sender:
             gauging.stop(Failure(Status.CANCELLED, Code.TOO_MANY, "the memory is needed"))
 
     def _gauged(self, gauging: Gauging) -> None:
-        who = gauging.peer.identity.incarnation
-        del self._gaugings[who, gauging.transfer]
+        who, transfer = gauging.peer.identity.incarnation, gauging.transfer
+        if self._gaugings.get((who, transfer)) is not gauging:
+            self._doubted_late(who, transfer, gauging)
+            return
+        del self._gaugings[who, transfer]
         if gauging.in_doubt:
             here, placed = self._here.get(who), self._places.take(who)
             self._doubtful.keep(
-                gauging.link, gauging.transfer, gauging.failure, gauging.renewals, here=here, placed=placed
+                gauging.link,
+                transfer,
+                gauging.failure,
+                gauging.renewals,
+                here=here,
+                severed=gauging.severed,
+                cells=gauging.cells,
+                placed=placed,
             )
+            if here is not None:
+                self.renewed(here)  # it may have told of its new agent before our post to the old one ended
 
     def _ended(self, outgoing: Outgoing) -> None:
         who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer
         if outgoing.offer is None:
             ticket = outgoing.machine.fetch.ticket
             self.book.unpark((ticket.request, ticket.attempt), outgoing)
+        if self._transfers.get((who, transfer)) is not outgoing:
+            self._doubted_late(who, transfer, outgoing)
+            return
+        del self._transfers[who, transfer]
         if outgoing.in_doubt:
-            del self._transfers[who, transfer]
             reader = outgoing if outgoing.machine.route is Route.PULL else None
             failure, here = outgoing.machine.failure, self._here.get(who)
-            self._doubtful.keep(outgoing.link, transfer, failure, outgoing.renewals, here=here, reader=reader)
+            self._doubtful.keep(
+                outgoing.link,
+                transfer,
+                failure,
+                outgoing.renewals,
+                here=here,
+                severed=outgoing.severed,
+                cells=outgoing.cells,
+                reader=reader,
+            )
             if here is not None:
                 outgoing.help_to_read()
-        elif self._transfers.pop((who, transfer), None) is not None:
-            self._places.give(who)
+                self.renewed(here)  # it may have told of its new agent before our post to the old one ended
         else:
+            self._places.give(who)
+
+    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing | Gauging) -> None:
+        """More is known of what ended in doubt."""
+        doubt, here = self._doubtful.find(who, transfer), self._here.get(who)
+        if doubt is None:
+            return
+        if not moved.in_doubt:
             self._doubtful.forget(who, transfer)
+            if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
+                here.send(_over(transfer, doubt.failure))
+        elif moved.severed:
+            doubt.severed = True
+            if here is not None:
+                self.renewed(here)
 
     def _fresh(self, link: Link, transfer: int) -> tuple[bytes, int]:
         """By what is known what begins under a number.
@@ -345,3 +383,9 @@ _REASONS: Final = {
 def _terminal(transfer: int, failure: Failure) -> KvAgentResult:
     """The answer for a transfer that is not known (any more): nothing of it is posted, and nothing will be."""
     return build_result(transfer, failure.status, last=True, failure=failure)
+
+
+def _over(transfer: int, failure: Failure | None) -> KvAgentResult:
+    """What ends a doubt that the decode rank was told of: nothing of the transfer is under way any more."""
+    code, reason = (failure.code, failure.reason) if failure is not None else (Code.FAILED, "")
+    return _terminal(transfer, Failure(Status.FAILED, code, reason))

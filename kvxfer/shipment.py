@@ -12,12 +12,12 @@ from kvxfer.errors import FabricError, KvxferError, ProtocolError
 from kvxfer.events import Until
 from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Passage, Post, PostResult
 from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
-from kvxfer.memory import Extent, Request
+from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
-from kvxfer.rebuilding import runs_on, strand
-from kvxfer.site import Site
+from kvxfer.rebuilding import runs_on, want_end
+from kvxfer.site import Callback, Site, no_hold
 from kvxfer.steps import Steps
 from kvxfer.tally import Tally
 
@@ -81,6 +81,7 @@ class Shipment(Steps):
         terms: When it may be moved.
         tally: Counts.
         report: Called once, when nothing of it is under way any more or it is in doubt.
+        late: Called at most once after that, if it was in doubt, as `late` of a post.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Shipment(Steps):
         terms: Terms,
         tally: Tally,
         report: Callable[[int, Moved], None],
+        late: Callable[[int, bool], None],
     ) -> None:
         super().__init__(site, f"kvxfer send chunk {grant.chunk}")
         self.peer: Final = peer
@@ -105,7 +107,9 @@ class Shipment(Steps):
         self.tally: Final = tally
         self.part: ChunkPlan | None = None
         self._report: Callable[[int, Moved], None] | None = report
+        self._late: Final = late
         self._began: Final = site.now()
+        self._in_doubt = False  # as it was reported
         self._submitted = False  # the executor or the fabric has it, and will answer
         self.copying = False
 
@@ -157,6 +161,9 @@ class Shipment(Steps):
     def give_back(self, moved: Moved) -> None:
         """Give back whatever it holds: it is over."""
 
+    def give_back_late(self) -> None:
+        """Give back what it held for a post of ours that was in doubt."""
+
     def submit(self, job: CopyJob) -> None:
         """Hand it to the executor."""
         self.tally.spent("queued", self._began, self.site.now())
@@ -167,6 +174,7 @@ class Shipment(Steps):
         """Give everything back and report, once."""
         report, self._report = self._report, None
         if report is not None:
+            self._in_doubt = moved.outcome is Outcome.IN_DOUBT
             self.give_back(moved)
             report(self.grant.chunk, moved)
 
@@ -201,6 +209,7 @@ class _OverFabric(Shipment):
         self.tally.descriptors += len(local.pieces)
         timed = bool(gather.segments)
         posted = partial(site.hand_over, self.run, self._posted)  # on the fabric's thread
+        late = partial(site.hand_over, self.run, self._posted_late)  # likewise
         stays = runs_on(site, self.peer)
 
         def copied(outcome: CopyOutcome) -> None:  # on the executor's
@@ -208,7 +217,7 @@ class _OverFabric(Shipment):
             if timed:
                 self._gathered = (outcome.started, outcome.finished)
             if outcome.error is None:
-                site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays))
+                site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays, late))
             else:
                 cell.kill()
                 site.hand_over(self.run, self.end, Moved(Outcome.FAILED, outcome.error))
@@ -217,6 +226,10 @@ class _OverFabric(Shipment):
         self.submit(CopyJob(gather, copied, self.after, nbytes=nbytes, owner=self.tally))
 
     def _posted(self, result: PostResult) -> None:
+        if self.over:  # a step raised meanwhile, so that it was said to be in doubt
+            if self._in_doubt and result.outcome is not Outcome.IN_DOUBT:
+                self._posted_late(ended=True)
+            return
         tally, gathered = self.tally, self._gathered
         tally.spent("gathering", *gathered)
         if result.first:
@@ -230,12 +243,17 @@ class _OverFabric(Shipment):
         )
         self.end(Moved(result.outcome, result.error, self.part.bytes if self.part else 0, timings))
 
+    def _posted_late(self, ended: bool) -> None:
+        self.give_back_late()
+        self._late(self.grant.chunk, ended)
+
 
 class StagedShipment(_OverFabric):
     """A chunk that is gathered into staging memory here, and written from there into staging memory of the peer."""
 
     _request: Request | None = None
     _extent: Extent | None = None
+    _unwant: Callback = staticmethod(no_hold)
 
     def connected(self, part: ChunkPlan) -> None:
         """Ask for memory to gather into."""
@@ -274,9 +292,15 @@ class StagedShipment(_OverFabric):
             desk.withdraw(self._request)
         if extent is not None and moved.may_read:
             desk.quarantine(extent, "our own post did not end")
-            strand(self.site, self.peer, partial(desk.settle, extent), urgent=False)
+            self._unwant = want_end(self.site, self.peer, urgent=False)
         elif extent is not None:
             desk.release(extent)
+
+    def give_back_late(self) -> None:
+        """Give the memory back after all."""
+        self._unwant()
+        if self._extent is not None and self._extent.state is ExtentState.QUARANTINED:
+            self.site.send_desk.settle(self._extent)
 
 
 class DirectShipment(_OverFabric):

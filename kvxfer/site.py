@@ -19,7 +19,7 @@ from kvxfer.mapped import unlike
 from kvxfer.mappings import Mappings
 from kvxfer.memory import Custody, Share
 from kvxfer.metrics import Metrics
-from kvxfer.planning import PairPlans
+from kvxfer.planning import Agreed, PairPlans
 from kvxfer.processes import Processes
 from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
@@ -35,6 +35,9 @@ __all__ = ["Callback", "Site", "Tasks", "no_hold", "resolve"]
 
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
+
+_AT_ONCE_BYTES: Final = 4096
+"""How long two descriptions of caches may be for a look at both to take about a millisecond."""
 
 # as plain numbers: operations on flags would take as long as all the rest of `Site.means`
 _STAGED: Final = int(Capability.STAGED)
@@ -162,6 +165,7 @@ class Site:
         in_place_desks: By incarnation of the peer, what it may write in place at once.
         warming: By incarnation of the peer and direction (true: sending), the task that compiles the kernels for it.
         draining: True once new work is refused.
+        looking: Held while a thread looks at what a new peer holds.
         closing: Done once the worker waits for no peer any more: what is in doubt is looked at once more, and left.
         now: Monotonic seconds, the runtime's.
     """
@@ -201,6 +205,7 @@ class Site:
     warming: dict[tuple[bytes, bool], "asyncio.Task[None]"] = field(default_factory=dict)
     draining: bool = False
     incarnation: bytes = field(init=False)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     closing: "asyncio.Future[None]" = field(init=False)
     now: Callable[[], float] = field(init=False)
     rebuilds: Rebuilds = field(init=False)
@@ -215,18 +220,19 @@ class Site:
         """Call `callback` on the loop at `when` (by `now`)."""
         return self.loop.call_later(max(0.0, when - self.now()), callback)
 
-    def meet(self, peer: PeerInfo, *, trusted: bool, sending: bool, process: Callable[[], int]) -> None:
-        """Take note of a new peer, and begin to prepare copies in one direction.
+    async def examine(self, peer: PeerInfo, *, sending: bool) -> Agreed:
+        """Look at what a new peer says to hold, and plan copies of it in one direction. Nothing is noted yet.
+
+        What takes longer than a moment is done in a thread, for one peer after the other: the loop then shares the
+        interpreter with no more than one.
 
         Args:
             peer: The other side.
-            trusted: Whether this side shared its addresses with it.
             sending: Whether this rank is the prefill rank.
-            process: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
 
         Raises:
-            MismatchError: If its description contradicts itself, or what both sides hold cannot be copied: as it is, on
-                no route, or in no chunk that the settings allow.
+            MismatchError: If its description contradicts itself, or what both sides hold cannot be copied as it is.
+            ProtocolError: If it cannot be read.
         """
         theirs = Capability(peer.identity.capabilities)
         asked = theirs if sending else self.capabilities  # the decode rank's
@@ -236,30 +242,66 @@ class Site:
                 peer=peer.name,
                 fields={"integrity": (self.config.integrity, "none")},
             )
+
+        def look() -> Agreed:
+            agreed = self.plans.examine(peer, sending=sending, convert=Capability.CONVERT in asked)
+            self.mappings.met(peer, agreed.geometry)
+            return agreed
+
+        if len(peer.told) + len(self.body[False]) <= _AT_ONCE_BYTES:
+            return look()
+        async with self.looking:
+            return await self.runtime.in_thread(look)
+
+    def meet(self, peer: PeerInfo, agreed: Agreed, *, trusted: bool, sending: bool, process: Callable[[], int]) -> None:
+        """Take note of a new peer, and begin to prepare copies in one direction.
+
+        Args:
+            peer: The other side.
+            agreed: What `examine` has found.
+            trusted: Whether this side shared its addresses with it.
+            sending: Whether this rank is the prefill rank.
+            process: Opens a descriptor of the process at the other end of the stream; -1 if there is none.
+
+        Raises:
+            MismatchError: If what both sides hold cannot be copied on any route, or in no chunk that the settings
+                allow; or if the peer holds something else than what is mapped of it.
+        """
+        theirs = Capability(peer.identity.capabilities)
         self.here.add(peer.identity.incarnation)
-        self.plans.meet(peer, sending=sending, convert=Capability.CONVERT in asked)
+        self.plans.meet(peer, agreed)
         if (desk := self.in_place_desks.get(peer.identity.incarnation)) is not None:
             desk.emptied = None
-        self.mappings.met(peer, self.plans.geometry(peer))
+        self.mappings.met(peer, agreed.geometry)
         self.keys.met(peer)
         if trusted and Capability.GATES in theirs:  # it was told of the locks; where it could not open them, it says so
             self.heard(peer, fenced=True)
         self.processes.met(peer, process)
-        least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
+        self._compare_chunks(peer, trusted=trusted, sending=sending)
+        least = self.plans.least_chunk_bytes(peer, sending=sending)
         if least and not self.routes(peer, trusted=trusted, sending=sending):
             self._no_route(peer, trusted=trusted, sending=sending)
-        there = peer.body.max_chunk_bytes or here
-        staged = self.means(peer, trusted=trusted, sending=sending).staged
-        if staged and least > min(here, there):
-            raise MismatchError(
-                f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
-                f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)",
-                peer=peer.name,
-                fields={"chunk_bytes": (str(here), str(there))},
-            )
         self.metrics.session_opened("send" if sending else "receive")
         self.lanes.wanted(peer)
         self.warm(peer, trusted=trusted, sending=sending)
+
+    def _compare_chunks(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> None:
+        """Leave out the route `staged` where not even the smallest chunk has room at both sides.
+
+        Raises:
+            MismatchError: If there is no other.
+        """
+        least, here = self.plans.least_chunk_bytes(peer, sending=sending), self.config.chunk_bytes
+        there = peer.body.max_chunk_bytes or here
+        if self.plans.bound_chunks(peer, min(here, there), sending=sending) or not self._both_stage(peer):
+            return
+        reason = (
+            f"the smallest chunk of what both sides hold is {least} bytes, but chunks have room for {here} here "
+            f"and {there} at the peer: raise chunk_bytes (and, for the route staged, arena_bytes)"
+        )
+        if not self.routes(peer, trusted=trusted, sending=sending):
+            raise MismatchError(reason, peer=peer.name, fields={"chunk_bytes": (str(here), str(there))})
+        _log.warning("route_excluded", peer=peer.name, route="staged", reason=reason)
 
     def routes(self, peer: PeerInfo, *, trusted: bool, sending: bool) -> list[Route]:
         """Routes that are open with a peer, best first. A prefill rank takes any that the decode rank accepts."""
@@ -313,8 +355,9 @@ class Site:
         if maps:
             await self.mappings.open(peer, self.plans.geometry(peer))
         try:
-            shapes = self.plans.samples(peer, sending=sending, mapped=maps)
-            await self.runtime.in_thread(lambda: self.executor.warm(shapes))
+            await self.runtime.in_thread(
+                lambda: self.executor.warm(self.plans.samples(peer, sending=sending, mapped=maps))
+            )
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
@@ -329,8 +372,7 @@ class Site:
         if first is not None:
             await asyncio.wait({first})
         try:
-            shapes = self.plans.sum_samples(peer, sending=sending)
-            await self.runtime.in_thread(lambda: self.executor.warm_sums(shapes))
+            await self.runtime.in_thread(lambda: self.executor.warm_sums(self.plans.sum_samples(peer, sending=sending)))
         except KvxferError as error:
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 
@@ -423,12 +465,15 @@ class Site:
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
-            staged=self.staging is not None and bool(theirs & _STAGED),
+            staged=self._both_stage(peer) and self.plans.fits_staging(peer, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),
             mapped=known and self._mapped(peer, sending=sending),
             converts=converts,
         )
+
+    def _both_stage(self, peer: PeerInfo) -> bool:
+        return self.staging is not None and bool(peer.identity.capabilities & _STAGED)
 
     def _mapped(self, peer: PeerInfo, *, sending: bool) -> bool:
         """Whether the prefill rank can address the decode rank's blocks, as far as this side knows."""

@@ -6,6 +6,7 @@ file permissions guard them, and the kernel says who is at the other end.
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import os
@@ -13,7 +14,6 @@ import socket
 import ssl
 import stat
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ _ACCEPT_PAUSE: Final = 1.0
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
 """What OpenSSL calls bytes that are no TLS."""
 _SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
-_ABANDONED_SECONDS: Final = 3600.0
 _log: Final = logger("kvxfer.link")
 
 _Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -51,15 +50,23 @@ class Listener:
         endpoint: Where peers can connect: `unix:/path` or `tcp:host:port`.
         stop: Stops listening.
         folder: Made for the socket, and removed with it.
+        lock: Says to others that the folder is in use, until it is closed.
 
     Attributes:
         endpoint: As given.
     """
 
-    def __init__(self, endpoint: str, stop: Callable[[], None], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        stop: Callable[[], None],
+        folder: Path | None = None,
+        lock: contextlib.ExitStack | None = None,
+    ) -> None:
         self.endpoint: Final = endpoint
         self._stop = stop
         self._folder = folder
+        self._lock: Final = lock or contextlib.ExitStack()
 
     def reached_at(self, advertised: str | None) -> str:
         """Where peers connect: the advertised endpoint, whose port 0 stands for the port that this one got."""
@@ -76,6 +83,7 @@ class Listener:
         if self._folder is not None:
             with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
                 self._folder.rmdir()
+        self._lock.close()
 
 
 class Streams:
@@ -126,15 +134,19 @@ class Streams:
     # --- listening
 
     async def _listen_unix(self, where: str) -> Listener:
-        if where == "unix":
-            await self._runtime.in_thread(_clear_abandoned)
-        folder = Path(tempfile.mkdtemp(prefix=_prefix())) if where == "unix" else None
-        path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
-        _clear_stale(path)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(lambda: self._link(Role.SERVER, where), str(path), start_serving=False)
-        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-        return await _serving(Listener(f"unix:{path}", server.close, folder), [server])
+        folder: Path | None = None
+        with contextlib.ExitStack() as lock:
+            if where == "unix":
+                await self._runtime.in_thread(_clear_abandoned)
+                folder, descriptor = _make_folder()
+                lock.callback(os.close, descriptor)
+            path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
+            _clear_stale(path)
+            loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
+            server = await loop.create_unix_server(link, str(path), start_serving=False)
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            listener = Listener(f"unix:{path}", server.close, folder, lock.pop_all())
+        return await _serving(listener, [server])
 
     async def _listen_tcp(self, where: str) -> Listener:
         loop = asyncio.get_running_loop()
@@ -371,17 +383,40 @@ def _prefix() -> str:
     return f"kvxfer-{hashlib.sha256(here().partition(' ')[0].encode()).hexdigest()[:6]}-"
 
 
+def _make_folder() -> tuple[Path, int]:
+    """A private folder for a socket, and a descriptor whose lock says that it is in use, until it is closed.
+
+    Between the two another worker may sweep it: then it holds the lock, or the folder is gone.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+        with contextlib.ExitStack() as unless_ours, contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            unless_ours.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system without locks: nobody sweeps there
+                pass
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                unless_ours.pop_all()
+                return folder, descriptor
+
+
 def _clear_abandoned() -> None:
-    """Remove this user's folders of workers that were killed; not a young one, whose worker may be about to listen."""
-    paths: list[Path] = []
+    """Remove this user's folders of workers that were killed: those that nobody has locked."""
+    folders: list[Path] = []
     with contextlib.suppress(OSError):
-        paths += Path(tempfile.gettempdir()).glob(f"{_prefix()}*/{_SOCKET}") if here() else ()
-    for path in paths:
-        with contextlib.suppress(OSError):  # somebody listens, or another worker was faster
-            folder = path.parent.lstat()
-            if folder.st_uid == os.geteuid() and time.time() - folder.st_mtime > _ABANDONED_SECONDS:
-                _clear_stale(path)
-                path.parent.rmdir()
+        folders += Path(tempfile.gettempdir()).glob(f"{_prefix()}*") if here() else ()
+    for folder in folders:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as lock:  # locked, or another worker was faster
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock.callback(os.close, descriptor)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clear_stale(folder / _SOCKET)
+                folder.rmdir()
 
 
 def _clear_stale(path: Path) -> None:

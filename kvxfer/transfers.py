@@ -1,12 +1,13 @@
 """Transfers as their caller sees them: `await transfer` looks on while a task of the worker does the work."""
 
 import asyncio
-import contextlib
 import operator
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from kvxfer.errors import FailureReport, KvxferError, MemoryInDoubtError, RequestError
 from kvxfer.onlookers import follow
@@ -14,7 +15,7 @@ from kvxfer.runtime import Home
 from kvxfer.telemetry import TransferStats
 from kvxfer.tickets import Ticket
 
-__all__ = ["Claim", "FetchResult", "Transfer", "TransferState", "layer_range"]
+__all__ = ["Claim", "FetchResult", "Progress", "Transfer", "TransferState", "layer_range"]
 
 
 class TransferState(IntEnum):
@@ -46,7 +47,8 @@ class Claim:
     """Keeps a request's lease at the prefill engine while it waits for a place here. Made by `Worker.claim`.
 
     It ends with a successful fetch, or one that finds the offer over, with `Worker.decline`, or `close`. A request that
-    was claimed more than once stays claimed until all of its claims were closed.
+    was claimed more than once stays claimed until all of its claims were closed. A fetch that is cancelled leaves it
+    open, for a retry.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Claim:
     def close(self) -> None:
         """Stop renewing the lease; the prefill engine frees the blocks when it has run out. Idempotent.
 
+        If the last fetch of the request was cancelled, it frees them at once.
+
         Raises:
             ForkedError: In a process that was forked off the one that made the claim.
             UsageError: In another thread, unless the worker has a loop of its own.
@@ -68,106 +72,90 @@ class Claim:
         close()
 
 
-class Transfer:
-    """One fetch under way. Made by `Worker.start_fetch`; await it for its `FetchResult`.
+class Progress:
+    """What becomes of a fetch: noted by the worker, looked at by whoever holds the fetch for its caller.
 
-    Cancelling the waiting task cancels the transfer, waits (bounded by `revoke_timeout`) until its memory is safe, and
-    then lets the cancellation through; if memory is not safe by then, `MemoryInDoubt` is raised instead. In a process
-    that was forked off this one only its attributes can be read: what waits or cancels raises `ForkedError`, and in
-    another thread or on another loop `UsageError`.
+    Args:
+        ident: As in the logs of both sides.
+        request: The request's id.
+        loop: On which all of this happens.
+        cancel: Gives up.
+        blocks: Names the destination blocks, for people.
 
     Attributes:
-        id: As in the logs of both sides.
-        request: The request's id.
-        state: See `TransferState`.
-        memory_safe: Whether it has ended and no peer can write the destination blocks any more.
-        failed_blocks: Destination blocks that hold no usable data, by group; empty unless the transfer failed.
-        report: What is known of its failure, also if it was cancelled; None unless it failed.
+        id, request, state, memory_safe, failed_blocks, report: See `Transfer`.
+        blocks: As given.
+        loop: As given.
     """
 
-    def __init__(self, ident: str, request: str, loop: asyncio.AbstractEventLoop, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ident: str,
+        request: str,
+        loop: asyncio.AbstractEventLoop,
+        cancel: Callable[[], None],
+        blocks: Callable[[], str],
+    ) -> None:
         self.id: Final = ident
         self.request: Final = request
+        self.loop: Final = loop
+        self.blocks: Final = blocks
         self.state = TransferState.CONNECTING
         self.memory_safe = False
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
         self._cancel = cancel
-        self._home: Final = Home(loop)
-        self._loop = loop
         self._outcome: asyncio.Future[FetchResult] = loop.create_future()
         self._layers: dict[int, int] = {}  # layer -> parts of it that are still to land
         self._layer_waiters: dict[asyncio.Future[None], range] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
-    def __await__(self) -> Generator[Any, None, FetchResult]:
-        return self._wait().__await__()
-
-    def __repr__(self) -> str:
-        return f"Transfer({self.id}, request={self.request!r}, {self.state.name})"
+    # --- for whoever looks on
 
     @property
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
         return self._outcome.done()
 
-    def cancel(self) -> None:
-        """Give up. Returns at once; await the transfer to know that its memory is safe. Idempotent."""
-        self._home.own(self)
-        self._cancel()
-
     @property
     def outcome(self) -> "asyncio.Future[FetchResult]":
-        """Resolves when it has ended. Cancelling it changes nothing; `cancel` gives up."""
-        return follow(self._home.own(self._outcome))
+        """Resolves when it has ended. Cancelling it changes nothing."""
+        return follow(self._outcome)
 
-    async def layers(self, start: int, stop: int) -> None:
-        """Wait until every byte of the layers [start, stop) has landed. Cancelling the wait leaves the transfer alone.
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; None if it did not, or not yet."""
+        return self._outcome.exception() if self._outcome.done() else None
 
-        Raises:
-            KvxferError: If the transfer fails before; the same error that awaiting it raises.
-            RequestError: If a layer is no number.
-        """
-        self._home.own(self)
-        wanted = layer_range(start, stop)
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for its end."""
+        return bool(self._waiters)
+
+    def cancel(self) -> None:
+        """Give up. Idempotent."""
+        self._cancel()
+
+    def result(self) -> FetchResult:
+        """See `Transfer.result`."""
+        return self._outcome.result()
+
+    async def layers(self, wanted: range) -> None:
+        """Return when every byte of these layers has landed. See `Transfer.layers`."""
         if self._outcome.done():
             self._outcome.result()
             return
         if self._have_landed(wanted):
             return
-        waiter: asyncio.Future[None] = self._loop.create_future()
+        waiter: asyncio.Future[None] = self.loop.create_future()
         self._layer_waiters[waiter] = wanted
         waiter.add_done_callback(self._layer_waiters.pop)  # also when whoever waits is cancelled, however often that is
         await waiter
 
-    def result(self) -> FetchResult:
-        """The result of a transfer that is done.
-
-        Raises:
-            KvxferError: If it failed.
-            asyncio.InvalidStateError: If it is not done.
-        """
-        return self._outcome.result()
-
-    async def _wait(self) -> FetchResult:
-        self._home.own(self)
-        try:
-            await self._ended()
-        except asyncio.CancelledError as cancelled:
-            self.cancel()
-            while not self._outcome.done():
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: memory is still not safe
-                    await self._ended()
-            error = self._outcome.exception()
-            if isinstance(error, MemoryInDoubtError):
-                raise error from cancelled
-            raise
-        return self._outcome.result()
-
-    async def _ended(self) -> None:
+    async def ended(self) -> None:
         """Return when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
         if not self._outcome.done():
-            waiter: asyncio.Future[None] = self._loop.create_future()
+            waiter: asyncio.Future[None] = self.loop.create_future()
             self._waiters[waiter] = None
             try:
                 await waiter
@@ -224,6 +212,180 @@ class Transfer:
 
     def _have_landed(self, layers: range) -> bool:
         return all(self._layers.get(layer, 1) == 0 for layer in layers)
+
+
+class Transfer:
+    """One fetch under way. Made by `Worker.start_fetch`, and used as a context manager.
+
+        async with worker.start_fetch(ticket, blocks, tokens=tokens, after=event) as transfer:
+            await transfer.layers(0, 8)
+            ...
+
+    Leaving the block waits for the transfer's end, and raises its error as awaiting it does. Leaving it by an exception
+    or a cancellation cancels the transfer, waits (bounded by `revoke_timeout`, and however often it is cancelled
+    meanwhile) until its memory is safe, and then lets the exception through; if memory is not safe by then,
+    `MemoryInDoubtError` is raised instead, with the exception as its cause. `await transfer` gives its `FetchResult`,
+    and when it is cancelled does the same.
+
+    Whoever uses it without the block must await it before its blocks are used again. One that is dropped before its
+    end, and one that nobody awaits as a wait for its layers is cancelled, gives a `ResourceWarning` that names the
+    blocks: peers still write them.
+
+    In a process that was forked off this one only its attributes can be read: what waits or cancels raises
+    `ForkedError`, and in another thread or on another loop `UsageError`.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress: Final = progress
+        self._home: Final = Home(progress.loop)
+        self._warned = self._entered = False
+
+    async def __aenter__(self) -> Self:
+        self._home.own(self)
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered = False
+        if error is None:
+            await self._wait()
+        else:
+            await self._give_up(error)
+
+    def __await__(self) -> Generator[Any, None, FetchResult]:
+        return self._wait().__await__()
+
+    def __del__(self) -> None:
+        if self._home.here:
+            self._warn("was dropped")
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.id}, request={self.request!r}, {self.state.name})"
+
+    @property
+    def id(self) -> str:
+        """As in the logs of both sides."""
+        return self._progress.id
+
+    @property
+    def request(self) -> str:
+        """The request's id."""
+        return self._progress.request
+
+    @property
+    def state(self) -> TransferState:
+        """See `TransferState`."""
+        return self._progress.state
+
+    @property
+    def memory_safe(self) -> bool:
+        """Whether it has ended and no peer can write the destination blocks any more."""
+        return self._progress.memory_safe
+
+    @property
+    def failed_blocks(self) -> Mapping[str, Sequence[int]]:
+        """Destination blocks that hold no usable data, by group; empty unless the transfer failed."""
+        return self._progress.failed_blocks
+
+    @property
+    def report(self) -> FailureReport | None:
+        """What is known of its failure, also if it was cancelled; None unless it failed."""
+        return self._progress.report
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._progress.done
+
+    def cancel(self) -> None:
+        """Give up. Returns at once; await the transfer to know that its memory is safe. Idempotent.
+
+        The prefill side frees the request's blocks then, unless it was begun with `keep=True` or a claim is open.
+        """
+        self._home.own(self)
+        self._progress.cancel()
+
+    @property
+    def outcome(self) -> "asyncio.Future[FetchResult]":
+        """Resolves when it has ended. Cancelling it changes nothing; `cancel` gives up."""
+        outcome = self._home.own(self._progress).outcome
+        outcome.add_done_callback(self._told)
+        return outcome
+
+    async def layers(self, start: int, stop: int) -> None:
+        """Wait until every byte of the layers [start, stop) has landed. Cancelling the wait leaves the transfer alone.
+
+        Raises:
+            KvxferError: If the transfer fails before; the same error that awaiting it raises.
+            RequestError: If a layer is no number.
+        """
+        self._home.own(self)
+        wanted = layer_range(start, stop)
+        try:
+            await self._landed(wanted)
+        except asyncio.CancelledError:
+            try:
+                if not (self._entered or self._progress.awaited):
+                    self._warn("goes on, and whoever waited for its layers was cancelled")
+            finally:  # also where warnings are errors
+                raise
+
+    def result(self) -> FetchResult:
+        """The result of a transfer that is done.
+
+        Raises:
+            KvxferError: If it failed.
+            asyncio.InvalidStateError: If it is not done.
+        """
+        return self._progress.result()
+
+    async def _wait(self) -> FetchResult:
+        self._home.own(self)
+        try:
+            await self._progress.ended()
+        except asyncio.CancelledError as cancelled:
+            await self._give_up(cancelled)
+            raise
+        return self.result()
+
+    async def _give_up(self, cause: BaseException) -> None:
+        """Cancel it, and return when its memory is safe, however often that is cancelled, for the cause to be raised.
+
+        Raises:
+            MemoryInDoubtError: If it is not safe.
+            asyncio.CancelledError: If whoever waits was cancelled only now.
+        """
+        self.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        while not self.done:
+            try:
+                await self._progress.ended()
+            except asyncio.CancelledError as again:  # memory is still not safe
+                cancelled = again
+        doubt = self._progress.error
+        if isinstance(doubt, MemoryInDoubtError) and doubt is not cause and not self.memory_safe:
+            raise doubt from cause
+        if cancelled is not None and not isinstance(cause, asyncio.CancelledError):
+            raise cancelled
+
+    async def _landed(self, wanted: range) -> None:
+        await self._progress.layers(wanted)
+
+    def _told(self, outcome: "asyncio.Future[FetchResult]") -> None:
+        """Whoever looks at the outcome keeps the transfer, which is not dropped before that is known."""
+
+    def _warn(self, what: str) -> None:
+        if not (self.done or self._warned):
+            self._warned = True
+            warnings.warn(
+                f"the fetch of {self.request!r} ({self.id}) {what}: peers may write the blocks "
+                f"{self._progress.blocks()}; use `async with worker.start_fetch(...)`",
+                ResourceWarning,
+                stacklevel=3,
+                source=self,
+            )
 
 
 def _over() -> None:

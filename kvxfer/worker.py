@@ -27,6 +27,7 @@ from kvxfer.offers import Offer
 from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
 from kvxfer.peers import Peers
+from kvxfer.planning import Agreed
 from kvxfer.protocol.messages import Goodbye, Message, Renewed
 from kvxfer.protocol.session import PeerInfo, Role, Session
 from kvxfer.rebuilding import Rebuilding
@@ -38,7 +39,7 @@ from kvxfer.streams import Listener, Streams
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
-from kvxfer.transfers import FetchResult, Transfer
+from kvxfer.transfers import FetchResult, Progress, Transfer
 from kvxfer.watch import LoopWatch, TransportWatch
 
 __all__ = ["Worker"]
@@ -139,7 +140,7 @@ class Worker:
         Raises:
             ClosedError: If the worker is not open.
         """
-        site, listener = self._seen, self._listener
+        site, listener = self._assembly.home.read(self._entered), self._listener
         if listener is None:
             raise ClosedError("the worker does not listen yet")
         return RankCard(
@@ -157,7 +158,7 @@ class Worker:
         Raises:
             TicketError: If it has not joined yet.
         """
-        return self._seen.joined
+        return self._assembly.home.read(self._entered).joined
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks. One of a single rank has joined itself.
@@ -238,6 +239,9 @@ class Worker:
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> ClaimHandle:
         """Keep a request's lease while it waits for blocks here.
 
+        A fetch that is cancelled while the claim is open can be tried again. When the claim is closed after that, the
+        prefill engine frees the blocks at once.
+
         Raises:
             TicketError: If the ticket is malformed.
             BusyError: If there are too many claims.
@@ -253,10 +257,15 @@ class Worker:
         tokens: range,
         after: Any = None,
         timeout: float | None = None,
+        keep: bool = False,
     ) -> FetchResult:
         """Bring a request's cache into these blocks. `start_fetch` and waiting in one.
 
-        When it returns or raises, no peer writes the blocks any more (`MemoryInDoubt` alone says otherwise).
+        When it returns or raises, no peer writes the blocks any more (`MemoryInDoubtError` alone says otherwise).
+
+        When it is cancelled (`task.cancel()`, `asyncio.wait_for`, a sibling that fails), the prefill ranks that are
+        connected free the request's blocks at once, as after `decline`, and its ticket is spent; `keep=True`, or a
+        `claim` that is open, holds them for a retry. After an error or a time-out the lease holds them.
 
         Args:
             ticket: As the prefill side issued it.
@@ -266,13 +275,14 @@ class Worker:
             after: On CUDA required: the blocks may be written once this event (or the work on this stream) has
                 completed.
             timeout: Seconds; the setting `fetch_timeout` if left out.
+            keep: Hold the request's blocks for a retry if this is cancelled, for as long as the lease runs.
 
         Raises:
             UsageError: If an argument is wrong; nothing was sent.
             PeerError: If the peer cannot be reached, differs, refuses, or is lost.
             TransferError: If the transfer fails or times out.
         """
-        return await self.start_fetch(ticket, blocks, tokens=tokens, after=after, timeout=timeout)
+        return await self.start_fetch(ticket, blocks, tokens=tokens, after=after, timeout=timeout, keep=keep)
 
     def start_fetch(
         self,
@@ -282,10 +292,14 @@ class Worker:
         tokens: range,
         after: Any = None,
         timeout: float | None = None,
+        keep: bool = False,
     ) -> Transfer:
-        """Begin a fetch and return at once; see `fetch` for arguments and errors."""
-        limit = self._open.config.fetch_timeout if timeout is None else timeout
-        return self._roles[1].start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit)
+        """Begin a fetch, to do something while it goes on: `async with worker.start_fetch(...) as transfer:`.
+
+        It returns at once; leaving the block waits for the fetch's end, or cancels it, as `Transfer` says. See `fetch`
+        for arguments and errors, and for what a cancellation frees.
+        """
+        return Transfer(self._begin_fetch(ticket, blocks, tokens, after, timeout, keep=keep))
 
     async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
         """No fetch will come: every prefill rank frees the request's blocks at once. Also while this worker drains.
@@ -311,7 +325,7 @@ class Worker:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
         if self._closing is not None:
             raise ClosedError("this worker is closed")
-        self._seen.executor.occupy(ctas)
+        self._assembly.home.read(self._entered).executor.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
@@ -319,7 +333,7 @@ class Worker:
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        return soon(self._seen.loop, self._seen.hand_over, self.describe)
+        return soon(self._assembly.home.read(self._entered).loop, self._entered.hand_over, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.
@@ -406,13 +420,20 @@ class Worker:
         theirs = sum(link.role is Role.SERVER and link.admitted for link in (*self._links, *self._greeting))
         if role is Role.SERVER and theirs >= self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
-        return greeting(self._open, role, self._engaged, process=process, endpoint=endpoint, since=since)
+        return greeting(self._entered, role, self._engaged, process=process, endpoint=endpoint, since=since)
 
-    def opened(self, link: Link, peer: PeerInfo) -> None:
+    def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
+        """A peer has said what it is."""
+        site = self._open
+        looking = site.examine(peer, sending=link.role is Role.SERVER)
+        return site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
+
+    def opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
         """A handshake is complete. A new session of an incarnation ends its old one."""
-        site, (sender, receiver) = self._open, self._roles
+        site, (sender, receiver) = self._entered, self._roles
         older = succeeded(link, (*self._links, *self._greeting))
-        site.meet(peer, trusted=link.trusted, sending=link.role is Role.SERVER, process=link.process)
+        sending = link.role is Role.SERVER
+        site.meet(peer, found, trusted=link.trusted, sending=sending, process=link.process)
         self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
         for other in older:
             other.close("a newer session of the same peer was opened")
@@ -425,7 +446,7 @@ class Worker:
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone."""
-        site, (sender, receiver) = self._open, self._roles
+        site, (sender, receiver) = self._entered, self._roles
         self._links.discard(link)
         _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
         if link.role is Role.CLIENT:
@@ -441,12 +462,12 @@ class Worker:
     def received(self, link: Link, message: Message) -> None:
         """Hand a message to the role that it is for."""
         sender, receiver = self._roles
-        self._open.metrics.frame_received(type(message).__name__)
+        self._entered.metrics.frame_received(type(message).__name__)
         if isinstance(message, Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
         elif isinstance(message, Renewed):
             link.renewals = max(link.renewals, message.renewals)
-            self._open.lanes.renewed(link.peer, message.renewals, message.metadata)
+            self._entered.lanes.renewed(link.peer, message.renewals, message.metadata)
             sender.renewed(link)
             receiver.renewed(link)
         elif link.role is Role.SERVER:
@@ -457,7 +478,7 @@ class Worker:
     def sent(self, link: Link, message: Message) -> None:
         """Count a message that goes out."""
         del link
-        self._open.metrics.frame_sent(type(message).__name__)
+        self._entered.metrics.frame_sent(type(message).__name__)
 
     # --- inside
 
@@ -465,26 +486,39 @@ class Worker:
         return chain(self._links, self._greeting, self._roles[1].owing)
 
     def _link(self, role: Role, endpoint: str) -> Link:
-        link = Link(role, endpoint, self, self._open.runtime)
+        link = Link(role, endpoint, self, self._entered.runtime)
         self._greeting.add(link)
         link.ready.add_done_callback(lambda _: self._greeting.discard(link))
         return link
 
     @property
     def _open(self) -> Site:
-        return self._assembly.home.own(self._seen)
+        return self._assembly.home.own(self._entered)
 
     @property
-    def _seen(self) -> Site:
+    def _entered(self) -> Site:  # for links, which are on its loop, many times a transfer
         if self._site is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._assembly.home.read(self._site)
+        return self._site
 
     @property
     def _roles(self) -> tuple[Sender, Receiver]:
         if self._sender is None or self._receiver is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
         return self._sender, self._receiver
+
+    def _begin_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        tokens: range,
+        after: Any,
+        timeout: float | None,
+        *,
+        keep: bool,
+    ) -> Progress:
+        limit = self._open.config.fetch_timeout if timeout is None else timeout
+        return self._roles[1].start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
 
     def _ticket(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         site = self._open

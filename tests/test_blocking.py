@@ -419,9 +419,27 @@ def test_cancel(pair):
     assert failed.error.reason is Code.CANCELLED
     assert transfer.memory_safe
     transfer.cancel()
-    again = pair.decode.start_fetch(pair.prefill.engine.ticket("r"), [2, 7], tokens=range(32))  # they are free again
+    event(pair.prefill, OfferReleased)  # nobody waits for its lease
+    again = pair.fetch("other", [2, 7], 32)  # they are free again
     assert again is not transfer
     assert pair.decode.poll() == []
+
+
+@pytest.mark.parametrize("by", ["keep", "claim"])
+def test_what_is_cancelled_and_kept_can_be_tried_again(pair, by):
+    ticket = pair.prefill.engine.ticket("r")
+    claim = pair.decode.claim(ticket) if by == "claim" else None
+    offer, transfer = pair.streamed("r", layers=[0], keep=by == "keep")
+    transfer.wait_layer(0, timeout=PATIENCE)
+    transfer.cancel()
+    event(pair.decode, FetchFailed)
+    pair.fetch("r", [2, 7], 32)
+    offer.ready()
+    offer.finish()
+    event(pair.decode, Fetched)
+    event(pair.prefill, OfferReleased)
+    if claim is not None:
+        claim.close()
 
 
 def test_cancel_at_once(pair):
@@ -633,10 +651,12 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
     eventually(lambda: pair.prefill.awaited("r") is not None)
     transfer.cancel()
     event(pair.decode, FetchFailed)
-    assert pair.prefill.awaited("r") is None
-    pair.decode.decline(pair.prefill.engine.ticket("r"))
-    eventually(lambda: pair.prefill.awaited("r") is not None)
-    assert pair.prefill.awaited("r") == Awaited(first_token=None, declined=True)
+    eventually(lambda: pair.prefill.awaited("r") == Awaited(first_token=None, declined=True))
+    pair.fetch("other", [2], 16, keep=True).cancel()
+    event(pair.decode, FetchFailed)
+    eventually(lambda: pair.prefill.awaited("other") is None)
+    pair.decode.decline(pair.prefill.engine.ticket("other"))
+    eventually(lambda: pair.prefill.awaited("other") == Awaited(first_token=None, declined=True))
 
 
 def test_a_claim_does_not_say_what_is_wanted(pair):

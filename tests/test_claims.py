@@ -78,6 +78,12 @@ def ticket(request, world=1, prefix="unix:/e"):
     return Ticket.parse({**fields, "endpoints": endpoints, "request": request})
 
 
+def away_for(seconds):
+    error = UnreachableError("away")
+    error.retry_after = seconds
+    return error
+
+
 def test_more_claims_than_a_frame_holds_are_all_said_and_renewed():
     async def scenario(claims, peers):
         names = [f"r{n}" for n in range(2 * MAX_TICKETS + 1)]
@@ -124,9 +130,7 @@ def test_a_rank_that_is_met_again_is_told_as_often_as_ever():
     """However long it was not to be tried."""
 
     async def scenario(claims, peers):
-        error = UnreachableError("away")
-        error.retry_after = 50.0
-        peers.away = {"unix:/e0": error}
+        peers.away = {"unix:/e0": away_for(50.0)}
         claims.keep(ticket("r"))
         await asyncio.sleep(1)
         peers.away.clear()
@@ -197,9 +201,7 @@ def test_who_answers_and_is_another_is_asked_less_and_less_often(error, times):
 
 def test_a_rank_says_when_it_may_be_tried_again():
     async def scenario(claims, peers):
-        error = UnreachableError("away")
-        error.retry_after = 10.0
-        peers.away = {"unix:/e0": error}
+        peers.away = {"unix:/e0": away_for(10.0)}
         claims.keep(ticket("r"))
         await asyncio.sleep(99)
         assert len(peers.tried) == 10

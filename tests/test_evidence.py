@@ -1,6 +1,7 @@
 """How often evidence is looked for: while looking may find some, and not otherwise."""
 
 import asyncio
+from functools import cached_property
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,10 @@ class Doubt:
         self.peer = SimpleNamespace(body=SimpleNamespace(staging=[], host=""))
         self.gate, self.fenced, self.ends_with_process, self.in_doubt = gate, fenced, ends_with_process, True
         self.why = ""
+
+    @cached_property
+    def clueless(self):
+        return asyncio.get_running_loop().create_future()
 
     def safe(self, why):
         self.why = why

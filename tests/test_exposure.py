@@ -1,5 +1,6 @@
 """Whether an empty gate tells of all that a peer was granted."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ def test_one_grant_that_names_no_gate_is_enough_for_it_to_tell_nothing(granted, 
     """None: the peer has said that it does not use what it was granted so far."""
     generations = iter([one for one in granted if one is not None])
     site = SimpleNamespace(
-        gates=SimpleNamespace(allot=lambda: 5), granted=lambda peer, gate, *, mapped: next(generations)
+        gates=SimpleNamespace(allot=lambda: 5),
+        granted=lambda peer, gate, *, mapped: next(generations),
+        loop=SimpleNamespace(create_future=Future),
     )
-    link = SimpleNamespace(peer=None)
+    link = SimpleNamespace(peer=None, renewals=0)
     exposure = Exposure(site, link, "x", lambda: None, ())  # pyright: ignore[reportArgumentType]
     for one in granted:
         if one is None:

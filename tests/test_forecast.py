@@ -134,6 +134,10 @@ def test_chunks_follow_the_setting():
     assert counts == [4, 16, 64]  # of 128 MiB: eight layers of 4 MiB a chunk, two, half of one
     with pytest.raises(RefusedError, match="the smallest possible chunk needs"):
         plan("Llama-3.1-8B", chunk_bytes=512, route="staged")
+    sides = EngineLayout(block=256), EngineLayout(block=256, layout="HND")  # whose smallest chunk has a MiB
+    (usual,), (other,) = (plan("Llama-3.1-8B", *sides, chunk_bytes=size).pairs for size in ("1MiB", "512KiB"))
+    assert (usual.choice.route, other.choice.route) == (Route.STAGED, Route.DIRECT)
+    assert other.choice.fallback.startswith("staged: the smallest possible chunk needs")
 
 
 def test_the_time_is_that_of_the_profile():

@@ -3,13 +3,17 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import PeerLostError, ProtocolError
+from kvxfer.errors import MismatchError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.link import Link
-from kvxfer.protocol.session import Received, Role, State
+from kvxfer.protocol.liveness import Liveness
+from kvxfer.protocol.session import Opened, Received, Role, State
 from kvxfer.runtime import TURN_SECONDS
+
+PEER_TIMEOUT = 8 * TURN_SECONDS
 
 
 class Clock:
@@ -20,15 +24,19 @@ class Clock:
         return self.time
 
 
+PEER = SimpleNamespace(name="peer", body=SimpleNamespace(renewals=3))
+
+
 class Frames:
     """Stands for an open session in which every byte is a message."""
 
     def __init__(self, peer):
         self.state, self.peer, self.draining = State.OPEN, peer, False
         self.unread_bytes = 0
+        self.liveness = Liveness(TURN_SECONDS, PEER_TIMEOUT, 0.0, 0.0, 0.0)
 
     def receive(self, data, now):
-        del now
+        self.excuse(now)
         self.unread_bytes += len(data)
         for number in data:
             self.unread_bytes -= 1
@@ -36,7 +44,15 @@ class Frames:
                 return
             if number == 255:
                 raise ProtocolError("no such frame")
-            yield Received(number)
+            yield Opened(PEER) if number == 253 else Received(number)
+
+    def excuse(self, now):
+        self.liveness.hear(now)
+
+    def tick(self, now):
+        self.liveness.look(now)
+        if self.liveness.silent(now):
+            raise PeerLostError("the peer was silent")
 
     def send(self, message, now):
         del message, now
@@ -81,11 +97,24 @@ class Stream(asyncio.Transport):
 class Handler:
     def __init__(self, clock):
         self.clock, self.got, self.lost_with = clock, [], []
+        self.looking = asyncio.get_running_loop().create_future()
 
     def session(self, role, *, process, endpoint, since):
         del role, process, endpoint
         self.since = since
         return Frames("peer"), True
+
+    def meet(self, link, peer):
+        del link
+        assert peer is PEER
+        return asyncio.create_task(self._look())
+
+    async def _look(self):
+        return await self.looking
+
+    def opened(self, link, peer, found):
+        assert (peer, link.renewals) == (PEER, 3)
+        self.got.append(found)
 
     def received(self, link, message):
         del link
@@ -103,15 +132,30 @@ class Handler:
 
 
 @pytest.fixture
-async def link():
+async def new():
+    """A link whose peer has yet to say what it is, by a byte of 253."""
     clock = Clock()
     handler = Handler(clock)
     made = Link(Role.SERVER, "unix:/there", handler, clock)
     made.handler, made.stream = handler, Stream()
     made.connection_made(made.stream)
-    made.ready.set_result("peer")
     yield made
     made.close()
+
+
+@pytest.fixture
+async def link(new):
+    new.data_received(bytes([253]))
+    new.handler.looking.set_result("found")
+    await new.ready
+    await turns()
+    new.handler.got.clear()
+    return new
+
+
+async def turns():
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def test_others_have_their_turn_between_frames(link):
@@ -125,6 +169,76 @@ async def test_others_have_their_turn_between_frames(link):
     await asyncio.sleep(0)
     assert got == [0, 1, 2, 3, 4]
     assert link.stream.reading
+
+
+async def test_what_a_peer_says_waits_until_it_was_looked_at(new):
+    got, looking = new.handler.got, new.handler.looking
+    new.data_received(bytes([253, 1, 2, 3]))
+    await turns()
+    assert got == []
+    assert not new.stream.reading
+    assert not new.ready.done()
+    looking.set_result("found")
+    await turns()
+    assert got == ["found", 1, 2, 3]
+    assert new.stream.reading
+    assert new.ready.result() is PEER
+
+
+async def test_a_peer_that_is_being_looked_at_is_not_taken_for_silent(new):
+    new.data_received(bytes([253]))
+    for _ in range(100):
+        new.handler.clock.time += TURN_SECONDS
+        new._tick()
+    new.handler.looking.set_result("found")
+    await turns()
+    for passed in range(8):
+        assert new.is_open, passed
+        new.handler.clock.time += TURN_SECONDS
+        new._tick()
+    assert [str(error) for error in new.handler.lost_with] == ["the peer was silent"]
+
+
+async def test_a_link_that_ends_while_its_peer_is_being_looked_at_was_never_open(new):
+    new.data_received(bytes([253, 1]))
+    new.close("enough")
+    new.handler.looking.set_result("found")
+    await turns()
+    assert (new.handler.got, new.handler.lost_with) == ([], [])
+    with pytest.raises(UnreachableError, match="enough"):
+        new.ready.result()
+
+
+async def test_what_came_before_the_stream_ended_counts_though_the_peer_was_being_looked_at(new):
+    new.data_received(bytes([253, 1]))
+    new.stream.close()
+    new.connection_lost(None)
+    await turns()
+    assert not new.ready.done()
+    new.handler.looking.set_result("found")
+    await turns()
+    assert new.handler.got == ["found", 1]
+    (error,) = new.handler.lost_with
+    assert isinstance(error, PeerLostError)
+
+
+async def test_a_peer_that_is_refused_when_it_was_looked_at(new):
+    new.data_received(bytes([253, 1]))
+    new.handler.looking.set_exception(MismatchError("another cache"))
+    await turns()
+    assert (new.handler.got, new.handler.lost_with) == ([], [])
+    assert new.stream.closed
+    with pytest.raises(MismatchError, match="another cache"):
+        new.ready.result()
+
+
+async def test_a_look_that_is_cancelled_ends_the_link(new):
+    new.data_received(bytes([253, 1]))
+    new.handler.looking.cancel()
+    await turns()
+    assert (new.handler.got, new.handler.lost_with) == ([], [])
+    with pytest.raises(UnreachableError, match="the worker was closed"):
+        new.ready.result()
 
 
 async def test_reading_goes_on_if_a_turn_leaves_nothing(link):
@@ -144,6 +258,21 @@ async def test_what_came_before_the_end_of_the_stream_counts(link):
     assert link.handler.got == [0, 1, 2, 3, 4]
     (error,) = link.handler.lost_with
     assert isinstance(error, PeerLostError)
+
+
+async def test_a_peer_is_not_silent_while_what_it_said_is_still_being_handled(link):
+    """Nothing more is read meanwhile, so nobody knows whether it has said more."""
+    link.data_received(bytes(100))
+    while not link.stream.reading:
+        link._tick()
+        assert not link.handler.lost_with
+        await asyncio.sleep(0)
+    assert len(link.handler.got) == 100
+    for passed in (2, 4, 6, 8):
+        assert not link.handler.lost_with, passed
+        link.handler.clock.time += 2 * TURN_SECONDS
+        link._tick()
+    assert isinstance(link.handler.lost_with[0], PeerLostError)
 
 
 async def test_nothing_is_handled_after_the_link_was_closed(link):

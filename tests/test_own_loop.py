@@ -250,10 +250,11 @@ async def test_errors_are_raised_at_once(pair):
         pair.decode.claim(ticket | {"mac": 5})
     with pytest.raises(ConfigError):
         pair.prefill.occupy(0)
-    pair.start("r")
+    transfer = pair.start("r")
     with pytest.raises(BlocksError):
         pair.start("r")
     assert offer.tokens == 16
+    await end(transfer)
 
 
 async def test_a_refused_fetch(pair):
@@ -287,11 +288,17 @@ async def test_a_time_out_of_the_fetch(pair):
 # --- cancellation
 
 
-async def under_way(pair, request="r"):
+async def under_way(pair, request="r", blocks=(2, 7)):
     pair.offer(request, [0])
-    transfer = pair.start(request)
+    transfer = pair.start(request, blocks)
     await transfer.layers(0, 1)
     return transfer
+
+
+async def end(transfer):
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
 
 
 async def test_cancelling_the_caller_waits_for_safe_memory(pair):
@@ -311,10 +318,34 @@ async def test_cancelling_the_caller_waits_for_safe_memory(pair):
     assert transfer.state is TransferState.FAILED
     assert transfer.memory_safe
     assert transfer.failed_blocks == {"default": [2, 7]}
-    second = pair.start("r")  # its blocks are free again
+    second = pair.start("s")  # its blocks are free again
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second.layers(0, LAYERS)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_giving_up_frees_the_blocks_over_there_unless_they_are_kept(pair, keep):
+    offer = pair.offer("r", [0])
+    transfer = pair.start("r", keep=keep)
+    await transfer.layers(0, 1)
+    await end(transfer)
+    if keep:
+        offer.ready()
+        offer.finish()
+        await pair.start("r")
+        assert pair.landed()
+    async with asyncio.timeout(PATIENCE):
+        assert isinstance(await offer.released(), Released)
+
+
+async def test_closing_a_claim_of_what_was_given_up_frees_the_blocks_over_there(pair):
+    claim, offer = pair.decode.claim(pair.prefill.engine.ticket("r")), pair.offer("r", [0])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pair.start("r"), 0.05)
+    claim.close()
+    async with asyncio.timeout(PATIENCE):
+        assert isinstance(await offer.released(), Released)
 
 
 async def test_wait_for(pair):
@@ -325,11 +356,65 @@ async def test_wait_for(pair):
 
 
 async def test_cancelling_a_wait_for_layers_leaves_the_transfer_alone(pair):
-    transfer = await under_way(pair)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await transfer.layers(1, 2)
-    assert not transfer.done
+    async def use():
+        async with await under_way(pair) as transfer:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await transfer.layers(1, 2)
+            assert not transfer.done
+            transfer.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await use()
+
+
+async def test_leaving_its_block_waits_for_its_end(pair):
+    offer = pair.offer("r", [0])
+    async with pair.start("r") as transfer:
+        await transfer.layers(0, 1)
+        offer.ready()
+        offer.finish()
+    assert transfer.state is TransferState.DONE
+    assert pair.landed()
+
+
+async def test_leaving_its_block_by_a_cancellation_waits_for_safe_memory(pair):
+    pair.network.hold("decode")
+    pair.offer("r", [0])
+
+    async def use():
+        async with pair.start("r") as transfer:
+            begun.append(transfer)
+            await transfer.layers(0, LAYERS)
+
+    begun, task = [], None
+    task = asyncio.create_task(use())
+    while not pair.network.held("decode"):
+        assert not (await asyncio.wait({task}, timeout=0.01))[0]
+    for _ in range(2):
+        task.cancel()
+        assert not (await asyncio.wait({task}, timeout=0.05))[0]  # a write of these blocks is in flight
+    pair.network.release("decode")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert begun[0].memory_safe
+    assert begun[0].failed_blocks == {"default": [2, 7]}
+
+
+@pytest.mark.parametrize("loop", ["caller", "own"])
+async def test_one_that_is_dropped_while_it_moves_is_warned_of(loop):
+    async with Pair(loop=loop) as pair:
+        transfer = await under_way(pair)
+        with pytest.warns(ResourceWarning, match=r"'r' .* was dropped: .* the blocks \{default: \[2, 7\]\}"):
+            del transfer
+        transfer = await under_way(pair, "s", [4, 5])
+        with (
+            pytest.warns(ResourceWarning, match=r"'s' .* goes on, .*\{default: \[4, 5\]\}"),
+            pytest.raises(TimeoutError),
+        ):
+            async with asyncio.timeout(0.01):
+                await transfer.layers(1, 2)
+        await end(transfer)
 
 
 async def test_cancelling_a_withdrawal_does_not_stop_it(pair):

@@ -17,6 +17,7 @@ from kvxfer.geometry import (
     resolve,
 )
 from kvxfer.planning import PairPlans, fit_grid, in_place_bytes, staging_pieces
+from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
 
@@ -234,12 +235,12 @@ def test_a_transfer_of_too_many_chunks_is_refused():
 
 def test_plans_with_as_many_peers_as_there_are_are_made_once():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
-    body = AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False))
+    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
     selections = [selection_to_wire(one) for one in common(cache, cache)]
     plans = PairPlans(cache)
     peers = [PeerInfo(1, Identity("decode", b"e", b"%d" % number, 0, 1, 0, ""), body) for number in range(600)]
     for peer in peers:
-        plans.meet(peer, sending=True, convert=False)
+        plans.meet(peer, plans.examine(peer, sending=True, convert=False))
     first = [plans.outgoing(peer, selections) for peer in peers]
     assert all(plans.outgoing(peer, selections) is plan for peer, plan in zip(peers, first, strict=True))
     plans._asked.clear()
@@ -252,10 +253,10 @@ def test_plans_with_as_many_peers_as_there_are_are_made_once():
 
 def test_of_a_peer_that_is_gone_nothing_is_kept():
     cache = CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])])
-    body = AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False))
+    body = encode_body(AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=False)))
     peer = PeerInfo(1, Identity("prefill", b"e", b"incarnation", 0, 1, 0, ""), body)
     plans = PairPlans(cache)
-    plans.meet(peer, sending=False, convert=False)
+    plans.meet(peer, plans.examine(peer, sending=False, convert=False))
     known = plans.geometry(peer)
     assert plans.geometry(peer) is known
     plans.forget(peer)  # between the handshake and the first fetch

@@ -165,7 +165,7 @@ async def test_a_kind_that_was_asked_for_is_not_replaced(world, kind, by):
 
 
 async def test_a_missing_package_is_no_refusal(world):
-    world.refused["cuda"] = MissingExtraError("pip install 'kvxfer[gpu]'")
+    world.refused["cuda"] = MissingExtraError("pip install cuda-bindings")
     with pytest.raises(MissingExtraError):
         await world.open()
     assert world.asked == ["cuda"]

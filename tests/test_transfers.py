@@ -1,12 +1,13 @@
 """Who waits for a transfer, and what it hears."""
 
 import asyncio
+import gc
 
 import pytest
 
 from kvxfer.errors import MemoryInDoubtError, PeerLostError
 from kvxfer.tally import Tally
-from kvxfer.transfers import FetchResult, Transfer
+from kvxfer.transfers import FetchResult, Progress, Transfer
 
 STATS = Tally().stats(route="staged", why="", limited_by="", peers=(), started=0.0, finished=1.0)
 RESULT = FetchResult("r", b"", STATS)
@@ -18,9 +19,10 @@ async def turns(count=5):
 
 
 def begun(cancel=lambda: None):
-    transfer = Transfer("0-1", "r", asyncio.get_running_loop(), cancel)
-    transfer.expect({0: 1, 1: 1})
-    return transfer
+    """A transfer as its caller has it, and as the worker has it."""
+    progress = Progress("0-1", "r", asyncio.get_running_loop(), cancel, lambda: "{default: [3, 4]}")
+    progress.expect({0: 1, 1: 1})
+    return Transfer(progress), progress
 
 
 async def waited(transfer, name, heard, layers=None):
@@ -34,14 +36,14 @@ async def waited(transfer, name, heard, layers=None):
 
 @pytest.mark.parametrize("error", [None, PeerLostError("gone")], ids=["succeeds", "fails"])
 async def test_they_go_on_in_the_order_in_which_they_came_and_those_of_layers_first(error):
-    transfer, heard = begun(), []
+    (transfer, progress), heard = begun(), []
     waiting = [asyncio.create_task(waited(transfer, name, heard)) for name in range(12)]
     waiting += [asyncio.create_task(waited(transfer, "layer", heard, (0, 1)))]
     await turns()
     if error is None:
-        transfer.succeed(RESULT)
+        progress.succeed(RESULT)
     else:
-        transfer.fail(error)
+        progress.fail(error)
     await asyncio.gather(*waiting, return_exceptions=True)
     kind = None if error is None else PeerLostError
     assert heard == [("layer", kind), *((name, kind) for name in range(12))]
@@ -50,10 +52,10 @@ async def test_they_go_on_in_the_order_in_which_they_came_and_those_of_layers_fi
 
 
 async def test_one_turn_after_it_has_ended_they_know():
-    transfer, heard = begun(), []
+    (transfer, progress), heard = begun(), []
     waiting = asyncio.create_task(waited(transfer, "it", heard))
     await turns()
-    transfer.succeed(RESULT)
+    progress.succeed(RESULT)
     await asyncio.sleep(0)
     assert heard == [("it", None)]
     await waiting
@@ -61,7 +63,7 @@ async def test_one_turn_after_it_has_ended_they_know():
 
 async def test_who_is_cancelled_cancels_it_and_waits_until_its_memory_is_safe():
     given_up, heard = [], []
-    transfer = begun(lambda: given_up.append(1))
+    transfer, progress = begun(lambda: given_up.append(1))
     waiting, beside = (asyncio.create_task(waited(transfer, name, heard)) for name in ("it", "beside"))
     await turns()
     for _ in range(3):
@@ -69,18 +71,136 @@ async def test_who_is_cancelled_cancels_it_and_waits_until_its_memory_is_safe():
         await turns()
     assert given_up == [1]
     assert not heard
-    transfer.fail(asyncio.CancelledError())
+    progress.fail(asyncio.CancelledError())
     await asyncio.gather(waiting, beside, return_exceptions=True)
     assert sorted(heard) == [("beside", asyncio.CancelledError), ("it", asyncio.CancelledError)]
 
 
+async def leaves(transfer, body, heard):
+    try:
+        async with transfer:
+            await body()
+    except BaseException as error:
+        heard.append(error)
+        raise
+    heard.append(None)
+
+
+async def fails():
+    raise LookupError("the caller's own")
+
+
+async def test_leaving_its_block_waits_and_raises_its_error():
+    (transfer, progress), heard = begun(), []
+    waiting = asyncio.create_task(leaves(transfer, turns, heard))
+    await turns(20)
+    assert not heard
+    gone = PeerLostError("gone")
+    progress.fail(gone)
+    await asyncio.wait([waiting])
+    assert heard == [gone]
+    (transfer, progress), heard = begun(), []
+    progress.succeed(RESULT)
+    await leaves(transfer, turns, heard)
+    assert heard == [None]
+
+
+async def test_leaving_its_block_by_an_error_cancels_it_and_waits_until_its_memory_is_safe():
+    given_up, heard = [], []
+    transfer, progress = begun(lambda: given_up.append(1))
+    waiting = asyncio.create_task(leaves(transfer, fails, heard))
+    await turns()
+    assert given_up == [1]
+    assert not heard
+    progress.fail(asyncio.CancelledError())
+    with pytest.raises(LookupError):
+        await waiting
+
+
+async def test_a_cancellation_while_its_block_is_left_by_an_error_is_not_lost():
+    (transfer, progress), heard = begun(), []
+    waiting = asyncio.create_task(leaves(transfer, fails, heard))
+    await turns()
+    for _ in range(3):
+        waiting.cancel()
+        await turns()
+    assert not heard
+    progress.fail(asyncio.CancelledError())
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert waiting.cancelled()
+    assert isinstance(heard[0].__context__, LookupError)
+
+
+@pytest.mark.parametrize("body", [fails, lambda: asyncio.Event().wait()], ids=["an error", "a cancellation"])
+async def test_memory_in_doubt_takes_the_place_of_what_leaves_its_block(body):
+    (transfer, progress), heard = begun(), []
+    waiting = asyncio.create_task(leaves(transfer, body, heard))
+    await turns()
+    waiting.cancel()
+    await turns()
+    doubt = MemoryInDoubtError("may be written", settled=turns)
+    progress.fail(doubt)
+    with pytest.raises(MemoryInDoubtError) as caught:
+        await waiting
+    assert caught.value is doubt
+    assert isinstance(doubt.__cause__, LookupError if body is fails else asyncio.CancelledError)
+
+
+async def test_a_doubt_that_has_settled_is_not_raised_again():
+    transfer, progress = begun()
+    doubt = MemoryInDoubtError("may be written", settled=turns)
+    progress.fail(doubt)
+
+    async def settles():
+        with pytest.raises(MemoryInDoubtError):
+            await transfer
+        progress.memory_safe = True
+        await fails()
+
+    with pytest.raises(LookupError):
+        await leaves(transfer, settles, [])
+
+
+async def test_one_that_is_dropped_is_warned_of_once():
+    transfer, progress = begun()
+    with pytest.warns(ResourceWarning, match=r"'r' \(0-1\) was dropped: .* the blocks \{default: \[3, 4\]\}"):
+        del transfer
+    transfer, progress = begun()
+    waiting = asyncio.create_task(transfer.layers(0, 1))
+    await turns()
+    waiting.cancel()
+    with pytest.warns(ResourceWarning, match="whoever waited for its layers was cancelled"):
+        await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    del transfer, waiting
+    gc.collect()
+    assert not progress.done
+
+
+async def test_one_that_somebody_waits_for_is_not_warned_of():
+    heard = []
+    transfer, progress = begun()
+    waiting, layers = asyncio.create_task(waited(transfer, "it", heard)), asyncio.create_task(transfer.layers(0, 1))
+    await turns()
+    layers.cancel()
+    await asyncio.wait([layers])
+    looked_at, its = begun()
+    outcome = looked_at.outcome
+    del looked_at
+    gc.collect()
+    its.succeed(RESULT)
+    progress.succeed(RESULT)
+    await asyncio.gather(waiting, outcome)
+
+
 async def test_memory_in_doubt_is_louder_than_the_cancellation():
-    transfer, heard = begun(), []
+    (transfer, progress), heard = begun(), []
     waiting = asyncio.create_task(waited(transfer, "it", heard))
     await turns()
     waiting.cancel()
     await turns()
-    transfer.fail(MemoryInDoubtError("may be written", settled=turns))
+    progress.fail(MemoryInDoubtError("may be written", settled=turns))
     with pytest.raises(MemoryInDoubtError):
         await waiting
     assert not transfer.memory_safe

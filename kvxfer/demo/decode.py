@@ -21,7 +21,7 @@ from kvxfer.demo.script import (
     Script,
 )
 from kvxfer.integrations.transformers import PagedCache, Sequence, decode, first_difference, token_digests
-from kvxfer.transfers import FetchResult, Transfer
+from kvxfer.transfers import FetchResult
 from kvxfer.worker import Worker
 
 __all__ = ["run"]
@@ -87,16 +87,12 @@ async def _serve(server: _Server, offered: Offered, expected: "asyncio.Future[Pr
 async def _fetch(server: _Server, offered: Offered, sequence: Sequence) -> FetchResult:
     cache = server.cache
     after = torch.cuda.current_stream(cache.device) if cache.device.type == "cuda" else READY
-    transfer = server.worker.start_fetch(offered.ticket, sequence.block_ids, tokens=range(sequence.tokens), after=after)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(_watch(server, transfer, offered.prompt))
+    tokens = range(sequence.tokens)
+    async with server.worker.start_fetch(offered.ticket, sequence.block_ids, tokens=tokens, after=after) as transfer:
+        for layer in range(server.script.layers):
+            await transfer.layers(layer, layer + 1)
+            server.parent.send(LayerLanded(offered.prompt, layer))
         return await transfer
-
-
-async def _watch(server: _Server, transfer: Transfer, prompt: int) -> None:
-    for layer in range(server.script.layers):
-        await transfer.layers(layer, layer + 1)
-        server.parent.send(LayerLanded(prompt, layer))
 
 
 def _damage(sabotage: Sabotage, cache: PagedCache, sequence: Sequence) -> bool:

@@ -74,8 +74,12 @@ class Holdings:
             peer.metadata.append(metadata)
         return name
 
+    def stay(self, name: str) -> None:
+        """Keep a peer that is known until one more `leave`."""
+        self._peers[name].users += 1
+
     def leave(self, name: str) -> bool:
-        """Undo one `connect`. True if it was the last that is not undone: then `disconnect`."""
+        """Undo one `connect` or `stay`. True if it was the last that is not undone: then `disconnect`."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.users -= 1

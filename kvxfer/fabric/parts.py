@@ -163,6 +163,7 @@ class LivePost:
         self._may_flush = limits.flushes  # once at most
         self._flush_due = False  # as soon as nothing is in flight any more
         self._flush: Flight | None = None
+        self._watched: deque[Flight] = deque()  # given up, and still looked at
         self._verdict = Outcome.DONE
         self._error: FabricError | None = None
         self._posted_bytes = 0
@@ -290,19 +291,53 @@ class LivePost:
         """Parts are in flight and none was posted or ended for `no_progress_timeout` seconds."""
         return bool(self._in_flight) and clock - self._progress_at >= self._limits.no_progress_timeout
 
-    def give_up(self, reason: FabricError, release: Release) -> None:
-        """Settle it now: `IN_DOUBT` if anything is in flight, `FAILED` if nothing is. Releases every handle."""
+    def give_up(self, reason: FabricError, release: Release, *, watch: bool = False) -> None:
+        """Settle it now: `IN_DOUBT` if anything is in flight, `FAILED` if nothing is.
+
+        Args:
+            reason: What the result says.
+            release: Gives back every handle.
+            watch: Keep them, for `ends_late`, if their ends tell the end of all of it.
+        """
         self.post.cell.kill()
         self._flush_due = False
+        watch = watch and (self._verdict is not Outcome.IN_DOUBT or self._flush in self._in_flight)
         if self._in_flight:
             self.may_linger = True
             self._worsen(Outcome.IN_DOUBT, restated(reason, in_doubt=True))
         elif not self.settled:
             self._worsen(Outcome.FAILED, reason)
-        while self._in_flight:
-            flight = self._in_flight.popleft()
+        for flight in self._in_flight:
             self.wire.lost(flight)
-            release(flight.handle)
+        self._watched, self._in_flight = self._in_flight, deque()
+        if not watch:
+            self.let_go(release)
+
+    @property
+    def watched(self) -> bool:
+        """It was given up, and has handles that may still end."""
+        return bool(self._watched)
+
+    def ends_late(self, transport: Transport, release: Release) -> bool:
+        """Look at what was in flight when it was given up. True once all of it has ended as it should."""
+        for flight in tuple(self._watched):
+            try:
+                ended = transport.poll(flight.handle)
+            except FabricError:  # what that part has left in flight nobody can say
+                self.let_go(release)
+                return False
+            if ended:
+                self._watched.remove(flight)
+                release(flight.handle)
+        if not self._watched:
+            self.may_linger = False
+            self.post.cell.end()
+        return not self._watched
+
+    def let_go(self, release: Release) -> None:
+        """Give back the handles of what was given up."""
+        while self._watched:
+            release(self._watched.popleft().handle)
 
     def cut_off(self) -> None:
         """The agent that had it under way is no more: it touches no memory of this side, unless it runs on."""

@@ -189,7 +189,7 @@ class Cell:
             self._lock.release()
 
     def end(self) -> None:
-        """Everything that was posted has ended. Only the thread that posts calls this."""
+        """Everything that was posted has ended, as the thread that posts says, or whoever knows it of an agent."""
         with self._lock:
             if self._state is CellState.POSTED:
                 self._state = CellState.ENDED
@@ -227,6 +227,10 @@ class PostResult:
     finished: float
 
 
+def _nobody(ended: bool) -> None:
+    """Nobody waits for the end of what was given up."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Post:
     """One chunk to write or read.
@@ -239,6 +243,9 @@ class Post:
         cell: Decides whether it is posted.
         done: Called exactly once, on the fabric's thread; must return quickly and must not raise.
         runs_on: Whether it goes on without the agent that has it under way, as a copy between GPUs of one host does.
+        late: Called likewise, at most once, if it was `IN_DOUBT` and that is over for memory of this side: with True if
+            all of it has ended after all, with False if the agent was made anew, so that only what had left this side
+            may still land at the peer.
     """
 
     peer: str
@@ -248,6 +255,7 @@ class Post:
     cell: Cell
     done: Callable[[PostResult], None]
     runs_on: bool = False
+    late: Callable[[bool], None] = _nobody
 
 
 Handle: TypeAlias = object

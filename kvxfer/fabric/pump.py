@@ -43,6 +43,9 @@ _LEAKED: Final[list[Transport]] = []
 _LONGEST_STEP: Final = 1.0
 """Seconds that one pass counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
 
+_LOOK_BACK_S: Final = 0.01
+"""Seconds between two looks at what was given up: over TCP it goes on in these alone."""
+
 _STEPS_TO_DOUBT: Final = 4
 """Passes that a time-out takes at least, however short it is."""
 
@@ -105,7 +108,7 @@ class Fabric:
         self._posts = Queues(transport, self._holdings, self._release, runtime.now, no_progress_timeout)
         self._peers: dict[str, Wire] = {}
         self._defect: Exception | None = None
-        self._lingering: list[Post] = []  # given up, and the transport may still touch their memory
+        self._lingering: list[LivePost] = []  # given up, and the transport may still touch their memory
         self._renewal: Renewal | None = None
         self._over = False
         self._pause: Pause | None = None
@@ -160,12 +163,7 @@ class Fabric:
         """
 
         def run() -> None:
-            if self._holdings.leave(peer):
-                error = FabricError(f"{peer} was disconnected while the post was under way")
-                for live in self._posts.of(peer):
-                    live.give_up(error, self._release)
-                del self._peers[peer]
-                self._holdings.disconnect(peer)
+            self._leave(peer)
 
         return self._submit(run)
 
@@ -209,7 +207,8 @@ class Fabric:
         def run() -> Pause | None:
             pause, transport = Pause(self._runtime.now() + seconds, firm=firm), self._transport
             tells = transport.orderly and transport.attributable
-            if tells and not self._posts and (firm or not self._holds):
+            busy = self._posts or any(live.watched for live in self._lingering)
+            if tells and not busy and (firm or not self._holds):
                 self._pause = pause
             return self._pause
 
@@ -329,6 +328,10 @@ class Fabric:
             if moved:
                 self._active_at = self._last_pass
             self._ended.extend(self._posts.settle(self._clock))
+        if self._ended:
+            self._deliver()  # before all that lets go of what was given up
+        if self._lingering:
+            self._look_back()
         if self._renewal is not None:
             self._renew(self._renewal)
         if self._ended:
@@ -365,12 +368,40 @@ class Fabric:
         now = self._runtime.now()
         for live in batch:
             if live.may_linger:
-                self._lingering.append(live.post)
+                self._lingering.append(live)
+            if live.watched:
+                self._holdings.stay(live.post.peer)  # else its parts could not be seen to end
             self._active_at = self._last_pass
-            try:
-                live.post.done(live.result(now))
-            except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
-                self._defect = error
+            self._tell(live.post.done, live.result(now))
+
+    def _tell(self, heard: Callable[[_T], None], what: _T) -> None:
+        """Call back."""
+        try:
+            heard(what)
+        except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
+            self._defect = error
+
+    def _look_back(self) -> None:
+        """See posts end that were given up: a peer that stood still goes on, and so do they."""
+        for live in [live for live in self._lingering if live.watched]:
+            if live.ends_late(self._transport, self._release):
+                self._over_late(live, ended=True)
+            if not live.watched:
+                self._leave(live.post.peer)
+
+    def _over_late(self, live: LivePost, *, ended: bool) -> None:
+        """A post that was given up touches memory of this side no more."""
+        self._lingering.remove(live)
+        self._tell(live.post.late, ended)
+
+    def _leave(self, peer: str) -> None:
+        """Forget a peer if nobody needs it any more."""
+        if self._holdings.leave(peer):
+            error = FabricError(f"{peer} was disconnected while the post was under way")
+            for live in self._posts.of(peer):
+                live.give_up(error, self._release)
+            del self._peers[peer]
+            self._holdings.disconnect(peer)
 
     def _delay(self) -> float | None:
         """Seconds until the next pass: at once if a part can be posted, else when something is due next."""
@@ -383,6 +414,8 @@ class Fabric:
             delays.append(max(self._pause.until - self._runtime.now(), 0.0))
         elif self._holds:
             delays.append(self._holds.delay(self._runtime.now() - self._active_at))
+        if any(live.watched for live in self._lingering):
+            delays.append(_LOOK_BACK_S)
         return min(delays, default=None)
 
     def _raise_defect(self) -> None:
@@ -404,9 +437,13 @@ class Fabric:
         Raises:
             FabricError: There is none any more.
         """
-        if self._runtime.now() < renewal.until and any(live.under_way for live in self._posts):
+        runs_on = any(live.watched and live.post.runs_on for live in self._lingering)  # and would not be seen to end
+        if self._runtime.now() < renewal.until and (runs_on or any(live.under_way for live in self._posts)):
             return
         self._resume()
+        watched = [live for live in self._lingering if live.watched]
+        for live in watched:
+            live.let_go(self._release)
         caught = [live for live in self._posts if live.unsure]
         for live in caught:
             error = FabricError("the agent was rebuilt while the post was under way", disconnected=True)
@@ -416,12 +453,14 @@ class Fabric:
         if done:
             for live in caught:
                 live.cut_off()
-            for post in self._lingering:
-                if post.operation is Operation.READ and not post.runs_on:
-                    post.cell.end()
-            self._lingering = [post for post in self._lingering if post.runs_on]
+            for live in [live for live in self._lingering if not live.post.runs_on]:
+                if live.post.operation is Operation.READ:
+                    live.post.cell.end()
+                self._over_late(live, ended=False)
         self._ended.extend(self._posts.settle(self._clock))
         self._deliver()
+        for live in watched:
+            self._leave(live.post.peer)
         renewal.answer.set_result(done)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -439,6 +478,8 @@ class Fabric:
 
     def _end_all(self, error: FabricError) -> None:
         self._resume()
+        for live in self._lingering:
+            live.let_go(self._release)
         for live in self._posts:
             live.give_up(error, self._release)
         self._ended.extend(self._posts.take_all())

@@ -90,7 +90,7 @@ class Queues:
             for live in tuple(queue):
                 if live.silent(clock):
                     reason = FabricError(f"no progress for {self._no_progress_timeout:g} s to {peer}")
-                    live.give_up(reason, self._release)
+                    live.give_up(reason, self._release, watch=True)
                 if live.settled:
                     queue.remove(live)
                     done.append(live)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.overlap import Bytes, shared
 from kvxfer.geometry.side import RowSide
-from kvxfer.geometry.spec import TensorSpec, check_whole
+from kvxfer.geometry.spec import TensorSpec, check_whole, unlike
 from kvxfer.geometry.tensor import CacheTensor
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_PLACES, MAX_TENSORS
@@ -106,7 +106,7 @@ class CacheGeometry:
     @lazy
     def pool_ids(self) -> Mapping[str, int]:
         """By group, how many block ids address every tensor of it."""
-        return {name: min(spec.ids for spec in specs) for name, specs in self.groups.items()}
+        return {name: min(spec.ids for spec in unlike(specs)) for name, specs in self.groups.items()}
 
     @lazy
     def sides(self) -> Mapping[str, RowSide]:
@@ -121,7 +121,7 @@ class CacheGeometry:
     def facts(self) -> Iterator[tuple[str, str]]:
         """(name, value) of everything about a tensor class that two engines must agree on, in a fixed order."""
         seen: dict[str, str] = {}
-        for spec in self.tensors:
+        for spec in unlike(self.tensors):
             for kv in spec.kv:
                 label = spec.label(kv)
                 for name, value in (
@@ -137,8 +137,8 @@ class CacheGeometry:
 
     def _check_groups(self) -> None:
         for name, specs in self.groups.items():
-            first = specs[0]
-            for spec in specs[1:]:
+            first, *others = kinds = unlike(specs)
+            for spec in others:
                 if spec.is_state != first.is_state:
                     with_tokens, without = (spec, first) if first.is_state else (first, spec)
                     raise GeometryError(
@@ -156,7 +156,7 @@ class CacheGeometry:
                         f"group {name!r}: the null block is {first.null_block} in {first.name}, "
                         f"but {spec.null_block} in {spec.name}"
                     )
-            ids = min(spec.ids for spec in specs)
+            ids = min(spec.ids for spec in kinds)
             if first.null_block is not None and not 0 <= first.null_block < ids:
                 raise GeometryError(
                     f"group {name!r}: the null block {first.null_block} is outside of its pool; give an id from 0 to "

@@ -15,7 +15,7 @@ from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.spec import TensorSpec
 
-__all__ = ["Difference", "Part", "Place", "by_place", "converts", "difference", "differences", "parts"]
+__all__ = ["Difference", "Part", "Place", "by_place", "converts", "copied", "difference", "differences", "parts"]
 
 Place: TypeAlias = tuple[str, str, str, int]
 """Group, part, kv, layer."""
@@ -118,17 +118,35 @@ def _misaligned(src: TensorSpec, dst: TensorSpec) -> Difference | None:
     return Difference("alignment", f"{aligned[0]} bytes", f"{aligned[1]} bytes", advice)
 
 
+def copied(src: TensorSpec, dst: TensorSpec, heads: range) -> tuple[int, int, int, int] | None:
+    """What is the same for all pairs of tensors whose heads are copied alike, byte by byte; None for one with scales.
+
+    It names objects by their ids, so it is good for as long as the tensors are there.
+    """
+    if src.dtype != dst.dtype or src.scale or dst.scale:
+        return None
+    return id(src.form), id(dst.form), heads.start, heads.stop
+
+
 def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Iterator[tuple[TensorSpec, Difference]]:
     """Every pair of tensors of two ranks that have coordinates in common and cannot be copied."""
+    known: dict[tuple[int, int, int, int], Difference | None] = {}
     for source, target, heads in _meetings(src, dst):
-        found = difference(source, target, heads, convert=convert)
+        kind = copied(source, target, heads)
+        if kind in known:
+            found = known[kind]
+        else:
+            found = difference(source, target, heads, convert=convert)
+            if kind is not None:
+                known[kind] = found
         if found is not None:
             yield source, found
 
 
 def converts(src: CacheGeometry, dst: CacheGeometry) -> bool:
     """Whether anything that two ranks have in common is converted on its way."""
-    return any(part.elements.converts for meeting in _meetings(src, dst) for part in parts(*meeting))
+    meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
+    return any(part.elements.converts for meeting in meetings for part in parts(*meeting))
 
 
 def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSpec, TensorSpec, range]]:

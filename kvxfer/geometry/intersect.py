@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.conversion import Part, Place, by_place, difference, parts
+from kvxfer.geometry.conversion import Place, by_place, copied, difference, parts
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
@@ -33,6 +33,10 @@ _Region: TypeAlias = tuple[int, int, int, int, int, int, float, float]
 """Layer, kv, first head, first dim, base at the source, base at the destination, and the two numbers of a conversion.
 The first four are unique in a class and order its regions alike on both sides; addresses differ between the sides and
 must not."""
+
+_Cut: TypeAlias = tuple[list[_Region], int, int, int, int, float, float]
+"""Where regions of a class are collected; first head, first dim, how far they begin behind the bases of the two
+tensors, and the two numbers of a conversion."""
 
 KV_ORDER: Final = ("", "k", "v")
 """Halves in the order of regions."""
@@ -107,6 +111,7 @@ def intersect(
     _check_disjoint(selections)
     sources, targets = by_place(src), by_place(dst)
     found: dict[SegmentKey, list[_Region]] = {}
+    cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
     for selection in selections:
         heads = range(selection.head_start, selection.head_stop)
         for place in _places(selection):
@@ -116,14 +121,22 @@ def intersect(
                     max(source.heads.start, target.heads.start, heads.start),
                     min(source.heads.stop, target.heads.stop, heads.stop),
                 )
-                if common:
-                    covered += len(common)
+                if not common:
+                    continue
+                covered += len(common)
+                kind = copied(source, target, common)
+                cut = None if kind is None else cuts.get(kind)
+                if cut is None:
                     unlike = difference(source, target, common, convert=convert)
                     if unlike is not None:
                         raise GeometryError(f"{source.name}: {unlike}")
-                    for part in parts(source, target, common):
-                        for key, region in _regions(source, target, place, part):
-                            found.setdefault(key, []).append(region)
+                    cut = list(_cut(source, target, common, found))
+                    if kind is not None:
+                        cuts[kind] = cut
+                half = KV_ORDER.index(place[2])
+                at_src, at_dst = (_base(spec, place) for spec in (source, target))
+                for regions, head, dim, from_src, from_dst, multiply, divide in cut:
+                    regions.append((place[3], half, head, dim, at_src + from_src, at_dst + from_dst, multiply, divide))
             if not heads or covered != len(heads):
                 raise GeometryError(
                     f"layer {place[3]}, heads {heads.start}..{heads.stop - 1}, kv {selection.kv or '-'} of group "
@@ -160,38 +173,43 @@ def _check_disjoint(selections: Iterable[Selection]) -> None:
             rivals.append(selection)
 
 
-def _regions(src: TensorSpec, dst: TensorSpec, place: Place, part: Part) -> Iterator[tuple[SegmentKey, _Region]]:
-    """One region for every patch of some common heads and the dims of two tensors, in one layer and half."""
+def _base(spec: TensorSpec, place: Place) -> int:
+    """Where the first element of a layer and half lies in block 0."""
     _, _, kv, layer = place
-    common = part.heads
-    heads = _axis_patches(
-        src.factors.get("head", ()),
-        dst.factors.get("head", ()),
-        common.start - src.heads.start,
-        common.start - dst.heads.start,
-        len(common),
-    )
-    dims = _axis_patches(src.factors.get("dim", ()), dst.factors.get("dim", ()), 0, 0, src.count("dim"))
-    bases = [
-        spec.base + spec.stride("layer") * spec.layers.index(layer) + spec.stride("kv") * spec.kv.index(kv)
-        for spec in (src, dst)
-    ]
-    for (head_at, head), (dim_at, dim) in product(heads, dims):
-        key = SegmentKey(
-            src.group,
-            src.part,
-            part.elements,
-            head.axes,
-            dim.axes,
-            src.stride("token"),
-            dst.stride("token"),
-            src.stride("block"),
-            dst.stride("block"),
-            RowSide.of_tensor(src),
-            RowSide.of_tensor(dst),
+    base = spec.base
+    if len(spec.layers) > 1:
+        base += spec.stride("layer") * spec.layers.index(layer)
+    return base + spec.stride("kv") * spec.kv.index(kv) if len(spec.kv) > 1 else base
+
+
+def _cut(src: TensorSpec, dst: TensorSpec, common: range, found: dict[SegmentKey, list[_Region]]) -> "Iterator[_Cut]":
+    """One region for every patch of some common heads and the dims of two tensors: the same in each layer and half."""
+    for part in parts(src, dst, common):
+        heads = _axis_patches(
+            src.factors.get("head", ()),
+            dst.factors.get("head", ()),
+            part.heads.start - src.heads.start,
+            part.heads.start - dst.heads.start,
+            len(part.heads),
         )
-        at = (bases[0] + head.src + dim.src, bases[1] + head.dst + dim.dst)
-        yield key, (layer, KV_ORDER.index(kv), common.start + head_at, dim_at, *at, part.multiply, part.divide)
+        dims = _axis_patches(src.factors.get("dim", ()), dst.factors.get("dim", ()), 0, 0, src.count("dim"))
+        for (head_at, head), (dim_at, dim) in product(heads, dims):
+            key = SegmentKey(
+                src.group,
+                src.part,
+                part.elements,
+                head.axes,
+                dim.axes,
+                src.stride("token"),
+                dst.stride("token"),
+                src.stride("block"),
+                dst.stride("block"),
+                RowSide.of_tensor(src),
+                RowSide.of_tensor(dst),
+            )
+            regions = found.setdefault(key, [])
+            at = (part.heads.start + head_at, dim_at, head.src + dim.src, head.dst + dim.dst)
+            yield regions, *at, part.multiply, part.divide
 
 
 @lru_cache(maxsize=512)

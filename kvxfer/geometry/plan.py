@@ -65,6 +65,12 @@ class PairPlan:
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
         self._slices: dict[tuple[int, int], list[Slice]] = {}
 
+    def prepare(self) -> None:
+        """Find out now what requests will ask of it: that takes as long as to make the plan."""
+        _ = self.least_chunk_bytes, self.limited_by, self.digested, self.meeting_of, self.row_tokens, self._layer_kinds
+        for geometry in (self.src, self.dst):
+            _ = geometry.pool_ids, geometry.sides
+
     @lazy
     def groups(self) -> tuple[str, ...]:
         """Groups that take part."""

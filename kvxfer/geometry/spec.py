@@ -3,7 +3,7 @@
 Nothing here assumes K and V, heads, or a single group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Final
@@ -14,11 +14,12 @@ from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
 from kvxfer.geometry.scales import check_scale
 from kvxfer.limits import MAX_LAYERS, MAX_STRIDE, MAX_WIDTH, MAX_WORLD
 
-__all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole"]
+__all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole", "unlike"]
 
 _DEVICES: Final = ("cpu", "cuda")
 _MAX_DIMENSION: Final = 0xFFFF_FFFF
 _MAX_ADDRESS: Final = 0x7FFF_FFFF_FFFF_FFFF  # plans count in signed 64 bits
+_KEPT_FORMS: Final = 1024
 
 
 def check_whole(what: str, number: object) -> None:
@@ -64,6 +65,25 @@ EVERY_TOKEN: Final = Interleave()
 """No context parallelism."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What follows from all of a cache tensor but its layers, its base and its scale.
+
+    Attributes:
+        factors: Axes that it has, each with its parts in memory, outermost first.
+        counts: Coordinates on each of them.
+        extent_bytes: Bytes from the first element to the end of the last.
+    """
+
+    factors: Mapping[str, tuple[Factor, ...]]
+    counts: Mapping[str, int]
+    extent_bytes: int
+
+
+_forms: Final[dict[tuple[object, ...], Form]] = {}
+"""Forms that were checked: the tensors of a cache have few, and each peer has the same again."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One cache tensor without its memory: names, coordinates, shape and byte strides.
@@ -87,6 +107,8 @@ class TensorSpec:
         tokens: Which tokens it holds, under context parallelism.
         null_block: See `Group`.
         scale: value = stored * scale: one number, one for each of its heads, or none for 1.
+        form: What it has in common with tensors that differ from it in layers, base and scale alone; of most such it is
+            the same object, so that what follows from it need be found out only once.
     """
 
     group: str
@@ -107,11 +129,35 @@ class TensorSpec:
     tokens: Interleave = EVERY_TOKEN
     null_block: int | None = None
     scale: tuple[float, ...] = ()
-    factors: Mapping[str, tuple[Factor, ...]] = field(init=False, repr=False, compare=False)
+    form: "Form" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", bind_axes(parse_axes(self.axes), self.shape, self.strides))
-        self._check()
+        key = (
+            self.group, self.part, self.kv, len(self.layers), self.heads.start, self.heads.stop, self.heads.step,
+            self.axes, self.shape, self.strides, self.dtype, self.item_bytes, self.kind, self.device, self.block_ratio,
+            self.tokens_per_row, self.tokens.rank, self.tokens.of, self.tokens.chunk, self.null_block,
+        )  # fmt: skip
+        form = _forms.get(key)
+        if form is None:
+            factors = bind_axes(parse_axes(self.axes), self.shape, self.strides)
+            counts = {axis: prod(factor.count for factor in found) for axis, found in factors.items()}
+            extent = self.item_bytes + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+            object.__setattr__(self, "form", Form(factors, counts, extent))
+            self._check()
+            if len(_forms) >= _KEPT_FORMS:
+                _forms.clear()
+            _forms[key] = self.form
+        else:
+            object.__setattr__(self, "form", form)
+            self._check_bounds(self._place_bounds())
+        self._check_layers()
+        if self.scale:
+            check_scale(self.name, self.scale, len(self.heads))
+
+    @property
+    def factors(self) -> Mapping[str, tuple[Factor, ...]]:
+        """Axes that it has, each with its parts in memory, outermost first."""
+        return self.form.factors
 
     @property
     def name(self) -> str:
@@ -127,12 +173,12 @@ class TensorSpec:
 
     def stride(self, axis: str) -> int:
         """Bytes between neighbours on an unsplit axis; 0 if the tensor does not have it."""
-        factors = self.factors.get(axis, ())
+        factors = self.form.factors.get(axis, ())
         return factors[0].stride if factors else 0
 
     def count(self, axis: str) -> int:
         """Coordinates on an axis; 1 if the tensor does not have it."""
-        return prod(factor.count for factor in self.factors.get(axis, ()))
+        return self.form.counts.get(axis, 1)
 
     def scales(self, heads: range) -> tuple[float, ...]:
         """One number for all these heads (global numbers, which it holds), or one for each of them."""
@@ -157,10 +203,11 @@ class TensorSpec:
     @property
     def extent_bytes(self) -> int:
         """Bytes from the first element to the end of the last."""
-        return self.item_bytes + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return self.form.extent_bytes
 
     def _check(self) -> None:
-        self._check_bounds()
+        self._check_text()
+        self._check_bounds([*self._place_bounds(), *self._form_bounds()])
         if not self.layers or not self.kv or not self.heads or min(self.shape) < 1:
             raise GeometryError(
                 f"a cache tensor of group {self.group!r} is empty: shape {self.shape}, layers {self.layers}"
@@ -171,8 +218,6 @@ class TensorSpec:
             )
         if self.heads.step != 1 or self.heads.start < 0:
             raise GeometryError(f"{self.name}: heads must be a range of step 1, not {self.heads}")
-        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
-            raise GeometryError(f"{self.name}: layers must be distinct and not negative, not {list(self.layers)}")
         if sorted(self.kv) not in (["k", "v"], ["k"], ["v"], [""]):
             raise GeometryError(f"{self.name}: kv must be 'k', 'v', both, or none, not {self.kv}")
         for axis, given in (("layer", len(self.layers)), ("kv", len(self.kv)), ("head", len(self.heads))):
@@ -181,34 +226,46 @@ class TensorSpec:
             if axis not in self.factors and given != 1:
                 raise GeometryError(f"{self.name}: {given} {axis}s were named, but axes {self.axes!r} have no {axis!r}")
         self._check_units()
-        check_scale(self.name, self.scale, len(self.heads))
         if self.item_bytes != CONVERTIBLE.get(self.dtype, self.item_bytes):
             size = CONVERTIBLE[self.dtype]
             raise GeometryError(f"{self.name}: elements of {self.dtype} have {size} bytes, not {self.item_bytes}")
         self._check_strides()
 
-    def _check_bounds(self) -> None:
-        """What no frame could hold, or no plan: first of all, since not even its length can be asked for."""
+    def _check_layers(self) -> None:
+        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            raise GeometryError(f"{self.name}: layers must be distinct and not negative, not {list(self.layers)}")
+
+    def _check_text(self) -> None:
+        """What no frame could hold: first of all, since errors name it."""
         for name in (self.group, self.part):
             try:
                 name.encode()
             except UnicodeEncodeError as error:
                 raise GeometryError(f"a cache tensor of group {self.group!r}: {name!r} is no text: {error}") from error
-        bounds = [
-            ("the number of layers", len(self.layers), MAX_LAYERS),
-            ("the longest axis", max(self.shape, default=0), _MAX_DIMENSION),
-            ("the last layer", max(self.layers, default=0), _MAX_DIMENSION),
-            ("the end of heads", self.heads.stop, _MAX_DIMENSION),
-            ("tokens_per_row", self.tokens_per_row, _MAX_DIMENSION),
-            ("the largest byte stride", max(self.strides, default=0), MAX_STRIDE - 1),
-            ("the end of its memory", self.base + self.extent_bytes, _MAX_ADDRESS),
-            *((f"the length of axis {axis!r}", self.count(axis), MAX_WIDTH) for axis in ("head", "dim")),
-        ]
+
+    def _check_bounds(self, bounds: Sequence[tuple[str, int, int]]) -> None:
+        """What no frame could hold, or no plan: before the rest, since not even its length can be asked for."""
         for what, number, most in bounds:
             if number > most:
                 raise GeometryError(
                     f"a cache tensor of group {self.group!r}: {what} is {number}, but may not be over {most}"
                 )
+
+    def _place_bounds(self) -> Sequence[tuple[str, int, int]]:
+        return (
+            ("the last layer", max(self.layers, default=0), _MAX_DIMENSION),
+            ("the end of its memory", self.base + self.extent_bytes, _MAX_ADDRESS),
+        )
+
+    def _form_bounds(self) -> Sequence[tuple[str, int, int]]:
+        return (
+            ("the number of layers", len(self.layers), MAX_LAYERS),
+            ("the longest axis", max(self.shape, default=0), _MAX_DIMENSION),
+            ("the end of heads", self.heads.stop, _MAX_DIMENSION),
+            ("tokens_per_row", self.tokens_per_row, _MAX_DIMENSION),
+            ("the largest byte stride", max(self.strides, default=0), MAX_STRIDE - 1),
+            *((f"the length of axis {axis!r}", self.count(axis), MAX_WIDTH) for axis in ("head", "dim")),
+        )
 
     def _check_units(self) -> None:
         if self.block_ratio < 1:
@@ -235,3 +292,11 @@ class TensorSpec:
                     f"steps inside {reach} bytes that smaller axes span"
                 )
             reach += (count - 1) * stride
+
+
+def unlike(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The first tensor of each form, in their order; of a form that was not kept, more than one."""
+    found: dict[int, TensorSpec] = {}
+    for spec in specs:
+        found.setdefault(id(spec.form), spec)
+    return list(found.values())

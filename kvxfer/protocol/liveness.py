@@ -32,7 +32,7 @@ class Liveness:
         self.heartbeat = min(self.heartbeat, max(heartbeat, _SHORTEST_SECONDS))
 
     def hear(self, now: float) -> None:
-        """The peer said something."""
+        """The peer said something, or what it has said is still being handled."""
         self.heard = self.looked = now
 
     def look(self, now: float) -> None:

@@ -261,6 +261,11 @@ class Sending:
             return self.stop(Failure(Status.FAILED, Code.FAILED, f"chunk {chunk} could not be moved"))
         return self._complete()
 
+    def settled(self, chunk: int) -> None:
+        """Nothing of a chunk that was dropped in doubt is in flight any more."""
+        self._expect(chunk, _Chunk.IN_DOUBT)
+        self._chunks[chunk] = _Chunk.DEAD
+
     def stop(self, failure: Failure) -> list[Message]:
         """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
 

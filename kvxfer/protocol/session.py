@@ -132,14 +132,23 @@ class PeerInfo:
     Attributes:
         wire: Protocol version that both speak.
         identity: As the peer said it.
-        body: Its transport and geometry.
+        told: Its agent body, as it came.
         process: Its process, as the kernel says it; 0 where that is not known.
     """
 
     wire: int
     identity: Identity
-    body: AgentBody
+    told: bytes = field(repr=False)
     process: int = 0
+
+    @lazy
+    def body(self) -> AgentBody:
+        """Its transport and geometry. The first who asks has it decoded, which takes a while for a large cache.
+
+        Raises:
+            ProtocolError: If it is no agent body.
+        """
+        return decode_body(self.told)
 
     @lazy
     def name(self) -> str:
@@ -155,7 +164,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The handshake is complete."""
+    """The handshake is complete, but for a look at the peer's body: nobody has decoded it yet."""
 
     peer: PeerInfo
 
@@ -325,6 +334,10 @@ class Session:
         if self._liveness.due(now):
             self._write(Ping(), now)
 
+    def excuse(self, now: float) -> None:
+        """What the peer says is not read for now, as much of it is still being handled: its silence says nothing."""
+        self._liveness.hear(now)
+
     def close(self) -> None:
         """The stream is gone, or is to go. Nothing is sent or received any more. Idempotent."""
         self.state = State.CLOSED
@@ -399,7 +412,7 @@ class Session:
         identity = Identity(
             said.engine, said.epoch, said.incarnation, said.rank, said.world, said.capabilities, said.package
         )
-        self.peer = PeerInfo(min(WIRE_VERSION, said.wire), identity, decode_body(message.body), self._process)
+        self.peer = PeerInfo(min(WIRE_VERSION, said.wire), identity, message.body, self._process)
         return Opened(self.peer)
 
     def _greeting(self) -> tuple[int, int, str, str, bytes, bytes, int, int, int, bytes, int]:

@@ -87,6 +87,7 @@ class Rig:
         self.others: dict[str, LoopbackTransport] = {}
         self.results: dict[str, list[PostResult]] = {}
         self.order: list[str] = []
+        self.late: list[bool] = []
         for peer in peers or ("b",):
             other = self.others[peer] = LoopbackTransport(peer, self.network)
             other.setup()
@@ -118,7 +119,7 @@ class Rig:
         local = np.array([[self.source.ctypes.data + at, nbytes]], dtype=np.int64)
         remote = np.array([[self.memory[peer].ctypes.data + at, nbytes]], dtype=np.int64)
         here, there = Descriptors("DRAM", 0, local), Descriptors("DRAM", 0, remote)
-        self.fabric.post(Post(peer, operation, here, there, cell, done, runs_on))
+        self.fabric.post(Post(peer, operation, here, there, cell, done, runs_on, self.late.append))
         return cell
 
     def result(self, tag: str = "x") -> PostResult:
@@ -410,7 +411,7 @@ def test_what_does_not_end_is_given_up_no_later_than_without_another_write():
     assert result.error is not None
     assert result.error.in_doubt
     assert cell.state is CellState.POSTED, "it did not end"
-    assert rig.transport.open_handles == 0
+    assert rig.transport.open_handles == 1, "that of the other write, whose end would tell"
 
 
 @pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
@@ -546,11 +547,17 @@ def test_no_progress_gives_up_and_late_bytes_still_land():
     assert result.error is not None
     assert result.error.in_doubt
     assert "no progress for 5 s to b" in str(result.error)
-    assert rig.transport.open_handles == 0
     assert cell.state is CellState.POSTED
     assert rig.landed() == PART
+    rig.step()
+    assert rig.late == []
     rig.network.release("b")
     assert rig.landed() == 5 * PART, "this is why it was in doubt"
+    assert cell.state is CellState.POSTED, "nobody has seen it yet"
+    rig.step()
+    assert (rig.late, cell.state) == ([True], CellState.ENDED)
+    assert rig.transport.open_handles == 0
+    assert rig.step() is None, "nothing more is looked at"
 
 
 @pytest.mark.parametrize("timeout", [0.8, 5.0])
@@ -1119,7 +1126,9 @@ def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(operation):
         rig.step()
     assert rig.result().outcome is Outcome.IN_DOUBT
     assert passage.inside
+    assert rig.late == []
     assert rebuilt(rig)
+    assert rig.late == [False], "memory of this side is not touched any more"
     assert passage.inside == (operation is Operation.WRITE)
     assert rig.now(rig.fabric.close(1.0)) is True
 
@@ -1142,7 +1151,120 @@ def test_a_post_that_runs_on_without_an_agent_stays_in_doubt(operation, given_up
     assert result.error is not None
     assert not result.error.disconnected
     assert passage.inside
+    assert rig.late == []
     assert rig.now(rig.fabric.close(1.0)) is False
+
+
+def given_up(rig, **post):
+    rig.post(**post)
+    rig.step()
+    for _ in range(8):
+        rig.runtime.time += 0.2
+        rig.step()
+    assert rig.result().outcome is Outcome.IN_DOUBT
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_what_was_given_up_is_seen_to_end_though_its_peer_was_left_meanwhile(operation):
+    """A session that ends with a pause leaves the lane; without it no end could be seen."""
+    rig, passage = Rig(no_progress_timeout=0.5), Pass()
+    rig.network.hold("b")
+    given_up(rig, operation=operation, cell=Cell(1e9, passage), nbytes=PART)
+    rig.now(rig.fabric.disconnect("b"))
+    rig.step()
+    assert (rig.late, passage.inside, list(rig.fabric._peers)) == ([], 1, ["b"])
+    rig.network.release("b")
+    rig.step()
+    assert (rig.late, passage.inside, list(rig.fabric._peers)) == ([True], 0, [])
+    assert rig.transport.open_handles == 0
+    assert rig.now(rig.fabric.close(1.0)) is True
+
+
+def test_a_flush_that_was_given_up_tells_the_end_of_what_had_failed_before():
+    rig, passage = Rig(no_progress_timeout=0.5), Pass()
+    rig.network.break_next("b", after_bytes=24, lingers=True)
+    given_up(rig, cell=Cell(1e9, passage), nbytes=PART)
+    assert (rig.late, passage.inside) == ([], 1)
+    rig.network.release("b")
+    rig.step()
+    assert (rig.late, passage.inside) == ([True], 0)
+
+
+def test_a_part_that_fails_after_it_was_given_up_stays_in_doubt():
+    """What it has left in flight nobody can say."""
+    rig, passage = Rig(no_progress_timeout=0.5), Pass()
+    rig.network.hold("b")
+    given_up(rig, cell=Cell(1e9, passage), nbytes=PART)
+    rig.network.disconnect("b")
+    rig.step(2)
+    assert (rig.late, passage.inside, rig.transport.open_handles) == ([], 1, 0)
+    assert rig.now(rig.fabric.close(1.0)) is False
+
+
+def test_a_post_that_falls_silent_while_a_rebuild_waits_for_it_keeps_no_handle(monkeypatch):
+    rig, handles, polled = Rig(no_progress_timeout=2.0), [], []
+    rig.network.wedge("b")
+    rig.post(nbytes=PART, cell=Cell(1e9, Pass()))
+    rig.step()
+    renew = rig.transport.renew
+    monkeypatch.setattr(rig.transport, "renew", lambda: (handles.append(rig.transport.open_handles), renew())[1])
+    answer = rig.fabric.rebuild(100.0)
+    for _ in range(12):
+        rig.runtime.time += 0.4
+        rig.step()
+    assert answer.result(timeout=0) is True
+    assert handles == [0], "each was given back before"
+    monkeypatch.setattr(rig.transport, "poll", polled.append)
+    rig.step()
+    assert (rig.result().outcome, rig.late, polled) == (Outcome.IN_DOUBT, [False], [])
+
+
+def test_what_ends_late_forgets_no_peer_to_which_something_falls_silent_then():
+    rig = Rig(no_progress_timeout=2.0)
+    rig.network.wedge("b")
+    rig.post("one", nbytes=PART)
+    for _ in range(8):
+        rig.step()
+        rig.runtime.time += 0.4
+    ((first,),) = (live._watched for live in rig.fabric._lingering)
+    rig.post("two", nbytes=PART)
+    rig.step()
+    rig.fabric.disconnect("b")
+    for _ in range(4):
+        rig.runtime.time += 0.4
+        rig.step()
+    first.handle.wedged = False  # pyright: ignore[reportAttributeAccessIssue]
+    rig.runtime.time += 0.5
+    rig.step(2)
+    assert rig.result("two").outcome is Outcome.IN_DOUBT
+    assert rig.fabric.health()[1] == ""
+
+
+def test_a_defect_in_looking_back_is_one_defect(monkeypatch):
+    rig = Rig(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    given_up(rig, nbytes=PART)
+
+    def poll(handle):
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(rig.transport, "poll", poll)
+    rig.step(3)
+    assert "defect" in rig.fabric.health()[1]
+    assert rig.step() is None, "nothing is looked at any more"
+
+
+def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end():
+    """Else its end would never be seen."""
+    rig = Rig(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    given_up(rig, nbytes=PART, runs_on=True)
+    answer = rig.fabric.rebuild(10.0)
+    rig.step()
+    assert not answer.done()
+    rig.network.release("b")
+    rig.step(2)
+    assert (rig.late, answer.result(timeout=0)) == ([True], True)
 
 
 @pytest.mark.parametrize("rest", ["ends", "stands still"])

@@ -192,6 +192,7 @@ class Ranks:
         return {
             "busy": busy + seen["sending"] + under_way + seen["custody"].held_blocks,
             **self._doubts(rank),
+            "rebuilt": seen["agent"]["rebuilt"],
             "reasons": [reason for share in shares for reason in share.reasons.values()],
         }
 
@@ -245,7 +246,14 @@ class Ranks:
         return ending, time.monotonic(), request not in rank.errors, refused
 
     async def fetch(
-        self, name: str, card: dict[str, Any], request: str, timeout: float | None = None, *, late: bool = False
+        self,
+        name: str,
+        card: dict[str, Any],
+        request: str,
+        timeout: float | None = None,
+        *,
+        late: bool = False,
+        cancel_after: float | None = None,
     ) -> dict[str, Any]:
         """Fetch it into the main blocks; what became of that, and when it was heard.
 
@@ -259,7 +267,11 @@ class Ranks:
             after = _Late() if late else None
             transfer = rank.worker.start_fetch(ticket, MAIN, tokens=range(TOKENS), after=after, timeout=timeout)
             rank.fetches[request] = transfer
+            if cancel_after is not None:
+                asyncio.get_running_loop().call_later(cancel_after, transfer.cancel)
             await transfer
+        except asyncio.CancelledError as raised:  # as it was told to be
+            error = raised
         except KvxferError as raised:
             refused = isinstance(raised, MemoryInDoubt) and await self.refuses(name)  # a moment later it may have ended
             error = raised

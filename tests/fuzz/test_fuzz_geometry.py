@@ -84,7 +84,7 @@ def plan_with(draw: Random, peer: PeerInfo) -> int:
     for sending in (True, False):
         plans = PairPlans(GEOMETRY)
         try:
-            plans.meet(peer, sending=sending, convert=draw.random() < 0.3)
+            plans.meet(peer, plans.examine(peer, sending=sending, convert=draw.random() < 0.3))
             selections = plans._common[peer.identity.incarnation, sending]
             if not selections:
                 continue
@@ -127,7 +127,7 @@ def test_bodies():
         identity = Identity("peer", b"e" * 16, b"i" * 16, 0, 1, 0b1111111, "kvxfer")
         began = thread_time()
         try:
-            made += plan_with(draw, PeerInfo(1, identity, told))
+            made += plan_with(draw, PeerInfo(1, identity, encode_body(told)))
             assert thread_time() - began < SECONDS
         except BaseException as error:
             error.add_note(f"FUZZ_SEED={campaign.SEED}, case {number}: {told!r:.3000}")
@@ -169,8 +169,8 @@ LARGE = {
 
 @pytest.mark.parametrize("what", LARGE)
 def test_bodies_that_are_as_large_as_they_can_be(what):
-    told = decode_body(encode_body(AgentBody("loopback", b"metadata", LARGE[what])))
+    told = AgentBody("loopback", b"metadata", LARGE[what])
     identity = Identity("peer", b"e" * 16, b"i" * 16, 0, 1, 0b1111111, "kvxfer")
     began = thread_time()
-    plan_with(Random(1), PeerInfo(1, identity, told))
+    plan_with(Random(1), PeerInfo(1, identity, encode_body(told)))
     assert thread_time() - began < SECONDS

@@ -118,3 +118,62 @@ def test_bases_near_the_top_of_the_address_space() -> None:
     (found,) = pair(src, dst).classes
     assert found.bases.tolist() == [[top, top // 2]]
     assert found.bases.dtype == np.int64
+
+
+def many(count: int, axes: str, **rest: Any) -> CacheGeometry:
+    one = spec(axes, **rest)
+    return CacheGeometry(tuple(replace(one, layers=(n,), base=one.base + (n << 20)) for n in range(count)))
+
+
+def test_what_many_layers_have_in_common_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of thousands of tensors is read and planned while its peer waits."""
+    from kvxfer.geometry import conversion, differences, intersect
+    from kvxfer.geometry import spec as specs
+
+    monkeypatch.setattr(specs, "_forms", {})
+    calls: list[str] = []
+    for module, name in ((specs, "bind_axes"), (intersect, "difference"), (conversion, "difference")):
+        told, do = f"{module.__name__}.{name}", getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _told=told, _do=do, **k: (calls.append(_told), _do(*a, **k))[1])
+    src, dst = many(50, "block token head dim", group="many"), many(50, "block head token dim", group="many")
+    assert not list(differences(src, dst, convert=False))
+    (found,) = PairPlan(src, dst, [Selection("many", "", "k", tuple(range(50)), 0, 4)]).classes
+    assert found.layers.tolist() == [*range(50)]
+    assert found.bases.tolist() == [[a.base, b.base] for a, b in zip(src.tensors, dst.tensors, strict=True)]
+    assert sorted(calls) == [
+        "kvxfer.geometry.conversion.difference",
+        "kvxfer.geometry.intersect.difference",
+        *["kvxfer.geometry.spec.bind_axes"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("scaled", [0, 1, 2])
+def test_of_layers_that_are_alike_but_for_a_scale_each_is_looked_at(scaled: int) -> None:
+    src, dst = many(3, "block token head dim"), many(3, "block head token dim")
+    tensors = list(src.tensors)
+    tensors[scaled] = replace(tensors[scaled], scale=(2.0,))
+    src = CacheGeometry(tuple(tensors))
+    chosen = [Selection("default", "", "k", (0, 1, 2), 0, 4)]
+    with pytest.raises(GeometryError, match=f"layer {scaled}.*scale of head 0 is 2 at the source, but 1 at"):
+        PairPlan(src, dst, chosen)
+    found = PairPlan(src, dst, chosen, convert=True).classes
+    assert {tuple(c.layers.tolist()): c.factors.tolist() for c in found} == {
+        (scaled,): [[2, 1]],
+        tuple({0, 1, 2} - {scaled}): [[1, 1]] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"layers": (-1,)}, "layers must be distinct and not negative"),
+        ({"layers": (1 << 32,)}, "the last layer is"),
+        ({"base": 1 << 63}, "the end of its memory is"),
+        ({"scale": (1.0, 2.0)}, "scale has 2 numbers for 4 heads"),
+        ({"heads": range(0, 8, 2)}, "heads must be a range of step 1"),
+    ],
+)
+def test_a_tensor_like_one_that_was_looked_at_is_still_checked_for_itself(wrong: Any, words: str) -> None:
+    one = spec()
+    with pytest.raises(GeometryError, match=words):
+        replace(one, **wrong)

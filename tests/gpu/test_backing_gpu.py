@@ -78,6 +78,7 @@ def test_a_device_that_is_not_there_is_a_fabric_error():
 
 @pytest.mark.parametrize("nbytes", [5000, 1 << 20, (8 << 20) + 5])
 def test_pinned_memory_is_pinned_and_both_sides_see_it(nbytes):
+    torch.cuda.init()  # before that torch calls no memory pinned, whoever has pinned it
     memory = allocate("pinned", nbytes, 0)
     assert memory.address % 4096 == 0
     host = torch.frombuffer(memory.view(), dtype=torch.uint8)

@@ -14,9 +14,10 @@ if HERE not in sys.path:
 
 from stage import Stage  # noqa: E402 - found by the line above
 
-from kvxfer import exports  # noqa: E402
+from kvxfer import Worker, exports  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
+from kvxfer.own_loop import OwnLoopWorker  # noqa: E402
 
 ON_BOTH_LOOPS = {
     "test_cancel",
@@ -53,6 +54,22 @@ def no_locks(monkeypatch):
         raise FabricError("they are said to be on two hosts")
 
     monkeypatch.setattr(exports, "LockFile", refused)
+
+
+@pytest.fixture(autouse=True)
+def looked_at(monkeypatch):
+    """Somebody looks at every fetch that a scene begins until it has ended: one that is dropped is warned of."""
+
+    def looking(begin):
+        def start_fetch(*args, **options):
+            transfer = begin(*args, **options)
+            _ = transfer.outcome
+            return transfer
+
+        return start_fetch
+
+    for worker in (Worker, OwnLoopWorker):
+        monkeypatch.setattr(worker, "start_fetch", looking(worker.start_fetch))
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ class Holding(Ranks):
         """
         worker, began = self.workers[rank], time.monotonic()
         self._rebuilds, lag = worker.describe()["agent"]["rebuilt"], 0.0
-        worker._site.rebuilds.strand(lambda: None, urgent=True)
+        worker._site.rebuilds.want(urgent=True)
         while worker.describe()["agent"]["rebuilt"] == self._rebuilds:
             before = time.monotonic()
             if before - began > PATIENCE_SECONDS:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stage import SOON, Cache, Copied, Gate, eventually, quiet, taken
 
-from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferTimeoutError
+from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferState, TransferTimeoutError
 
 TOKENS = range(8)
 
@@ -166,7 +166,7 @@ async def test_cancel_at_every_step(stage, source, target, route, step, again):
     if at.prepare is not None:
         await at.prepare()
     untouched = Copied(target)
-    task = asyncio.create_task(at.fetch())
+    task = asyncio.create_task(at.fetch(keep=True))
     await eventually(at.reached)
     untouched.check()
     task.cancel()
@@ -218,7 +218,7 @@ async def test_a_time_out_at_every_step(stage, source, target, route, step):
     if at.prepare is not None:
         await at.prepare()
     untouched = Copied(target)
-    task = asyncio.create_task(at.fetch(timeout=60))
+    task = asyncio.create_task(at.fetch(timeout=60, keep=True))
     await eventually(at.reached)
     (fetching,) = decode._receiver._fetches
     fetching._timed_out()
@@ -279,19 +279,31 @@ async def sibling(fetch):
         raise TimeoutError from None
 
 
+async def awaits(transfer):
+    return await transfer
+
+
+async def leaves_the_block(transfer):
+    async with transfer:
+        await transfer.layers(0, 2)
+
+
+async def leaves_the_block_by_an_error(transfer):
+    async with transfer:
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("use", [awaits, leaves_the_block, leaves_the_block_by_an_error], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("means", [wait_for, timeout, fail_after, sibling], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
-async def test_every_means_of_cancellation_waits_for_memory(stage, source, target, route, means):
+async def test_every_means_of_cancellation_waits_for_memory(stage, source, target, route, means, use):
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=5)
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("*")
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held("*"))  # before the time begins that the caller gives it
 
-    async def fetch():
-        return await transfer
-
-    task = asyncio.create_task(means(fetch()))
+    task = asyncio.create_task(means(use(transfer)))
     stops = lambda: [i.machine.failure for f in decode._receiver._fetches for i in f.incoming if i.machine.failure]  # noqa: E731
     await eventually(lambda: stops() or task.done())
     assert not task.done() or route == "staged"
@@ -318,7 +330,7 @@ async def test_cancel_between_chunks(stage, target):
     prefill, decode = await stage.pair(source, target, route="staged", chunk_bytes="1KiB", window=1)
     offer = prefill.offer("r", list(range(64)), tokens=256)
     stage.network.hold("decode")
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256))
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), list(range(64)), tokens=range(256), keep=True)
     for _ in range(3):
         await eventually(lambda: stage.network.held("decode"))
         stage.network.release("decode", 1)
@@ -345,7 +357,7 @@ async def test_direct_in_doubt_until_the_peer_has_answered(stage, source, target
     prefill, decode = await stage.pair(source, target, route="direct", **SOON)
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("decode")
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, keep=True))
     await eventually(lambda: stage.network.held("decode"))
     task.cancel()
     with pytest.raises(MemoryInDoubt) as caught:
@@ -426,6 +438,54 @@ async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, targe
     untouched.check()
 
 
+@pytest.mark.parametrize("use", [awaits, leaves_the_block], ids=lambda f: f.__name__)
+async def test_blocks_that_are_used_again_when_the_call_has_ended_are_not_written(stage, target, use):
+    source = Cache(blocks=64)
+    prefill, decode = await stage.pair(source, target, route="direct", in_place_chunk_bytes="1KiB", window=8)
+    prefill.offer("r", list(range(16)), tokens=64)
+    stage.network.hold("decode")
+    fetch = use(decode.start_fetch(prefill.engine.ticket("r"), list(range(16)), tokens=range(64)))
+    task = asyncio.create_task(fetch)
+    await eventually(lambda: stage.network.held("decode"))
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, stage.network.release, "decode")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for memory in target.memory.values():
+        memory.fill_(-1)
+    stage.network.release("decode")
+    await quiet(prefill, decode)
+    assert all(bool((memory == -1).all()) for memory in target.memory.values())
+
+
+async def test_leaving_the_block_with_memory_in_doubt(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    task = asyncio.create_task(leaves_the_block(transfer))
+    await eventually(lambda: stage.network.held("decode"))
+    task.cancel()
+    with pytest.raises(MemoryInDoubt) as caught:
+        await task
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+    stage.network.release("decode")
+    async with asyncio.timeout(30):
+        await caught.value.settled()
+    await quiet(prefill, decode)
+
+
+async def test_a_wait_for_layers_that_is_cancelled_outside_of_the_block_is_warned_of(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    transfer = decode.start_fetch(prefill.engine.ticket("never"), [3, 4], tokens=TOKENS)
+    warned = pytest.warns(ResourceWarning, match=r"'never' .* the blocks \{default: \[3, 4\]\}")
+    with warned, pytest.raises(TimeoutError):
+        await asyncio.wait_for(transfer.layers(0, 1), 0.05)
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+
+
 async def test_cancelling_in_the_middle_of_the_clean_up(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="direct", revoke_timeout=5)
     prefill.offer("r", [1, 2], tokens=8)
@@ -445,15 +505,15 @@ async def test_cancelling_in_the_middle_of_the_clean_up(stage, source, target):
 async def test_cancelling_a_wait_for_layers_leaves_the_transfer_alone(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    waiting = asyncio.create_task(transfer.layers(0, 2))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
-    offer.ready()
-    offer.finish()
-    await transfer
+    async with decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS) as transfer:
+        waiting = asyncio.create_task(transfer.layers(0, 2))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        offer.ready()
+        offer.finish()
+    assert transfer.state is TransferState.DONE
 
 
 async def test_who_waits_for_layers_hears_of_the_failure(stage, source, target):

@@ -185,8 +185,34 @@ async def arrives(world: World, transfer: Any) -> None:
 async def layers(world: World):
     world.offered()
     world.stall()
-    transfer = world.start()
+    transfer = await world.start().__aenter__()
     return lambda: transfer.layers(0, 2), lambda _: arrives(world, transfer)
+
+
+@scene("Transfer.__aenter__", "OwnLoopTransfer.__aenter__")
+async def use(world: World):
+    """A whole block, cancelled in its body and as it is left."""
+    world.offered()
+    world.stall()
+
+    async def call():
+        async with world.start() as transfer:
+            await transfer.layers(0, 2)
+
+    return call, lambda outcome: fetched(world, outcome)
+
+
+@scene("Transfer.__aexit__", "OwnLoopTransfer.__aexit__")
+async def leave_by_an_error(world: World):
+    world.offered()
+    world.stall()
+
+    async def call():
+        with contextlib.suppress(LookupError):
+            async with world.start():
+                raise LookupError
+
+    return call, lambda outcome: fetched(world, outcome)
 
 
 @scene("Transfer.outcome", "OwnLoopTransfer.outcome")

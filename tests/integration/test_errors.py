@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from kvxfer import (
     TicketError,
     TokensError,
     TransferFailedError,
+    TransferTimeoutError,
     UnreachableError,
     UsageError,
 )
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Cancel, Goodbye, Hello, Ping, Reserve, Span
+from kvxfer.protocol.messages import Cancel, Fetch, Goodbye, Hello, Ping, Reserve, Route, Selection, Span
+from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.sending import SendState
 
 
@@ -412,6 +415,58 @@ async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, mon
     await offer.withdraw()
 
 
+FOREIGN_FETCHES = {
+    "layers that nobody has": (
+        "staged",
+        {"selections": [Selection("default", "", "k", pack_u32([9]), 0, 4)]},
+        Code.WANTS_NOT_HELD,
+    ),
+    "heads that nobody has": (
+        "staged",
+        {"selections": [Selection("default", "", "k", pack_u32([0]), 2, 6)]},
+        Code.WANTS_NOT_HELD,
+    ),
+    "the same heads twice": (
+        "staged",
+        {"selections": [Selection("default", "", "k", pack_u32([0]), 0, stop) for stop in (2, 4)]},
+        Code.WANTS_NOT_HELD,
+    ),
+    "no room for any chunk": ("staged", {"max_extent_bytes": 0}, Code.CHUNK_TOO_LARGE),
+    "too little room for any chunk": ("staged", {"max_extent_bytes": 512}, Code.CHUNK_TOO_LARGE),
+    "no room for staged chunks": ("auto", {"max_extent_bytes": 0, "routes": [Route.STAGED, Route.DIRECT]}, None),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN_FETCHES)
+async def test_a_fetch_that_this_library_would_not_send(stage, source, target, monkeypatch, case):
+    """Refused by the code that PROTOCOL.md says, or answered with a route that can serve it."""
+    route, change, code = FOREIGN_FETCHES[case]
+    prefill, decode = await stage.pair(source, target, route=route)
+    real = type(prefill).received
+
+    def seconds(_, __, route, **___):
+        return float(route is not Route.STAGED)
+
+    monkeypatch.setattr(type(prefill._site.estimates), "seconds", seconds)  # `staged` is the first choice
+
+    def received(self, link, message):
+        void = {"lease_ms": 0, "staging_lease_ms": 0, "agreement": b""}
+        real(self, link, msgspec.structs.replace(message, **void, **change) if isinstance(message, Fetch) else message)
+
+    monkeypatch.setattr(type(prefill), "received", received)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    fetching = decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+    if code is None:
+        assert (await fetching).stats.route == "direct"
+    else:
+        with pytest.raises(RefusedError) as caught:
+            await fetching
+        assert caught.value.reason is code
+    monkeypatch.setattr(type(prefill), "received", real)
+    await works(prefill, decode, source, target)
+    await offer.withdraw()
+
+
 @pytest.mark.parametrize("kind", ["Accept", "Want"])
 async def test_blocks_of_a_group_that_was_not_asked_for_fail_the_fetch(stage, source, target, monkeypatch, kind):
     prefill, decode = await stage.pair(source, target, trust="none")
@@ -497,6 +552,23 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
     decode._site.receive_desk.release(full)
     await quiet(prefill, decode)
     await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
+
+
+async def test_a_time_out_while_the_arena_is_full_is_a_time_out(stage, source, target):
+    """Whoever notices first that its time is over."""
+    prefill, decode = await stage.pair(source, target, route="staged")
+    desk = decode._site.receive_desk
+    full = taken(desk)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    fetching = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=0.2)
+    await eventually(lambda: desk._waiting)
+    time.sleep(0.2)  # noqa: ASYNC251 - the loop is held up, so that no timer runs before
+    desk.advance()
+    with pytest.raises(TransferTimeoutError, match=r"did not end within 0\.2 s"):
+        await fetching
+    desk.release(full)
+    await offer.withdraw()
+    await quiet(prefill, decode)
 
 
 async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target):

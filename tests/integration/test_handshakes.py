@@ -4,14 +4,17 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
-from stage import Cache, Copied, Tap, quiet
+from stage import Cache, Copied, Tap, eventually, quiet
 from wire import play
 
-from kvxfer import KvxferError, Released, UnreachableError
+from kvxfer import KvxferError, Released, UnreachableError, assembly, planning
+from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
 from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
+from kvxfer.testing import DeterministicRuntime
 
 BLOCK = range(4)
 
@@ -202,5 +205,146 @@ def test_claims_that_reach_nobody_are_said_once_and_go_on(tmp_path, caplog):
         assert len(one.prefill._sender.book._early) == 50
         for claim in claims:
             claim.close()
+
+    play(scenario, tmp_path)
+
+
+# --- caches of many tensors
+
+
+class Recorded:
+    """In which threads what takes long with a large cache was done."""
+
+    SLOW = (
+        (session, "decode_body"),
+        (planning, "geometry_from_wire"),
+        (planning, "differences"),
+        (planning, "common"),
+        (planning, "resolve"),
+        (planning.PairPlan, "__init__"),
+        (planning.PairPlan, "prepare"),
+        (planning, "selection_from_wire"),
+    )
+
+    def __init__(self, monkeypatch):
+        self.threads = {}
+        for place, name in self.SLOW:
+            monkeypatch.setattr(place, name, self._wrapped(name, getattr(place, name)))
+
+    def _wrapped(self, name, do):
+        def recorded(*arguments, **options):
+            self.threads.setdefault(name, set()).add(threading.get_ident())
+            return do(*arguments, **options)
+
+        return recorded
+
+
+async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
+    """By both ends, as they meet, at the first fetch, and as they meet again: the loop serves others meanwhile."""
+    recorded = Recorded(monkeypatch)
+    source, target = Cache(layers=range(100)), Cache(layers=range(100), layout="HND")
+    prefill, decode = await stage.pair(source, target, arena_bytes="1MiB", chunk_bytes="128KiB")
+    copied = Copied(target)
+    for number in range(2):
+        offer = prefill.offer(f"r{number}", [number], tokens=4)
+        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
+        copied.bring(source, [number], [5 + number], BLOCK)
+        assert type(await offer.released()) is Released
+        for link in list(decode._links):
+            link.close("cut")
+        await eventually(lambda: not prefill._links)
+    copied.check()
+    assert recorded.threads.keys() == {name for _, name in Recorded.SLOW}
+    here = threading.get_ident()
+    assert not [name for name, threads in recorded.threads.items() if here in threads]
+
+
+async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
+    threads, encoded = set(), assembly.encode_body
+
+    def recorded(body):
+        threads.add(threading.get_ident())
+        return encoded(body)
+
+    monkeypatch.setattr(assembly, "encode_body", recorded)
+    await stage.worker("prefill", Cache())
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):
+    recorded = Recorded(monkeypatch)
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target)
+    prefill.offer("r", [1], tokens=4)
+    await decode.fetch(prefill.engine.ticket("r"), [2], tokens=BLOCK, timeout=60)
+    assert {thread for threads in recorded.threads.values() for thread in threads} == {threading.get_ident()}
+
+
+async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monkeypatch):
+    """A thread that computes takes the interpreter from the loop for a while, each further one as long again."""
+    monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
+    prefill = await stage.worker("prefill", Cache())
+    decodes = [await stage.worker(f"decode{number}", Cache()) for number in range(4)]
+    examine, inside, second = planning.PairPlans.examine, [], threading.Event()
+
+    def watched(self, peer, **options):
+        if self is not prefill._site.plans:
+            return examine(self, peer, **options)
+        inside.append(peer.name)
+        if len(inside) > 1:
+            second.set()
+        second.wait(0.05)
+        found = examine(self, peer, **options)
+        inside.remove(peer.name)
+        return found
+
+    monkeypatch.setattr(planning.PairPlans, "examine", watched)
+    await asyncio.gather(*(decode._peers.link(prefill.card.endpoint, None) for decode in decodes))
+    await eventually(lambda: len(prefill._links) == 4)
+    assert not second.is_set()
+
+
+def slow(monkeypatch, seconds):
+    """A look at any cache takes so long."""
+
+    async def in_thread(runtime, work):
+        del runtime
+        await asyncio.sleep(seconds)
+        return work()
+
+    monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(DeterministicRuntime, "in_thread", in_thread)
+
+
+def test_a_long_look_is_no_silence(tmp_path, monkeypatch):
+    """Each end looks at the other for longer than either may be silent, and begins when the other one does not."""
+
+    async def scenario(one):
+        slow(monkeypatch, 50.0)
+        await one.pair(prefill={"peer_timeout": 20.0}, decode={"peer_timeout": 6.0}, heartbeat=2.0)
+        met = one.now
+        await one.bring("r")
+        assert one.now - met >= 50
+        assert [len(worker._links) for worker in (one.prefill, one.decode)] == [1, 1]
+
+    play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_a_worker_closes_while_a_look_is_taken(tmp_path, monkeypatch, which):
+    async def scenario(one):
+        await one.pair()
+        slow(monkeypatch, 3.0)
+        transfer = one.decode.start_fetch(one.ticket("r"), [1], tokens=BLOCK)
+        await asyncio.sleep(1)
+        closed, other = (one.prefill, one.decode) if which == "prefill" else (one.decode, one.prefill)
+        assert closed._greeting
+        await closed.aclose(drain=False)
+        with pytest.raises(KvxferError):
+            await transfer
+        assert not closed._links | closed._greeting
+        await asyncio.sleep(5)
+        assert not other._links | other._greeting
 
     play(scenario, tmp_path)

@@ -152,7 +152,7 @@ async def test_a_peer_that_moves_its_cache_within_an_incarnation_is_refused(stag
     moved = [msgspec.structs.replace(tensor, base=tensor.base + (1 << 30)) for tensor in link.peer.body.tensors]
     body = msgspec.structs.replace(link.peer.body, tensors=moved)
     with pytest.raises(MismatchError, match="describes another cache than before"):
-        prefill._site.meet(replace(link.peer, body=body), trusted=True, sending=True, process=link.process)
+        await prefill._site.examine(replace(link.peer, told=encode_body(body)), sending=True)
 
 
 async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(stage, source, target, monkeypatch):

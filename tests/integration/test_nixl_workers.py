@@ -145,7 +145,7 @@ async def test_a_cancel_in_the_middle_leaves_the_blocks_alone_afterwards(far, ne
         await far.offer(rank, "r", IDS, tokens=len(IDS) * 16, streaming=True)
         await far.offer(rank, "other", IDS[:2], tokens=32)
         await far.ready(rank, "r", layers=[0, 1])
-    (transfer,) = move.fetch(issuer.ticket("r"))
+    (transfer,) = move.fetch(issuer.ticket("r"), keep=True)
     waiting = asyncio.ensure_future(transfer)
     await transfer.layers(0, 1)  # the second layer is on its way now, and the third will never be
     waiting.cancel()

@@ -98,7 +98,7 @@ async def test_a_release_may_come_before_its_offer(pair):
 
 async def test_a_fetch_that_was_cancelled_before_its_offer_does_not_hold_it(pair, source, target):
     prefill, decode = pair
-    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4)))
+    task = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [4], tokens=range(4), keep=True))
     await parked(prefill)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -114,7 +114,7 @@ async def test_a_fetch_that_was_cancelled_before_its_offer_does_not_hold_it(pair
 
 async def test_a_withdrawal_ends_an_offer_whose_parked_fetch_was_cancelled(pair):
     prefill, decode = pair
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4))
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [4], tokens=range(4), keep=True)
     await parked(prefill)
     transfer.cancel()
     await quiet(*pair)
@@ -467,7 +467,7 @@ def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_pa
         await one.pair(route="staged", **PAUSED)
         one.network.hold("decode")
         offer = one.prefill.offer("r", [1], tokens=4)
-        transfer = one.start("r", [1], range(4))
+        transfer = one.start("r", [1], range(4), keep=True)
         await one.until(lambda: offer.transfers)
         await asyncio.sleep(20)
         one.stand_still(100.0)
@@ -558,7 +558,7 @@ async def test_withdraw(stage, source, target, route, state):
         await parked(prefill, "Claim")
     elif state == "waiting":
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
-        await eventually(lambda: transfer._layers and frames(decode, "Accept"))
+        await eventually(lambda: transfer._progress._layers and frames(decode, "Accept"))
     elif state == "in flight":
         stage.network.hold("*")
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)

@@ -27,12 +27,12 @@ async def test_one_peer_does_not_take_every_transfer(stage):
     greedy = await stage.worker("greedy", Cache(blocks=32))
     modest = await stage.worker("modest", Cache())
     ticket = prefill.engine.ticket
-    waiting = [greedy.start_fetch(ticket(f"g{n}"), [n], tokens=BLOCK) for n in range(30)]
+    waiting = [greedy.start_fetch(ticket(f"g{n}"), [n], tokens=BLOCK, keep=True) for n in range(30)]
     await eventually(lambda: sum(transfer.done for transfer in waiting) == 18)
     assert sending(prefill) == 12
     prefill.offer("m", [1], tokens=4)
     await modest.fetch(ticket("m"), [1], tokens=BLOCK, timeout=5)
-    parked = modest.start_fetch(ticket("later"), [2], tokens=BLOCK)
+    parked = modest.start_fetch(ticket("later"), [2], tokens=BLOCK, keep=True)
     await eventually(lambda: sending(prefill) == 13)
     errors = await asyncio.gather(*(one.outcome for one in waiting if one.done), return_exceptions=True)
     assert {(type(error), error.reason, error.retry_after) for error in errors if isinstance(error, RefusedError)} == {

@@ -377,7 +377,7 @@ async def test_a_new_agent_ends_its_write_unless_that_is_a_copy_between_gpus(sta
         monkeypatch.setattr(module, "runs_on", lambda site, peer: runs_on)
     prefill, decode, _, _ = await probing(stage, revoke_timeout=0.4)
     await eventually(lambda: stage.network.held("*"))
-    prefill._site.rebuilds.strand(lambda: None, urgent=True)
+    prefill._site.rebuilds.want(urgent=True)
     await eventually(lambda: answers(tap, Status.IN_DOUBT))
     ours = prefill._site.send_desk.share.extents()
     assert [extent.state for extent in ours] == ([ExtentState.QUARANTINED] if runs_on else [])

@@ -18,10 +18,12 @@ from kvxfer import (
     assembly,
     gauging,
     landing,
+    outgoing,
     rebuilding,
     shipment,
 )
 from kvxfer.link import Link
+from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
 from kvxfer.shipment import StagedShipment
@@ -143,7 +145,7 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
     await eventually(lambda: decode._site.now() > looked)
     assert decode.describe()["agent"] == {"rebuilt": 0, "wanted": 0, "paused": False}
     assert decode._site.receive_desk.share.quarantined_bytes()
-    decode._site.rebuilds.strand(lambda: None, urgent=True)  # for another reason
+    decode._site.rebuilds.want(urgent=True)  # for another reason
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, other, target, "after")
     assert decode._site.receive_desk.share.quarantined_bytes(), "and if it is done, it is no evidence"
@@ -172,7 +174,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held(far))
-    poster._site.rebuilds.strand(lambda: None, urgent=True)
+    poster._site.rebuilds.want(urgent=True)
     await eventually(lambda: poster.describe()["agent"]["rebuilt"])
     with pytest.raises(KvxferError) as raised:
         await transfer
@@ -208,7 +210,7 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
         for lane in range(4):
             group.create_task(keep_fetching(lane))
         for wanted in range(1, 5):
-            rebuilds.strand(lambda: None, urgent=True)
+            rebuilds.want(urgent=True)
             await eventually(lambda wanted=wanted: rebuilds.count == wanted, timeout=20)
             enough = decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) + 20
             await eventually(
@@ -231,7 +233,7 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
     decode = await stage.worker("decode", target, **TIMES)
     await brings(prefill, decode, source, target, "before")
     (link,) = decode._links
-    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    decode._site.rebuilds.want(urgent=True)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     assert not link.is_open
     await brings(prefill, decode, source, target, "after")
@@ -251,7 +253,7 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
         patch.setattr(Link, "data_received", later)
         fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
         await eventually(lambda: kept)
-        decode._site.rebuilds.strand(lambda: None, urgent=True)
+        decode._site.rebuilds.want(urgent=True)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     for link, data in kept:
         link.data_received(data)
@@ -274,7 +276,7 @@ async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_ag
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     await brings(prefill, decode, source, target, "before")
     transfer = await in_flight(stage, prefill, decode)
-    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    decode._site.rebuilds.want(urgent=True)
     with pytest.raises(KvxferError, match="being rebuilt"):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
@@ -320,17 +322,63 @@ async def test_nor_do_those_that_end_only_after_their_prefill_rank_was_told(
     assert len(prefill._sender._places) == 0
 
 
-async def test_those_to_one_on_this_host_are_remembered_whatever_it_says(stage, source, target, no_locks):
-    """It may be written without an agent on its side."""
+@pytest.mark.parametrize("gpus", [False, True])
+async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
+    stage, source, target, no_locks, monkeypatch, gpus
+):
+    """It may be written without an agent on its side, by ours as long as that lives, and by a copy between GPUs."""
+    monkeypatch.setattr(outgoing, "runs_on", lambda *_: gpus)
     prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", disconnected=True)
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-    decode._site.rebuilds.strand(lambda: None, urgent=True)
+    decode._site.rebuilds.want(urgent=True)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, source, target, "after")
-    assert len(prefill._sender._doubtful) == len(prefill._sender._places) == 1
+    await eventually(lambda: len(prefill._sender._doubtful) == len(prefill._sender._places) == gpus)
+    await eventually(lambda: bool(decode.describe()["arena"]["receive"].quarantined_bytes) == gpus)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were_made_anew(
+    stage, source, target, route
+):
+    """Both are, since the prefill rank knows that nothing else would tell, and each gate can be closed again."""
+    prefill, decode = await stage.pair(source, target, route=route, **TIMES)
+    await brings(prefill, decode, source, target, "before")
+    prefill.offer("r", [1, 2], tokens=8)
+    stage.network.break_next("decode", disconnected=True)
+    with pytest.raises(KvxferError, match="was told to break"):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
+    await eventually(lambda: not prefill._sender._doubtful)
+    await quiet(decode)
+    assert not decode.describe()["arena"]["receive"].quarantined_bytes
+    assert not decode.describe()["custody"].doubtful_blocks
+    gates = decode._site.gates
+    assert {await gates.revoke(number) for number in gates._free} == {Revoked.IDLE}
+    await brings(prefill, decode, source, target, "after", ids=(3, 4))
+
+
+async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_made_anew(
+    stage, source, target, no_locks
+):
+    """On one host the agent of the peer is not needed for it; so that one's end tells nothing alone."""
+    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
+    prefill._site.rebuilds.wanted = lambda: None
+    prefill.offer("r", [1], tokens=4)
+    stage.network.break_next("decode", after_bytes=24, lingers=True)
+    stage.network.refuse_next("decode")  # the write that would tell that all before it has ended
+    with pytest.raises(KvxferError, match="was told to break"):
+        await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
+    decode._site.rebuilds.want(urgent=True)
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
+    assert len(prefill._sender._doubtful) == 1
+    assert decode.describe()["arena"]["receive"].quarantined_bytes
+    prefill._rebuilding._consider()
+    await eventually(lambda: not prefill._sender._doubtful)
+    await eventually(lambda: not decode.describe()["arena"]["receive"].quarantined_bytes)
+    assert decode.describe()["agent"]["rebuilt"] == 1, "once is enough, in whatever order"
 
 
 async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_another_stream_tells(

@@ -165,8 +165,16 @@ SETTINGS = {
         {"route": "auto", "max_in_place_bytes": 0},
         {"route": ("auto", "pull")},
     ),
-    "chunks of the decode rank too small": ({}, {"chunk_bytes": 512}, {"chunk_bytes": ("512", "2048")}),
-    "chunks of the prefill rank too small": ({"chunk_bytes": 512}, {}, {"chunk_bytes": ("2048", "512")}),
+    "chunks of the decode rank too small, and no other route": (
+        {},
+        {"chunk_bytes": 512, "route": "staged"},
+        {"chunk_bytes": ("512", "2048")},
+    ),
+    "chunks of the prefill rank too small, and no other route": (
+        {"chunk_bytes": 512, "route": "staged"},
+        {},
+        {"chunk_bytes": ("2048", "512")},
+    ),
 }
 
 

@@ -211,6 +211,8 @@ async def test_both_ends_say_what_happened(stage, route):
         ({"trust": "none"}, {"route": "direct"}, "staged"),
         ({"route": "direct"}, {"trust": "none"}, "staged"),
         ({"arena_bytes": 0}, {}, "direct"),
+        ({"chunk_bytes": 512}, {}, "direct"),  # the smallest staged chunk has 2048
+        ({}, {"chunk_bytes": 512, "route": "pull"}, "pull"),
     ],
     ids=str,
 )

@@ -221,7 +221,7 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
     config = Config(**{**DEFAULTS, **SOON, "close_timeout": 0.2, "heartbeat": 0.1, "peer_timeout": 0.3})
     async with Worker(Cache().tensors, config, transport=transport) as worker:
         if call == "renew":
-            worker._site.rebuilds.strand(lambda: None, urgent=True)
+            worker._site.rebuilds.want(urgent=True)
             await eventually(transport.inside.is_set)
         await worker.aclose(drain=False)
     assert transport.inside.is_set()

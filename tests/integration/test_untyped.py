@@ -68,13 +68,14 @@ async def test_a_signal_may_be_a_number(pair):
 async def test_layers_are_numbers_and_who_stops_waiting_for_them_leaves_nothing(stage, loop):
     prefill, decode = await stage.pair(Cache(), Cache(), decode={"loop": loop})
     transfer = decode.start_fetch(prefill.engine.ticket("never offered"), [2], tokens=range(4), timeout=30)
+    await transfer.__aenter__()
     for wrong in [("0", 1), (0, None), (0, 1.0), ([0], 1)]:
         with pytest.raises(RequestError, match="layers are whole numbers"):
             await transfer.layers(*wrong)
     for _ in range(3):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(transfer.layers(0, 1), 0.01)
-    inner = transfer if loop == "caller" else transfer._inner
+    inner = transfer._progress if loop == "caller" else transfer._inner
     await eventually(lambda: not inner._layer_waiters)
     transfer.cancel()
     await asyncio.wait([transfer.outcome])

@@ -15,6 +15,7 @@ from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.locks import LockFile
 from kvxfer.mappings import Mappings
 from kvxfer.processes import Processes
+from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
@@ -62,7 +63,7 @@ def told():
             mapped = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in exports]
             body = AgentBody("x", b"", [], host=here(), mapped=mapped, locks=locks)
             who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.MAPPED), "")
-            return PeerInfo(1, who, body, process)
+            return PeerInfo(1, who, encode_body(body), process)
 
         yield child.pid, peer, geometry
 

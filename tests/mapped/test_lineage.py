@@ -12,6 +12,7 @@ import pytest
 from kvxfer.mapped import here
 from kvxfer.mapped.locks import Lineage
 from kvxfer.processes import Processes
+from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
 
@@ -47,7 +48,8 @@ def owner(kind):
 
 def peer(process, handle, *, staging="DRAM"):
     body = AgentBody("x", b"", [], [MemorySpan(staging, 0, 0, 4096)], host=here(), locks=handle)
-    return PeerInfo(1, Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.GATES), ""), body, process.pid)
+    who = Identity("e", b"e" * 16, os.urandom(16), 0, 1, int(Capability.GATES), "")
+    return PeerInfo(1, who, encode_body(body), process.pid)
 
 
 @pytest.mark.parametrize("forks", [True, False])

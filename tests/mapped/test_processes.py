@@ -17,6 +17,7 @@ from kvxfer.mapped import here, number_of, own_number, process_of_stream
 from kvxfer.mapped import process as numbers
 from kvxfer.mapped.locks import LockFile
 from kvxfer.processes import Processes
+from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
 
@@ -78,7 +79,7 @@ def other(folder, how="waits"):
 
 def peer(number, *, host=APART, locks=b"", staging="DRAM", process=0):
     body = AgentBody("x", b"", [], [MemorySpan(staging, 0, 0, 1)], host=host, locks=locks, process=number)
-    return PeerInfo(1, Identity("e", b"e" * 16, b"i" * 16, 0, 1, 0, ""), body, process)
+    return PeerInfo(1, Identity("e", b"e" * 16, b"i" * 16, 0, 1, 0, ""), encode_body(body), process)
 
 
 @pytest.fixture

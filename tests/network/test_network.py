@@ -97,6 +97,23 @@ async def test_a_host_that_goes_leaves_nothing_in_doubt(hosts, route):
     await recovers(pair)
 
 
+@routes("direct")
+@pytest.mark.parametrize("how", ["timed out", "cancelled"])
+async def test_fetches_that_are_given_up_at_any_moment_end_at_once(pair, how):
+    """Whatever the other host may be writing by then: this side helps it to end that."""
+    usual, tries = await pair.succeeds("usual"), 8
+    for number in range(tries):
+        request, moment = f"r{number}", usual * (number + 1) / tries
+        await pair.begin(request, timeout=moment if how == "timed out" else None)
+        if how == "cancelled":
+            await asyncio.sleep(moment)
+            await pair.hosts.decode.cancel(request)
+        outcome = await pair.hosts.decode.outcome(request)
+        assert outcome["safe"], outcome
+    await pair.quiet()
+    await pair.succeeds("last")
+
+
 @routes()
 @pytest.mark.parametrize("way", HOSTS)
 async def test_a_partition_one_way_fails_in_time(pair, way):

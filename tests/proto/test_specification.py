@@ -1,5 +1,7 @@
 """PROTOCOL.md says what the types say: fields, order, bounds, defaults, and sections that exist."""
 
+import itertools
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -8,9 +10,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from kvxfer.encoding import geometry_from_wire
+from kvxfer.errors import GeometryError
 from kvxfer.protocol import framing, messages
 from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import Message, TensorFrame
+from kvxfer.protocol.packing import pack_u32
 from proto.schema import body_schema, messages_schema
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +85,29 @@ def test_fields_of_a_tensor_are_those_of_the_type():
             assert row[3].strip("`") == (str(field.default) if field.default != b"" else "empty")
         else:
             assert field.required
+
+
+def is_read(kv, halves):
+    """Whether a peer may describe a tensor so, with an axis `kv` of that length or without one."""
+    axes, shape = ("block kv token dim", [4, halves, 2, 8]) if halves else ("block token dim", [4, 2, 8])
+    strides = [4 * math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    frame = TensorFrame("g", "", kv, axes, shape, strides, pack_u32([0]), 0, 1, "float32", 4, 0)
+    try:
+        geometry_from_wire([frame])
+    except GeometryError:
+        return False
+    return True
+
+
+def test_halves_of_a_tensor_are_said_as_they_are_read():
+    text = section("3.3")
+    meaning = next(row[2] for row in table(text[text.index("A **tensor** is") :]) if row[0] == "kv")
+    (one, two) = (set(re.findall(r"`(\w+)`", part)) for part in meaning.split(";")[:2])
+    spellings = {"".join(letters) for n in range(4) for letters in itertools.product("kvx", repeat=n)}
+    assert {kv for kv in spellings if is_read(kv, 0)} == one | {""}
+    assert {kv for kv in spellings if is_read(kv, 1)} == one | {""}
+    assert {kv for kv in spellings if is_read(kv, 2)} == two
+    assert meaning.split(";")[2].strip().startswith("empty")
 
 
 WIRE_TYPES = {

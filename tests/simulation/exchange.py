@@ -308,7 +308,12 @@ class Request:
         rank.books.writes(part.ids, next(world.tags))
         try:
             transfer = rank.worker.start_fetch(
-                self.ticket, part.ids, tokens=range(plan.start, plan.tokens), after=READY, timeout=plan.timeout
+                self.ticket,
+                part.ids,
+                tokens=range(plan.start, plan.tokens),
+                after=READY,
+                timeout=plan.timeout,
+                keep=plan.retries,
             )
         except BaseException:
             rank.books.writes(part.ids, 0)

@@ -13,7 +13,7 @@ import crowd
 import pytest
 import scenes
 
-from kvxfer import ahead, incoming, shipment
+from kvxfer import ahead, incoming, landing, shipment
 from kvxfer.copy.port import FREELY
 from kvxfer.desk import Desk
 from kvxfer.fabric.loopback import LoopbackTransport
@@ -85,6 +85,8 @@ def no_permit(patch):
 def no_quarantine(patch):
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
     patch.setattr(ahead.Ahead, "settle", lambda one, *, lost: one.void())
+    settle = landing.Landing.settle
+    patch.setattr(landing.Landing, "settle", lambda one, *, lost: settle(one, lost=False))
 
 
 def early_terminal(patch):
@@ -213,7 +215,7 @@ def no_holding(patch):
 
 def unwatched_copies(patch):
     def theirs(one):
-        return one._own._doubt or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+        return one._own._doubts or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
 
     patch.setattr(incoming.Incoming, "in_doubt", property(theirs))
 

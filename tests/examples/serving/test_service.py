@@ -362,6 +362,8 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
         """The dead decline nothing."""
 
     monkeypatch.setattr(service.nodes["first"], "_decline", never)
+    for worker in service.nodes["first"].ranks.workers:
+        monkeypatch.setattr(worker._receiver, "_give_back", lambda *_: None)
     with service.paused("prefill"):
         asking = asyncio.create_task(service.post(router, prompt="Hello"))
         await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])

@@ -1,0 +1,62 @@
+"""A pause of a process that outlasts what the other one waits for leaves nothing behind once it is over.
+
+Over TCP, where the target moves the data: what was posted to a process that stands still goes on when that does.
+"""
+
+import asyncio
+
+import pytest
+from actors import Actor
+from faults import LANES, QUICK, RECEIVER_SEED, SENDER_SEED, SIZES, STARVED_SECONDS
+
+pytestmark = pytest.mark.timeout(120)
+
+BACK_SECONDS = 2.0
+IMPATIENT = {"no_progress_timeout": 0.4}
+LEFT = {**IMPATIENT, **{name: QUICK[name] for name in ("heartbeat", "peer_timeout", "revoke_timeout")}}
+"""The stream is given up too, and the agent made anew."""
+
+
+async def quiet(actor, name, within):
+    state = await actor.quiet(name, doubts=True, within=within)
+    assert (state["busy"], state["quarantined"], state["custody"]) == (0, 0, 0), state
+
+
+@pytest.mark.parametrize(
+    ("settings", "anew"), [(IMPATIENT, False), (LEFT, True)], ids=["a post is given up", "all is given up"]
+)
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_a_pause_of_the_decode_process_leaves_nothing_behind(route, settings, anew):
+    sender, receiver = (Actor(environment=LANES["tcp"]) for _ in range(2))
+    try:
+        settings = {**SIZES, **settings, "route": route}
+        card = await sender.open("prefill", seed=SENDER_SEED, layout="NHD", **settings)
+        await receiver.open("decode", seed=RECEIVER_SEED, layout="HND", **settings)
+        await sender.offer("prefill", "before")
+        assert (await receiver.fetch("decode", card, "before"))["ok"]
+        await receiver.restore("decode")
+        await sender.halt("sender", "in the midst of the write")
+        await sender.offer("prefill", "r")
+        fetching = asyncio.create_task(receiver.fetch("decode", card, "r"))
+        await sender.reached("in the midst of the write")
+        receiver.stop()
+        sender.proceed()
+        async with asyncio.timeout(20):
+            while (state := await sender.state("prefill"))["busy"] or state["rebuilt"] < anew:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        receiver.thaw()
+        within = BACK_SECONDS + STARVED_SECONDS
+        await quiet(receiver, "decode", within)
+        await quiet(sender, "prefill", within)
+        outcome = await fetching
+        assert not outcome["ok"]
+        assert outcome["safe"], outcome
+        await receiver.restore("decode")
+        await sender.offer("prefill", "after")
+        assert (await receiver.fetch("decode", card, "after", 10))["ok"]
+        assert await receiver.wrong("decode", "fetched", SENDER_SEED) == []
+        assert await sender.wrong("prefill", "kept") == []
+        assert (await receiver.close("decode"), await sender.close("prefill")) == ({}, {})
+    finally:
+        sender.end()
+        receiver.end()

@@ -1,0 +1,385 @@
+"""Whoever cancels a fetch needs the request no more: prefill ranks free its blocks, unless it is kept for a retry."""
+# the private state of workers that are open
+# pyright: reportOptionalMemberAccess=false
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+from stage import SOON, Cache, Copied, Tap, eventually, quiet
+
+from kvxfer import KvxferError, MemoryInDoubt, RefusedError, Released, TransferTimeoutError, UnreachableError
+from kvxfer.errors import Code
+from kvxfer.protocol.messages import Cancel, Release, TicketRef
+
+TOKENS = range(8)
+AT_ONCE = 20.0
+"""Seconds: far less than a lease."""
+ROUTES = ["staged", "direct", "pull"]
+
+
+@pytest.fixture
+def source():
+    return Cache()
+
+
+@pytest.fixture
+def target():
+    return Cache()
+
+
+async def freed(offer):
+    """The offer ends by itself, long before its lease does."""
+    async with asyncio.timeout(AT_ONCE):
+        assert isinstance(await offer.released(), Released)
+
+
+async def kept(offer, prefill):
+    """What the prefill rank was told has arrived, and the offer lives."""
+    await quiet(prefill)
+    assert offer.state.value == "live"
+
+
+def frames(worker, kind):
+    return worker.describe()["metrics"]["frames_received"].get(kind, 0)
+
+
+# --- the ways to give up, at every step
+
+
+async def cancels_the_task(fetch):
+    task = asyncio.create_task(awaited(fetch))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def cancels_the_transfer(fetch):
+    fetch.cancel()
+    await fetch
+
+
+async def waits_no_longer(fetch):
+    try:
+        await asyncio.wait_for(awaited(fetch), 0.01)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
+
+
+async def leaves_the_block(fetch):
+    try:
+        async with fetch:
+            raise LookupError
+    except LookupError:
+        raise asyncio.CancelledError from None
+
+
+async def awaited(fetch):
+    return await fetch
+
+
+WAYS = [cancels_the_task, cancels_the_transfer, waits_no_longer, leaves_the_block]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("step", ["waiting", "moving"])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_giving_up_frees_the_blocks_at_once(stage, source, target, route, step, way):
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=step == "waiting")
+    if step == "moving":
+        stage.network.hold("*")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: frames(decode, "Accept") if step == "waiting" else stage.network.held("*"))
+    asyncio.get_running_loop().call_later(0.1, stage.network.release, "*")
+    with pytest.raises(asyncio.CancelledError):
+        await way(transfer)
+    await freed(offer)
+    await quiet(prefill, decode)
+    with pytest.raises(RefusedError, check=lambda error: error.reason is Code.TICKET_RELEASED):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
+
+
+async def test_a_fetch_that_is_given_up_before_its_offer_ends_it(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS), 0.05)
+    await eventually(lambda: frames(prefill, "Release"))
+    await freed(prefill.offer("r", [1, 2], tokens=8))
+
+
+async def test_a_fetch_that_is_given_up_as_it_fails_frees_the_blocks_too(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
+    await eventually(lambda: [f for f in decode._receiver.fetches if f._error is not None])
+    transfer.cancel()
+    stage.network.release("decode")
+    with pytest.raises(TransferTimeoutError):
+        await transfer
+    await freed(offer)
+
+
+# --- who keeps them
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("by", ["keep", "claim"])
+async def test_what_is_kept_can_be_tried_again(stage, source, target, route, by):
+    prefill, decode = await stage.pair(source, target, route=route)
+    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
+    claim = decode.claim(ticket) if by == "claim" else None
+    for _ in range(3):
+        stage.network.hold("*")
+        transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS, keep=by == "keep")
+        await eventually(lambda: stage.network.held("*"))
+        asyncio.get_running_loop().call_later(0.05, stage.network.release, "*")
+        with pytest.raises(asyncio.CancelledError):
+            await cancels_the_task(transfer)
+        await kept(offer, prefill)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
+    await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=20)
+    copied.check()
+    await freed(offer)
+    if claim is not None:
+        claim.close()
+    await quiet(prefill, decode)
+
+
+async def test_an_error_keeps_them(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    with pytest.raises(TransferTimeoutError):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
+    await kept(offer, prefill)
+    async with decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=20):
+        offer.ready()
+        offer.finish()
+    await freed(offer)
+
+
+@pytest.mark.parametrize("order", ["fetch", "cancel", "end"])
+async def test_closing_a_claim_after_it_was_given_up_frees_them_at_once(stage, source, target, order):
+    """Whether the claim is closed before the fetch is given up, before its memory is safe, or after."""
+    prefill, decode = await stage.pair(source, target, route="direct")
+    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
+    claim, other = decode.claim(ticket), decode.claim(ticket)
+    stage.network.hold("decode")
+    transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("decode"))
+    claim.close()
+    if order == "fetch":
+        other.close()
+    transfer.cancel()
+    if order == "cancel":
+        other.close()
+    stage.network.release("decode")
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    if order == "end":
+        await kept(offer, prefill)
+        other.close()
+    await freed(offer)
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("again", ["claim", "fetch"])
+async def test_who_wants_it_again_is_not_disturbed_by_a_claim_that_is_closed(stage, source, target, again):
+    prefill, decode = await stage.pair(source, target)
+    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    claim, first = decode.claim(ticket), decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    await eventually(lambda: frames(decode, "Accept"))
+    with pytest.raises(asyncio.CancelledError):
+        await cancels_the_task(first)
+    second = decode.claim(ticket) if again == "claim" else None
+    fetch = decode.start_fetch(ticket, [3, 4], tokens=TOKENS, timeout=20) if again == "fetch" else None
+    await eventually(lambda: fetch is None or frames(decode, "Accept") >= 2)
+    claim.close()
+    await asyncio.sleep(0.05)
+    assert frames(prefill, "Release") == 0
+    offer.ready()
+    offer.finish()
+    await (fetch or decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=20))
+    await freed(offer)
+    if second is not None:
+        second.close()
+
+
+async def test_a_retry_that_began_before_the_first_has_ended_is_not_disturbed(stage, source, target):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("decode")
+    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("decode") == 2)  # both of its chunks
+    first.cancel()
+    in_flight = stage.network.held("decode")
+    copied = Copied(target).bring(source, [1, 2], [5, 6], TOKENS)
+    second = decode.start_fetch(ticket, [5, 6], tokens=TOKENS, timeout=20)
+    await eventually(lambda: stage.network.held("decode") > in_flight)
+    stage.network.release("decode", in_flight)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not second.done
+    stage.network.release("decode")
+    await second
+    copied.bring(source, [1, 2], [3, 4], TOKENS)  # what was in flight landed, before the call returned
+    copied.check()
+    await freed(offer)
+
+
+# --- whom it reaches
+
+
+async def test_every_rank_is_told(stage, target):
+    sources = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
+    prefill, _ = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", target)
+    offers = [rank.offer("r", [1, 2], tokens=8, streaming=True) for rank in prefill]
+    transfer = decode.start_fetch(prefill[0].engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: frames(decode, "Accept") == 2)
+    with pytest.raises(asyncio.CancelledError):
+        await cancels_the_task(transfer)
+    for offer in offers:
+        await freed(offer)
+
+
+async def test_who_is_connected_is_told_at_once_and_others_when_they_are(stage, target):
+    sources = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
+    prefill, _ = await stage.engine("prefill", sources)
+    decode = await stage.worker("decode", target)
+    connect, open_now = decode._peers._connect_to, asyncio.Event()
+    far = prefill[1].card.endpoint
+
+    async def later(endpoint):
+        if endpoint == far:
+            await open_now.wait()
+        return await connect(endpoint)
+
+    decode._peers._connect_to = later
+    offers = [rank.offer("r", [1, 2], tokens=8) for rank in prefill]
+    transfer = decode.start_fetch(prefill[0].engine.ticket("r"), [3, 4], tokens=TOKENS)
+    await eventually(lambda: decode.describe()["peers"])
+    with pytest.raises(asyncio.CancelledError):
+        await cancels_the_task(transfer)
+    await freed(offers[0])
+    await kept(offers[1], prefill[1])
+    open_now.set()
+    await freed(offers[1])
+
+
+async def test_nobody_is_connected_for_it(stage, source, target):
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    nowhere = {**prefill.engine.ticket("r"), "endpoints": {"prefix": "unix:/nobody/listens"}}
+    with pytest.raises(UnreachableError):
+        await decode.fetch(nowhere, [3, 4], tokens=TOKENS)
+    for ticket in (nowhere, prefill.engine.ticket("r")):
+        transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+        transfer.cancel()  # in the turn in which it was begun
+        with pytest.raises(asyncio.CancelledError):
+            await transfer
+    await kept(offer, decode)
+    assert not decode._peers._opening
+    assert not decode.describe()["peers"]
+
+
+async def test_it_waits_until_nothing_is_read_any_more(stage, source, target, monkeypatch):
+    """Section 7.5 of the protocol: no `Release` while a read of ours is posted."""
+    tap = Tap(monkeypatch)
+    prefill, decode = await stage.pair(source, target, route="pull", **SOON)
+    ticket, offer = prefill.engine.ticket("r"), prefill.offer("r", [1, 2], tokens=8)
+    stage.network.hold("prefill")
+    transfer = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    claim = decode.claim(ticket)
+    await eventually(lambda: stage.network.held("prefill"))
+    with pytest.raises(MemoryInDoubt) as caught:
+        await cancels_the_task(transfer)
+    claim.close()
+    assert not tap.of(Release)
+    stage.network.release("prefill")
+    async with asyncio.timeout(AT_ONCE):
+        await caught.value.settled()
+    assert tap.of(Release)
+    with contextlib.suppress(MemoryInDoubt):
+        await freed(offer)
+    await quiet(prefill, decode)
+
+
+# --- at the prefill rank, in any order
+
+
+ORDERS = sorted({order for number in (1, 2) for order in itertools.permutations(["Cancel", *["Release"] * number])})
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("state", ["unknown", "parked", "waiting", "in flight", "ended"])
+async def test_cancel_and_release_may_come_in_any_order(stage, source, target, state, order):
+    prefill, decode = await stage.pair(source, target, route="direct")
+    issuer = prefill.engine
+    offer = None if state == "parked" else prefill.offer("r", [1, 2], tokens=8, streaming=state == "waiting")
+    link = await decode._peers.link(prefill.card.endpoint, None)
+    transfer, number = None, 1 << 40
+    if state != "unknown":
+        stage.network.hold("decode" if state == "in flight" else "nobody")
+        transfer = decode.start_fetch(issuer.ticket("r"), [3, 4], tokens=TOKENS, keep=True)
+        reached = {
+            "parked": lambda: prefill.describe()["sending"],
+            "waiting": lambda: frames(decode, "Accept"),
+            "in flight": lambda: stage.network.held("decode"),
+            "ended": lambda: transfer.done,
+        }
+        await eventually(reached[state])
+        number = next(iter(decode._receiver._incoming.values()), None)
+        number = number.machine.transfer if number is not None else 1
+    ticket = TicketRef("r", 0, bytes.fromhex(issuer.ticket("r")["mac"]))
+    for kind in order:
+        before = frames(prefill, kind)
+        link.send(Cancel(number) if kind == "Cancel" else Release(ticket, Code.CANCELLED))
+        await eventually(lambda kind=kind, before=before: frames(prefill, kind) > before)  # each by itself
+    if state == "in flight":
+        await asyncio.sleep(0.05)
+        assert not offer.wait_end().done()  # its blocks are read by a write of ours
+        stage.network.release("decode")
+    if offer is None:
+        offer = prefill.offer("r", [1, 2], tokens=8)
+    await freed(offer)
+    if transfer is not None and state != "ended":
+        with pytest.raises(KvxferError):
+            await transfer
+    await quiet(prefill, decode)
+
+
+async def test_a_retry_may_begin_in_the_turn_of_the_cancel(stage, source, target):
+    """However far the first one has come: one that only connects ends as it is cancelled."""
+    prefill, decode = await stage.pair(source, target)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    ticket = prefill.engine.ticket("r")
+    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    first.cancel()
+    await decode.fetch(ticket, [5, 6], tokens=TOKENS, timeout=5)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await freed(offer)
+
+
+async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(stage, source, target):
+    """Its doubt ends when the later one has been cancelled too, with `keep`."""
+    prefill, decode = await stage.pair(source, target, route="direct", **SOON)
+    offer = prefill.offer("r", [1, 2], tokens=8)
+    ticket = prefill.engine.ticket("r")
+    stage.network.hold("decode")
+    first = decode.start_fetch(ticket, [3, 4], tokens=TOKENS)
+    await eventually(lambda: stage.network.held("decode"))
+    first.cancel()
+    with pytest.raises(MemoryInDoubt) as doubt:
+        await first
+    second = decode.start_fetch(ticket, [5, 6], tokens=TOKENS, keep=True)
+    second.cancel()
+    with contextlib.suppress(asyncio.CancelledError, MemoryInDoubt):
+        await second
+    stage.network.release("decode")
+    await doubt.value.settled()
+    await kept(offer, prefill)
+    await offer.withdraw()

@@ -56,6 +56,8 @@ _LISTED_PIECES: Final = 1 << 16
 costs more than they do."""
 _ROWS_A_TENSOR: Final = 1024
 """To share and plan a tensor, or a layer of one, takes about as long as to make so many rows of a table."""
+_ROWS_A_KNOWN_LAYER: Final = 32
+"""To answer a request of a known pair takes so long for each layer that was asked for."""
 _KEPT_PAIRS: Final = 512
 _KEPT_A_PEER: Final = 4
 """Plans that are kept for each peer that is here, if that is more: so many are in use, one or two in each direction."""
@@ -235,11 +237,11 @@ class PairPlans:
         return _ROWS_A_TENSOR * sum(len(geometry.tensors) for geometry in held if geometry is not None)
 
     def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
-        """The same of `outgoing`."""
+        """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
         last = self._asked.get(peer.identity.incarnation)
-        if last is not None and last[0] == selections:
-            return 0
-        return _ROWS_A_TENSOR * sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
+        known = last is not None and last[0] == selections
+        layers = sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
+        return (_ROWS_A_KNOWN_LAYER if known else _ROWS_A_TENSOR) * layers
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""

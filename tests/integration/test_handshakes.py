@@ -10,7 +10,7 @@ import pytest
 from stage import Cache, Copied, Tap, eventually, quiet
 from wire import play
 
-from kvxfer import KvxferError, Released, UnreachableError, assembly, planning
+from kvxfer import KvxferError, Released, UnreachableError, assembly, outgoing, planning
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
 from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
@@ -257,6 +257,25 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
     assert recorded.threads.keys() == {name for _, name in Recorded.SLOW}
     here = threading.get_ident()
     assert not [name for name, threads in recorded.threads.items() if here in threads]
+
+
+@pytest.mark.parametrize(("layers", "known_on_the_loop"), [(60, True), (600, False)])
+async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch, layers, known_on_the_loop):
+    """A known pair's, too: what is made for each layer adds up."""
+    answered, here, answer = [], threading.get_ident(), outgoing.answer
+
+    def recorded(*arguments):
+        answered.append(threading.get_ident() == here)
+        return answer(*arguments)
+
+    monkeypatch.setattr(outgoing, "answer", recorded)
+    source, target = Cache(layers=range(layers)), Cache(layers=range(layers), layout="HND")
+    prefill, decode = await stage.pair(source, target, chunk_bytes="8MiB", arena_bytes="64MiB")
+    for number in range(2):
+        offer = prefill.offer(f"r{number}", [number], tokens=4)
+        await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
+        assert type(await offer.released()) is Released
+    assert answered == [False, known_on_the_loop]
 
 
 async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):

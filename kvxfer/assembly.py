@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
@@ -39,6 +41,8 @@ __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensor
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
+_COPIES: Final = {"cuda": "kvxfer.copy.cuda", "cpu": "kvxfer.copy.host"}
+"""What copies memory of a kind. It imports compilers, and compiles on a machine where nobody has done that before."""
 _UNDO_SECONDS: Final = 1.0
 """Several times as long as it takes to forget peers and memory and to destroy an agent."""
 _leaked: Final[list[object]] = []
@@ -206,6 +210,7 @@ async def assemble(parts: Assembly) -> Site:
     fabric: Fabric | None = None
     executor: Executor | None = None
     try:
+        await runtime.in_thread(partial(import_module, _COPIES[geometry.kind]))
         transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
         fabric = _fabric(config, transport, runtime)
         executor = _executor(config, geometry, runtime, placement)

@@ -4,7 +4,7 @@ A persistent grid walks tiles of the tables that `kvxfer.copy.tables` describes.
 is read from those tables, so there is one compiled variant per access width (and pair of dtypes, where elements are
 converted), and a plan is one launch per variant.
 
-Elements are decoded and rounded in integer arithmetic: it gives the same bits as `kvxfer.copy.convert` on a CPU, on
+Elements are decoded and rounded in integer arithmetic: it gives the same bits as `kvxfer.copy.walk` on a CPU, on
 every GPU, including those that know nothing of 8-bit floats.
 
 Triton's language has no types, so this module is checked less strictly than the rest.
@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.convert import check_exact
 from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumLaunch, SumVariant
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Launch, Variant
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, Launch, Variant
+from kvxfer.errors import MissingExtraError
 
-__all__ = ["OPTIONS", "Kernel", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
+__all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
 
 OPTIONS: Final[dict[str, Any]] = {"num_warps": 32, "num_stages": 1, "enable_fp_fusion": False}
 """How every variant of the copy is compiled. 54 registers a thread leave room for 32 warps."""
@@ -43,7 +43,22 @@ FLOAT16 = tl.constexpr(2)
 BFLOAT16 = tl.constexpr(3)
 E4M3 = tl.constexpr(4)
 E5M2 = tl.constexpr(5)
-_KINDS: Final = {"": 0, "float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
+
+
+def check_exact(ptx: str) -> None:
+    """Refuse a compiled conversion that takes subnormal numbers for zero, as compilers before Triton 3.6 make it.
+
+    Args:
+        ptx: Its instructions, as the compiler wrote them.
+
+    Raises:
+        MissingExtraError: It would not give the bits that a CPU does.
+    """
+    if ".ftz" in ptx:
+        raise MissingExtraError(
+            "this version of Triton takes subnormal numbers for zero, so dtypes cannot be converted on a GPU: "
+            "pip install 'torch>=2.10' (with Triton 3.6 or later)"
+        )
 
 
 @triton.jit
@@ -490,11 +505,11 @@ class Kernel:
 def constants(variant: Variant) -> dict[str, int]:
     """The compile-time constants of a variant, in the order of the kernel's parameters."""
     elements = variant.elements
-    return {"WIDTH": variant.width, "TILE": variant.tile, "SRC": _KINDS[elements.src], "DST": _KINDS[elements.dst]}
+    return {"WIDTH": variant.width, "TILE": variant.tile, "SRC": KINDS[elements.src], "DST": KINDS[elements.dst]}
 
 
 def sum_constants(variant: SumVariant) -> dict[str, int]:
     """The same for sums."""
     elements = variant.elements
     shape = {"UNIT": variant.unit, "ITEMS": variant.items, "WORDS": variant.words}
-    return {**shape, "SRC": _KINDS[elements.src], "DST": _KINDS[elements.dst]}
+    return {**shape, "SRC": KINDS[elements.src], "DST": KINDS[elements.dst]}

@@ -16,8 +16,9 @@ other without a gap, so a tile of the kernel holds as many small rows as fit. Nu
 item have 31 bits (checked here), offsets and addresses 64.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvxfer.geometry.elements import BYTES, Elements
 __all__ = [
     "AXIS_WORDS",
     "HEADER_WORDS",
+    "KINDS",
     "TILE_WORDS",
     "WIDTHS",
     "Launch",
@@ -56,6 +58,11 @@ CONVERTED_TILE_WORDS: Final = 2048
 """The same where elements are converted: each is held as float32."""
 HEADER_WORDS: Final = 13
 AXIS_WORDS: Final = 6
+
+KINDS: Final[Mapping[str, int]] = MappingProxyType(
+    {"": 0, "float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
+)
+"""By what number compiled code knows a dtype; bytes that are copied as they are have none."""
 
 _LIMIT: Final = 2**31 - 2 * TILE_WORDS
 _NO_WORDS: Final = np.zeros(0, np.int64)

@@ -1,28 +1,31 @@
 """Threads that copy CPU memory side by side: one alone waits for memory most of the time.
 
-numpy lets go of the interpreter while it copies many bytes or items. Between two such copies it holds it, so more
-threads than find work meanwhile only get into each other's way.
+Each is a thread of compiled code, which sleeps on a semaphore and needs the interpreter at its beginning and its end.
 """
 
 import contextlib
-import queue
+import ctypes
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, Final, TypeVar
+from functools import cache
+from typing import Any, Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.copy import walk
+from kvxfer.copy.tables import HEADER_WORDS, KINDS, Tables
 from kvxfer.runtime import allowed_cpus, settle
 
 __all__ = ["ALONE", "Team", "usual_threads"]
 
-_T = TypeVar("_T")
-_COPY_BYTES: Final = 16 * 1024
-"""How much a single copy has to move for every thread: below, they wait for the interpreter rather than for memory."""
+I64: TypeAlias = NDArray[np.int64]
+
 _PART_BYTES: Final = 1 << 20
-"""What a thread takes on at least: to wake it costs as much as to copy some 100 KiB."""
+"""Of the largest parts that a copy is cut into, if no item is larger; to wake a thread costs as much as a tenth."""
 _MOST: Final = 8
 _CPUS_EACH: Final = 4
+_SEMAPHORE_WORDS: Final = 8
+"""More than a `sem_t` takes anywhere."""
 
 
 def usual_threads() -> int:
@@ -31,7 +34,7 @@ def usual_threads() -> int:
 
 
 class Team:
-    """The caller's thread, and some more that sleep between calls.
+    """The caller's thread, and some more that sleep between copies. One thread at a time may call it.
 
     Args:
         threads: How many there are, with the caller's own.
@@ -42,98 +45,78 @@ class Team:
         self._threads: Final = threads
         self._cpus: Final = cpus
         self._others: Final[list[threading.Thread]] = []
-        self._calls: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
+        self._state: I64 | None = None
 
-    def shares(self, steps: int, nbytes: int, copies: int) -> int:
-        """Among how many it pays to share work: at least 1.
-
-        Args:
-            steps: In how many parts it can be done.
-            nbytes: What all of them move together.
-            copies: In how many copies they do that.
-        """
-        return max(1, min(self._threads, steps, nbytes // _PART_BYTES, nbytes // max(copies, 1) // _COPY_BYTES))
-
-    def share(self, work: Callable[[Sequence[_T]], None], steps: Sequence[_T], nbytes: int, copies: int) -> None:
-        """Do `work` for all steps, each of which copies about as much: in parts, side by side, as far as that pays.
-
-        Returns when every part has ended, also where one has failed: until then memory is read and written.
-
-        Args:
-            work: Copies some of them.
-            steps: What is to be copied, in any order.
-            nbytes: By all of them together.
-            copies: In how many copies they do that.
-        """
-        count = self.shares(len(steps), nbytes, copies)
-        if count < 2:
-            work(steps)
-            return
-        bounds = [len(steps) * part // count for part in range(count + 1)]
-        parts = _Parts(work, [steps[start:stop] for start, stop in pairwise(bounds)])
-        try:
-            for _ in range(min(count - 1, self._start(count - 1))):
-                self._calls.put(parts.help)
-        finally:  # whatever went wrong: some may be at it
-            parts.end()
+    def copy(self, tables: Tables) -> None:
+        """Copy now what tables say; returns when every byte is there. Their addresses must be valid CPU memory."""
+        parts = _parts(tables)
+        count = int(parts[-1, -1]) if len(parts) else 0
+        others = min(self._threads, count, tables.nbytes // _PART_BYTES) - 1
+        if others > 0:
+            others = min(others, self._start(others))
+        if others > 0 and self._state is not None:
+            walk.copy_together(self._state.ctypes.data, parts.ctypes.data, count, others)
+        else:
+            walk.copy_parts(parts.ctypes.data, count)
 
     def close(self) -> None:
         """Let the threads go. Nothing may be under way; may be repeated."""
-        for _ in self._others:
-            self._calls.put(None)
+        if self._state is not None:
+            self._state[4] = 1
+            for _ in self._others:
+                _libc().sem_post(ctypes.c_void_p(int(self._state[7])))
         while self._others:
             self._others.pop().join()
+        self._state = None
 
     def _start(self, wanted: int) -> int:
         """See that there are so many others, if the system lets them start; returns how many there are."""
+        if self._state is None:
+            self._state = _state()
         with contextlib.suppress(RuntimeError):  # it does not: those that there are, or the caller alone, do their part
             while len(self._others) < wanted:
-                thread = threading.Thread(target=self._serve, name="kvxfer-copy", daemon=True)
+                thread = threading.Thread(target=self._help, args=(self._state,), name="kvxfer-copy", daemon=True)
                 thread.start()
                 self._others.append(thread)
         return len(self._others)
 
-    def _serve(self) -> None:
+    def _help(self, state: I64) -> None:
         settle(self._cpus)
-        while True:
-            call = self._calls.get()
-            if call is None:
-                return
-            call()
-            del call  # and all that it copied between
+        walk.help_out(state.ctypes.data)
 
 
-class _Parts:
-    """Parts of one piece of work: whoever has time takes the next, so nothing depends on who comes, or how late."""
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
 
-    def __init__(self, work: Callable[[Sequence[_T]], None], parts: Sequence[Sequence[_T]]) -> None:
-        self._work: Final[Callable[[Any], None]] = work
-        self._left: Final = deque[Any](parts)
-        self._ended = threading.Semaphore(0)
-        self._count: Final = len(parts)
-        self._error: Exception | None = None
 
-    def help(self) -> None:
-        """Do parts as long as there are some."""
-        while True:
-            try:
-                part = self._left.popleft()
-            except IndexError:
-                return
-            try:
-                self._work(part)
-            except Exception as error:  # noqa: BLE001 - raised by `end`, when nobody is at work any more
-                self._error = error
-            finally:
-                self._ended.release()
+def _state() -> I64:
+    """What a team shares: see `walk.STATE_WORDS`. The semaphores lie behind it."""
+    libc, words = _libc(), np.zeros(walk.STATE_WORDS + 2 * _SEMAPHORE_WORDS, np.int64)
+    semaphores = [words.ctypes.data + 8 * (walk.STATE_WORDS + n * _SEMAPHORE_WORDS) for n in range(2)]
+    for semaphore in semaphores:
+        if libc.sem_init(ctypes.c_void_p(semaphore), 0, 0):
+            raise OSError(ctypes.get_errno(), "sem_init failed")
+    words[5:9] = [_address(libc.sem_post), _address(libc.sem_wait), *semaphores]
+    return words
 
-    def end(self) -> None:
-        """Help, and wait until every part has ended; raises what one of them raised."""
-        self.help()
-        for _ in range(self._count):
-            self._ended.acquire()
-        if self._error is not None:
-            raise self._error
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _parts(tables: Tables) -> I64:
+    """The list of headers that is walked: see `walk.PART_WORDS`."""
+    found: list[tuple[int, ...]] = []
+    count, address, words = 0, tables.words.ctypes.data, tables.words
+    for launch in tables.launches:
+        elements, width = launch.variant.elements, launch.variant.width
+        for header in range(launch.first, launch.first + launch.headers * HEADER_WORDS, HEADER_WORDS):
+            most = max(1, _PART_BYTES // (int(words[header + 2]) * width * elements.dst_bytes))
+            count += -(-int(words[header + 5]) // most)
+            kinds = KINDS[elements.src], KINDS[elements.dst]
+            found.append((address + 8 * header, width, *kinds, most, count))
+    return np.asarray(found, np.int64).reshape(-1, walk.PART_WORDS)
 
 
 ALONE: Final = Team(1)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import host, kernel, tables
+from kvxfer.errors import MissingExtraError
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.factor import BoxAxis
 
@@ -156,3 +157,9 @@ def test_every_element_is_converted_as_torch_does(src, dst):
         kind = conversions.INTEGERS[made.itemsize]
         wrong = (made.view(kind) != want.view(kind)).nonzero().ravel()
         assert not len(wrong), (given[wrong[:5]], made[wrong[:5]], want[wrong[:5]])
+
+
+def test_a_compiler_that_takes_subnormal_numbers_for_zero_is_refused():
+    kernel.check_exact("mul.rn.f32 %f1, %f2, %f3;")
+    with pytest.raises(MissingExtraError, match=r"torch>=2\.10"):
+        kernel.check_exact("mul.rn.ftz.f32 %f1, %f2, %f3;")

@@ -6,8 +6,7 @@ import warnings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from kvxfer.copy.convert import check_exact
-from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, constants, copy_boxes, sum_constants, sum_items
+from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_constants, sum_items
 from kvxfer.copy.sum_tables import SumVariant
 from kvxfer.copy.tables import Variant
 from kvxfer.geometry.elements import Elements

@@ -1,14 +1,23 @@
-"""Threads that copy side by side: everything is done once, and nothing goes on after it was said to be over."""
+"""Threads that copy side by side: every byte once, and nothing goes on after it was said to be over."""
 
 import os
 import threading
-import weakref
+import time
 
+import numpy as np
 import pytest
+from copy_plans import CANARY, contiguous_rows, expected
 
+from kvxfer.copy.tables import pack
 from kvxfer.copy.team import ALONE, Team, usual_threads
 
 MIB = 1 << 20
+SRC = np.random.default_rng(5).integers(0, 256, 8 * MIB, dtype=np.uint8)
+DST = np.zeros_like(SRC)
+
+
+def helpers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer-copy")]
 
 
 @pytest.fixture
@@ -16,142 +25,99 @@ def team():
     team = Team(3)
     yield team
     team.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer-copy")]
+    assert not helpers()
 
 
-class Meeting:
-    """Work that goes on only when so many do it at the same time."""
+def copy(team, *, rows=128, row_bytes=32 << 10, seed=0):
+    """Copy blocks in a random order, and compare every byte."""
+    DST[:] = CANARY
+    rng, at = np.random.default_rng(seed), (SRC.ctypes.data, DST.ctypes.data)
+    plan = contiguous_rows(*at, rows=rows, regions=2, row_bytes=row_bytes, pool=rows, rng=rng)
+    want = expected(plan, SRC, at[0], DST, at[1])
+    team.copy(pack(plan))
+    np.testing.assert_array_equal(DST, want)
 
-    def __init__(self, parties):
-        self.barrier = threading.Barrier(parties)
-        self.done = []
 
-    def __call__(self, steps):
-        self.barrier.wait(10)
-        self.done.append(list(steps))
+def copied(thread):
+    """CPU seconds of a thread."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 @pytest.mark.parametrize(
-    ("steps", "nbytes", "copies", "parts"),
+    ("rows", "row_bytes", "others"),
     [
-        (10, 64 * MIB, 10, 3),
-        (2, 64 * MIB, 2, 2),
-        (1, 64 * MIB, 64, 1),  # one step cannot be shared
-        (64, 2 * MIB, 64, 2),  # 32 KiB each are enough for two
-        (64, 2 * MIB, 128, 1),  # and 16 KiB are not
-        (64, 2 * MIB - 1, 2, 1),  # no thread is woken for less than a MiB
-        (0, 0, 0, 1),
+        (128, 32 << 10, 2),  # 8 MiB
+        (1, 2 * MIB, 1),  # two items
+        (64, 16 << 10, 1),  # 2 MiB
+        (63, 16 << 10, 0),  # no thread is woken for less than a MiB
+        (1, 16, 0),
     ],
 )
-def test_steps_are_shared_as_far_as_that_pays(team, steps, nbytes, copies, parts):
-    work = Meeting(parts)
-    team.share(work, range(steps), nbytes, copies)
-    assert len(work.done) == parts
-    assert sorted(step for part in work.done for step in part) == list(range(steps))
+def test_copies_are_shared_as_far_as_that_pays(team, rows, row_bytes, others):
+    copy(team, rows=rows, row_bytes=row_bytes)
+    assert len(helpers()) == others
 
 
 def test_alone_it_is_the_callers_thread():
-    seen = []
-    ALONE.share(lambda steps: seen.append((threading.current_thread(), list(steps))), [1, 2], 64 * MIB, 2)
-    assert seen == [(threading.current_thread(), [1, 2])]
+    copy(ALONE)
+    assert not helpers()
     ALONE.close()
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_who_fails_is_heard_of_when_the_others_have_ended(team, failing):
-    started, ended = threading.Barrier(3), []
-
-    def work(steps):
-        started.wait(10)
-        if failing in steps:
-            raise ValueError(steps)
-        ended.append(list(steps))
-
-    with pytest.raises(ValueError, match=str(failing)):
-        team.share(work, [0, 1, 2], 64 * MIB, 3)
-    assert sorted(ended) == [[step] for step in range(3) if step != failing]
-    work_again = Meeting(3)
-    team.share(work_again, [0, 1, 2], 64 * MIB, 3)
-    assert len(work_again.done) == 3
+def test_the_others_copy_too(team):
+    copy(team)
+    before, until = [copied(thread) for thread in helpers()], time.monotonic() + 30
+    while any(copied(thread) < least + 0.002 for thread, least in zip(helpers(), before, strict=True)):
+        copy(team)
+        assert time.monotonic() < until
 
 
-def test_it_is_done_and_waited_for_where_no_more_threads_can_be_started(team, monkeypatch):
-    started, begun, done = threading.Thread.start, [], []
+@pytest.mark.parametrize("part_bytes", [1, 3 << 10, MIB])
+def test_copies_one_after_the_other_share_nothing_but_the_threads(team, monkeypatch, part_bytes):
+    """Whoever comes late to one finds the next, of another size, or nothing."""
+    monkeypatch.setattr("kvxfer.copy.team._PART_BYTES", part_bytes)
+    for seed in range(200):
+        copy(team, rows=1 + seed % 7, row_bytes=(1 << 10) + seed, seed=seed)
 
-    def one_only(thread):
-        if begun:
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_it_is_done_where_no_more_threads_can_be_started(team, monkeypatch, most):
+    started, begun = threading.Thread.start, []
+
+    def few_only(thread):
+        if len(begun) == most:
             raise RuntimeError("can't start new thread")
         begun.append(thread)
         started(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", one_only)
-    team.share(done.extend, range(6), 64 * MIB, 6)
-    assert sorted(done) == list(range(6))
-
-
-@pytest.mark.parametrize("threads", [0, 1, 2], ids="{} others".format)
-def test_nothing_of_a_copy_is_kept(team, monkeypatch, threads):
-    """Also where no thread can be started: what is meant for one must not pile up."""
-    start, alive = threading.Thread.start, []
-
-    def few_only(thread):
-        if len(alive) == threads:
-            raise RuntimeError("can't start new thread")
-        alive.append(thread)
-        start(thread)
-
     monkeypatch.setattr(threading.Thread, "start", few_only)
-    copies = [lambda steps, size=size: size for size in range(3)]
-    kept = [weakref.ref(copy) for copy in copies]
-    while copies:
-        team.share(copies.pop(), range(6), 64 * MIB, 6)
-    for _ in range(1000):
-        if not any(one() for one in kept):
-            break
-        threading.Event().wait(0.01)  # an other lets go of it a moment after it has said that its part has ended
-    assert [one() for one in kept] == [None] * 3
+    copy(team)
+    assert len(helpers()) == most
 
 
-def test_who_came_is_waited_for_whatever_goes_wrong_when_the_next_is_called(team, monkeypatch):
-    came, go, done = threading.Event(), threading.Event(), []
-
-    def work(steps):
-        if threading.current_thread().name.startswith("kvxfer-copy"):
-            came.set()
-            go.wait(10)
-        done.append(list(steps))
-
-    put = team._calls.put
-
-    def put_one(call):
-        if came.is_set():
-            threading.Timer(0.05, go.set).start()
-            raise MemoryError
-        put(call)
-        came.wait(10)
-
-    monkeypatch.setattr(team, "_calls", type("Calls", (), {"put": staticmethod(put_one), "get": team._calls.get})())
-    with pytest.raises(MemoryError):
-        team.share(work, range(6), 64 * MIB, 6)
-    assert sorted(step for part in done for step in part) == list(range(6))
-    monkeypatch.undo()
+def test_who_was_closed_begins_anew(team):
+    copy(team)
+    team.close()
+    assert not helpers()
+    copy(team)
+    assert len(helpers()) == 2
 
 
 def test_the_others_give_way_to_the_loop_and_stay_where_they_are_put():
-    cpu, seen, met = min(os.sched_getaffinity(0)), {}, threading.Barrier(2)
+    cpu, before = min(os.sched_getaffinity(0)), (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
+    team, until = Team(2, frozenset({cpu})), time.monotonic() + 10
+    copy(team)
+    (other,) = [thread.native_id or 0 for thread in helpers()]
 
-    def work(_):
-        met.wait(10)
-        seen[threading.current_thread().name] = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+    def settled():
+        niceness = os.getpriority(os.PRIO_PROCESS, other)
+        return os.sched_getaffinity(other) == {cpu} and (niceness > before[1] or niceness == 19)
 
-    before = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
-    team = Team(2, frozenset({cpu}))
-    team.share(work, [1, 2], 64 * MIB, 2)
+    while not settled():
+        copy(team)
+        assert time.monotonic() < until
     team.close()
-    assert seen.pop(threading.current_thread().name) == before
-    ((cpus, niceness),) = seen.values()
-    assert cpus == {cpu}
-    assert niceness > before[1] or niceness == 19
+    assert (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(0, 1), (2, 1), (7, 1), (8, 2), (16, 4), (200, 8)])

@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 ENVIRONMENT = {
     "kvxfer/config.py",  # settings
+    "kvxfer/copy/compiler.py",  # where caches of this user lie
     "kvxfer/fabric/nixl.py",  # UCX and NIXL are configured by the environment only
     "kvxfer/doctor/machine.py",  # which shows it, and lets UCX write down its lanes
 }
@@ -19,7 +20,6 @@ BROAD = {
     ("kvxfer/copy/host.py", "_Step.__call__"): 1,  # the job fails with it; the service goes on
     ("kvxfer/copy/jobs.py", "Backlog.pop_ready.ready"): 1,  # an event of the caller's
     ("kvxfer/copy/jobs.py", "Backlog.report"): 1,  # a callback that must not raise, and did
-    ("kvxfer/copy/team.py", "_Parts.help"): 1,  # whoever shared the work raises it, once nobody copies any more
     ("kvxfer/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/pump.py", "Fabric._tell"): 1,  # one broken callback must not strand the rest of its batch
     ("kvxfer/fabric/pump.py", "Fabric._release"): 1,  # the pass goes on to keep its books, then reports the defect

@@ -32,7 +32,7 @@ LAYERS = {
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec", "cryptography"}),
     "memory": ({"memory"}, {"names", "geometry", "wire"}, {"numpy"}),
-    "copy": ({"copy"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "triton", "cuda"}),
+    "copy": ({"copy"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "triton", "cuda", "numba", "llvmlite"}),
     "fabric": ({"fabric"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "nixl"}),
     "mapped": ({"mapped"}, CORE, {"numpy", "torch"}),
     "routes": ({"routes"}, CORE | PORTS | {"runtime", "telemetry", "settings"}, {"numpy"}),
@@ -70,6 +70,7 @@ LAYERS = {
 ONLY_HERE = {
     "nixl": "kvxfer/fabric/nixl.py",
     "triton": "kvxfer/copy/kernel.py",
+    "numba": "kvxfer/copy/compiler.py",
     "vllm": "kvxfer/integrations/vllm/connector.py",
     "sglang": "kvxfer/integrations/sglang/conn.py",
     "opentelemetry": "kvxfer/traces.py",

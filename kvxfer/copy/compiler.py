@@ -1,0 +1,265 @@
+"""Functions compiled to machine code: they hold no interpreter lock, and are compiled once on a machine.
+
+They see numbers alone. An address is an int64, and so is the address of a C function: nothing of a process is part of
+the code, so it can be kept on disk and loaded by the next one.
+
+The folder it is kept in is named by everything that it was made of, because numba itself looks only at the file of a
+function, and at none of the files of those that it calls; and it belongs to this user alone, because what numba keeps
+there is unpickled.
+
+numba's own types say little, so this module is checked less strictly than the rest.
+"""
+
+# pyright: basic
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from kvxfer.errors import MissingExtraError
+from kvxfer.telemetry import logger
+
+try:
+    import llvmlite
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+except ImportError as error:
+    raise MissingExtraError(f"kvxfer compiles its copies with numba, which cannot be imported: {error}") from error
+
+__all__ = [
+    "add",
+    "bits_of",
+    "call",
+    "compiled",
+    "copy_bytes",
+    "copy_word",
+    "exchange",
+    "float_of",
+    "inlined",
+    "load",
+    "load_word",
+    "prefetch",
+    "store",
+    "store_word",
+]
+
+_log: Final = logger("kvxfer.compiler")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy"}
+_SLOW_S: Final = 0.5
+_I64: Final = ir.IntType(64)
+_config: Final[Any] = numba.config  # pyright: ignore[reportPrivateImportUsage]
+
+
+def compiled(signature: str) -> Callable[[_F], _F]:
+    """Compile a function for these types as it is defined, or load what was compiled before."""
+
+    def make(function: _F) -> _F:
+        began, folder, elsewhere = time.monotonic(), _folder(), _config.CACHE_DIR
+        _config.CACHE_DIR = str(folder or elsewhere)  # read as a function is defined, and at no other time
+        try:
+            made = numba.njit(signature, cache=folder is not None, **_OPTIONS)(function)
+        finally:
+            _config.CACHE_DIR = elsewhere
+        took = time.monotonic() - began
+        if took > _SLOW_S:
+            _log.info("function_compiled", name=function.__name__, duration=took, path=str(folder or ""))
+        return cast("_F", made)
+
+    return make
+
+
+def inlined(function: _F) -> _F:
+    """A function that compiled ones call: it is compiled with each of them."""
+    return cast("_F", numba.njit(**_OPTIONS)(function))
+
+
+@cache
+def _folder() -> Path | None:
+    """Where machine code is kept; None if there is no such place."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {_config.BOUNDSCHECK}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    base = Path(_config.CACHE_DIR or Path(_cache_home(), "kvxfer"))
+    folder = base / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError("others than this user may write there")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("it cannot be written")
+    except OSError as error:
+        reason = f"{folder}: {error}; set NUMBA_CACHE_DIR to a folder of this user"
+        _log.warning("compiled_code_not_kept", reason=reason)
+        return None
+    return folder
+
+
+def _cache_home() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+
+
+# --- what compiled functions can do and Python cannot
+
+
+def _instruction(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function of its types and its code means to compiled callers."""
+    return cast("Callable[..., Any]", intrinsic(prefer_literal=True)(make))
+
+
+def _pointer(builder: Any, address: Any, bits: int) -> Any:
+    return builder.inttoptr(address, ir.IntType(bits).as_pointer())
+
+
+@_instruction
+def load(typing: Any, address: Any) -> Any:
+    """The int64 at an address that is a multiple of 8."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.load(_pointer(builder, given[0], 64))
+
+    return numba.int64(numba.int64), code
+
+
+@_instruction
+def store(typing: Any, address: Any, number: Any) -> Any:
+    """Put an int64 at an address that is a multiple of 8."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        builder.store(given[1], _pointer(builder, given[0], 64))
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64), code
+
+
+@_instruction
+def load_word(typing: Any, address: Any, width: Any) -> Any:
+    """The number of 1, 2 or 4 bytes, without a sign, at any address; how many is written where this is called."""
+    if not isinstance(width, numba.types.IntegerLiteral):
+        return None
+    bits = 8 * width.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        word = builder.load(_pointer(builder, given[0], bits))
+        word.align = 1
+        return builder.zext(word, _I64)
+
+    return numba.int64(numba.int64, width), code
+
+
+@_instruction
+def store_word(typing: Any, address: Any, number: Any, width: Any) -> Any:
+    """Put the lowest 1, 2 or 4 bytes of a number at any address."""
+    if not isinstance(width, numba.types.IntegerLiteral):
+        return None
+    kind = ir.IntType(8 * width.literal_value)
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        builder.store(builder.trunc(given[1], kind), builder.inttoptr(given[0], kind.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64, width), code
+
+
+@_instruction
+def float_of(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits are the lower half of a number."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.bitcast(builder.trunc(given[0], ir.IntType(32)), ir.FloatType())
+
+    return numba.float32(numba.int64), code
+
+
+@_instruction
+def bits_of(typing: Any, value: Any) -> Any:
+    """The bits of a float32, as a number without a sign."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.zext(builder.bitcast(given[0], ir.IntType(32)), _I64)
+
+    return numba.int64(numba.float32), code
+
+
+@_instruction
+def prefetch(typing: Any, address: Any) -> Any:
+    """Have the cache line at an address brought near. Whatever lies there, nothing comes of it."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [builder.inttoptr(given[0], pointer), number(0), number(3), number(1)])  # data, to read
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), code
+
+
+@_instruction
+def copy_bytes(typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    """Copy so many bytes, to where none of them is read."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        to, of, count = given
+        cgutils.raw_memcpy(builder, _pointer(builder, to, 8), _pointer(builder, of, 8), count, 1)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64, numba.int64), code
+
+
+@_instruction
+def copy_word(typing: Any, dst: Any, src: Any, width: Any) -> Any:
+    """Copy one word of 1, 2, 4, 8 or 16 bytes, a number that is written where this is called."""
+    if not isinstance(width, numba.types.IntegerLiteral):
+        return None
+    bits = 8 * width.literal_value
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        word = builder.load(_pointer(builder, given[1], bits))
+        word.align = 1
+        builder.store(word, _pointer(builder, given[0], bits)).align = 1
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64, width), code
+
+
+@_instruction
+def add(typing: Any, address: Any, number: Any) -> Any:
+    """Add to the int64 at an address, for all threads at once; returns what it was before."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, given[0], 64), given[1], "seq_cst")
+
+    return numba.int64(numba.int64, numba.int64), code
+
+
+@_instruction
+def exchange(typing: Any, address: Any, expected: Any, number: Any) -> Any:
+    """Put a number at an address if what is there is as expected, for all threads at once; whether it was."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        pair = builder.cmpxchg(_pointer(builder, given[0], 64), given[1], given[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return numba.boolean(numba.int64, numba.int64, numba.int64), code
+
+
+@_instruction
+def call(typing: Any, function: Any, argument: Any) -> Any:
+    """The C function at an address, which takes a pointer and returns an int."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [_I64])
+        found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), [given[1]])
+        return builder.sext(found, _I64)
+
+    return numba.int64(numba.int64, numba.int64), code

@@ -29,7 +29,7 @@ async def prefill(device: str, ticket_file: Path | None) -> None:
     async with kvxfer.Worker(tensors) as worker:
         after = torch.cuda.current_stream(device) if device != "cpu" else kvxfer.READY  # when blocks may be read
         offer = worker.offer("req-1", blocks, tokens=TOKENS, after=after, payload=digest(cache, blocks).encode())
-        publish(worker.engine.ticket("req-1"), ticket_file)
+        publish(offer.ticket, ticket_file)
         ending = await offer.released()  # from here on the blocks are ours again
         print(f"prefill: {type(ending).__name__}, {digest(cache, blocks)}", file=sys.stderr)
 

@@ -56,6 +56,7 @@ class Assembly:
     Attributes:
         tensors: The caller's cache tensors; this reference keeps them alive.
         groups: Properties of their groups.
+        geometry: What they hold.
         config: Settings.
         transport: Given by the caller, or None for NIXL.
         runtime: Clock, randomness, threads.
@@ -66,6 +67,7 @@ class Assembly:
 
     tensors: tuple[CacheTensor, ...]
     groups: tuple[Group, ...]
+    geometry: CacheGeometry
     config: Config
     transport: Transport | None
     runtime: Runtime
@@ -80,11 +82,10 @@ class Assembly:
 
         Raises:
             ConfigError: If `config` is no `Config`, or a setting is wrong.
-            GeometryError: If `tensors` or `groups` hold something else.
+            GeometryError: If `tensors` or `groups` hold something else, or cannot be expressed.
         """
-        return cls(
-            given_tensors(tensors), given_groups(groups), given_config(config), transport, runtime or ThreadRuntime()
-        )
+        listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
+        return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
     async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
         """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
@@ -202,7 +203,7 @@ async def assemble(parts: Assembly) -> Site:
         KvxferError: Whatever failed; nothing is left behind.
     """
     config, parts.home = parts.config, Home(loop := asyncio.get_running_loop())
-    geometry = CacheGeometry.of(parts.tensors, parts.groups)
+    geometry = parts.geometry
     placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
     _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
     runtime = parts.runtime.placed(placement.cpus)

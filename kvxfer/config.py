@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
@@ -256,6 +257,8 @@ class Config(BaseSettings):
     """How long threads and the transport may take to stop."""
     fetch_timeout: MaybeDuration = None
     """Time-out of a fetch that names none; none waits as long as the offer may come."""
+    retry_window: Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(parse_duration)] = 2.0
+    """How long after an error or a time-out of a fetch its request is kept for a retry, unless it is claimed."""
     request_memory: Duration = 600.0
     """How long a used request id is refused."""
 
@@ -356,6 +359,7 @@ class Config(BaseSettings):
         | `unclaimed_offer` | the offer that nobody claims; likewise a fetch or claim that no offer follows | `unclaimed_timeout` |
         | `released_by_lease` | the last renewal: the lease ends, or the doubt about the peer begins and a post of ours made until then stands still; then evidence is sought | `max(offer_lease, peer_timeout + no_progress_timeout) + revoke_timeout` |
         | `revoke` | a cancellation or time-out, or a withdrawal while our own copy reads, or a call of the transport does not return: the blocks are safe or `MemoryInDoubt` is raised | `revoke_timeout` |
+        | `fetch` | the call of a fetch whose time-out is the setting, infinite without one: it has returned or raised; of one with `timeout=` in place of the setting | `fetch_timeout + revoke_timeout` |
         | `stuck_link` | the last progress of a post, the peer answering all the while; if it is a call of the transport that does not return, after 5 s at least | `no_progress_timeout + revoke_timeout` |
         | `rebuild` | a doubt that only a new agent ends (the peer's host is gone, or its process on this host; or our own post stands still): the memory is given back, if the system lets an agent be made and no copy of ours stands still on a GPU; one may be under way when it is noticed | `peer_timeout + 2 * revoke_timeout` |
         | `drain` | the begin of a drain: what is not done is cancelled | `drain_timeout + revoke_timeout` |
@@ -371,6 +375,7 @@ class Config(BaseSettings):
                 "released_by_lease": max(self.offer_lease, self.peer_timeout + self.no_progress_timeout)
                 + self.revoke_timeout,
                 "revoke": self.revoke_timeout,
+                "fetch": (inf if self.fetch_timeout is None else self.fetch_timeout) + self.revoke_timeout,
                 "stuck_link": self.no_progress_timeout + self.revoke_timeout,
                 "rebuild": self.peer_timeout + 2 * self.revoke_timeout,
                 "drain": self.drain_timeout + self.revoke_timeout,

@@ -305,6 +305,9 @@ class Fetching(Steps):
         self._finish()
         if self._unwanted:
             self.site.loop.call_soon(self._give_back)  # a retry may begin in this turn
+        elif self._error is not None and not self._demand.keep:
+            self._unwanted = True
+            self.site.at(self.site.now() + self.site.config.retry_window, self._give_back)
         self._ended(self)
 
     def supersede(self) -> None:
@@ -437,7 +440,8 @@ class Fetching(Steps):
         self._stop(
             TransferTimeoutError(
                 f"fetch of {self.transfer.request!r} did not end within {self._demand.timeout:g} s ({waited:.3f} s "
-                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name}){hint}",
+                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name}){hint}; "
+                f"what was under way had {self.site.config.revoke_timeout:g} s more to end",
                 peer=at.peer,
                 transfer=self.transfer.id,
                 blocks=self._subject.blocks,

@@ -261,6 +261,15 @@ class Offer:
         """Request id and attempt."""
         return self.request, self.attempt
 
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """With which a decode engine fetches it: plain JSON data, and a secret.
+
+        Raises:
+            TicketError: If the worker has not joined its engine yet.
+        """
+        return self._site.joined.ticket(self.request, attempt=self.attempt)
+
     def __repr__(self) -> str:
         return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
 

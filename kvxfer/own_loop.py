@@ -55,13 +55,11 @@ class OwnLoopWorker(Worker):
         self._inner: Final = ServedWorker(
             parts.tensors, parts.config, groups=parts.groups, transport=transport, runtime=parts.runtime
         )
-        self._geometry: CacheGeometry | None = None
 
     async def __aenter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a worker is entered once")
         parts = self._assembly
-        self._geometry = CacheGeometry.of(parts.tensors, parts.groups)
         thread = self._thread = LoopThread("kvxfer-loop", parts.runtime)
         opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
         try:
@@ -204,9 +202,9 @@ class OwnLoopWorker(Worker):
 
     @property
     def _served(self) -> tuple[LoopThread, CacheGeometry]:
-        if self._thread is None or self._geometry is None:
+        if self._thread is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._thread, self._geometry
+        return self._thread, self._assembly.geometry
 
 
 class OwnLoopOffer:
@@ -234,6 +232,11 @@ class OwnLoopOffer:
     def key(self) -> tuple[str, int]:
         """Request id and attempt."""
         return self._inner.key
+
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """See `Offer.ticket`."""
+        return self._inner.ticket
 
     @property
     def tokens(self) -> int:

@@ -288,8 +288,9 @@ class Receiver:
             self._of_ticket.pop(fetching.ticket.key, None)
 
     def _given_up(self, fetching: Fetching) -> None:
-        """The caller of a fetch has given up, and keeps nothing."""
-        self._give_back(fetching.ticket, fetching.links)
+        """The caller of a fetch has given up, or had time to try again after an error, and keeps nothing."""
+        if not self._site.closing.done():
+            self._give_back(fetching.ticket, fetching.links)
 
     def _give_back(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
         """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.

@@ -27,6 +27,12 @@ class TransferState(IntEnum):
     MOVING = 3
     DONE = 4
 
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
@@ -47,8 +53,8 @@ class Claim:
     """Keeps a request's lease at the prefill engine while it waits for a place here. Made by `Worker.claim`.
 
     It ends with a successful fetch, or one that finds the offer over, with `Worker.decline`, or `close`. A request that
-    was claimed more than once stays claimed until all of its claims were closed. A fetch that is cancelled leaves it
-    open, for a retry.
+    was claimed more than once stays claimed until all of its claims were closed. A fetch that is cancelled or fails
+    leaves it open, for a retry.
     """
 
     def __init__(

@@ -45,6 +45,8 @@ from kvxfer.watch import LoopWatch, TransportWatch
 __all__ = ["Worker"]
 
 _log: Final = logger("kvxfer.worker")
+_NAMED: Final = 5
+"""Offers that a warning names at most."""
 _LEAVING: Final = Goodbye(Code.DRAINING, "the worker is draining")
 
 
@@ -64,9 +66,16 @@ class Worker:
         ConfigError: If a setting is wrong.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(
+        cls,
+        tensors: Iterable[CacheTensor],
+        config: Config | None = None,
+        *,
+        groups: Iterable[Group] = (),
+        transport: Transport | None = None,
+        runtime: Runtime | None = None,
+    ) -> Self:
         """An `OwnLoopWorker` if the setting `loop` is `own`."""
-        config = args[1] if len(args) > 1 else kwargs.get("config")
         own = cls is Worker and given_config(config).loop == "own"
         return super().__new__(cast("type[Self]", _own_loop_worker()) if own else cls)
 
@@ -239,8 +248,8 @@ class Worker:
     def claim(self, ticket: Mapping[str, Any] | Ticket) -> ClaimHandle:
         """Keep a request's lease while it waits for blocks here.
 
-        A fetch that is cancelled while the claim is open can be tried again. When the claim is closed after that, the
-        prefill engine frees the blocks at once.
+        A fetch that is cancelled or fails while the claim is open can be tried again. When the claim is closed after
+        that, the prefill engine frees the blocks.
 
         Raises:
             TicketError: If the ticket is malformed.
@@ -264,8 +273,12 @@ class Worker:
         When it returns or raises, no peer writes the blocks any more (`MemoryInDoubtError` alone says otherwise).
 
         When it is cancelled (`task.cancel()`, `asyncio.wait_for`, a sibling that fails), the prefill ranks that are
-        connected free the request's blocks at once, as after `decline`, and its ticket is spent; `keep=True`, or a
-        `claim` that is open, holds them for a retry. After an error or a time-out the lease holds them.
+        connected free the request's blocks at once, as after `decline`, and its ticket is spent. After an error or a
+        time-out they do so `retry_window` (2 s) later. `keep=True`, or a `claim` that is open, holds them for a retry.
+
+        With a time-out it has returned or raised after `timeout` and `config.bounds()["revoke"]` (15 s) more, in which
+        a peer that still writes is asked to stop. Without one it waits as long as its request may come;
+        `config.bounds()` says after how many seconds it hears of each kind of failure.
 
         Args:
             ticket: As the prefill side issued it.
@@ -275,7 +288,7 @@ class Worker:
             after: On CUDA required: the blocks may be written once this event (or the work on this stream) has
                 completed.
             timeout: Seconds; the setting `fetch_timeout` if left out.
-            keep: Hold the request's blocks for a retry if this is cancelled, for as long as the lease runs.
+            keep: Hold the request's blocks for a retry if this is cancelled or fails, for as long as the lease runs.
 
         Raises:
             UsageError: If an argument is wrong; nothing was sent.
@@ -374,9 +387,19 @@ class Worker:
             self._assembly.home.own(self)
             if self._closing is None:
                 if drain and not self._hurried:
+                    self._warn_of_a_wait(self._site)
                     self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
                 self._closing = asyncio.create_task(self._close(self._site), name="kvxfer close")
             await see_through(self._closing, self._hurry)
+
+    def _warn_of_a_wait(self, site: Site) -> None:
+        """Somebody leaves the worker, and will wonder what takes so long."""
+        sender, receiver = self._roles
+        offers, fetches = [offer.request for offer in sender.book.offers], len(receiver.outcomes())
+        if offers or fetches:
+            some = ", ".join(offers[:_NAMED]) + ("" if len(offers) <= _NAMED else ", ...")
+            reason = f"{len(offers)} offers that nobody has released ({some}) and {fetches} fetches are waited for"
+            _log.warning("close_delayed", timeout=site.config.drain_timeout, reason=reason)
 
     def _hurry(self) -> None:
         self._hurried = True

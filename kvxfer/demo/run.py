@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -31,7 +32,7 @@ from kvxfer.demo.script import (
     Sabotage,
     Script,
 )
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, MissingExtraError
 
 __all__ = ["Verdict", "run"]
 
@@ -45,6 +46,8 @@ def run(script: Script, console: Console) -> bool:
 
     Nothing is left behind, whatever happens: neither a process nor a file.
     """
+    if find_spec("transformers") is None:  # before anything else that takes long
+        raise MissingExtraError("the demo runs a model of transformers: pip install transformers")
     devices = _devices(script.device)
     verdict = Verdict(script)
     with (

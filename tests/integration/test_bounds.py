@@ -7,6 +7,7 @@ would mean that the settings behind the bound are not what decides.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 from stage import Gate
@@ -328,6 +329,20 @@ async def a_withdrawal_while_our_own_copy_reads(play):
     in_time("revoke", waited, least=BOUNDS["revoke"])
     copies.go()
     await outcome.settled()
+
+
+@hears("fetch")
+async def a_fetch_that_nothing_ends_but_its_setting(play):
+    await play.pair(decode={"fetch_timeout": 10}, route="pull", **TIMES)
+    play.network.hold("*")
+    play.prefill.offer("r", [1, 2], tokens=8)
+    outcome, waited = await play.timed(play.start("r"))
+    assert isinstance(outcome, MemoryInDoubt)
+    assert isinstance(outcome.__cause__, TransferTimeoutError)
+    assert f"{CONFIG.revoke_timeout:g} s more" in str(outcome.__cause__)
+    bound = play.decode.config.bounds()["fetch"]
+    assert bound - SLACK <= waited <= bound + SLACK
+    assert BOUNDS["fetch"] == inf, "without a time-out a fetch waits as long as its request may come"
 
 
 @hears("stuck_link")

@@ -562,6 +562,16 @@ async def a_fetch_that_names_no_time_out_has_this_one(play):
     assert waited == about(7)
 
 
+@field("retry_window")
+async def what_failed_is_kept_so_long_for_a_retry(play):
+    await play.pair(decode={"retry_window": 7}, prefill={"offer_lease": 400})
+    offer = play.prefill.offer("r", streaming=True)
+    outcome, _ = await play.timed(play.start("r", timeout=1))
+    assert isinstance(outcome, TransferTimeoutError)
+    _, released = await play.timed(offer.released())
+    assert 7 <= released <= 7.5
+
+
 @field("request_memory")
 async def a_used_id_is_refused_so_long(play):
     await play.pair(prefill={"request_memory": 50})

@@ -8,8 +8,18 @@ import itertools
 
 import pytest
 from stage import SOON, Cache, Copied, Tap, eventually, quiet
+from wire import play
 
-from kvxfer import KvxferError, MemoryInDoubt, RefusedError, Released, TransferTimeoutError, UnreachableError
+from kvxfer import (
+    READY,
+    Expired,
+    KvxferError,
+    MemoryInDoubt,
+    RefusedError,
+    Released,
+    TransferTimeoutError,
+    UnreachableError,
+)
 from kvxfer.errors import Code
 from kvxfer.protocol.messages import Cancel, Release, TicketRef
 
@@ -383,3 +393,37 @@ async def test_a_fetch_that_was_cancelled_frees_nothing_that_a_later_one_keeps(s
     await doubt.value.settled()
     await kept(offer, prefill)
     await offer.withdraw()
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("again", ["fetch", "claim", "keep", "nothing"])
+def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_lease(tmp_path, again):
+    async def scenario(one):
+        await one.pair(offer_lease=60.0, retry_window=2.0)
+        offer = one.prefill.offer("r", streaming=True)
+        outcome, _ = await one.timed(one.start("r", timeout=1.0, keep=again == "keep"))
+        assert isinstance(outcome, TransferTimeoutError)
+        ended = one.now
+        await asyncio.sleep(1.5)
+        assert offer.state.value == "live"
+        if again == "fetch":
+            offer.extend([1, 2], tokens=range(8))
+            offer.ready(after=READY)
+            offer.finish()
+            await one.start("r")
+            assert isinstance(await offer.released(), Released)
+        elif again == "claim":
+            with contextlib.closing(one.decode.claim(one.ticket("r"))):
+                await asyncio.sleep(200.0)
+                assert offer.state.value == "live"
+            assert isinstance(await offer.released(), Released)
+        elif again == "keep":
+            assert isinstance(await offer.released(), Expired)
+            assert one.now - ended >= 50
+        else:
+            assert isinstance(await offer.released(), Released)
+            assert 2.0 <= one.now - ended <= 2.1
+
+    play(scenario, tmp_path)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias, cast
@@ -358,8 +357,8 @@ class Config(BaseSettings):
         | `dead_peer` | its stream closed: evidence is sought at once | `revoke_timeout` |
         | `unclaimed_offer` | the offer that nobody claims; likewise a fetch or claim that no offer follows | `unclaimed_timeout` |
         | `released_by_lease` | the last renewal: the lease ends, or the doubt about the peer begins and a post of ours made until then stands still; then evidence is sought | `max(offer_lease, peer_timeout + no_progress_timeout) + revoke_timeout` |
-        | `revoke` | a cancellation or time-out, or a withdrawal while our own copy reads, or a call of the transport does not return: the blocks are safe or `MemoryInDoubt` is raised | `revoke_timeout` |
-        | `fetch` | the call of a fetch whose time-out is the setting, infinite without one: it has returned or raised; of one with `timeout=` in place of the setting | `fetch_timeout + revoke_timeout` |
+        | `revoke` | a cancellation or time-out, or a withdrawal while our own copy reads, or a call of the transport does not return: the blocks are safe or `MemoryInDoubtError` is raised | `revoke_timeout` |
+        | `fetch` | the time-out of a fetch (`timeout=`, or the setting): it has raised | `revoke_timeout` |
         | `stuck_link` | the last progress of a post, the peer answering all the while; if it is a call of the transport that does not return, after 5 s at least | `no_progress_timeout + revoke_timeout` |
         | `rebuild` | a doubt that only a new agent ends (the peer's host is gone, or its process on this host; or our own post stands still): the memory is given back, if the system lets an agent be made and no copy of ours stands still on a GPU; one may be under way when it is noticed | `peer_timeout + 2 * revoke_timeout` |
         | `drain` | the begin of a drain: what is not done is cancelled | `drain_timeout + revoke_timeout` |
@@ -375,7 +374,7 @@ class Config(BaseSettings):
                 "released_by_lease": max(self.offer_lease, self.peer_timeout + self.no_progress_timeout)
                 + self.revoke_timeout,
                 "revoke": self.revoke_timeout,
-                "fetch": (inf if self.fetch_timeout is None else self.fetch_timeout) + self.revoke_timeout,
+                "fetch": self.revoke_timeout,
                 "stuck_link": self.no_progress_timeout + self.revoke_timeout,
                 "rebuild": self.peer_timeout + 2 * self.revoke_timeout,
                 "drain": self.drain_timeout + self.revoke_timeout,

@@ -75,7 +75,8 @@ def seek(site: Site, exposed: Exposed, name: str) -> Callback:
 
 async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", before: int) -> None:
     delay, found = _SECONDS, None
-    leave, wanted = no_hold, -1  # the agent is wanted anew; as often as it was when that was said
+    leave = no_hold  # the agent is wanted anew
+    wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
     try:
         while not over.done():
             last = site.closing.done()
@@ -89,9 +90,9 @@ async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", befo
                 return
             news = [over, site.closing]
             if severed(site, exposed.peer) or (clueless and count == before):
-                if wanted != count:
+                if wanted != (count, clueless):
                     leave()
-                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), count
+                    leave, wanted = site.rebuilds.want(urgent=exposed.in_doubt, answered=clueless), (count, clueless)
                 news.append(site.rebuilds.next)
             elif (ended := site.processes.ended(exposed.peer)) is not None and not ended.done():
                 news.append(ended)

@@ -21,6 +21,7 @@ from kvxfer.errors import (
     GeometryError,
     KvxferError,
     MismatchError,
+    PeerLostError,
     Step,
     TransferFailedError,
     TransferTimeoutError,
@@ -215,8 +216,13 @@ class Fetching(Steps):
             try:
                 return plans.shares(peers, rank=rank)
             except (GeometryError, MismatchError) as error:  # a rank that is not there may be the one that is missing
-                gone = (link.failure for link in links if link is not None)
-                raise lost or next(filter(None, gone), error) from error
+                if lost is not None:
+                    raise lost from error
+                gone = next((link for link in links if link is not None and link.failure is not None), None)
+                if gone is None:
+                    raise
+                what = f"fetch of {self.transfer.request!r} had not begun when {gone.peer.name} was lost"
+                raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
         if self._error is None:
             self.plan(shares, partial(self._resolved, links), rows=plans.shares_rows(peers))

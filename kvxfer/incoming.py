@@ -68,8 +68,8 @@ class Incoming(Steps):
         self.why = ""
         self._need: Final = need
         self._owner: Final = owner
-        self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False)
         # of a peer that was lost since it was looked up nothing is known any more
+        self._asked: Final = site.routes(self.peer, trusted=link.trusted, sending=False) if link.is_open else []
         self._ahead: Final = Ahead.of(site, self.peer, need, self._asked) if link.is_open else None
         name = f"{site.incarnation.hex()[:8]}-{transfer}"
         self.exposure: Final = Exposure(site, link, name, self._safe, self._asked if self._ahead is not None else ())
@@ -180,11 +180,10 @@ class Incoming(Steps):
 
     def start(self) -> None:
         """Ask."""
-        ahead = self._ahead
-        sent = self.link.send(
-            fetch_message(self.site, self.peer, self.machine.transfer, self._need, self._asked, ahead)
-        )
-        if not sent:  # it was lost since it was looked up, so `lost` will not tell
+        ahead, number = self._ahead, self.machine.transfer
+        if self.link.is_open:
+            self.link.send(fetch_message(self.site, self.peer, number, self._need, self._asked, ahead))
+        else:  # it was lost since it was looked up, so `lost` will not tell
             self.machine.ahead = False
             if ahead is not None:
                 ahead.void()
@@ -302,6 +301,8 @@ class Incoming(Steps):
         self._owner.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
 
     def _plan(self, message: Accept) -> None:
+        if not self.moving:  # it ended while kernels were compiled for it
+            return
         site, need = self.site, self._need
         spans = self._source
         rows = max(sum(len(span.ids) for span in side.values()) for side in (spans, need.spans))

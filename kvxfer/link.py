@@ -28,6 +28,8 @@ from kvxfer.telemetry import logger
 __all__ = ["Link", "LinkHandler", "succeeded"]
 
 _WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
+_HEARD_BYTES: Final = 1024 * 1024
+"""That are read while a peer is looked at; more of them wait in the stream."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _log: Final = logger("kvxfer.link")
 
@@ -112,6 +114,7 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._rest: Iterator[SessionEvent | _Met] | None = None  # what came in and waits for its turn
         self._meeting: asyncio.Task[Any] | None = None  # and for this
+        self._heard = bytearray()  # meanwhile
         self._known = False  # whether the handler was told that it is open
         self._handling = False
         self._end: KvxferError | None = None
@@ -229,15 +232,22 @@ class Link(asyncio.Protocol):
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came in: run the session and hand over its messages."""
+        """Bytes came in: run the session and hand over its messages; those that come during a look wait for its end.
+
+        They are read all the same: a stream that is aborted loses what nobody has read.
+        """
         session = self._session
-        if session is not None:
+        if self._meeting is not None:
+            self._heard += data
+            if len(self._heard) >= _HEARD_BYTES and self._transport is not None and not self._transport.is_closing():
+                self._transport.pause_reading()
+        elif session is not None:
             self._handle(iter(session.receive(data, self._runtime.now())))
 
     def _handle(self, events: "Iterator[SessionEvent | _Met]") -> None:
         """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done.
 
-        Nor is anything before the peer was looked at, once it has said what it is.
+        Nor is anything handled before the peer was looked at, once it has said what it is.
         """
         until = self._runtime.now() + TURN_SECONDS
         self._handling = True
@@ -263,11 +273,10 @@ class Link(asyncio.Protocol):
         finally:
             self._handling = False
         self._flush()
-        if self._rest is not None and self._transport is not None:
+        if self._rest is not None and self._transport is not None and self._meeting is None:
             if not self._transport.is_closing():
                 self._transport.pause_reading()
-            if self._meeting is None:
-                self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._go_on)
 
     def _take(self, event: "SessionEvent | _Met") -> None:
         match event:
@@ -298,7 +307,14 @@ class Link(asyncio.Protocol):
             if not stream.is_closing():
                 stream.resume_reading()
             self._handle(rest)  # pauses it again if there is still more
+        self._hear()
         self._end_if_handled()
+
+    def _hear(self) -> None:
+        """Handle what came in while the peer was looked at, once all that came before has been."""
+        if self._heard and self._rest is None and self._session is not None:
+            heard, self._heard = bytes(self._heard), bytearray()
+            self._handle(iter(self._session.receive(heard, self._runtime.now())))
 
     def _end_if_handled(self) -> None:
         """The stream has ended; what came before its end counts, and is handled first."""
@@ -379,8 +395,6 @@ class Link(asyncio.Protocol):
         self._failure = error
         if self._timer is not None:
             self._timer.cancel()
-        if self._meeting is not None:
-            self._meeting.cancel()  # nobody wants to know any more
         if self._session is not None:
             self._session.close()
         if self._transport is not None and not self._transport.is_closing():

@@ -291,6 +291,9 @@ class Outgoing(Steps):
             self.stop(Failure(Status.FAILED, code, reason))
 
     def _plan(self, offer: Offer) -> None:
+        if self.machine.state is not SendState.PARKED:  # it ended while kernels were compiled for it
+            self._planning = False
+            return
         wanted = sum(len(span.ids) for span in self.machine.fetch.spans) // 4  # packed ids of 4 bytes
         rows = max(wanted, sum(len(span.ids) for span in offer.spans.values()))
         rows += self.site.plans.outgoing_rows(self.peer, self.machine.fetch.selections)

@@ -185,6 +185,10 @@ class PairPlans:
         for ranks in [ranks for ranks in list(self._shares) if incarnation in ranks]:
             self._shares.pop(ranks, None)
 
+    def knows(self, peer: PeerInfo) -> bool:
+        """Whether it was met, and is not forgotten."""
+        return peer.identity.incarnation in self._geometries
+
     def geometry(self, peer: PeerInfo) -> CacheGeometry:
         """What a peer holds. Of one that is gone it is read again, and not kept: nobody would forget it."""
         found = self._geometries.get(peer.identity.incarnation)
@@ -196,9 +200,10 @@ class PairPlans:
         if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
             return last[1]
         pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
-        if len(self._asked) >= self._kept:
-            self._asked.clear()
-        self._asked[peer.identity.incarnation] = selections, pair
+        if self._geometries.get(peer.identity.incarnation) is pair.dst:
+            if len(self._asked) >= self._kept:
+                self._asked.clear()
+            self._asked[peer.identity.incarnation] = selections, pair
         return pair
 
     def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
@@ -233,8 +238,8 @@ class PairPlans:
         """As many rows of a table as take the time of `shares`; 0 if they are known."""
         if tuple(None if peer is None else peer.identity.incarnation for peer in peers) in self._shares:
             return 0
-        held = [self._own, *(self._geometries.get(peer.identity.incarnation) for peer in peers if peer is not None)]
-        return _ROWS_A_TENSOR * sum(len(geometry.tensors) for geometry in held if geometry is not None)
+        held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
+        return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
 
     def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
         """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
@@ -273,9 +278,10 @@ class PairPlans:
     def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
         """The plan of all that both sides hold; None if that is nothing."""
         key = (peer.identity.incarnation, sending)
-        if key not in self._common:
-            self._common[key] = common(*self._ends(peer, sending=sending))
-        return self._pair(peer, self._common[key], sending=sending) if self._common[key] else None
+        selections = self._common.get(key)
+        if selections is None:
+            selections = common(*self._ends(peer, sending=sending))
+        return self._pair(peer, selections, sending=sending) if selections else None
 
     def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
         key = (peer.identity.incarnation, sending, selections)
@@ -284,7 +290,8 @@ class PairPlans:
             src, dst = self._ends(peer, sending=sending)
             convert = self.converts(peer, sending=sending)
             pair = _planned(peer, src, dst, selections, convert=convert, sending=sending)
-            self._keep(key, pair)
+            if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
+                self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
 
     def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:

@@ -352,6 +352,8 @@ class Site:
             task.add_done_callback(lambda _: then())
 
     async def _warm(self, peer: PeerInfo, maps: bool, *, sending: bool) -> None:
+        if not self.plans.knows(peer):  # it left in the turn in which it came
+            return
         if maps:
             await self.mappings.open(peer, self.plans.geometry(peer))
         try:

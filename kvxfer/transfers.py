@@ -1,6 +1,7 @@
 """Transfers as their caller sees them: `await transfer` looks on while a task of the worker does the work."""
 
 import asyncio
+import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -332,11 +333,10 @@ class Transfer:
         try:
             await self._landed(wanted)
         except asyncio.CancelledError:
-            try:
-                if not (self._entered or self._progress.awaited):
+            if not (self._entered or self._progress.awaited):
+                with contextlib.suppress(ResourceWarning):  # where warnings are errors it is still a cancellation
                     self._warn("goes on, and whoever waited for its layers was cancelled")
-            finally:  # also where warnings are errors
-                raise
+            raise
 
     def result(self) -> FetchResult:
         """The result of a transfer that is done.

@@ -276,7 +276,7 @@ class Worker:
         connected free the request's blocks at once, as after `decline`, and its ticket is spent. After an error or a
         time-out they do so `retry_window` (2 s) later. `keep=True`, or a `claim` that is open, holds them for a retry.
 
-        With a time-out it has returned or raised after `timeout` and `config.bounds()["revoke"]` (15 s) more, in which
+        With a time-out it has returned or raised after `timeout` and `config.bounds()["fetch"]` (15 s) more, in which
         a peer that still writes is asked to stop. Without one it waits as long as its request may come;
         `config.bounds()` says after how many seconds it hears of each kind of failure.
 

@@ -170,3 +170,21 @@ def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
 
     assert simulate(scenario) < 10
     assert not doubt.why
+
+
+def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(monkeypatch):
+    monkeypatch.setattr("kvxfer.evidence.severed", lambda site, peer: True)
+
+    async def scenario(runtime):
+        site, doubt = Looked(), Doubt(fenced=False)
+        over = seek(site, doubt, "look")  # pyright: ignore[reportArgumentType]
+        await asyncio.sleep(1)
+        assert [want.answered for want in site.rebuilds.wants] == [False]
+        doubt.clueless.set_result(None)
+        await asyncio.sleep(1)
+        assert [want.answered for want in site.rebuilds.wants] == [True]
+        over()
+        await asyncio.sleep(1)
+        assert not list(site.rebuilds.wants)
+
+    simulate(scenario)

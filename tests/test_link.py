@@ -173,16 +173,29 @@ async def test_others_have_their_turn_between_frames(link):
 
 async def test_what_a_peer_says_waits_until_it_was_looked_at(new):
     got, looking = new.handler.got, new.handler.looking
-    new.data_received(bytes([253, 1, 2, 3]))
+    new.data_received(bytes([253, 1, 2]))
     await turns()
+    new.data_received(bytes([3]))
     assert got == []
-    assert not new.stream.reading
+    assert new.stream.reading, "who leaves meanwhile aborts what nobody has read"
     assert not new.ready.done()
     looking.set_result("found")
     await turns()
     assert got == ["found", 1, 2, 3]
-    assert new.stream.reading
     assert new.ready.result() is PEER
+
+
+async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypatch):
+    monkeypatch.setattr("kvxfer.link._HEARD_BYTES", 4)
+    new.data_received(bytes([253]))
+    new.data_received(bytes([1, 2, 3]))
+    assert new.stream.reading
+    new.data_received(bytes([4]))
+    assert not new.stream.reading
+    new.handler.looking.set_result("found")
+    await turns()
+    assert new.handler.got == ["found", 1, 2, 3, 4]
+    assert new.stream.reading
 
 
 async def test_a_peer_that_is_being_looked_at_is_not_taken_for_silent(new):

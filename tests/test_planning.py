@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvxfer import planning
 from kvxfer.encoding import geometry_to_wire, selection_to_wire
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import (
@@ -262,4 +263,30 @@ def test_of_a_peer_that_is_gone_nothing_is_kept():
     plans.forget(peer)  # between the handshake and the first fetch
     assert plans.shares([peer], rank=0)
     assert plans.geometry(peer).tensors == known.tensors
-    assert not plans._geometries
+    assert plans.samples(peer, sending=False, mapped=False)
+    assert not any((plans._geometries, plans._pairs, plans._common, plans._shares))
+
+
+def test_a_plan_is_not_kept_for_a_peer_that_came_back_with_other_memory_meanwhile(monkeypatch):
+    own, *caches = [
+        CacheGeometry.of([CacheTensor(torch.zeros(4, 2, 8), "block token dim", layers=[0])]) for _ in range(3)
+    ]
+    bodies = [AgentBody("loopback", b"", geometry_to_wire(cache, with_addresses=True)) for cache in caches]
+    before, after = [
+        PeerInfo(1, Identity("decode", b"e", b"incarnation", 0, 1, 0, ""), encode_body(body)) for body in bodies
+    ]
+    plans, planned = PairPlans(own), planning._planned
+    plans.meet(before, plans.examine(before, sending=True, convert=False))
+    plans._pairs.clear()  # as if there had been many others
+
+    def meanwhile(*arguments, **options):
+        monkeypatch.undo()
+        made = planned(*arguments, **options)
+        plans.forget(before)
+        plans.meet(after, plans.examine(after, sending=True, convert=False))
+        return made
+
+    monkeypatch.setattr(planning, "_planned", meanwhile)
+    selections = [selection_to_wire(selection) for selection in common(own, caches[0])]
+    plans.outgoing(before, selections)
+    assert plans.outgoing(after, selections).dst is plans.geometry(after)

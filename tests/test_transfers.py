@@ -178,6 +178,18 @@ async def test_one_that_is_dropped_is_warned_of_once():
     assert not progress.done
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning")
+async def test_a_cancellation_is_one_also_where_warnings_are_errors():
+    transfer, progress = begun()
+    waiting = asyncio.create_task(transfer.layers(0, 1))
+    await turns()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    progress.succeed(RESULT)
+    await transfer
+
+
 async def test_one_that_somebody_waits_for_is_not_warned_of():
     heard = []
     transfer, progress = begun()

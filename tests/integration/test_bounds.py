@@ -7,7 +7,6 @@ would mean that the settings behind the bound are not what decides.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from math import inf
 
 import pytest
 from stage import Gate
@@ -340,9 +339,7 @@ async def a_fetch_that_nothing_ends_but_its_setting(play):
     assert isinstance(outcome, MemoryInDoubt)
     assert isinstance(outcome.__cause__, TransferTimeoutError)
     assert f"{CONFIG.revoke_timeout:g} s more" in str(outcome.__cause__)
-    bound = play.decode.config.bounds()["fetch"]
-    assert bound - SLACK <= waited <= bound + SLACK
-    assert BOUNDS["fetch"] == inf, "without a time-out a fetch waits as long as its request may come"
+    in_time("fetch", waited - 10, least=BOUNDS["fetch"])
 
 
 @hears("stuck_link")

@@ -10,7 +10,7 @@ import pytest
 from stage import Cache, Copied, Tap, eventually, quiet
 from wire import play
 
-from kvxfer import KvxferError, Released, UnreachableError, assembly, outgoing, planning
+from kvxfer import KvxferError, Released, UnreachableError, assembly, outgoing, planning, site
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
 from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
@@ -367,3 +367,50 @@ def test_a_worker_closes_while_a_look_is_taken(tmp_path, monkeypatch, which):
         assert not other._links | other._greeting
 
     play(scenario, tmp_path)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Looks at peers by a prefill rank end when this is set."""
+    examine, go = site.Site.examine, asyncio.Event()
+
+    async def slow(self, peer, *, sending):
+        found = await examine(self, peer, sending=sending)
+        if sending:
+            await go.wait()
+        return found
+
+    monkeypatch.setattr(site.Site, "examine", slow)
+    return go
+
+
+@pytest.mark.parametrize("pings", [False, True], ids=["", "beside heartbeats"])
+async def test_what_a_peer_said_before_it_left_counts_though_it_is_still_looked_at(stage, held, pings):
+    heartbeat = {"heartbeat": 0.1, "peer_timeout": 5.0} if pings else {}
+    prefill = await stage.worker("prefill", Cache(), **heartbeat)
+    decode = await stage.worker("decode", Cache(), **heartbeat)
+    offer = prefill.offer("r", [0, 1], tokens=8)
+    await decode.decline(offer.ticket)
+    await decode.aclose(drain=False)
+    if pings:
+        (link,) = prefill._greeting
+        await eventually(lambda: link._end is not None)  # a ping met nobody
+    held.set()
+    async with asyncio.timeout(5):
+        assert type(await offer.released()) is Released
+
+
+async def test_nothing_is_kept_of_a_peer_that_left_while_it_was_looked_at(stage, held):
+    prefill = await stage.worker("prefill", Cache(shared=True))
+    for number in range(3):
+        held.clear()
+        decode = await stage.worker(f"decode{number}", Cache(shared=True))
+        link = await decode._peers.link(prefill.card.endpoint, None)
+        link._transport.abort()
+        (greeting,) = prefill._greeting
+        await eventually(lambda greeting=greeting: greeting._end is not None)
+        held.set()
+        await eventually(lambda: not (prefill._links or prefill._greeting or len(prefill._site.tasks)))
+    assert len(prefill._site.mappings) == len(prefill._site.mappings._mappings) == 0
+    assert not prefill._site.plans._pairs
+    assert not prefill._site.plans._common

@@ -194,6 +194,11 @@ def _by_columns(cache: Any, size: int) -> Iterator[tuple[str, Any, str]]:
     Of what a head has in a block, the first half is K by columns, the second V by rows.
     """
     blocks, heads, tokens, _ = cache.shape
+    if not cache[0, 0].is_contiguous():
+        raise GeometryError(
+            f"vLLM's CPU attention has a cache of shape {tuple(cache.shape)}, strides {cache.stride()}: what a head "
+            "has in a block does not lie together, so this connector cannot tell K from V in it"
+        )
     halves = cache.view(blocks, heads, 2, tokens * size)
     yield "k", halves[:, :, 0].unflatten(-1, (size, tokens)), "block head dim token"
     yield "v", halves[:, :, 1].unflatten(-1, (tokens, size)), "block head token dim"

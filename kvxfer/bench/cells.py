@@ -23,6 +23,7 @@ from kvxfer.bench.device import available_bytes, synchronize
 from kvxfer.bench.layouts import Layout
 from kvxfer.bench.reference import ReferenceKind, Source, Target, kind_for
 from kvxfer.bench.samples import Samples
+from kvxfer.bench.victims import beside
 from kvxfer.config import Config
 from kvxfer.telemetry import TransferStats
 
@@ -73,6 +74,7 @@ class Grid:
         warmups: Transfers before them. The first one of a pair also connects, and compiles; after two every block of
             the decode side was written, and no page is mapped while a fetch is timed.
         cell_seconds: When a cell has taken so long, it ends after the repetition under way.
+        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
         sabotage: `byte` changes one byte of what was received, `outside` one beside it: the checks must notice.
     """
 
@@ -80,6 +82,7 @@ class Grid:
     repetitions: int = 5
     warmups: int = 2
     cell_seconds: float = 60.0
+    beside: str = ""
     sabotage: str = ""
 
 
@@ -175,6 +178,11 @@ def stages(stats: TransferStats | None) -> dict[str, Any] | None:
 
 async def prefill(side: Side, grid: Grid) -> None:
     """Open, serve and close as the decode process says."""
+    with beside(grid.beside, side.device):
+        await _serve_all(side)
+
+
+async def _serve_all(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, await side.hear(), source=True)
@@ -215,6 +223,11 @@ async def _serve(side: Side, cell: Cell, cache: Cache, reference: Source) -> Non
 
 async def decode(side: Side, grid: Grid) -> None:
     """Measure every cell, and report each as it is done."""
+    with beside(grid.beside, side.device):
+        await _measure_all(side, grid)
+
+
+async def _measure_all(side: Side, grid: Grid) -> None:
     free = available_bytes(side.device)
     reasons = [_reason(cell, side.device, free) for cell in grid.cells]
     fitting = [cell for cell, reason in zip(grid.cells, reasons, strict=True) if not reason]

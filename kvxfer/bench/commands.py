@@ -26,6 +26,10 @@ Json: TypeAlias = Annotated[Path | None, typer.Option("--json", help="File to wr
 Plot: TypeAlias = Annotated[Path | None, typer.Option("--plot", help="Folder for PNG files and an HTML page.")]
 Routes: TypeAlias = Annotated[str | None, typer.Option(help="Some of them: staged,direct.")]
 Uvloop: TypeAlias = Annotated[bool, typer.Option("--uvloop", help="Run both event loops on uvloop.")]
+Beside: TypeAlias = Annotated[
+    str,
+    typer.Option(help="In a thread of each process meanwhile: python (spins) or engine (as decode steps do)."),
+]
 Quick: TypeAlias = Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute on a CPU.")]
 
 
@@ -103,6 +107,7 @@ def matrix(
     cell_seconds: Annotated[
         float | None, typer.Option(help="No further repetition of a cell once it has taken so long.")
     ] = None,
+    beside: Beside = "",
     sabotage: Annotated[str, typer.Option(help="Damage what was received to see the check fail: byte, outside.")] = "",
     quick: Quick = False,
     json_file: Json = None,
@@ -112,6 +117,7 @@ def matrix(
     from kvxfer.bench.layouts import parse_layout
     from kvxfer.bench.matrix import Matrix, known_routes
     from kvxfer.bench.matrix import quick as quick_matrix
+    from kvxfer.bench.victims import known_victim
 
     asked = _given(
         routes=known_routes(routes),
@@ -120,9 +126,11 @@ def matrix(
         ctas=_numbers("--ctas", ctas) if ctas else None,
         repetitions=repetitions,
         cell_seconds=cell_seconds,
+        beside=known_victim(beside) or None,
         sabotage=sabotage or None,
     )
     arguments = _given(routes=routes, sizes=sizes, pieces=pieces, ctas=ctas, repetitions=repetitions, quick=quick)
+    arguments |= _given(beside=beside or None)
     make = quick_matrix if quick else Matrix
     _perform("matrix", device, json_file, plot_folder, arguments, lambda kind: make(kind, **asked))
 
@@ -133,6 +141,7 @@ def latency(
     routes: Routes = None,
     fetches: Annotated[int | None, typer.Option(min=1, max=4000, help="Of each kind. Default 1000.")] = None,
     uvloop: Uvloop = False,
+    beside: Beside = "",
     quick: Quick = False,
     json_file: Json = None,
     plot_folder: Plot = None,
@@ -140,16 +149,18 @@ def latency(
     """One block of 64 KiB or 2 MiB at a time, warm: percentiles of the fetch, and CPU time of both event loops."""
     from kvxfer.bench.latency import Latency
     from kvxfer.bench.matrix import known_routes
+    from kvxfer.bench.victims import known_victim
 
     count = fetches or (100 if quick else 1000)
-    arguments = _given(routes=routes, fetches=count, uvloop=uvloop, quick=quick)
+    victim = known_victim(beside)
+    arguments = _given(routes=routes, fetches=count, uvloop=uvloop, beside=victim or None, quick=quick)
     _perform(
         "latency",
         device,
         json_file,
         plot_folder,
         arguments,
-        lambda kind: Latency(kind, known_routes(routes), count, uvloop),
+        lambda kind: Latency(kind, known_routes(routes), count, uvloop, victim),
     )
 
 

@@ -1,41 +1,36 @@
 """`kvxfer bench interference`: how much slower other work of the same GPU or process gets while transfers run.
 
-A victim is a loop that does nothing but its own work: matrix multiplications on the sending GPU, or plain Python in a
-thread of the prefill or of the decode process. Its speed is taken in turns without and with transfers that follow one
-another without a pause; how fast those are without and with the victim is said too.
+A victim is a loop that does nothing but its own work (`victims.py`): large matrix products on the sending GPU, or plain
+Python, or what an engine does, in a thread of the prefill or of the decode process. Its speed is taken in turns without
+and with transfers that follow one another without a pause; how fast those are without and with the victim is said too.
 """
 
 import asyncio
 import contextlib
 import statistics
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
-
 import kvxfer
 from kvxfer.bench.caches import Slab, in_shared_memory
 from kvxfer.bench.cells import settings
 from kvxfer.bench.children import Result, Side, Step, collect
 from kvxfer.bench.contents import Cache, Request
-from kvxfer.bench.device import Kind, make_current, sides, synchronize
+from kvxfer.bench.device import Kind, sides, synchronize
 from kvxfer.bench.layouts import plain
 from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.bench.samples import GIGABYTE
 from kvxfer.bench.standing import AHEAD, Tickets, introduce, keep
+from kvxfer.bench.victims import KINDS, Victim
 
 __all__ = ["CTAS", "Interference"]
 
 MIB: Final = 1 << 20
 CTAS: Final = (8, 16, 24, 32, 64, 132)
 _LAYOUT: Final = plain(32 << 10)
-_MATRIX: Final = 4096
-_BATCH: Final = 4
-_SPIN: Final = 200
 _FETCH_SECONDS: Final = 120.0
 
 
@@ -77,58 +72,13 @@ class Interference:
     @property
     def victims(self) -> tuple[tuple[str, str], ...]:
         """(kind, side) of each victim."""
-        threads = (("python", "prefill"), ("python", "decode"))
+        threads = tuple((kind, side) for kind in KINDS for side in ("prefill", "decode"))
         return (("matmul", "prefill"), *threads) if self.device == "cuda" else threads
 
     @property
     def blocks(self) -> int:
         """Blocks of a request."""
         return max(1, _LAYOUT.blocks(self.request_bytes))
-
-
-class Victim:
-    """A thread that counts how often it gets round its loop.
-
-    Args:
-        kind: `matmul` or `python`.
-        device: Where matrices lie.
-    """
-
-    def __init__(self, kind: str, device: str) -> None:
-        self._kind, self._device = kind, device
-        self._rounds = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._multiply if kind == "matmul" else self._spin, daemon=True)
-        self._thread.start()
-
-    async def rate(self, seconds: float) -> float:
-        """Rounds a second, over so many seconds from now."""
-        rounds, began = self._rounds, time.perf_counter()
-        await asyncio.sleep(seconds)
-        return (self._rounds - rounds) / (time.perf_counter() - began)
-
-    async def stop(self) -> None:
-        """End it."""
-        self._stop.set()
-        await asyncio.to_thread(self._thread.join)
-
-    def _spin(self) -> None:
-        while not self._stop.is_set():
-            for number in range(_SPIN):
-                _ = number * number
-            self._rounds += 1
-
-    def _multiply(self) -> None:
-        make_current(self._device)
-        left, right = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=self._device) for _ in range(2))
-        product = torch.empty_like(left)
-        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        while not self._stop.is_set():
-            for _ in range(_BATCH):
-                torch.mm(left, right, out=product)
-            done.record()
-            done.synchronize()  # of this stream alone: a wait for the device would wait for the transfers too
-            self._rounds += _BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +177,7 @@ async def _suffer(side: Side, spec: Interference, traffic: "_Traffic", kind: str
         "rounds_per_s": statistics.median(quiet),
         "rounds_per_s_with_transfers": statistics.median(busy),
         "slow_down": statistics.median(quiet) / max(statistics.median(busy), 1e-9),
-        "noise": (max(quiet) - min(quiet)) / statistics.median(quiet),
+        "noise": (max(quiet) - min(quiet)) / max(statistics.median(quiet), 1e-9),
         "turns": spec.turns,
         "gbps": statistics.median(alone),
         "gbps_with_victim": statistics.median(beside),

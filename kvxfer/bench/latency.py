@@ -21,6 +21,7 @@ from kvxfer.bench.matrix import routes
 from kvxfer.bench.reference import ReferenceKind, Source, Target, kind_for
 from kvxfer.bench.report import Chart, Report, Table, shown_seconds
 from kvxfer.bench.samples import Samples
+from kvxfer.bench.victims import beside
 from kvxfer.telemetry import TransferStats
 
 __all__ = ["BLOCKS", "Latency"]
@@ -43,12 +44,14 @@ class Latency:
         routes: Settings of `route`.
         fetches: How many of each kind are timed; at most 4,000.
         uvloop: Whether both loops are uvloop's.
+        beside: What runs in a thread of each process meanwhile: see `Victim`; nothing if it is empty.
     """
 
     device: Kind
     routes: tuple[str, ...]
     fetches: int = 1000
     uvloop: bool = False
+    beside: str = ""
 
     def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
         """Measure everything.
@@ -88,7 +91,11 @@ class _Close:
 
 async def prefill(side: Side, spec: Latency) -> None:
     """Offer everything, then only answer."""
-    del spec
+    with beside(spec.beside, side.device):
+        await _offer(side)
+
+
+async def _offer(side: Side) -> None:
     reference = Source(f"kvxfer-bench-{side.name}", side.device, await side.hear())
     await reference.open()
     slab = Slab(side.device, [(layout, _POOL) for layout in BLOCKS], source=True)
@@ -125,6 +132,11 @@ async def _answer(side: Side, reference: Source) -> None:
 
 async def decode(side: Side, spec: Latency) -> None:
     """Fetch one block after the other, by each route."""
+    with beside(spec.beside, side.device):
+        await _fetch(side, spec)
+
+
+async def _fetch(side: Side, spec: Latency) -> None:
     target = Target(f"kvxfer-bench-{side.name}", side.device, max(layout.block_bytes for layout in BLOCKS))
     await target.open()
     side.send(await target.card())
@@ -171,6 +183,7 @@ async def _measure(
         "route_taken": taken,
         "device": spec.device,
         "uvloop": spec.uvloop,
+        "beside": spec.beside,
         "layout": asdict(layout) | {"target_heads": len(layout.target_heads)},
         "request_bytes": layout.block_bytes,
         "verified": not difference,

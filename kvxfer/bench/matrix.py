@@ -51,6 +51,7 @@ class Matrix:
         ctas: Thread blocks of copies on a GPU; empty leaves the setting alone.
         repetitions: Of each cell.
         cell_seconds: When a cell has taken so long, it is not repeated further.
+        beside: See `Grid`.
         sabotage: See `Grid`.
     """
 
@@ -61,6 +62,7 @@ class Matrix:
     ctas: tuple[int, ...] = ()
     repetitions: int = 5
     cell_seconds: float = 60.0
+    beside: str = ""
     sabotage: str = ""
 
     def __post_init__(self) -> None:
@@ -94,7 +96,8 @@ class Matrix:
         Raises:
             BenchFailedError: If one of the two processes failed.
         """
-        grid = Grid(self.cells(), self.repetitions, cell_seconds=self.cell_seconds, sabotage=self.sabotage)
+        seconds, damage = self.cell_seconds, self.sabotage
+        grid = Grid(self.cells(), self.repetitions, cell_seconds=seconds, beside=self.beside, sabotage=damage)
         done: list[Measured | Skipped] = []
 
         def show(item: object) -> None:

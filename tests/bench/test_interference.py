@@ -4,15 +4,18 @@ import time
 
 import pytest
 
-from kvxfer.bench.interference import CTAS, Interference, Victim
+from kvxfer.bench.interference import CTAS, Interference
 from kvxfer.bench.machine import describe
+from kvxfer.bench.victims import KINDS, Victim, beside
+from kvxfer.errors import UsageError
 
 
 def test_a_busy_thread_on_either_side(bench):
     arguments = ["--routes", "staged", "--size", "2MiB", "--seconds", "0.05", "--turns", "1"]
     code, output, found = bench("interference", "--device", "cpu", *arguments)
     assert code == 0
-    assert [(one["victim"], one["side"]) for one in found["cells"]] == [("python", "prefill"), ("python", "decode")]
+    victims = [("python", "prefill"), ("python", "decode"), ("engine", "prefill"), ("engine", "decode")]
+    assert [(one["victim"], one["side"]) for one in found["cells"]] == victims
     for one in found["cells"]:
         assert one["verified"] is True
         assert one["route_taken"] == "staged"
@@ -20,7 +23,7 @@ def test_a_busy_thread_on_either_side(bench):
         assert one["request_bytes"] == 2 << 20
         assert one["slow_down"] == one["rounds_per_s"] / one["rounds_per_s_with_transfers"]
         assert min(one["gbps"], one["gbps_with_victim"]) > 0
-    assert output.count("yes") == 2
+    assert output.count("yes") == 4
 
 
 def test_on_a_gpu_matrices_suffer_too_at_each_number_of_thread_blocks():
@@ -47,10 +50,33 @@ def test_a_chart_is_by_thread_blocks_or_by_victims(monkeypatch, ctas, x, series)
     assert (chart.x, chart.series) == (x, series)
 
 
-async def test_a_victim_goes_round_until_it_is_stopped():
-    victim = Victim("python", "cpu")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_victim_goes_round_until_it_is_stopped(kind):
+    victim = Victim(kind, "cpu")
     until = time.monotonic() + 30
     while not await victim.rate(0.01):
         assert time.monotonic() < until
     await victim.stop()
     assert await victim.rate(0.0) == 0.0
+
+
+@pytest.mark.parametrize("command", ["matrix", "latency"])
+def test_other_benchmarks_run_beside_one(bench, quick_processes, monkeypatch, command):
+    begun = []
+
+    class Noted(Victim):
+        def __init__(self, kind, device):
+            begun.append(kind)
+            super().__init__(kind, device)
+
+    monkeypatch.setattr("kvxfer.bench.victims.Victim", Noted)
+    with beside("engine", "cpu"):
+        assert begun == ["engine"]
+    small = {"matrix": ["--sizes", "2MiB", "--pieces", "8KiB", "--repetitions", "1"], "latency": ["--fetches", "3"]}
+    arguments = ["--device", "cpu", "--routes", "staged", *small[command], "--beside"]
+    code, output, found = bench(command, *arguments, "engine")
+    assert code == 0
+    assert found["arguments"]["beside"] == "engine"
+    assert "yes" in output
+    with pytest.raises(UsageError, match="python, engine"):
+        bench(command, *arguments, "nobody")

@@ -25,7 +25,7 @@ from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, S
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
 
-__all__ = ["Link", "LinkHandler", "succeeded"]
+__all__ = ["Link", "LinkHandler", "admitted", "succeeded"]
 
 _WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
 _HEARD_BYTES: Final = 1024 * 1024
@@ -404,6 +404,11 @@ class Link(asyncio.Protocol):
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
         if self._known:
             self._handler.lost(self, error)
+
+
+def admitted(links: Iterable[Link]) -> int:
+    """How many of these count as streams that peers opened: `max_streams` bounds them."""
+    return sum(link.role is Role.SERVER and link.admitted for link in links)
 
 
 def succeeded(link: Link, links: Iterable[Link]) -> list[Link]:

@@ -85,6 +85,11 @@ class OfferBook:
         return len(self._offers)
 
     @property
+    def parked(self) -> int:
+        """Requests that somebody was early for: they were asked for, claimed or declined before they were offered."""
+        return len(self._early)
+
+    @property
     def offers(self) -> list[Offer]:
         """Every offer that has not ended."""
         return list(self._offers.values())

@@ -1,15 +1,16 @@
 """The state of a worker as plain data: what `Worker.describe` gives."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 from kvxfer.assembly import Assembly
 from kvxfer.failures import standing
 from kvxfer.fetching import Fetching
-from kvxfer.link import Link
+from kvxfer.link import Link, admitted
 from kvxfer.mapped import elsewhere, may_be_elsewhere
 from kvxfer.outgoing import Outgoing
+from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Role
 from kvxfer.receiver import Receiver
@@ -21,9 +22,26 @@ __all__ = ["overview"]
 
 
 def overview(
-    card: RankCard, site: Site, parts: Assembly, sender: Sender, receiver: Receiver, links: Iterable[Link]
+    card: RankCard,
+    site: Site,
+    parts: Assembly,
+    roles: tuple[Sender, Receiver],
+    peers: Peers,
+    links: Collection[Link],
+    greeting: Collection[Link],
 ) -> dict[str, Any]:
-    """Identity, peers, arena, threads, offers, transfers and counters."""
+    """Identity, peers, arena, threads, offers, transfers and counters.
+
+    Args:
+        card: What the rank says of itself.
+        site: The worker.
+        parts: What it was made of.
+        roles: Its two sides.
+        peers: Where it connects to.
+        links: Sessions that are open.
+        greeting: Streams whose handshake is not complete.
+    """
+    sender, receiver = roles
     staging, now = parts.staging, site.now()
     fabric_late, fabric_broken = site.fabric.health()
     return {
@@ -32,6 +50,10 @@ def overview(
         "draining": site.draining,
         "closed": site.closing.done(),
         "peers": [_peer(site, parts, link) for link in links],
+        "handshakes": len(greeting),
+        "streams": admitted((*links, *greeting)),
+        "connecting": peers.connecting,
+        "unreachable": peers.unreachable,
         "arena": {
             "kind": staging.kind,
             "refused": dict(staging.refused),
@@ -39,18 +61,25 @@ def overview(
             "receive": site.receive_desk.share.snapshot(),
         },
         "in_place": site.in_place,
+        "in_place_shares": {key.hex(): desk.share.snapshot() for key, desk in site.in_place_desks.items()},
         "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
         "fabric": {
             "transport": "NIXL" if parts.transport is None else type(parts.transport).__name__,
             "late": fabric_late,
             "broken": fabric_broken,
+            "awake": site.fabric.held_awake,
+            "agents": site.fabric.agents,
+            "lanes": len(site.lanes),
         },
         "affinity": parts.placement.describe(),
         "offers": len(sender.book),
+        "parked": sender.book.parked,
         "claims": receiver.claimed,
         "sending": len(sender),
         "receiving": len(receiver),
         "in_doubt": receiver.doubtful,
+        "sent_in_doubt": sender.doubtful,
+        "places": sender.placed,
         "transfers": [
             *(_fetch(fetching, now) for fetching in receiver.fetches),
             *(_sending(outgoing, now) for outgoing in sender.transfers),

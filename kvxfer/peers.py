@@ -68,6 +68,17 @@ class Peers:
         usable = link is not None and link.is_open and link.peer.identity.epoch == epoch
         return link if usable and self._site.config.admits(endpoint) else None
 
+    @property
+    def connecting(self) -> list[str]:
+        """Endpoints that are being connected."""
+        return list(self._opening)
+
+    @property
+    def unreachable(self) -> dict[str, float]:
+        """Endpoints that could not be reached when they were last tried: seconds for which they are left in peace."""
+        now = self._site.now()
+        return {endpoint: max(0.0, away.until - now) for endpoint, away in self._away.items()}
+
     def opening(self, endpoint: str) -> bool:
         """Whether an endpoint is being connected."""
         return endpoint in self._opening

@@ -67,6 +67,16 @@ class Sender:
         """What has not ended."""
         return self._transfers.values()
 
+    @property
+    def doubtful(self) -> int:
+        """What is over here and may still move: each is kept until that is known to have ended."""
+        return len(self._doubtful)
+
+    @property
+    def placed(self) -> int:
+        """How many of `max_transfers` are taken, by transfers and by what is in doubt."""
+        return len(self._places)
+
     def handle(self, link: Link, message: Message) -> None:
         """Take a message of a decode rank."""
         match message:

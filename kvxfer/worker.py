@@ -22,7 +22,7 @@ from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
 from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
-from kvxfer.link import Link, succeeded
+from kvxfer.link import Link, admitted, succeeded
 from kvxfer.offers import Offer
 from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
@@ -342,7 +342,10 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        return overview(self.card, self._open, self._assembly, *self._roles, self._links)
+        site, peers = self._open, self._peers
+        if peers is None:
+            raise ClosedError("this worker is not open yet")
+        return overview(self.card, site, self._assembly, self._roles, peers, self._links, self._greeting)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
@@ -440,8 +443,7 @@ class Worker:
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        theirs = sum(link.role is Role.SERVER and link.admitted for link in (*self._links, *self._greeting))
-        if role is Role.SERVER and theirs >= self.config.max_streams:
+        if role is Role.SERVER and admitted((*self._links, *self._greeting)) >= self.config.max_streams:
             raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
         return greeting(self._entered, role, self._engaged, process=process, endpoint=endpoint, since=since)
 

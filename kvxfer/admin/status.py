@@ -41,7 +41,9 @@ def _worker(look: Look, limits: Limits) -> dict[str, Any]:
         shown["state"] = {
             **{key: state["card"][key] for key in ("world", "endpoint", "incarnation")},
             **{key: state[key] for key in ("epoch", "draining", "closed", "agent", "fabric", "affinity")},
-            **{key: state[key] for key in ("offers", "claims", "sending", "receiving", "in_doubt")},
+            **{key: state[key] for key in ("offers", "parked", "claims", "sending", "receiving")},
+            **{key: state[key] for key in ("in_doubt", "sent_in_doubt", "places", "handshakes", "streams")},
+            **{key: state[key] for key in ("connecting", "unreachable")},
             "sessions": len(state["peers"]),
             "peers": [_peer(peer, state["fabric"]["transport"]) for peer in state["peers"][:_LISTED]],
             "transfers": state["transfers"][:_LISTED],

@@ -240,6 +240,16 @@ class Fabric:
         """Over which lanes posts to this peer go, as far as there were any; or why the transport does not say it."""
         return self._transport.told(peer)
 
+    @property
+    def held_awake(self) -> int:
+        """For how many reasons the service makes progress though nothing of its own is under way."""
+        return len(self._holds)
+
+    @property
+    def agents(self) -> int:
+        """Agents of peers that it knows."""
+        return len(self._peers)
+
     def health(self) -> tuple[float, str]:
         """For how many seconds the service has owed a pass, and why the fabric is broken; 0.0 and "" if all is well."""
         due, refusal = self._due, self._refusal

@@ -6,7 +6,7 @@ import threading
 import pytest
 from stage import Cache, eventually, quiet
 
-from kvxfer import BlockingWorker, ClosedError, Config
+from kvxfer import BlockingWorker, ClosedError, Config, UnreachableError
 from kvxfer.fabric.loopback import LoopbackTransport
 
 
@@ -66,6 +66,41 @@ async def test_sessions_offers_and_claims_are_counted(stage):
     await kept.withdraw()
     assert prefill.describe()["metrics"]["offers_ended"] == {"released": 1, "withdrawn": 1}
     assert prefill.describe()["offers"] == decode.describe()["claims"] == 0
+
+
+async def test_who_was_not_reached_is_named_until_he_is(stage):
+    prefill, decode = await stage.pair(Cache(), Cache())
+    ticket = prefill.engine.ticket("r") | {"endpoints": {"prefix": "unix:/nowhere"}}
+    fetching = decode.start_fetch(ticket, [3], tokens=range(4))
+    await eventually(lambda: decode.describe()["connecting"] == ["unix:/nowhere"] or fetching.done)
+    with pytest.raises(UnreachableError):
+        await fetching
+    assert decode.describe()["connecting"] == []
+    ((endpoint, seconds),) = decode.describe()["unreachable"].items()
+    assert (endpoint, 0 <= seconds <= 0.1) == ("unix:/nowhere", True)
+    await fetched(prefill, decode)
+    assert list(decode.describe()["unreachable"]) == ["unix:/nowhere"], "others are others"
+
+
+async def test_what_bounds_are_used_up_is_said(stage):
+    prefill, decode = await stage.pair(Cache(), Cache(), route="direct")
+    await fetched(prefill, decode)
+    stage.network.hold("*")
+    prefill.offer("s", [1, 2], tokens=8)
+    bringing = decode.start_fetch(prefill.engine.ticket("s"), [3, 4], tokens=range(8))
+    waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4))
+    await eventually(lambda: stage.network.held("*") and prefill.describe()["parked"])
+    said = {name: prefill.describe()[name] for name in ("streams", "handshakes", "parked", "places", "sent_in_doubt")}
+    assert said == {"streams": 1, "handshakes": 0, "parked": 1, "places": 2, "sent_in_doubt": 0}
+    assert decode.describe()["streams"] == 0, "it has opened the only one"
+    (share,) = decode.describe()["in_place_shares"].values()
+    assert share.writing_bytes > 0
+    assert (prefill.describe()["fabric"]["agents"], prefill.describe()["fabric"]["lanes"]) == (1, 1)
+    waiting.cancel()
+    stage.network.release("*")
+    await bringing
+    await quiet(prefill, decode)
+    assert prefill.describe()["places"] == 0
 
 
 @pytest.mark.parametrize("loop", ["caller", "own"])

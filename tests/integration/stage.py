@@ -230,6 +230,21 @@ async def quiet(*workers):
         raise AssertionError([worker.describe() for worker in workers if not is_quiet(worker)]) from None
 
 
+def quarantined(worker, side):
+    """Bytes of a side of the arena ("send", "receive") that are in doubt."""
+    return worker.describe()["arena"][side].quarantined_bytes
+
+
+def handshakes(worker):
+    """How many of its streams have not completed theirs."""
+    return worker.describe()["handshakes"]
+
+
+def awake(worker):
+    """For how many reasons it makes progress though nothing of its own is under way."""
+    return worker.describe()["fabric"]["awake"]
+
+
 async def looked_into(decode):
     """Wait until the lanes to a decode rank are known: what is lent for that is given back."""
     await eventually(lambda: all(peer["proved"] for peer in decode.describe()["peers"] if peer["role"] == "client"))

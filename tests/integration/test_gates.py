@@ -7,8 +7,9 @@ import asyncio
 
 import pytest
 import torch
+from inside import cut, free_gates, gates_of, meet_keys_again, met, stop_listening, tasks, unanswered
 from msgspec.structs import replace
-from stage import Cache, Gate, Tap, eventually, quiet
+from stage import Cache, Gate, Tap, eventually, quarantined, quiet
 from wire import play
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
@@ -72,7 +73,7 @@ def test_a_silent_peer_that_writes_nothing_leaves_no_doubt(tmp_path, route):
         await play.until(lambda: not play.prefill.describe()["sending"])
         assert unchanged(play.target, before)
         play.wire.speak()
-        await play.until(lambda: not play.decode._peers._opening)  # that was begun while the peer was silent
+        await play.until(lambda: not play.decode.describe()["connecting"])  # that was begun while the peer was silent
         await play.bring("r2")
 
     play(scenario, tmp_path)
@@ -93,13 +94,12 @@ def test_a_silent_peer_that_writes_is_in_doubt_until_it_has_written(tmp_path, ro
         with pytest.raises(expected) as caught:
             await transfer
         assert transfer.memory_safe is (route == "staged")
-        share = play.decode._site.receive_desk.share
-        assert bool(share.quarantined_bytes()) is (route == "staged")
+        assert bool(quarantined(play.decode, "receive")) is (route == "staged")
         play.network.release("*")
         if isinstance(caught.value, MemoryInDoubtError):
             await caught.value.settled()
         await play.until(lambda: not play.decode.describe()["in_doubt"])
-        assert not share.quarantined_bytes()
+        assert not quarantined(play.decode, "receive")
         await quiet(play.decode)
 
     play(scenario, tmp_path)
@@ -149,7 +149,7 @@ def test_a_silent_reader_that_reads_is_in_doubt_until_it_has_read(tmp_path):
             await transfer
         await own.value.settled()
         await quiet(play.prefill)
-        assert not play.prefill._sender._doubtful
+        assert not play.prefill.describe()["sent_in_doubt"]
 
     play(scenario, tmp_path)
 
@@ -175,7 +175,7 @@ def test_a_read_that_stands_still_keeps_no_offer_once_its_reader_has_given_up(tm
         await reading.value.settled()
         await read.value.settled()
         await quiet(play.prefill, play.decode)
-        assert not play.prefill._sender._doubtful
+        assert not play.prefill.describe()["sent_in_doubt"]
 
     play(scenario, tmp_path)
 
@@ -287,8 +287,8 @@ async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, ta
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
     assert {want.generation >> 32 for want in tap.of(Want)} == {SHARED_GATE + 1}
     await quiet(prefill, decode)
-    assert prefill._site.gates._free == [SHARED_GATE + 1]
-    assert (decode._site.gates._free, decode._site.gates.allot()) == ([], SHARED_GATE + 1)  # the first of all
+    assert free_gates(prefill) == [SHARED_GATE + 1]
+    assert (free_gates(decode), gates_of(decode).allot()) == ([], SHARED_GATE + 1)  # the first of all
 
 
 async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
@@ -342,10 +342,8 @@ async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
     monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
     for worker, other in ((prefill, decode), (decode, prefill)):
-        (link,) = worker._links
-        assert link.peer.identity.incarnation == other._site.incarnation
-        worker._site.keys.forget(link.peer)
-        worker._site.keys.met(link.peer)
+        assert met(worker).identity.incarnation.hex() == other.card.incarnation
+        meet_keys_again(worker)
     prefill.offer("b", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
 
@@ -381,7 +379,7 @@ async def test_a_loan_is_taken_back_from_a_peer_that_says_nothing(stage, tap, mo
 
 async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
-    gates = decode._site.gates
+    gates = gates_of(decode)
     for number in range(6):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8))
@@ -403,7 +401,7 @@ async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_mor
         await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
     await offer.withdraw()
     await quiet(prefill, decode)
-    gates = prefill._site.gates
+    gates = gates_of(prefill)
     assert gates._free
     assert {await gates.revoke(number) for number in gates._free} == {Revoked.IDLE}
 
@@ -418,19 +416,18 @@ async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatc
         prefill.offer("r", [1, 2], tokens=8)
         fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=Gate())
         await eventually(lambda: received(decode, "Want"))
-        prefill._listener.close()
-        for link in list(decode._links):
-            link._transport.abort()
+        stop_listening(prefill)
+        cut(decode)
         with pytest.raises(PeerLostError):
             await fetch
         assert fetch.memory_safe
-        assert decode._receiver._incoming  # it may come back, and ask
+        assert unanswered(decode)  # it may come back, and ask
     finally:
         process.kill()
         await process.wait()
-    await eventually(lambda: not decode._receiver._incoming)
-    assert decode._site.gates.allot() == SHARED_GATE + 1
-    await eventually(lambda: not decode._site.tasks)
+    await eventually(lambda: not unanswered(decode))
+    assert gates_of(decode).allot() == SHARED_GATE + 1
+    await eventually(lambda: not tasks(decode))
 
 
 @pytest.mark.parametrize("end", ["the process", "closing"])
@@ -439,20 +436,20 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     prefill.offer("r", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
-    (link,) = prefill._links
+    peer = met(prefill)
     keys, opened = Keys(), []
     for number in range(1, 4):
-        keys.met(link.peer)
-        opened.append(keys._keys[link.peer.identity.incarnation])
-        passage = keys.passage(link.peer, decode._site.gates.granted(number))
+        keys.met(peer)
+        opened.append(keys._keys[peer.identity.incarnation])
+        passage = keys.passage(peer, gates_of(decode).granted(number))
         assert passage is not None
         assert passage.enter()
-        assert keys.forget(link.peer)
+        assert keys.forget(peer)
     assert all(key.is_open for key in opened)
     if end == "closing":
         keys.close(forced=True)
     else:
-        keys.abandon(link.peer)
+        keys.abandon(peer)
     assert not any(key.is_open for key in opened)
 
 
@@ -465,7 +462,7 @@ class Broken:
 
 async def test_a_fetch_that_could_not_begin_keeps_no_gate(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
-    gates = decode._site.gates
+    gates = gates_of(decode)
     for number in range(6):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         with pytest.raises(TransferFailedError, match="cannot be queried"):

@@ -1,13 +1,12 @@
 """Streams to prefill ranks: one handshake for many fetches, bounded at each stage, and no more than are needed."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
 import threading
 
 import pytest
-from stage import Cache, Copied, Tap, eventually, quiet
+from inside import connect, hang_up, plans, sessions
+from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
 
 from kvxfer import KvxferError, Released, UnreachableError, assembly, outgoing, planning, site
@@ -71,11 +70,14 @@ class Stranger:
         writer.close()
 
 
+def unconnected(worker):
+    return not sessions(worker) and not handshakes(worker)
+
+
 def welcome_of(worker):
     """What a prefill worker would say."""
-    site = worker._site
-    epoch = bytes.fromhex(site.issuer.card.epoch)
-    return Welcome(1, 1, "x", "prefill", epoch, site.incarnation, 0, 1, 0, bytes(32), 2000)
+    epoch, incarnation = map(bytes.fromhex, (worker.engine.card.epoch, worker.card.incarnation))
+    return Welcome(1, 1, "x", "prefill", epoch, incarnation, 0, 1, 0, bytes(32), 2000)
 
 
 @pytest.mark.parametrize("silent_after", ["connect", "Hello", "Welcome"])
@@ -95,7 +97,7 @@ def test_a_prefill_rank_that_falls_silent_in_its_handshake(tmp_path, silent_afte
         where = "greeted" if silent_after == "Welcome" else "new"
         assert f"no handshake within 7 s (it stopped at '{where}')" in str(errors[0])
         assert stranger.streams == 1
-        assert not one.decode._links | one.decode._greeting
+        assert unconnected(one.decode)
         server.close()
 
     play(scenario, tmp_path)
@@ -116,7 +118,7 @@ def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
         while await reader.read(65536):
             pass
         assert 7 <= one.now - began < 7.5
-        assert not one.prefill._greeting
+        assert not handshakes(one.prefill)
         writer.close()
         await one.bring("r")
 
@@ -162,7 +164,7 @@ def test_an_engine_that_has_restarted_is_met_at_once(tmp_path):
         for _ in range(8):
             error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
             assert isinstance(error, UnreachableError)
-            assert one.decode._peers._away
+            assert one.decode.describe()["unreachable"]
             await asyncio.sleep(error.retry_after or 0.0)
         error, _ = await one.timed(one.decode.start_fetch(ticket, [1], tokens=BLOCK))
         assert error.retry_after > 0.5
@@ -171,7 +173,7 @@ def test_an_engine_that_has_restarted_is_met_at_once(tmp_path):
         copied = Copied(one.target).bring(one.source, [1, 2], [3, 4], range(8))
         await one.decode.start_fetch(again.engine.ticket("r"), [3, 4], tokens=range(8))
         copied.check()
-        assert not one.decode._peers._away
+        assert not one.decode.describe()["unreachable"]
 
     play(scenario, tmp_path)
 
@@ -186,7 +188,7 @@ async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
             await decode.fetch(
                 {**prefill.engine.ticket("r"), "endpoints": {"prefix": f"unix:/nowhere{n}"}}, [1], tokens=BLOCK
             )
-    assert list(decode._peers._away) == [f"unix:/nowhere{n}" for n in (3, 4, 5)]
+    assert list(decode.describe()["unreachable"]) == [f"unix:/nowhere{n}" for n in (3, 4, 5)]
 
 
 def test_claims_that_reach_nobody_are_said_once_and_go_on(tmp_path, caplog):
@@ -202,7 +204,7 @@ def test_claims_that_reach_nobody_are_said_once_and_go_on(tmp_path, caplog):
         assert not one.prefill.describe()["metrics"]["frames_received"].get("Claim")
         await one.wire_to(one.prefill)
         await one.until(lambda: one.prefill.describe()["metrics"]["frames_received"].get("Claim"), seconds=5)
-        assert len(one.prefill._sender.book._early) == 50
+        assert one.prefill.describe()["parked"] == 50
         for claim in claims:
             claim.close()
 
@@ -250,9 +252,8 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
         await decode.fetch(prefill.engine.ticket(f"r{number}"), [5 + number], tokens=BLOCK, timeout=60)
         copied.bring(source, [number], [5 + number], BLOCK)
         assert type(await offer.released()) is Released
-        for link in list(decode._links):
-            link.close("cut")
-        await eventually(lambda: not prefill._links)
+        hang_up(decode)
+        await eventually(lambda: not sessions(prefill))
     copied.check()
     assert recorded.threads.keys() == {name for _, name in Recorded.SLOW}
     here = threading.get_ident()
@@ -308,7 +309,7 @@ async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monke
     examine, inside, second = planning.PairPlans.examine, [], threading.Event()
 
     def watched(self, peer, **options):
-        if self is not prefill._site.plans:
+        if self is not plans(prefill):
             return examine(self, peer, **options)
         inside.append(peer.name)
         if len(inside) > 1:
@@ -319,8 +320,8 @@ async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monke
         return found
 
     monkeypatch.setattr(planning.PairPlans, "examine", watched)
-    await asyncio.gather(*(decode._peers.link(prefill.card.endpoint, None) for decode in decodes))
-    await eventually(lambda: len(prefill._links) == 4)
+    await asyncio.gather(*(connect(decode, prefill.card.endpoint) for decode in decodes))
+    await eventually(lambda: len(sessions(prefill)) == 4)
     assert not second.is_set()
 
 
@@ -345,7 +346,7 @@ def test_a_long_look_is_no_silence(tmp_path, monkeypatch):
         met = one.now
         await one.bring("r")
         assert one.now - met >= 50
-        assert [len(worker._links) for worker in (one.prefill, one.decode)] == [1, 1]
+        assert [len(sessions(worker)) for worker in (one.prefill, one.decode)] == [1, 1]
 
     play(scenario, tmp_path)
 
@@ -358,13 +359,13 @@ def test_a_worker_closes_while_a_look_is_taken(tmp_path, monkeypatch, which):
         transfer = one.decode.start_fetch(one.ticket("r"), [1], tokens=BLOCK)
         await asyncio.sleep(1)
         closed, other = (one.prefill, one.decode) if which == "prefill" else (one.decode, one.prefill)
-        assert closed._greeting
+        assert handshakes(closed)
         await closed.aclose(drain=False)
         with pytest.raises(KvxferError):
             await transfer
-        assert not closed._links | closed._greeting
+        assert unconnected(closed)
         await asyncio.sleep(5)
-        assert not other._links | other._greeting
+        assert unconnected(other)
 
     play(scenario, tmp_path)
 

@@ -1,15 +1,15 @@
 """A worker that says to be another one, whose incarnation is no secret: it is refused, and the other one goes on."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
 from itertools import pairwise
 from pathlib import Path
 
+import inside
 import pytest
 from impostor import made_up, posing_as
-from stage import DEFAULTS, SOON, Cache, Copied, eventually, quiet
+from inside import cut, forget_unreachable, refusals, session, sessions, unanswered, when_connected
+from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
     Code,
@@ -49,8 +49,8 @@ async def claims_to_be(worker, stage, **config):
 
 async def connect(worker, endpoint):
     """Over a new stream, rather than the error of the one before."""
-    worker._peers._away.clear()
-    return await worker._peers.link(endpoint, None)
+    forget_unreachable(worker)
+    return await inside.connect(worker, endpoint)
 
 
 class Moving:
@@ -85,23 +85,17 @@ async def under_way(stage, **config):
     return prefill, decode, moving
 
 
-def cut(*workers):
-    for worker in workers:
-        for link in [*worker._links]:
-            link._transport.abort()
-
-
 @ROUTES
 async def test_nobody_takes_the_place_of_a_decode_rank(stage, route):
     prefill, decode, moving = await under_way(stage, route=route)
     twin = await claims_to_be(decode, stage)
-    (link,) = prefill._links
+    link = session(prefill)
     for _ in range(3):
         async with asyncio.timeout(10):
             with pytest.raises(IdentityError, match="said goodbye: nothing proves") as refused:
                 await connect(twin, prefill.card.endpoint)
         assert refused.value.code is Code.IDENTITY
-        assert prefill._links == {link}
+        assert sessions(prefill) == {link}
     await moving.ends_well(prefill, decode)
     assert link.is_open
 
@@ -110,8 +104,8 @@ async def test_nobody_says_for_a_reader_that_it_reads_nothing(stage):
     """Before, an offer ended, and its blocks were given back, while they were read."""
     prefill, decode, moving = await under_way(stage, route="pull")
     twin = await claims_to_be(decode, stage)
-    (number,) = decode._receiver._incoming
-    twin._receiver.opened = lambda link: link.send(Cancel(number))
+    (number,) = unanswered(decode)
+    when_connected(twin, lambda link: link.send(Cancel(number)))
     with pytest.raises(IdentityError):
         await connect(twin, prefill.card.endpoint)
     ending = asyncio.create_task(moving.offer.withdraw())
@@ -130,14 +124,14 @@ async def test_nobody_takes_the_place_of_a_prefill_rank(stage, route):
     """At an endpoint of its own, to which its ticket leads: the other one is asked, which knows no such ticket."""
     prefill, decode, moving = await under_way(stage, route=route)
     twin = await claims_to_be(prefill, stage)
-    (link,) = decode._links
+    link = session(decode)
     twin.offer("theirs", [1], tokens=4)
     async with asyncio.timeout(10):
         with pytest.raises(RefusedError) as refused:
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
     assert refused.value.reason is Code.TICKET_FORGED
-    assert decode._links == {link}
-    assert not twin._links
+    assert sessions(decode) == {link}
+    assert not sessions(twin)
     await moving.ends_well(prefill, decode)
 
 
@@ -152,8 +146,7 @@ async def test_who_answers_in_place_of_a_silent_prefill_rank_ends_no_doubt(stage
     with pytest.raises(MemoryInDoubt) as doubt:
         await moving.transfer
     settled = asyncio.create_task(doubt.value.settled())
-    refused = decode._peers._away
-    await eventually(lambda: [type(away.error) for away in refused.values()] == [IdentityError])
+    await eventually(lambda: [type(error) for error in refusals(decode)] == [IdentityError])
     assert set(twin.describe()["metrics"]["frames_received"]) == {"Goodbye"}  # it is asked nothing
     assert decode.describe()["custody"].doubtful_blocks
     assert not settled.done()
@@ -179,7 +172,7 @@ async def test_a_worker_that_has_two_names(stage, scheme, tmp_path):
         ticket = prefill.engine.ticket(f"r{number}") | {"endpoints": {"prefix": names[number % 2]}}
         await decode.fetch(ticket, [3, 4], tokens=TOKENS)
         copied.check()
-        links |= decode._links
+        links |= sessions(decode)
     assert [link.endpoint for link in links] == [names[0]]
 
 
@@ -190,14 +183,14 @@ async def test_a_worker_that_has_moved(stage, tmp_path):
     first = await connect(decode, f"unix:{places[0]}")
     for number, (old, new) in enumerate(pairwise(places)):
         cut(decode)
-        await eventually(lambda: not prefill._links and not decode._links)
+        await eventually(lambda: not sessions(prefill, decode))
         old.rename(new)
         if number:
             await stage.worker("other", Cache(), listen=f"unix:{old}")
         prefill.offer(f"r{number}", [1], tokens=4)
         ticket = prefill.engine.ticket(f"r{number}") | {"endpoints": {"prefix": f"unix:{new}"}}
         await decode.fetch(ticket, [3], tokens=range(4))
-        (link,) = (link for link in decode._links if link.peer.identity == first.peer.identity)
+        (link,) = (link for link in sessions(decode) if link.peer.identity == first.peer.identity)
         assert link.endpoint == f"unix:{new}"
 
 
@@ -217,7 +210,7 @@ async def test_who_does_not_answer_where_something_is_in_doubt_is_not_believed_e
             await decode.fetch(ticket, [7], tokens=range(4))
     assert refused.value.engaged_at == f"unix:{here}"
     assert refused.value.report.code is Code.IDENTITY
-    assert not prefill._links
+    assert not sessions(prefill)
     there.rename(here)
     stage.network.release("*")
     await doubt.value.settled()
@@ -244,7 +237,7 @@ async def test_two_workers_that_fetch_from_each_other_meet_again(stage):
             await taker.fetch(giver.engine.ticket(f"r{turn}"), [5, 6], tokens=TOKENS)
             copied.check()
         cut(one, other)
-        await eventually(lambda: not one._links and not other._links)
+        await eventually(lambda: not sessions(one, other))
 
 
 async def relayed(decode, prefill, between):
@@ -258,12 +251,12 @@ async def relayed(decode, prefill, between):
 async def test_nobody_passes_on_what_two_workers_prove_to_each_other(stage, tmp_path):
     """A peer whose ticket leads to itself would have the decode rank speak with its prefill rank through it."""
     prefill, decode, moving = await under_way(stage, route="pull")
-    (link,) = prefill._links
+    link = session(prefill)
     hello = decode.session(Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
     ours, sent = await relayed(decode, prefill, tmp_path / "between")
-    assert ours is next(iter(decode._links))
+    assert sessions(decode) == {ours}
     assert sent == len(hello)  # and no proof
-    assert prefill._links == {link}
+    assert sessions(prefill) == {link}
     await moving.ends_well(prefill, decode)
 
 
@@ -302,9 +295,9 @@ async def test_a_proof_that_was_kept_back_is_of_no_use(stage, tmp_path):
     async with kept_back(decode, prefill, tmp_path / "between") as go_on:
         moving = Moving(stage, prefill, decode, Cache(), Cache())
         await moving.begun()
-        (link,) = prefill._links
+        link = session(prefill)
         await go_on()
-        assert prefill._links == {link}
+        assert sessions(prefill) == {link}
         assert link.is_open
     stage.network.release("*")
     await moving.transfer
@@ -321,7 +314,7 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_when_the_session_is_lost_
         await moving.begun()
         here.rename(aside)
         cut(decode)
-        await eventually(lambda: not prefill._links)
+        await eventually(lambda: not sessions(prefill))
         await go_on()
         assert prefill.describe()["metrics"]["sessions_opened"] == {"send": 1}
         aside.rename(here)
@@ -344,15 +337,15 @@ async def test_a_proof_that_was_kept_back_is_of_no_use_against_an_older_stream(s
             await asyncio.gather(passed_on(reader, back), passed_on(there, writer))
 
     async with await asyncio.start_unix_server(serve, tmp_path / "slow"):
-        slow = asyncio.create_task(decode._peers.link(f"unix:{tmp_path}/slow", None))
+        slow = asyncio.create_task(inside.connect(decode, f"unix:{tmp_path}/slow"))
         await opened.wait()
-        await eventually(lambda: len(prefill._greeting) == 1)
+        await eventually(lambda: handshakes(prefill) == 1)
         async with kept_back(decode, prefill, tmp_path / "between") as go_on:
             go.set()
             await slow
-            (link,) = prefill._links
+            link = session(prefill)
             await go_on()
-            assert prefill._links == {link}
+            assert sessions(prefill) == {link}
             assert link.is_open
         cut(decode)
 
@@ -375,7 +368,7 @@ async def test_two_names_at_once(stage, tmp_path):
         }
         fetches.append(decode.fetch(ticket, [number], tokens=range(4)))
     await asyncio.gather(*fetches)
-    assert len(decode._links) == 1
+    assert len(sessions(decode)) == 1
     assert decode.describe()["metrics"]["sessions_opened"] == {"receive": 1}
 
 
@@ -389,8 +382,8 @@ async def test_nobody_comes_first(stage):
     async with asyncio.timeout(10):
         with pytest.raises(IdentityError, match="nothing proves"):
             await decode.fetch(twin.engine.ticket("theirs"), [7], tokens=range(4))
-    assert not twin._links
-    assert not prefill._links
+    assert not sessions(twin)
+    assert not sessions(prefill)
     prefill.offer("r", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
 
@@ -431,7 +424,7 @@ async def test_nobody_shares_an_account_with_one_whose_key_begins_alike(stage, a
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         ticket = prefill.engine.ticket(f"r{number}")
         fetches.append(decode.start_fetch(ticket, [2 * number, 2 * number + 1], tokens=TOKENS))
-    share = alone._site.receive_desk.share if alike == "prefill" else alone._site.send_desk.share
-    await eventually(lambda: len(share.snapshot().peers) == 2)
+    side = "receive" if alike == "prefill" else "send"
+    await eventually(lambda: len(alone.describe()["arena"][side].peers) == 2)
     stage.network.release("*")
     await asyncio.gather(*fetches)

@@ -1,13 +1,29 @@
 """The control stream is cut, a side closes, the fabric fails: each transfer that waits hears of it, and no other."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 from typing import Any
 
 import pytest
 import torch
-from stage import SOON, Cache, Copied, eventually, is_quiet, quiet
+from inside import (
+    before_hearing,
+    being_stopped,
+    consider_rebuilding,
+    cut,
+    fall_silent,
+    hear_of_no_loss,
+    holds,
+    keep_agent,
+    never_come_back,
+    rebuild,
+    session,
+    sessions,
+    stop_listening,
+    time_out,
+    transport,
+    turn_deaf,
+)
+from stage import SOON, Cache, Copied, awake, eventually, is_quiet, looked_into, quarantined, quiet
 from wire import play
 
 from kvxfer import (
@@ -27,7 +43,6 @@ from kvxfer import (
     Withdrawn,
 )
 from kvxfer.protocol.messages import Accept
-from kvxfer.protocol.session import Role
 
 TOKENS = range(8)
 ROUTES = ["staged", "direct", "pull"]
@@ -46,12 +61,6 @@ def target():
 @pytest.fixture(params=ROUTES)
 def route(request):
     return request.param
-
-
-def cut(worker):
-    """Cut every control stream of a worker, without a word."""
-    for link in list(worker._links):
-        link._transport.abort()
 
 
 async def works(prefill, decode, source, target, offer):
@@ -88,7 +97,7 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
     cut({"prefill": prefill, "decode": decode}[side])
     if step == "in flight" and route != "staged":
         # a write (or our own read) is under way: the same incarnation is asked, and says when it has ended
-        await eventually(lambda: len(decode._links) == 1)
+        await eventually(lambda: len(sessions(decode)) == 1)
         for _ in range(20):
             await asyncio.sleep(0)
         assert not transfer.done
@@ -118,7 +127,7 @@ async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, tar
     with pytest.raises(MemoryInDoubt) as caught:
         await transfer
     assert isinstance(caught.value.__cause__, PeerLostError)
-    await eventually(lambda: len(decode._links) == 1)
+    await eventually(lambda: len(sessions(decode)) == 1)
     with pytest.raises(BlocksError):
         decode.offer("mine", [3], tokens=4)
     cut(prefill)  # once more, while the answer is outstanding
@@ -134,39 +143,32 @@ async def test_a_reader_that_comes_back_is_helped_to_end_its_reads(stage, source
     """Over TCP a read ends only if the other side makes progress, and until it has ended the reader says nothing."""
     prefill, decode = await stage.pair(source, target, route="pull", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    listener = prefill._listener
-    if returns == "in the doubt":
-        listener._stop()  # it is not reached for a while
+    listen_again = turn_deaf(prefill) if returns == "in the doubt" else None  # it is not reached for a while
     cut(decode)
     withdrawing = asyncio.create_task(offer.withdraw())
     for waiting in (transfer, withdrawing):
         with pytest.raises(MemoryInDoubt) as caught:
             await waiting
-    if returns == "in the doubt":
-        assert not prefill._site.fabric._holds  # nobody is there whom it would help
-        server = await asyncio.get_running_loop().create_unix_server(
-            lambda: prefill._link(Role.SERVER, "unix"), listener.endpoint.removeprefix("unix:")
-        )
-        listener._stop = server.close
-    await eventually(lambda: len(prefill._site.fabric._holds) == 1)
+    if listen_again is not None:
+        assert not awake(prefill)  # nobody is there whom it would help
+        await listen_again()
+    await eventually(lambda: awake(prefill) == 1)
     stage.network.release("*")
     async with asyncio.timeout(30):
         await caught.value.settled()
-    await eventually(lambda: not prefill._site.fabric._holds)
+    await eventually(lambda: not awake(prefill))
     await quiet(prefill, decode)
 
 
 async def test_a_reader_that_is_back_and_says_nothing_is_helped_for_a_while(stage, source, target):
     prefill, decode = await stage.pair(source, target, route="pull", no_progress_timeout=0.6, **SOON)
     _, transfer = await begin(stage, prefill, decode, "in flight")
-    fabric, helped = prefill._site.fabric, []
-    hold_awake = fabric.hold_awake
-    fabric.hold_awake = lambda: (helped.append(True), hold_awake())[1]
+    helped = holds(prefill)
     cut(decode)
     with pytest.raises(MemoryInDoubt):
         await transfer
     await eventually(lambda: helped)
-    await eventually(lambda: not fabric._holds)
+    await eventually(lambda: not awake(prefill))
     stage.network.release("*")
 
 
@@ -176,9 +178,9 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     withdrawing = asyncio.create_task(offer.withdraw())
     await eventually(lambda: offer.state.value == "ending")
-    old = prefill._links | decode._links
+    old = sessions(prefill, decode)
     cut(prefill)
-    await eventually(lambda: len(prefill._links - old) == len(decode._links - old) == 1)
+    await eventually(lambda: len(sessions(prefill) - old) == len(sessions(decode) - old) == 1)
     if route != "pull":  # there the question is put when our own reads have ended
         await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
     for _ in range(20):
@@ -189,7 +191,7 @@ async def test_a_cut_stream_gives_up_no_post(stage, source, target, route):
     with pytest.raises(KvxferError):
         await transfer
     await quiet(prefill, decode)
-    assert not prefill._site.custody.snapshot().holders
+    assert not prefill.describe()["custody"].holders
 
 
 async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
@@ -197,7 +199,7 @@ async def test_lanes_of_lost_peers_are_given_back(stage, source, target):
     offer = prefill.offer("r", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
     cut(prefill)
-    await eventually(lambda: not len(prefill._site.lanes) and not decode._links)
+    await eventually(lambda: not prefill.describe()["fabric"]["lanes"] and not sessions(decode))
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
 
@@ -219,11 +221,7 @@ async def test_the_prefill_worker_closes(stage, source, target, route, step):
         assert isinstance(await offer.released(), Withdrawn)
     await quiet(decode)
     with pytest.raises(UnreachableError):
-        await decode.fetch(transfer_ticket(transfer, prefill), [3], tokens=range(4), timeout=5)
-
-
-def transfer_ticket(transfer, prefill):
-    return prefill._site.issuer.ticket(transfer.request)
+        await decode.fetch(prefill.engine.ticket(transfer.request), [3], tokens=range(4), timeout=5)
 
 
 @pytest.mark.parametrize("step", ["parked", "accepted", "in flight"])
@@ -233,7 +231,7 @@ async def test_the_decode_worker_closes(stage, source, target, route, step):
     waiting = asyncio.create_task(asyncio.wait_for(transfer, 30))
     closing = asyncio.create_task(decode.aclose())
     if step == "in flight":
-        await eventually(lambda: transfer.done or any(i.machine.failure for i in decode._receiver._incoming.values()))
+        await eventually(lambda: transfer.done or being_stopped(decode))
         stage.network.release("*")
     with pytest.raises(ClosedError, match="the worker was closed"):  # an error, not a cancellation of our task
         await waiting
@@ -255,8 +253,8 @@ async def test_the_decode_worker_vanishes_for_good(stage, source, target):
     fast = {"heartbeat": 0.02, "offer_lease": 0.2}
     prefill, decode = await stage.pair(source, target, prefill={"route": "staged", **fast}, **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
-    decode._peers.link = None  # it never comes back
-    decode._receiver.lost = lambda *_: None
+    never_come_back(decode)
+    hear_of_no_loss(decode)
     cut(decode)
     stage.network.disconnect("decode")
     async with asyncio.timeout(30):
@@ -270,7 +268,7 @@ async def test_a_new_incarnation_at_the_same_endpoint_is_no_evidence(stage, sour
     prefill, decode = await stage.pair(source, target, prefill=where, route="direct", **SOON)
     offer, transfer = await begin(stage, prefill, decode, "in flight")
     ticket = prefill.engine.ticket("r")
-    prefill._listener.close()
+    stop_listening(prefill)
     cut(prefill)
     again = await stage.worker("again", source, route="direct", **where)
     with pytest.raises(MemoryInDoubt) as caught:
@@ -291,10 +289,7 @@ def test_a_silent_peer_is_given_up(tmp_path):
         await one.pair(heartbeat=0.05, peer_timeout=0.3)
         transfer = one.start("r")
         await one.until(lambda: one.prefill.describe()["sending"])
-        for link in one.prefill._links:
-            link._tick = lambda: None  # it says nothing more
-            link._timer.cancel()
-            link._flush = lambda: None
+        fall_silent(one.prefill)
         with pytest.raises(PeerLostError, match=r"silent for 0\.3 s"):
             await transfer
         await one.until(lambda: is_quiet(one.decode))
@@ -350,8 +345,8 @@ async def test_a_failing_post_fails_its_transfer_alone(stage, source, target, ro
         await quiet(prefill, decode)
     elif route == "staged":
         kept = after == "disconnected"  # what had left may land for ever; what was given up has ended after all
-        await eventually(lambda: bool(decode._site.receive_desk.share.quarantined_bytes()) == kept)
-        await eventually(lambda: not prefill._site.send_desk.share.quarantined_bytes())
+        await eventually(lambda: bool(quarantined(decode, "receive")) == kept)
+        await eventually(lambda: not quarantined(prefill, "send"))
 
 
 @pytest.mark.parametrize("then", ["rebuilds", "closes"])
@@ -359,7 +354,7 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
     prefill, decode = await stage.pair(source, target, route=route, **{**SOON, "no_progress_timeout": 0.2})
     if route == "pull":
         pytest.skip("there the decode rank posts")
-    prefill._site.rebuilds.wanted = lambda: None  # not yet
+    keep_agent(prefill)  # not yet
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     for _ in range(3):  # the other chunk, and the write that would tell that all before it has ended
@@ -381,7 +376,7 @@ async def test_source_blocks_that_a_lost_post_may_read_stay_in_custody(stage, so
             with pytest.raises(ClosedError, match="never reuse its blocks"):
                 await settling
         else:
-            prefill._rebuilding._consider()
+            consider_rebuilding(prefill)
             async with asyncio.timeout(3):
                 await settling
             await eventually(lambda: prefill.describe()["metrics"]["agents_rebuilt"] == 1)
@@ -414,8 +409,7 @@ async def test_a_late_result_is_dropped_and_counted(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
-    (link,) = prefill._links
-    link.send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
+    session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
     await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 2)
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
@@ -428,7 +422,7 @@ async def test_the_fetch_times_out_while_the_link_is_wedged(stage, source, targe
     with pytest.raises(TransferTimeoutError):
         async with asyncio.timeout(30):
             await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.1)
-    assert decode._site.receive_desk.share.quarantined_bytes() > 0
+    assert quarantined(decode, "receive") > 0
 
 
 # --- over TCP the target moves the data: it has to help, also with what it waits for no more
@@ -443,26 +437,23 @@ async def test_a_fetch_given_up_before_its_answer_helps_the_peer_to_end_what_it_
         pytest.skip("there the decode rank moves the bytes")
     prefill, decode = await stage.pair(source, target, route=route, revoke_timeout=30, grant_lease=30)
     await prefill_brings(prefill, decode, "first")
-    await eventually(lambda: decode._links and all(link.proved for link in decode._links))  # else it is awake for that
-    await quiet(prefill, decode)
+    await looked_into(decode)  # else it is awake for that
+    await quiet(prefill)
     stage.network.need_target("decode")
     prefill.offer("r", [1], tokens=4)
-    handle = decode._receiver.handle
 
-    def meanwhile(link, message):  # it was given up while the answer was on its way
+    def meanwhile(message):  # it was given up while the answer was on its way
         if isinstance(message, Accept):
-            (fetching,) = decode._receiver.fetches
-            fetching.cancel() if how == "cancelled" else fetching._timed_out()
-        handle(link, message)
+            transfer.cancel() if how == "cancelled" else time_out(decode)
 
-    decode._receiver.handle = meanwhile
+    before_hearing(decode, meanwhile)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=60)
     async with asyncio.timeout(10):
         with pytest.raises((asyncio.CancelledError, TimeoutError)):
             await transfer
     assert transfer.memory_safe
     await eventually(lambda: is_quiet(decode))
-    assert not decode._site.fabric._holds, "and no longer than that"
+    assert not awake(decode), "and no longer than that"
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -475,15 +466,15 @@ async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, targ
     await prefill_brings(prefill, decode, "first")
     stage.network.need_target("decode")
     paused = True
-    transport = decode._site.fabric._transport
-    progress, transport.progress = transport.progress, lambda: None if paused else progress()
+    target_side = transport(decode)
+    progress, target_side.progress = target_side.progress, lambda: None if paused else progress()
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
-    await eventually(lambda: prefill._sender._doubtful)
+    await eventually(lambda: prefill.describe()["sent_in_doubt"])
     if anew:  # as when it is crowded
-        prefill._site.rebuilds.want(urgent=True, answered=True)
+        rebuild(prefill, answered=True)
     else:
-        prefill._site.rebuilds.wanted = lambda: None
+        keep_agent(prefill)
         paused = False
     with pytest.raises(KvxferError, match="no progress") as caught:
         async with asyncio.timeout(10):
@@ -492,7 +483,7 @@ async def test_a_pause_of_the_target_leaves_nothing_in_doubt(stage, source, targ
     await eventually(lambda: is_quiet(decode))
     for worker in (prefill, decode):
         await eventually(lambda worker=worker: worker.describe()["agent"]["rebuilt"] == anew)
-    assert not prefill._sender._doubtful
+    assert not prefill.describe()["sent_in_doubt"]
     paused = False
     await prefill_brings(prefill, decode, "after")
     await offer.withdraw()

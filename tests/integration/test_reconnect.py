@@ -6,16 +6,12 @@ import threading
 
 import pytest
 import torch
-from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, quiet
+from inside import cut, cut_session, cut_unheard, session, sessions, when_connected
+from stage import DEFAULTS, SOON, Cache, Copied, Gate, awake, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import Config, PeerLostError, Released, Worker
 from kvxfer.testing import LoopbackTransport
-
-
-def cut(worker):
-    for link in list(worker._links):
-        link._transport.abort()
 
 
 class Slow(LoopbackTransport):
@@ -52,11 +48,11 @@ async def test_a_stream_is_cut_while_the_transport_connects(stage, route):
     prefill.offer("r1", [1, 2], tokens=8)
     first = decode.start_fetch(prefill.engine.ticket("r0"), [3, 4], tokens=range(8), timeout=5)
     await eventually(slow.begun.is_set)
-    (before,) = prefill._links
+    before = session(prefill)
     cut(decode)
     with pytest.raises(PeerLostError):
         await first
-    await eventually(lambda: before not in prefill._links)
+    await eventually(lambda: before not in sessions(prefill))
     second = decode.start_fetch(prefill.engine.ticket("r1"), [5, 6], tokens=range(8), timeout=5)
     mover, frame = {"staged": (prefill, "Reserve"), "direct": (prefill, "Fetch"), "pull": (decode, "Want")}[route]
     await eventually(lambda: mover.describe()["metrics"]["frames_received"].get(frame, 0) > 1)
@@ -78,12 +74,9 @@ async def test_conversion_is_agreed_upon_again_though_the_old_stream_seems_open(
         copied = Converted(ours).bring(given, [1, 2], [5, 6], range(8))
         await decode.fetch(prefill.engine.ticket(request), [5, 6], tokens=range(8), timeout=5)
         copied.check()
-        (link,) = decode._links
-        kept = os.dup(link._transport.get_extra_info("socket").fileno())  # so the peer does not see it close
-        stage.stack.callback(os.close, kept)
-        link._transport.abort()
-        await eventually(lambda: not decode._links)
-        assert len(prefill._links) == 1
+        stage.stack.callback(os.close, cut_unheard(decode))
+        await eventually(lambda: not sessions(decode))
+        assert len(sessions(prefill)) == 1
 
 
 async def test_what_was_announced_to_a_reader_is_given_up_after_a_cut(stage):
@@ -109,13 +102,12 @@ async def test_who_only_asks_what_became_of_a_read_keeps_nobody_awake(stage):
     offer = prefill.offer("r", [1], tokens=4)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [5], tokens=range(4), after=Gate(), timeout=5)
     await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
-    for link in list(decode._links):
-        link._transport.abort()
+    cut(decode)
     with pytest.raises(PeerLostError):
         await transfer
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Cancel"))
     await eventually(lambda: not prefill.describe()["sending"])
-    assert not decode._site.fabric._holds
+    assert not awake(decode)
     await offer.withdraw()
 
 
@@ -128,15 +120,14 @@ async def test_a_stream_that_is_cut_again_as_soon_as_it_is_back(stage, route):
     fetch = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=5)
     await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Accept", 0))
     await asyncio.sleep(0)
-    opened, cuts = decode._receiver.opened, []
+    cuts = []
 
-    def opened_and_cut(link):
-        opened(link)
+    def cut_twice(link):
         if len(cuts) < 2:
             cuts.append(link)
-            link._transport.abort()
+            cut_session(link)
 
-    decode._receiver.opened = opened_and_cut
+    when_connected(decode, cut_twice)
     cut(decode)
     with pytest.raises(Exception, match="code PEER_LOST"):
         await fetch

@@ -1,0 +1,428 @@
+"""What tests know of the inside of a worker, all of it: what happens to one, and what it keeps without saying so.
+
+Whatever an operator could see is looked at from outside: in `Worker.describe()`, and at the handles that users have.
+What remains is here, so that a worker may be built otherwise and scenes stay as they are: each function is named after
+what happens in the world. A session is an object that scenes compare with others, and ask who is at its other end.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvxfer.errors import UnreachableError
+from kvxfer.link import Link
+from kvxfer.protocol.framing import decode_body, encode_body
+from kvxfer.protocol.messages import AgentBody, Message
+from kvxfer.protocol.session import Role
+
+# --- sessions
+
+
+def sessions(*workers: Any) -> set[Any]:
+    """Sessions that are open."""
+    return {link for worker in workers for link in worker._links}
+
+
+def session(worker: Any) -> Any:
+    """The only one."""
+    (link,) = worker._links
+    return link
+
+
+def met(worker: Any) -> Any:
+    """Who is at the other end of the only one."""
+    return session(worker).peer
+
+
+def cut(*workers: Any) -> None:
+    """Cut every control stream, without a word."""
+    for link in sessions(*workers):
+        cut_session(link)
+
+
+def cut_session(link: Any) -> None:
+    """Cut one."""
+    link._transport.abort()
+
+
+def cut_unheard(worker: Any) -> int:
+    """Cut its only control stream so that the peer does not hear of it, until the descriptor returned is closed."""
+    link = session(worker)
+    kept = os.dup(link._transport.get_extra_info("socket").fileno())
+    cut_session(link)
+    return kept
+
+
+def lose_unheard(link: Any) -> Any:
+    """This side loses a stream that stays open; returns it, for whoever closes it."""
+    stream, link._transport = link._transport, None
+    link.connection_lost(None)
+    return stream
+
+
+def shut_down(worker: Any) -> None:
+    """Shut down every control stream as a network would, handshakes too; from any thread."""
+    for link in [*worker._links, *worker._greeting]:
+        if link._transport is not None:
+            with contextlib.suppress(OSError):
+                link._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
+def hang_up(worker: Any) -> None:
+    """Say goodbye in every session."""
+    for link in sessions(worker):
+        link.close("cut")
+
+
+def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
+    """Workers handle one frame a turn, and read nothing meanwhile; sessions that went on to read after that."""
+    resumed: list[Any] = []
+    go_on = Link._go_on
+
+    def resume(link: Any) -> None:
+        resumed.append(link)
+        go_on(link)
+
+    monkeypatch.setattr("kvxfer.link.TURN_SECONDS", 0.0)
+    monkeypatch.setattr(Link, "_go_on", resume)
+    return resumed
+
+
+def fall_silent(worker: Any) -> None:
+    """It says nothing more in any session, and hears all."""
+    for link in worker._links:
+        link._tick = link._flush = lambda: None
+        link._timer.cancel()
+
+
+def stop_reading(worker: Any) -> float:
+    """Its peer lives, but nothing of it arrives any more; when it was last heard."""
+    link = session(worker)
+    link._transport.pause_reading()
+    return last_heard(worker)
+
+
+def last_heard(worker: Any) -> float:
+    """When its only peer was last heard."""
+    heard: float = session(worker)._session._liveness.heard
+    return heard
+
+
+def unsent_bytes(worker: Any) -> int:
+    """What peers have not read yet."""
+    return sum(link._transport.get_write_buffer_size() for link in worker._links)
+
+
+# --- who connects, and where to
+
+
+def stop_listening(worker: Any) -> None:
+    """Nobody connects to it any more, and somebody else may listen there."""
+    worker._listener.close()
+
+
+def turn_deaf(worker: Any) -> Callable[[], Awaitable[None]]:
+    """Nobody connects to it, where it is still said to listen; until what is returned has been awaited."""
+    listener = worker._listener
+    listener._stop()
+
+    async def listen_again() -> None:
+        loop, path = asyncio.get_running_loop(), listener.endpoint.removeprefix("unix:")
+        listener._stop = (await loop.create_unix_server(lambda: worker._link(Role.SERVER, "unix"), path)).close
+
+    return listen_again
+
+
+def vanish(worker: Any) -> None:
+    """Its host goes: nobody hears of it any more, and what it has under way stays so."""
+    turn_deaf(worker)
+    cut(worker)
+
+
+async def connect(worker: Any, endpoint: str) -> Any:
+    """The session with whoever is there."""
+    return await worker._peers.link(endpoint, None)
+
+
+def forget_unreachable(worker: Any) -> None:
+    """It tries every endpoint at once again."""
+    worker._peers._away.clear()
+
+
+def refusals(worker: Any) -> list[Exception]:
+    """Why endpoints are left in peace."""
+    return [away.error for away in worker._peers._away.values()]
+
+
+def before_connecting(worker: Any, wait: Callable[[str], Awaitable[None]]) -> Callable[[], None]:
+    """Await `wait(endpoint)` before each stream that it opens, until what is returned is called."""
+    peers = worker._peers
+    connect_to = peers._connect_to
+
+    async def connect_later(endpoint: str) -> Any:
+        await wait(endpoint)
+        return await connect_to(endpoint)
+
+    def undo() -> None:
+        peers._connect_to = connect_to
+
+    peers._connect_to = connect_later
+    return undo
+
+
+def never_come_back(worker: Any) -> None:
+    """It reaches nobody any more."""
+
+    async def away(endpoint: str, epoch: bytes | None) -> Any:
+        raise UnreachableError("nobody answers there", peer=endpoint)
+
+    worker._peers.link = away
+
+
+def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
+    """Call `act` with each message for its decode role before that has it."""
+    receiver = worker._receiver
+    handle = receiver.handle
+
+    def handle_later(link: Any, message: Message) -> None:
+        act(message)
+        handle(link, message)
+
+    receiver.handle = handle_later
+
+
+def hear_of_no_loss(worker: Any) -> None:
+    """Its decode role is not told of sessions that are lost."""
+    worker._receiver.lost = lambda *_: None
+
+
+def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
+    """Call `act` with each session that it opens, once its decode role has it."""
+    receiver = worker._receiver
+    opened = receiver.opened
+
+    def opened_and_more(link: Any) -> None:
+        opened(link)
+        act(link)
+
+    receiver.opened = opened_and_more
+
+
+# --- what it says of itself when it is met
+
+
+def told(worker: Any, *, trusted: bool = True) -> AgentBody:
+    """What peers are told, by whether they are trusted with addresses."""
+    return decode_body(worker._site.body[trusted])
+
+
+def tell(worker: Any, change: Callable[[AgentBody], AgentBody]) -> None:
+    """Those who are met from now on are told something else."""
+    for trusted, body in list(worker._site.body.items()):
+        worker._site.body[trusted] = encode_body(change(decode_body(body)))
+
+
+def tell_the_same(worker: Any, as_another: Any) -> None:
+    """They are told what another worker says of itself."""
+    worker._site.body.update(as_another._site.body)
+
+
+# --- the agent that is made anew
+
+
+def rebuild(worker: Any, *, urgent: bool = True, answered: bool = False) -> Callable[[], None]:
+    """There is a doubt that only a new agent ends, until what is returned is called."""
+    leave: Callable[[], None] = worker._site.rebuilds.want(urgent=urgent, answered=answered)
+    return leave
+
+
+def when_rebuilt(worker: Any, then: Callable[[], None]) -> None:
+    """Call `then` when the agent has been made anew."""
+    worker._site.rebuilds.next.add_done_callback(lambda _: then())
+
+
+def keep_agent(worker: Any) -> None:
+    """Whatever only a new agent would end goes on, until `consider_rebuilding`."""
+    worker._site.rebuilds.wanted = lambda: None
+
+
+def consider_rebuilding(worker: Any) -> None:
+    """It looks whether there is such a doubt."""
+    worker._rebuilding._consider()
+
+
+def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
+    """It does not wait for others that might want it too."""
+    rebuilds = worker._site.rebuilds
+    monkeypatch.setattr(worker._rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)
+
+
+# --- memory
+
+
+class Taken:
+    """Memory of one side of a worker's arena that somebody else has.
+
+    Args:
+        desk: Whose it is.
+        extent: Which.
+    """
+
+    def __init__(self, desk: Any, extent: Any) -> None:
+        self._desk, self._extent = desk, extent
+        self.bytes = extent.nbytes
+        self.address = extent.address
+
+    def release(self) -> None:
+        """Give it back."""
+        self._desk.release(self._extent)
+
+    def quarantine(self, reason: str = "silent") -> None:
+        """Whoever has it may write it for ever."""
+        self._desk.quarantine(self._extent, reason)
+
+    def settle(self) -> None:
+        """He does not any more."""
+        self._desk.settle(self._extent)
+
+
+def _desk(worker: Any, side: str) -> Any:
+    return {"send": worker._site.send_desk, "receive": worker._site.receive_desk}[side]
+
+
+def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
+    """So much memory of a side ("send", "receive") is a peer's, if there is as much in one piece for this one."""
+    desk = _desk(worker, side)
+    extent = desk.take(peer, nbytes)
+    return None if extent is None else Taken(desk, extent)
+
+
+def take_all(worker: Any, side: str) -> Taken:
+    """All of it is somebody else's, as soon as there is nobody who has any."""
+    return _all_of(_desk(worker, side))
+
+
+def take_all_in_place(worker: Any) -> Taken:
+    """All that its only peer may write in place is being written."""
+    (desk,) = worker._site.in_place_desks.values()
+    return _all_of(desk)
+
+
+def _all_of(desk: Any) -> Taken:
+    extents: list[Any] = []
+    desk.ask("somebody", desk.share.capacity, 1, extents.append)
+    return Taken(desk, extents[0])
+
+
+def staging(worker: Any, side: str) -> Any:
+    """Where the staging memory of a side is: `address` and `length`."""
+    return worker._site.sending if side == "send" else worker._site.staging
+
+
+# --- gates
+
+
+def gates_of(worker: Any) -> Any:
+    """What keeps peers out of its memory."""
+    return worker._site.gates
+
+
+def free_gates(worker: Any) -> list[int]:
+    """Those that were allotted, and are nobody's."""
+    free: list[int] = worker._site.gates._free
+    return free
+
+
+def meet_keys_again(worker: Any) -> None:
+    """It opens the gates of its only peer anew."""
+    worker._site.keys.forget(met(worker))
+    worker._site.keys.met(met(worker))
+
+
+# --- copies, and what moves the bytes
+
+
+def executor(worker: Any) -> Any:
+    """What copies."""
+    return worker._site.executor
+
+
+def replace_executor(worker: Any, other: Any) -> None:
+    """Something else copies from now on."""
+    worker._site.executor = other
+
+
+def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], None], Any, Any], None]) -> Callable[[], None]:
+    """Call `begin(submit, job, direction)` where a copy is to be submitted; calling what is returned ends that."""
+    copies = executor(worker)
+    submit = copies.submit
+
+    def undo() -> None:
+        copies.submit = submit
+
+    copies.submit = lambda job, direction: begin(submit, job, direction)
+    return undo
+
+
+def waits_for_event(worker: Any, direction: Any) -> bool:
+    """Whether a copy waits for an event of the caller's."""
+    waiting: bool = executor(worker)._backlog.is_waiting(direction)
+    return waiting
+
+
+def fabric(worker: Any) -> Any:
+    """What posts and polls."""
+    return worker._site.fabric
+
+
+def holds(worker: Any) -> list[bool]:
+    """Each time that it is held awake from now on."""
+    held: list[bool] = []
+    hold_awake = fabric(worker).hold_awake
+
+    def hold(**how: bool) -> Callable[[], None]:
+        held.append(True)
+        release: Callable[[], None] = hold_awake(**how)
+        return release
+
+    fabric(worker).hold_awake = hold
+    return held
+
+
+def transport(worker: Any) -> Any:
+    """What moves the bytes."""
+    return worker._site.fabric._transport
+
+
+def plans(worker: Any) -> Any:
+    """Plans of copies with its peers."""
+    return worker._site.plans
+
+
+# --- what is under way
+
+
+def unanswered(worker: Any) -> list[int]:
+    """Numbers of what it asked peers for that has not ended, or is in doubt."""
+    return list(worker._receiver._incoming)
+
+
+def being_stopped(worker: Any) -> bool:
+    """Whether something that is under way has failed, and its peers are yet to say that it has ended."""
+    receiving, sending = worker._receiver._incoming.values(), worker._sender.transfers
+    return any(one.machine.failure for one in (*receiving, *sending))
+
+
+def time_out(worker: Any) -> None:
+    """The time that the caller of its only fetch gave it is over."""
+    (fetching,) = worker._receiver.fetches
+    fetching._timed_out()
+
+
+def tasks(worker: Any) -> int:
+    """Tasks of its own that run."""
+    return len(worker._site.tasks)

@@ -112,11 +112,6 @@ def last_heard(worker: Any) -> float:
     return heard
 
 
-def unsent_bytes(worker: Any) -> int:
-    """What peers have not read yet."""
-    return sum(link._transport.get_write_buffer_size() for link in worker._links)
-
-
 # --- who connects, and where to
 
 
@@ -417,10 +412,99 @@ def being_stopped(worker: Any) -> bool:
     return any(one.machine.failure for one in (*receiving, *sending))
 
 
-def time_out(worker: Any) -> None:
-    """The time that the caller of its only fetch gave it is over."""
+def time_out(worker: Any, *, times: int = 1) -> Any:
+    """The time that the caller of its only fetch gave it is over, said so often; a future of how that ends."""
     (fetching,) = worker._receiver.fetches
-    fetching._timed_out()
+    for _ in range(times):
+        fetching._timed_out()
+    return fetching.transfer.outcome
+
+
+def posted(worker: Any) -> bool:
+    """Whether a write is in flight."""
+    shipments = [sent for outgoing in worker._sender.transfers for sent in outgoing._shipments.values()]
+    return any(sent.cell.state.value == "posted" for sent in shipments)
+
+
+def knows_layers(transfer: Any) -> bool:
+    """Whether it is known of a fetch in which layers what it brings is."""
+    return bool(transfer._progress._layers)
+
+
+def wants_by_engine(worker: Any) -> list[int]:
+    """How many requests are claimed of each engine that is told of claims."""
+    return [len(engine.kept) for engine in worker._receiver._claims._engines.values()]
+
+
+def renew_claims(worker: Any) -> None:
+    """Claim everything anew, of the only engine's first rank."""
+    claims = worker._receiver._claims
+    (engine,) = claims._engines.values()
+    claims._say(engine, engine.ranks[0], engine.kept.values())
+
+
+def give_up_claims(worker: Any) -> None:
+    """It renews none any more."""
+    worker._receiver._claims.close()
+
+
+def withdraw_all(worker: Any) -> None:
+    """Withdraw every offer."""
+    worker._sender.withdraw_all()
+
+
+def overlook(worker: Any, offer: Any) -> None:
+    """A transfer of it was at work when its lease was looked at, and is not any more when `leave` is called."""
+    book = worker._sender.book
+    book._watched.pop(offer.key)
+    book._ends.remove(next(entry for entry in book._ends if entry[1] == offer.key))
+    book._arm()
+
+
+def leave(worker: Any, offer: Any) -> None:
+    """Its transfer ends."""
+    worker._sender.book.left(offer)
+
+
+def counters(worker: Any) -> Any:
+    """What counts."""
+    return worker._site.metrics
+
+
+def borrow_thread(worker: Any, work: Callable[[], Any]) -> Awaitable[Any]:
+    """Run something in a thread of the worker's."""
+    waiting: Awaitable[Any] = worker._site.runtime.in_thread(work)
+    return waiting
+
+
+def spawn(worker: Any, work: Any, *, looks: bool = False) -> None:
+    """A task of the worker's begins; if it `looks` for evidence, closing waits for it last."""
+    (worker._site.lookouts if looks else worker._site.tasks).spawn(work, "of a scene")
+
+
+def early_places(worker: Any) -> int:
+    """Places that requests take which peers were early for."""
+    return len(worker._sender.book._places)
+
+
+def queues(worker: Any) -> dict[str, int]:
+    """How long those are that peers could make grow, and `describe` does not tell of."""
+    unsent = sum(link._transport.get_write_buffer_size() for link in worker._links)
+    return {"timers": len(worker._sender.book._ends), "unsent": unsent, "tasks": tasks(worker)}
+
+
+def kept_of_peers(worker: Any) -> dict[str, int]:
+    """How many things a worker keeps of its peers, by where."""
+    site = worker._site
+    books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
+    found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
+    lender = worker._receiver._lender
+    books |= {"gates": site.gates, "peers": worker._peers, "lender": lender, "prover": lender.prover}
+    for name, book in books.items():
+        for field, value in vars(book).items():
+            if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's
+                found[f"{name}.{field}"] = len(value)
+    return found
 
 
 def tasks(worker: Any) -> int:

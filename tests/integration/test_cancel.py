@@ -1,6 +1,4 @@
 """Cancellation at every step and by every means: when the await returns, memory is safe, or says that it is not."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
@@ -9,7 +7,8 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from stage import SOON, Cache, Copied, Gate, eventually, quiet, taken
+from inside import before_connecting, begin_copies_by, being_stopped, take_all, time_out
+from stage import SOON, Cache, Copied, Gate, eventually, quarantined, quiet
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferState, TransferTimeoutError
 
@@ -63,12 +62,12 @@ def connecting(step):
         task = asyncio.current_task()
         await asyncio.get_running_loop().create_future()
 
-    step.decode._peers._connect = never
+    go_on = before_connecting(step.decode, never)
     step.reached = lambda: task is not None
 
     def go():
         task.cancel()
-        del step.decode._peers._connect
+        go_on()
 
     step.go = go
 
@@ -91,25 +90,24 @@ def own_event(step):
     step.go = lambda: setattr(step.after, "fired", True)
 
 
-def full(worker_name, share_name):
+def full(worker_name, side):
     def hold(step):
         step.offered()
-        desk = getattr(getattr(step, worker_name)._site, share_name)
-        extents = []
+        worker, held_up = getattr(step, worker_name), []
 
         async def fill():
-            extents.append(taken(desk))
+            held_up.append(take_all(worker, side))
 
         step.prepare = fill
-        step.reached = lambda: desk.share.snapshot().waiting_requests
+        step.reached = lambda: worker.describe()["arena"][side].waiting_requests
 
         def go():
-            while extents:
-                desk.release(extents.pop())
+            while held_up:
+                held_up.pop().release()
 
         step.go = go
 
-    hold.__name__ = f"no_room_to_{'send' if worker_name == 'prefill' else 'receive'}"
+    hold.__name__ = f"no_room_to_{side}"
     return hold
 
 
@@ -118,18 +116,19 @@ def executor(worker_name, name):
 
     def slow(step):
         step.offered()
-        real, jobs = getattr(step, worker_name)._site.executor.submit, []
+        begun = []
 
-        def submit(job, direction):
-            (jobs.append((job, direction)) if job.plan.segments else real(job, direction))
+        def begin(submit, job, direction):
+            (begun.append((submit, job, direction)) if job.plan.segments else submit(job, direction))
 
-        getattr(step, worker_name)._site.executor.submit = submit
-        step.reached = lambda: jobs
+        undo = begin_copies_by(getattr(step, worker_name), begin)
+        step.reached = lambda: begun
 
         def go():
-            while jobs:
-                real(*jobs.pop())
-            getattr(step, worker_name)._site.executor.submit = real
+            while begun:
+                submit, *job = begun.pop()
+                submit(*job)
+            undo()
 
         step.go = go
 
@@ -139,8 +138,8 @@ def executor(worker_name, name):
 
 EVERY = [connecting, parked, prefill_not_ready, own_event, held]
 STAGED = [
-    full("prefill", "send_desk"),
-    full("decode", "receive_desk"),
+    full("prefill", "send"),
+    full("decode", "receive"),
     executor("prefill", "gathering"),
     executor("decode", "scattering"),
 ]
@@ -174,7 +173,7 @@ async def test_cancel_at_every_step(stage, source, target, route, step, again):
         await asyncio.sleep(0)
         task.cancel()
     if (route, step.__name__) in NOT_SAFE_AT_ONCE:
-        await eventually(lambda: decode._receiver._fetches)
+        await eventually(lambda: decode.describe()["receiving"])
         for _ in range(10):
             await asyncio.sleep(0)
         assert not task.done()
@@ -220,17 +219,15 @@ async def test_a_time_out_at_every_step(stage, source, target, route, step):
     untouched = Copied(target)
     task = asyncio.create_task(at.fetch(timeout=60, keep=True))
     await eventually(at.reached)
-    (fetching,) = decode._receiver._fetches
-    fetching._timed_out()
-    fetching._timed_out()
+    outcome = time_out(decode, times=2)
     task.cancel()  # and a caller who gives up in that moment
     if (route, step.__name__) in NOT_SAFE_AT_ONCE:
         for _ in range(10):
             await asyncio.sleep(0)
         assert not task.done()
         at.go()
-    await asyncio.wait([task, fetching.transfer.outcome])
-    error = fetching.transfer.outcome.exception()
+    await asyncio.wait([task, outcome])
+    error = outcome.exception()
     assert isinstance(error, TransferTimeoutError)
     assert error.memory_safe
     assert error.report.memory_safe
@@ -304,8 +301,7 @@ async def test_every_means_of_cancellation_waits_for_memory(stage, source, targe
     await eventually(lambda: stage.network.held("*"))  # before the time begins that the caller gives it
 
     task = asyncio.create_task(means(use(transfer)))
-    stops = lambda: [i.machine.failure for f in decode._receiver._fetches for i in f.incoming if i.machine.failure]  # noqa: E731
-    await eventually(lambda: stops() or task.done())
+    await eventually(lambda: being_stopped(decode) or task.done())
     assert not task.done() or route == "staged"
     stage.network.release("*")
     with pytest.raises(TimeoutError):
@@ -427,9 +423,7 @@ async def test_staged_is_never_in_doubt_but_its_extents_are(stage, source, targe
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    share = decode._site.receive_desk.share
-    assert share.quarantined_bytes() > 0
-    assert decode.describe()["metrics"]["quarantined_bytes"] == share.quarantined_bytes()
+    assert decode.describe()["metrics"]["quarantined_bytes"] == quarantined(decode, "receive") > 0
     assert not decode.describe()["custody"].holders
     untouched = Copied(target)
     stage.network.release("decode")

@@ -1,11 +1,10 @@
 """Requests that do not go as planned: ranks that die between others, fan-in of which a part fails, other engines."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import random
 
 import pytest
+from inside import cut_session, early_places, give_up_claims, kept_of_peers, sessions, withdraw_all
 from stage import KEY, Cache, Copied, Tap, eventually, looked_into, quiet
 from wire import play
 
@@ -43,7 +42,7 @@ def test_a_decode_rank_dies_after_another_has_released(tmp_path, retried):
         offer = one.prefill.offer("r", [1, 2], tokens=8)
         for rank, wire in zip(ranks, wires, strict=True):
             rank.claim(one.ticket("r", wire))
-        await one.until(lambda: len(one.prefill._links) == 2)
+        await one.until(lambda: len(sessions(one.prefill)) == 2)
         await ranks[0].start_fetch(one.ticket("r", wires[0]), [3, 4], tokens=TOKENS)
         await one.until(lambda: offer.released_ranks == {0})
         wires[1].cut()  # for good: nobody comes back on it
@@ -72,14 +71,13 @@ def refuses(ranks, decode):
 
 
 def loses_its_stream(ranks, decode):
-    for link in list(decode._links):
-        if link.endpoint == ranks[2].card.endpoint:
-            link._transport.abort()
+    (link,) = (link for link in sessions(decode) if link.endpoint == ranks[2].card.endpoint)
+    cut_session(link)
 
 
 def withdraws(ranks, decode):
     del decode
-    ranks[1]._sender.withdraw_all()
+    withdraw_all(ranks[1])
 
 
 @pytest.mark.parametrize("fails", [refuses, loses_its_stream, withdraws], ids=lambda f: f.__name__)
@@ -247,34 +245,20 @@ def test_any_order_twice(tmp_path, seed):
                 await asyncio.sleep(draw.uniform(0, 1))
         await asyncio.gather(*(transfer.outcome for transfer in transfers), return_exceptions=True)
         await asyncio.gather(*(offer.withdraw() for offer in offers.values()))
-        one.decode._receiver._claims.close()
-        await one.until(lambda: not one.prefill._sender.book._early, seconds=60)
+        give_up_claims(one.decode)
+        await one.until(lambda: not one.prefill.describe()["parked"], seconds=60)
         for worker in (one.prefill, one.decode):
             seen = worker.describe()
             assert seen["sending"] == seen["receiving"] == seen["in_doubt"] == seen["offers"] == 0
             assert not seen["custody"].holders
             for share in (seen["arena"]["send"], seen["arena"]["receive"]):
                 assert share.free_bytes == share.capacity_bytes
-        assert len(one.prefill._sender._places) == len(one.prefill._sender.book._places) == 0
+        assert one.prefill.describe()["places"] == early_places(one.prefill) == 0
 
     play(scenario, tmp_path, seed=seed)
 
 
 # --- peers that are gone
-
-
-def kept(worker):
-    """How many things a worker keeps of its peers, by where."""
-    site = worker._site
-    books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
-    found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
-    lender = worker._receiver._lender
-    books |= {"gates": site.gates, "peers": worker._peers, "lender": lender, "prover": lender.prover}
-    for name, book in books.items():
-        for field, value in vars(book).items():
-            if isinstance(value, dict | set | list):
-                found[f"{name}.{field}"] = len(value)
-    return found
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -290,8 +274,7 @@ async def test_nothing_is_kept_of_the_dead(stage, side):
         await offer.released()
         await looked_into(decode)
         await coming.aclose()
-        await eventually(lambda: not staying._links)
-        sizes.append(kept(staying))
+        await eventually(lambda: not sessions(staying))
+        sizes.append(kept_of_peers(staying))
     assert sizes[-1] == sizes[0]
-    sizes[-1].pop("gates._free", None)  # what may be given to the next is nobody's
     assert {name: size for name, size in sizes[-1].items() if size} == {}

@@ -1,11 +1,10 @@
 """Offers: in whatever order things happen, how they end, and what a ticket is worth."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 
 import pytest
 import torch
+from inside import before_connecting, counters, knows_layers, leave, overlook, session, sessions, spawn, wants_by_engine
 from stage import Cache, Copied, eventually, is_quiet, quiet
 from wire import play
 
@@ -176,11 +175,11 @@ def test_leases_are_renewed_as_often_as_their_owner_asks_for(tmp_path, known):
             await one.bring("before")
         offer = one.prefill.offer("r", [1, 2], tokens=8)
         one.decode.claim(one.ticket("r"))
-        await one.until(lambda: one.prefill._links)
-        (link,) = one.prefill._links
+        await one.until(lambda: sessions(one.prefill))
+        link = session(one.prefill)
         await asyncio.sleep(100 * FAST["offer_lease"])
         assert not offer.wait_end().done()
-        assert list(one.prefill._links) == [link]
+        assert sessions(one.prefill) == {link}
         await one.start("r")
         assert isinstance(await offer.released(), Released)
 
@@ -214,7 +213,6 @@ def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_othe
 
     async def scenario(one):
         await one.pair(**PAUSED)
-        book = one.prefill._sender.book
         first = one.prefill.offer("first", [1], tokens=4)
         claim = one.decode.claim(one.ticket("first"))
         await one.until(lambda: first.engine)
@@ -223,11 +221,9 @@ def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_othe
         second = one.prefill.offer("second", [1], tokens=4)
         one.decode.claim(one.ticket("second"))
         await one.until(lambda: second.engine)
-        book._watched.pop(first.key)  # as if a transfer of it had been at work when it was looked at
-        book._ends.remove(next(entry for entry in book._ends if entry[1] == first.key))
-        book._arm()
+        overlook(one.prefill, first)
         one.stand_still(100.0)
-        book.left(first)
+        leave(one.prefill, first)
         await asyncio.sleep(0.9)
         assert not first.wait_end().done()
         assert not second.wait_end().done()
@@ -257,7 +253,7 @@ def test_claims_are_renewed_where_they_are_wanted_often_and_nowhere_else(tmp_pat
         assert frames(seldom, "Claim") == 11  # 2 s, its own heartbeat
         for claim in claims:
             claim.close()
-        await one.until(lambda: not one.decode._receiver._claims._engines)  # one was being connected
+        await one.until(lambda: not wants_by_engine(one.decode))  # one was being connected
 
     play(scenario, tmp_path)
 
@@ -288,14 +284,13 @@ def test_a_claim_of_the_same_request_takes_the_place_of_the_one_before(tmp_path)
         ticket = one.ticket("r")
         elsewhere = ticket | {"endpoints": {"prefix": "unix:/nowhere"}}
         claims = [one.decode.claim(each) for each in (ticket, elsewhere, ticket)]
-        kept = one.decode._receiver._claims
-        assert (len(kept), [len(engine.kept) for engine in kept._engines.values()]) == (1, [1, 0])
+        assert (one.decode.describe()["claims"], wants_by_engine(one.decode)) == (1, [1, 0])
         for claim in claims:
             claim.close()
-        assert len(kept) == 0
+        assert one.decode.describe()["claims"] == 0
         await asyncio.sleep(1)
-        assert kept._engines == {}
-        assert not one.decode._links  # nobody was connected for nothing
+        assert wants_by_engine(one.decode) == []
+        assert not sessions(one.decode)  # nobody was connected for nothing
 
     play(scenario, tmp_path)
 
@@ -326,28 +321,26 @@ def test_claims_that_come_and_go_in_one_turn_leave_one_renewal(tmp_path, caplog,
         before = frames(one.prefill, "Claim")
         await asyncio.sleep(20)
         assert frames(one.prefill, "Claim") - before in (9, 10)
-        assert len(one.decode._receiver._claims._engines) == 1
+        assert len(wants_by_engine(one.decode)) == 1
         assert sum(record.getMessage().startswith("claim_not_sent") for record in caplog.records) == 1
         for each in kept:
             each.close()
         await asyncio.sleep(3)
-        assert not one.decode._receiver._claims._engines
+        assert not wants_by_engine(one.decode)
 
     play(scenario, tmp_path)
 
 
-def test_claims_are_renewed_after_what_nobody_foresaw(tmp_path, monkeypatch):
+def test_claims_are_renewed_after_what_nobody_foresaw(tmp_path):
     async def scenario(one):
         await one.pair()
-        link = one.decode._peers.link
         raised = [OSError("no more descriptors")]
 
-        async def fails_once(*place):
+        async def fails_once(_):
             if raised:
                 raise raised.pop()
-            return await link(*place)
 
-        monkeypatch.setattr(one.decode._peers, "link", fails_once)
+        before_connecting(one.decode, fails_once)
         one.decode.claim(one.ticket("r"))
         await one.until(lambda: frames(one.prefill, "Claim"), seconds=4)
 
@@ -360,14 +353,14 @@ def test_a_worker_that_closes_connects_nobody_for_claims(tmp_path):
         one.decode.claim(one.ticket("r"))
         await one.until(lambda: frames(one.prefill, "Claim"))
         over = asyncio.Event()
-        one.decode._open.lookouts.spawn(over.wait(), "a look that takes its time")
+        spawn(one.decode, over.wait(), looks=True)
         closing = asyncio.ensure_future(one.decode.aclose(drain=False))
         await asyncio.sleep(10)
-        assert not one.prefill._links
+        assert not sessions(one.prefill)
         over.set()
         await closing
         await asyncio.sleep(10)
-        assert not one.prefill._links
+        assert not sessions(one.prefill)
 
     play(scenario, tmp_path)
 
@@ -381,16 +374,11 @@ def test_a_worker_that_closes_takes_no_request_over(tmp_path):
         offer = one.prefill.offer("r", streaming=True)
         other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
         await one.until(lambda: offer.transfers)
-        connect, may, over = one.decode._peers._connect_to, asyncio.Event(), asyncio.Event()
-
-        async def slowly(endpoint):
-            await may.wait()
-            return await connect(endpoint)
-
-        one.decode._peers._connect_to = slowly
+        may, over = asyncio.Event(), asyncio.Event()
+        before_connecting(one.decode, lambda _: may.wait())
         one.decode.claim(one.ticket("r"))
         await asyncio.sleep(0.1)
-        one.decode._open.tasks.spawn(over.wait(), "a fetch that is being ended")
+        spawn(one.decode, over.wait())  # as if a fetch was being ended
         closing = asyncio.ensure_future(one.decode.aclose(drain=False))
         await asyncio.sleep(0.1)
         may.set()
@@ -444,14 +432,14 @@ def test_a_lease_that_a_claim_begins_ends_though_nobody_would_have_claimed_it_fo
 def test_leases_run_out_after_what_nobody_foresaw_as_one_did(tmp_path, monkeypatch):
     async def scenario(one):
         await one.pair(prefill=PAUSED)
-        metrics, unforeseen = one.prefill._open.metrics, []
+        unforeseen = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context["exception"]))
 
         def fails_once(*_):
             monkeypatch.undo()
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(metrics, "offer_ended", fails_once)
+        monkeypatch.setattr(counters(one.prefill), "offer_ended", fails_once)
         offers = [one.prefill.offer(name, [1, 2], tokens=8) for name in "abc"]
         await asyncio.sleep(10)
         offers.append(one.prefill.offer("d", [1, 2], tokens=8))
@@ -558,7 +546,7 @@ async def test_withdraw(stage, source, target, route, state):
         await parked(prefill, "Claim")
     elif state == "waiting":
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
-        await eventually(lambda: transfer._progress._layers and frames(decode, "Accept"))
+        await eventually(lambda: knows_layers(transfer) and frames(decode, "Accept"))
     elif state == "in flight":
         stage.network.hold("*")
         transfer = decode.start_fetch(ticket, [1, 2], tokens=TOKENS)
@@ -694,7 +682,7 @@ async def test_tickets_that_were_forged_cut_or_edited(pair):
     forged = decode.claim({**ticket, "request": "forged"})
     await parked(prefill, "Claim")
     forged.close()
-    assert not prefill._sender.book._early
+    assert not prefill.describe()["parked"]
     await decode.fetch(ticket, [1], tokens=range(4), timeout=5)
     await quiet(*pair)
 

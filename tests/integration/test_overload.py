@@ -1,6 +1,4 @@
 """More than a worker can take: it refuses and says when to come again, does not grow, and no peer shuts out others."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
@@ -9,6 +7,7 @@ import time
 from collections import Counter
 
 import pytest
+from inside import early_places, queues, renew_claims
 from stage import Cache, Copied, eventually, quiet
 from wire import play
 
@@ -41,24 +40,24 @@ async def test_one_peer_does_not_take_every_transfer(stage):
     for transfer in (*waiting, parked):
         transfer.cancel()
     await quiet(prefill, greedy, modest)
-    assert len(prefill._sender._places) == len(prefill._sender.book._places) == len(prefill._sender.book._early) == 0
+    seen = prefill.describe()
+    assert seen["places"] == seen["parked"] == early_places(prefill) == 0
 
 
 async def test_one_peer_does_not_take_all_that_is_kept_before_offers(stage):
     prefill = await stage.worker("prefill", Cache(), max_parked=16, unclaimed_timeout=0.3)
     greedy, modest = await stage.worker("greedy", Cache()), await stage.worker("modest", Cache())
-    book = prefill._sender.book
     claims = [greedy.claim(prefill.engine.ticket(f"g{n}")) for n in range(30)]
     heard = lambda: prefill.describe()["metrics"]["frames_received"]  # noqa: E731
     await eventually(lambda: heard().get("Claim"))
-    assert len(book._early) == 12
+    assert prefill.describe()["parked"] == 12
     for claim in claims:
         claim.close()
     await modest.decline(prefill.engine.ticket("m"))
     await eventually(lambda: heard().get("Release"))
     assert isinstance(await prefill.offer("m", [1], tokens=4).released(), Released)  # it was kept
-    await eventually(lambda: not book._early)  # what no offer follows is forgotten
-    assert len(book._places) == 0
+    await eventually(lambda: not prefill.describe()["parked"])  # what no offer follows is forgotten
+    assert early_places(prefill) == 0
 
 
 def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
@@ -73,15 +72,12 @@ def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
         most, refused, done = Counter(), Counter(), Counter()
 
         def measure():
-            sender, book = one.prefill._sender, one.prefill._sender.book
-            share = one.prefill._site.send_desk.share.snapshot()
+            seen = one.prefill.describe()
             now = {
-                "transfers": len(sender._transfers),
-                "early": len(book._early),
-                "timers": len(book._ends),
-                "waiting": share.waiting_requests,
-                "unsent": sum(link._transport.get_write_buffer_size() for link in one.prefill._links),
-                "tasks": len(one.prefill._site.tasks),
+                "transfers": seen["sending"],
+                "early": seen["parked"],
+                "waiting": seen["arena"]["send"].waiting_requests,
+                **queues(one.prefill),
             }
             for name, value in now.items():
                 most[name] = max(most[name], value)
@@ -137,7 +133,7 @@ def test_a_parked_fetch_whose_time_has_passed_is_dropped(tmp_path):
         began = one.now
         await one.until(lambda: not sending(one.prefill))
         assert 5 <= one.now - began <= 5 + one.prefill.config.heartbeat + 0.1
-        assert not one.prefill._sender.book._early
+        assert not one.prefill.describe()["parked"]
         (error,) = await asyncio.gather(transfer.outcome, return_exceptions=True)
         assert isinstance(error, KvxferError)
 
@@ -164,8 +160,7 @@ async def test_thousands_of_claims_in_one_frame(stage):
     watching = asyncio.create_task(watch())
     sent = decode.describe()["metrics"]["frames_sent"]["Claim"]
     assert sent <= 3  # what is claimed in one turn is said in one frame
-    (engine,) = decode._receiver._claims._engines.values()
-    decode._receiver._claims._say(engine, engine.ranks[0], engine.kept.values())
+    renew_claims(decode)
     await eventually(lambda: all(offer.lease > lease for offer, lease in zip(offers, before, strict=True)))
     watching.cancel()
     assert decode.describe()["metrics"]["frames_sent"]["Claim"] - sent <= 2  # a heartbeat may have come in between
@@ -219,7 +214,7 @@ async def test_of_those_who_come_at_once_as_many_are_let_in_as_may(stage):
         said = [asyncio.create_task(asyncio.get_running_loop().sock_recv(sock, 1000)) for sock in socks]
         await eventually(lambda: sum(one.done() for one in said) == 2)
         assert all(b"max_streams=3" in one.result() for one in said if one.done())
-        assert sum(link.admitted for link in prefill._greeting) == 3
+        assert prefill.describe()["streams"] == 3
         for one in said:
             one.cancel()
         await asyncio.wait(said)

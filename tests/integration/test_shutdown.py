@@ -12,7 +12,8 @@ import weakref
 from pathlib import Path
 
 import pytest
-from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, quiet
+from inside import borrow_thread, executor, posted, rebuild
+from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, handshakes, quiet
 from standing import Stuck
 
 from kvxfer import (
@@ -59,7 +60,7 @@ async def test_nothing_is_left(network):
     async with make("p", source, network) as prefill, make("d", target, network) as decode:
         prefill.offer("r", [1, 2], tokens=8)
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-        prefill.offer("never", [1], tokens=4)
+        never = prefill.offer("never", [1], tokens=4)
         waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4))
         endpoint = Path(prefill.card.endpoint[5:])
         assert endpoint.is_socket()
@@ -68,7 +69,7 @@ async def test_nothing_is_left(network):
         assert threads
         assert folders
         waiting.cancel()
-        await prefill._sender.book.offers[-1].withdraw()
+        await never.withdraw()
     assert left() == NOTHING
     assert not network._agents
 
@@ -131,7 +132,7 @@ async def test_work_under_way_may_end(network):
         with pytest.raises(ClosedError):
             prefill.offer("s", [1], tokens=4)
         with pytest.raises(ClosedError):
-            decode.start_fetch(prefill._site.issuer.ticket("s"), [1], tokens=range(4))
+            decode.start_fetch(prefill.engine.ticket("s"), [1], tokens=range(4))
         copied = Copied(target).bring(source, [1, 2], [3, 4], TOKENS)
         offer.extend([1, 2], tokens=TOKENS)
         offer.ready()
@@ -185,12 +186,6 @@ async def test_an_exception_does_not_wait_for_the_drain(network):
     assert isinstance(await offers[0].released(), Withdrawn)
 
 
-def posted(worker):
-    """Whether a write is in flight."""
-    shipments = [sent for outgoing in worker._sender._transfers.values() for sent in outgoing._shipments.values()]
-    return any(sent.cell.state.value == "posted" for sent in shipments)
-
-
 async def test_a_stuck_post_does_not_keep_the_worker_open(network, caplog):
     """What may still be written is leaked, never freed, and whoever waits is told."""
     source, target = Cache(), Cache()
@@ -221,7 +216,7 @@ async def test_a_transport_that_does_not_return_does_not_keep_the_worker_open(ne
     config = Config(**{**DEFAULTS, **SOON, "close_timeout": 0.2, "heartbeat": 0.1, "peer_timeout": 0.3})
     async with Worker(Cache().tensors, config, transport=transport) as worker:
         if call == "renew":
-            worker._site.rebuilds.want(urgent=True)
+            rebuild(worker)
             await eventually(transport.inside.is_set)
         await worker.aclose(drain=False)
     assert transport.inside.is_set()
@@ -251,9 +246,8 @@ async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog
     transport = Stuck("p", network, "close")
     worker = Worker(Cache().tensors, Config(**DEFAULTS), transport=transport)
     async with worker:
-        executor = worker._site.executor
-        close = executor.close
-        executor.close = lambda timeout: transport.go.set() or close(timeout)
+        close = executor(worker).close
+        executor(worker).close = lambda timeout: transport.go.set() or close(timeout)
     assert transport.inside.is_set()
     assert "fabric_not_closed" not in caplog.text
     assert left() == NOTHING
@@ -281,7 +275,7 @@ async def test_events_that_never_fire_do_not_keep_anything(network):
 async def test_strangers_do_not_outlive_the_worker(network):
     async with make("p", Cache(), network, handshake_timeout=60) as worker:
         reader, writer = await asyncio.open_unix_connection(worker.card.endpoint[5:])
-        await eventually(lambda: worker._greeting)
+        await eventually(lambda: handshakes(worker))
     assert await reader.read() == b""
     writer.close()
 
@@ -330,7 +324,7 @@ async def test_a_worker_closes_though_all_its_threads_wait(network, monkeypatch)
     release = threading.Event()
     worker = make("p", Cache(), network)
     await worker.__aenter__()
-    waiting = asyncio.ensure_future(worker._site.runtime.in_thread(release.wait))
+    waiting = asyncio.ensure_future(borrow_thread(worker, release.wait))
     try:
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(worker.aclose())

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvxfer.errors import UnreachableError
 from kvxfer.link import Link
+from kvxfer.peers import Peers
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Message
 from kvxfer.protocol.session import Role
@@ -207,6 +208,39 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
     receiver.opened = opened_and_more
 
 
+# --- strangers, who have no stream: `link` is what the scene makes of one
+
+
+def hear(worker: Any, link: Any, message: Message) -> None:
+    """One of them says something to its prefill role."""
+    worker._sender.handle(link, message)
+
+
+def welcome(worker: Any, link: Any) -> None:
+    """One of them has come."""
+    worker._sender.opened(link)
+
+
+def lose(worker: Any, link: Any) -> None:
+    """One of them is gone."""
+    worker._sender.lost(link)
+
+
+def renew(worker: Any, offer: Any, epoch: bytes) -> None:
+    """An engine claims a request that is on offer."""
+    worker._sender.book.renew(offer, epoch, 1)
+
+
+def release(worker: Any, offer: Any, who: Any) -> None:
+    """A decode rank needs it no more."""
+    worker._sender.book.release(offer.key, who)
+
+
+def peers_by(worker: Any, connect_to: Callable[[str], Awaitable[Any]]) -> Peers:
+    """Those whom a worker reaches, over streams that the scene opens."""
+    return Peers(worker._site, connect_to)
+
+
 # --- what it says of itself when it is met
 
 
@@ -256,6 +290,41 @@ def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(worker._rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)
 
 
+def pause_grants(worker: Any) -> None:
+    """The agent is about to be made anew."""
+    worker._site.pause()
+
+
+def resume_grants(worker: Any) -> None:
+    """It could not be."""
+    worker._site.resume(done=False)
+
+
+def timers(worker: Any, monkeypatch: Any) -> list[float]:
+    """For how many seconds each of its timers is set from now on; none of them fires."""
+    site = worker._site
+    seconds: list[float] = []
+
+    def at(_: Any, when: float, then: Callable[[], None]) -> Any:
+        seconds.append(when - site.now())
+        return site.loop.call_later(99, then)
+
+    monkeypatch.setattr(type(site), "at", at)
+    return seconds
+
+
+def begin_rebuilding(worker: Any) -> bool:
+    """The timer for a new agent fires; whether one is being made then."""
+    worker._rebuilding._begin()
+    running: bool = worker._rebuilding._running
+    return running
+
+
+def note_rebuilt(worker: Any) -> None:
+    """It was made anew just now."""
+    worker._rebuilding._last = worker._site.now()
+
+
 # --- memory
 
 
@@ -275,6 +344,10 @@ class Taken:
     def release(self) -> None:
         """Give it back."""
         self._desk.release(self._extent)
+
+    def write(self) -> None:
+        """Whoever has it may write it from now on."""
+        self._desk.share.write(self._extent)
 
     def quarantine(self, reason: str = "silent") -> None:
         """Whoever has it may write it for ever."""
@@ -305,6 +378,18 @@ def take_all_in_place(worker: Any) -> Taken:
     """All that its only peer may write in place is being written."""
     (desk,) = worker._site.in_place_desks.values()
     return _all_of(desk)
+
+
+def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken | None:
+    """A peer may write so much in place, if that may be granted now."""
+    desk = worker._site.in_place_desk(peer)
+    extent = desk.take(peer.name, nbytes)
+    return None if extent is None else Taken(desk, extent)
+
+
+def forget_peer(worker: Any, peer: Any) -> None:
+    """The last session with a peer is lost."""
+    worker._site.forget(peer)
 
 
 def _all_of(desk: Any) -> Taken:
@@ -396,6 +481,27 @@ def transport(worker: Any) -> Any:
 def plans(worker: Any) -> Any:
     """Plans of copies with its peers."""
     return worker._site.plans
+
+
+def close_fabric_by(worker: Any, close: Callable[[float], Any]) -> None:
+    """This is called where the transport is closed."""
+    worker._site.fabric.close = close
+
+
+def mapped_windows(worker: Any) -> list[Any]:
+    """Memory of peers that it has mapped, peer by peer."""
+    return [mapping.windows for mapping in worker._site.mappings._mappings.values()]
+
+
+def holds_arena(worker: Any) -> bool:
+    """Whether the memory of its arena is still the worker's to free."""
+    return worker._assembly.staging._backing is not None
+
+
+def now(worker: Any) -> float:
+    """Its clock, in seconds."""
+    seconds: float = worker._site.now()
+    return seconds
 
 
 # --- what is under way

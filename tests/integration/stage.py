@@ -235,6 +235,11 @@ def quarantined(worker, side):
     return worker.describe()["arena"][side].quarantined_bytes
 
 
+def extents(worker, side):
+    """What of a side of the arena somebody holds: offset, length, state and peer of each."""
+    return worker.describe()["arena"][side].extents
+
+
 def handshakes(worker):
     """How many of its streams have not completed theirs."""
     return worker.describe()["handshakes"]

@@ -2,6 +2,8 @@
 
 import threading
 
+import inside
+
 from kvxfer.copy.host import run
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.copy.sums import total
@@ -15,41 +17,44 @@ class Standing:
 
     Attributes:
         held: Jobs that stand still.
+        real: What copies otherwise.
+        holding: Whether those that come yet stand still too.
     """
 
     def __init__(self, worker, direction: Direction):
         self.held = []
-        self._site, self._direction = worker._site, direction
-        self._real, self._holding = worker._site.executor, True
-        worker._site.executor = self
+        self._worker, self._direction = worker, direction
+        self.real, self.holding = inside.executor(worker), True
+        inside.replace_executor(worker, self)
 
     def submit(self, job, direction):
         moves = bool(job.plan.segments) or job.sums is not None
-        if not (self._holding and moves and direction is self._direction and job.after.query()):
-            self._real.submit(job, direction)
-        elif job.permit.post(self._site.now, lambda: None):
+        if not (self.holding and moves and direction is self._direction and job.after.query()):
+            self.real.submit(job, direction)
+        elif job.permit.post(lambda: inside.now(self._worker), lambda: None):
             self.held.append(job)
         else:
             self._end(job, stopped=True)
 
     def go(self):
         """Let them end, and hold no more."""
-        self._holding = False
+        self.holding = False
         while self.held:
             job = self.held.pop(0)
             run(job.plan)
             self._end(job, sums=b"" if job.sums is None else total(job.sums, run))
 
     def close(self, timeout):
-        closed = self._real.close(timeout)
+        closed = self.real.close(timeout)
         return closed and not self.held
 
     def __getattr__(self, name):
-        return getattr(self._real, name)
+        return getattr(self.real, name)
 
     def _end(self, job, **how):
         job.permit.end()
-        job.done(CopyOutcome(None, self._site.now(), self._site.now(), **how))
+        at = inside.now(self._worker)
+        job.done(CopyOutcome(None, at, at, **how))
 
 
 class Stuck(LoopbackTransport):

@@ -1,20 +1,38 @@
 """The agent made anew: what only that can end is over, late bytes land nowhere, and nobody else fails for it."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
-from stage import Cache, Copied, eventually, quiet
+from inside import (
+    begin_rebuilding,
+    consider_rebuilding,
+    cut,
+    free_gates,
+    gates_of,
+    keep_agent,
+    lose_unheard,
+    never_come_back,
+    note_rebuilt,
+    now,
+    pause_grants,
+    rebuild,
+    rebuild_at_once,
+    resume_grants,
+    session,
+    sessions,
+    take,
+    take_in_place,
+    timers,
+    vanish,
+)
+from stage import Cache, Copied, eventually, quarantined, quiet
 
 from kvxfer import (
     KvxferError,
     MemoryInDoubt,
     Released,
-    UnreachableError,
     assembly,
     gauging,
     landing,
@@ -54,13 +72,6 @@ def target():
     return Cache()
 
 
-def lose(worker):
-    """Its host goes: nobody hears of it any more, and what it has under way stays so."""
-    worker._listener._stop()
-    for link in list(worker._links):
-        link._transport.abort()
-
-
 async def in_flight(stage, victim, decode):
     """A fetch that is being written."""
     stage.network.hold("decode")
@@ -94,7 +105,7 @@ async def test_what_a_host_that_is_gone_may_write_comes_back_and_is_never_writte
     victim, prefill, decode = await company(stage, source, other, target, route=route)
     await brings(prefill, decode, other, target, "before")
     transfer = await in_flight(stage, victim, decode)
-    lose(victim)
+    vanish(victim)
     with pytest.raises(KvxferError) as caught:
         await transfer
     assert not isinstance(caught.value, MemoryInDoubt), "it was made anew in time"
@@ -119,10 +130,9 @@ async def test_what_a_host_that_is_gone_may_read_is_the_callers_again(stage, sou
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held("prefill"))
-    decode._peers.link = None  # it never comes back
-    lose(decode)
-    for link in list(prefill._links):
-        link._transport.abort()
+    never_come_back(decode)
+    vanish(decode)
+    cut(prefill)
     ending = asyncio.create_task(offer.withdraw())
     await eventually(ending.done)
     await quiet(prefill)
@@ -138,17 +148,17 @@ async def test_for_a_living_peer_on_this_host_it_would_prove_nothing(
         monkeypatch.setattr(assembly, "here", lambda: "")
     victim, prefill, decode = await company(stage, source, other, target, route="staged")
     transfer = await in_flight(stage, victim, decode)
-    lose(victim)
+    vanish(victim)
     with pytest.raises(KvxferError):
         await transfer
-    looked = decode._site.now() + 1.5 * TIMES["peer_timeout"]
-    await eventually(lambda: decode._site.now() > looked)
+    looked = now(decode) + 1.5 * TIMES["peer_timeout"]
+    await eventually(lambda: now(decode) > looked)
     assert decode.describe()["agent"] == {"rebuilt": 0, "wanted": 0, "paused": False}
-    assert decode._site.receive_desk.share.quarantined_bytes()
-    decode._site.rebuilds.want(urgent=True)  # for another reason
+    assert quarantined(decode, "receive")
+    rebuild(decode)  # for another reason
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, other, target, "after")
-    assert decode._site.receive_desk.share.quarantined_bytes(), "and if it is done, it is no evidence"
+    assert quarantined(decode, "receive"), "and if it is done, it is no evidence"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +184,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held(far))
-    poster._site.rebuilds.want(urgent=True)
+    rebuild(poster)
     await eventually(lambda: poster.describe()["agent"]["rebuilt"])
     with pytest.raises(KvxferError) as raised:
         await transfer
@@ -184,7 +194,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
         with pytest.raises(MemoryInDoubt):
             await offer.withdraw()
     else:
-        assert prefill._site.send_desk.share.quarantined_bytes()
+        assert quarantined(prefill, "send")
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill"])
@@ -192,8 +202,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
 async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, source, target, route, who, monkeypatch):
     prefill, decode = await stage.pair(source, target, route=route, chunk_bytes="1KiB", revoke_timeout=20.0)
     worker = {"decode": decode, "prefill": prefill}[who]
-    rebuilds = worker._site.rebuilds
-    monkeypatch.setattr(worker._rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)  # at once
+    rebuild_at_once(worker, monkeypatch)
     numbers, failed, stop = itertools.count(), [], asyncio.Event()
 
     async def keep_fetching(lane):
@@ -210,8 +219,8 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
         for lane in range(4):
             group.create_task(keep_fetching(lane))
         for wanted in range(1, 5):
-            rebuilds.want(urgent=True)
-            await eventually(lambda wanted=wanted: rebuilds.count == wanted, timeout=20)
+            rebuild(worker)
+            await eventually(lambda wanted=wanted: worker.describe()["agent"]["rebuilt"] == wanted, timeout=20)
             enough = decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) + 20
             await eventually(
                 lambda enough=enough: decode.describe()["metrics"]["receive"]["transfers"].get("ok", 0) > enough,
@@ -222,7 +231,7 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
     await quiet(prefill, decode)
     assert decode.describe()["metrics"]["receive"]["transfers"].keys() == {"ok"}
     for worker in (prefill, decode):
-        assert len(worker._site.fabric._peers) <= 1, "agents that are no more were forgotten"
+        assert worker.describe()["fabric"]["agents"] <= 1, "agents that are no more were forgotten"
 
 
 async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
@@ -232,8 +241,8 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
         prefill = await stage.worker("prefill", source, **TIMES)
     decode = await stage.worker("decode", target, **TIMES)
     await brings(prefill, decode, source, target, "before")
-    (link,) = decode._links
-    decode._site.rebuilds.want(urgent=True)
+    link = session(decode)
+    rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     assert not link.is_open
     await brings(prefill, decode, source, target, "after")
@@ -253,7 +262,7 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
         patch.setattr(Link, "data_received", later)
         fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
         await eventually(lambda: kept)
-        decode._site.rebuilds.want(urgent=True)
+        rebuild(decode)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     for link, data in kept:
         link.data_received(data)
@@ -261,22 +270,21 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
 
 
 async def test_who_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage, target):
-    site = (await stage.worker("w", target))._site
-    peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"new"))
-    site.pause()
-    desk = site.in_place_desk(peer)
-    assert desk.take("new", 1) is None
-    site.resume(done=False)
-    extent = desk.take("new", 1)
-    assert extent is not None
-    desk.release(extent)
+    worker = await stage.worker("w", target)
+    peer = SimpleNamespace(name="new", identity=SimpleNamespace(incarnation=b"new"))
+    pause_grants(worker)
+    assert take_in_place(worker, peer, 1) is None
+    resume_grants(worker)
+    granted = take_in_place(worker, peer, 1)
+    assert granted is not None
+    granted.release()
 
 
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
     await brings(prefill, decode, source, target, "before")
     transfer = await in_flight(stage, prefill, decode)
-    decode._site.rebuilds.want(urgent=True)
+    rebuild(decode)
     with pytest.raises(KvxferError, match="being rebuilt"):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
@@ -295,11 +303,11 @@ async def test_writes_in_doubt_to_an_agent_that_is_no_more_keep_no_place(stage, 
         stage.network.break_next("decode", disconnected=True)
         with pytest.raises(KvxferError, match="was told to break"):
             await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=TOKENS, timeout=5)
-        await eventually(lambda: not prefill._sender._doubtful)
+        await eventually(lambda: not prefill.describe()["sent_in_doubt"])
         assert decode.describe()["agent"]["rebuilt"] == number + 1
     await brings(prefill, decode, source, target, "after")
     await quiet(prefill, decode)
-    assert len(prefill._sender._places) == 0
+    assert prefill.describe()["places"] == 0
 
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
@@ -318,8 +326,8 @@ async def test_nor_do_those_that_end_only_after_their_prefill_rank_was_told(
     await eventually(lambda: not prefill.describe()["sending"])
     with pytest.raises((asyncio.CancelledError, MemoryInDoubt)):
         await transfer
-    assert not prefill._sender._doubtful
-    assert len(prefill._sender._places) == 0
+    assert not prefill.describe()["sent_in_doubt"]
+    assert prefill.describe()["places"] == 0
 
 
 @pytest.mark.parametrize("gpus", [False, True])
@@ -333,10 +341,10 @@ async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
     stage.network.break_next("decode", disconnected=True)
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-    decode._site.rebuilds.want(urgent=True)
+    rebuild(decode)
     await eventually(lambda: decode.describe()["agent"]["rebuilt"])
     await brings(prefill, decode, source, target, "after")
-    await eventually(lambda: len(prefill._sender._doubtful) == len(prefill._sender._places) == gpus)
+    await eventually(lambda: prefill.describe()["sent_in_doubt"] == prefill.describe()["places"] == gpus)
     await eventually(lambda: bool(decode.describe()["arena"]["receive"].quarantined_bytes) == gpus)
 
 
@@ -351,12 +359,11 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
     stage.network.break_next("decode", disconnected=True)
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=5)
-    await eventually(lambda: not prefill._sender._doubtful)
+    await eventually(lambda: not prefill.describe()["sent_in_doubt"])
     await quiet(decode)
     assert not decode.describe()["arena"]["receive"].quarantined_bytes
     assert not decode.describe()["custody"].doubtful_blocks
-    gates = decode._site.gates
-    assert {await gates.revoke(number) for number in gates._free} == {Revoked.IDLE}
+    assert {await gates_of(decode).revoke(number) for number in free_gates(decode)} == {Revoked.IDLE}
     await brings(prefill, decode, source, target, "after", ids=(3, 4))
 
 
@@ -365,18 +372,18 @@ async def test_what_our_own_agent_may_write_by_itself_is_in_doubt_until_that_is_
 ):
     """On one host the agent of the peer is not needed for it; so that one's end tells nothing alone."""
     prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
-    prefill._site.rebuilds.wanted = lambda: None
+    keep_agent(prefill)
     prefill.offer("r", [1], tokens=4)
     stage.network.break_next("decode", after_bytes=24, lingers=True)
     stage.network.refuse_next("decode")  # the write that would tell that all before it has ended
     with pytest.raises(KvxferError, match="was told to break"):
         await decode.fetch(prefill.engine.ticket("r"), [3], tokens=range(4), timeout=5)
-    decode._site.rebuilds.want(urgent=True)
+    rebuild(decode)
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
-    assert len(prefill._sender._doubtful) == 1
+    assert prefill.describe()["sent_in_doubt"] == 1
     assert decode.describe()["arena"]["receive"].quarantined_bytes
-    prefill._rebuilding._consider()
-    await eventually(lambda: not prefill._sender._doubtful)
+    consider_rebuilding(prefill)
+    await eventually(lambda: not prefill.describe()["sent_in_doubt"])
     await eventually(lambda: not decode.describe()["arena"]["receive"].quarantined_bytes)
     assert decode.describe()["agent"]["rebuilt"] == 1, "once is enough, in whatever order"
 
@@ -396,17 +403,12 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     await eventually(lambda: late)
     monkeypatch.undo()
 
-    async def away(endpoint, epoch):
-        raise UnreachableError("nobody answers there", peer=endpoint)
-
-    monkeypatch.setattr(decode._peers, "link", away)
-    (link,) = (link for link in decode._links if link.role is Role.CLIENT)
-    stream, link._transport = link._transport, None
-    link.connection_lost(None)
+    never_come_back(decode)
+    (link,) = (link for link in sessions(decode) if link.role is Role.CLIENT)
+    stream = lose_unheard(link)
     with pytest.raises(KvxferError):
         await transfer
-    share = decode._site.receive_desk.share
-    await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not share.quarantined_bytes())
+    await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not quarantined(decode, "receive"))
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
     moved = len(stage.network.log)
     for one, part in late:
@@ -418,29 +420,24 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
 
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):
     worker = await stage.worker("w", target, heartbeat=1.0, peer_timeout=50.0, revoke_timeout=20.0)
-    site, armed = worker._site, []
-    monkeypatch.setattr(
-        type(site), "at", lambda _, when, then: armed.append(when - site.now()) or site.loop.call_later(99, then)
-    )
-    share, rebuilds = site.receive_desk.share, site.rebuilds
-    leave = rebuilds.want(urgent=False)
+    armed, capacity = timers(worker, monkeypatch), worker.describe()["arena"]["receive"].capacity_bytes
+    leave = rebuild(worker, urgent=False)
     assert armed[-1] == pytest.approx(50, abs=1)
-    rebuilds.want(urgent=True)()
+    rebuild(worker)()
     assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
-    worker._rebuilding._begin()  # by the timer of one that is over
-    assert not worker._rebuilding._running
+    assert not begin_rebuilding(worker)  # by the timer of one that is over
     assert armed[-1] == pytest.approx(50, abs=1)
-    extent = site.receive_desk.take("peer", share.capacity // rebuilding._CROWDED)
-    site.receive_desk.quarantine(extent, "silent")
-    rebuilds.want(urgent=False)()
+    much = take(worker, "receive", capacity // rebuilding._CROWDED)
+    much.quarantine()
+    rebuild(worker, urgent=False)()
     assert armed[-1] == pytest.approx(50, abs=1), "not more than a quarter"
-    more = site.receive_desk.take("peer", 512)
-    site.receive_desk.quarantine(more, "silent")
-    rebuilds.want(urgent=False)()
+    more = take(worker, "receive", 512)
+    more.quarantine()
+    rebuild(worker, urgent=False)()
     assert armed[-1] == pytest.approx(5, abs=1)
-    worker._rebuilding._last = site.now()
-    rebuilds.want(urgent=True)()
+    note_rebuilt(worker)
+    rebuild(worker)()
     assert armed[-1] == pytest.approx(50, abs=1), "not twice in a row"
     leave()
-    for held in (extent, more):
-        site.receive_desk.settle(held)
+    for held in (much, more):
+        held.settle()

@@ -2,14 +2,13 @@
 
 In virtual time. On GPUs the same is tried with streams that are held up (`tests/gpu/test_standing_gpu.py`).
 """
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 from concurrent.futures import Future
 
 import pytest
-from stage import Cache, Copied, is_quiet
+from inside import close_fabric_by, holds_arena, mapped_windows, rebuild, when_rebuilt
+from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
 
@@ -44,19 +43,18 @@ async def standing(play, side, direction, **config):
     return copies, offer, transfer
 
 
-def share_of(play, side):
-    site = getattr(play, side)._site
-    return site.send_desk.share if side == "prefill" else site.receive_desk.share
+def held_of(play, side):
+    return extents(getattr(play, side), "send" if side == "prefill" else "receive")
 
 
 async def rebuilt(play, worker):
     """Have its agent made anew, and see that it does not take longer than it may."""
     began, over = play.now, []
-    worker._site.rebuilds.want(urgent=True)
-    worker._site.rebuilds.next.add_done_callback(lambda _: over.append(play.now))
+    rebuild(worker)
+    when_rebuilt(worker, lambda: over.append(play.now))
     await play.until(lambda: over)
     assert over[0] - began <= BOUNDS["rebuild"] + SLACK
-    assert not worker._site.rebuilds.paused
+    assert not worker.describe()["agent"]["paused"]
 
 
 async def raised(awaitable):
@@ -80,11 +78,11 @@ def test_it_outlives_the_agent_and_brings_its_bytes(tmp_path, side, direction, w
     async def scenario(play):
         copies, offer, transfer = await standing(play, side, direction)
         copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
-        held = [(extent.address, extent.length, extent.state) for extent in share_of(play, side).extents()]
+        held = held_of(play, side)
         assert held
         await rebuilt(play, getattr(play, who))
         assert not transfer.done
-        assert [(extent.address, extent.length, extent.state) for extent in share_of(play, side).extents()] == held
+        assert held_of(play, side) == held
         copies.go()
         await transfer
         copied.check()
@@ -102,15 +100,15 @@ def test_no_agent_is_made_where_that_would_wait_for_it(tmp_path, monkeypatch, si
     async def scenario(play):
         copies, _, transfer = await standing(play, side, direction)
         worker, launched, over = getattr(play, side), play.now, []
-        monkeypatch.setattr(copies._real, "standing", lambda since: bool(copies.held) and launched <= since)
-        worker._site.rebuilds.want(urgent=True)
-        worker._site.rebuilds.next.add_done_callback(lambda _: over.append(play.now))
-        await play.until(lambda: worker._site.rebuilds.paused)
-        await play.until(lambda: not worker._site.rebuilds.paused)
-        copies._holding = False
+        monkeypatch.setattr(copies.real, "standing", lambda since: bool(copies.held) and launched <= since)
+        rebuild(worker)
+        when_rebuilt(worker, lambda: over.append(play.now))
+        await play.until(lambda: worker.describe()["agent"]["paused"])
+        await play.until(lambda: not worker.describe()["agent"]["paused"])
+        copies.holding = False
         await play.bring("beside", ids=(5, 6), into=(9, 10))
-        await play.until(lambda: worker._site.rebuilds.paused)  # it is tried again
-        await play.until(lambda: not worker._site.rebuilds.paused)
+        await play.until(lambda: worker.describe()["agent"]["paused"])  # it is tried again
+        await play.until(lambda: not worker.describe()["agent"]["paused"])
         assert not over
         assert worker.describe()["agent"]["rebuilt"] == 0
         copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
@@ -131,7 +129,7 @@ def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(tmp_path):
         await rebuilt(play, play.decode)
         assert "try again" in str(await raised(transfer))
         assert transfer.memory_safe
-        copies._holding = False
+        copies.holding = False
         copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
         await play.start("r")  # though the first one stands still
         copied.check()
@@ -149,15 +147,15 @@ def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(tmp_path):
 def test_nobody_else_gets_its_memory_meanwhile(tmp_path, side, direction):
     async def scenario(play):
         copies, _, transfer = await standing(play, side, direction)
-        ours = {(extent.address, extent.length) for extent in share_of(play, side).extents()}
+        ours = {(extent.offset, extent.length) for extent in held_of(play, side)}
         others = set()
-        submit = copies._real.submit
+        submit = copies.real.submit
 
         def see(job, direction):
-            others.update((extent.address, extent.length) for extent in share_of(play, side).extents())
+            others.update((extent.offset, extent.length) for extent in held_of(play, side))
             submit(job, direction)
 
-        copies._holding, copies._real.submit = False, see
+        copies.holding, copies.real.submit = False, see
         for number in range(24):  # more than the arena holds at once
             await play.bring(f"beside {number}", ids=(5, 6), into=(9, 10))
             if number == 12:
@@ -262,7 +260,7 @@ def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_eviden
         assert "copy" in str(outcome)
         assert play.now - began <= BOUNDS["revoke"] + SLACK
         await rebuilt(play, play.decode)
-        kept = [extent.state.value for extent in share_of(play, "decode").extents()]
+        kept = [extent.state.value for extent in held_of(play, "decode")]
         assert kept == ["scattering"] * len(copies.held)
         settled = asyncio.ensure_future(outcome.settled())
         with pytest.raises(BlocksError, match="may still write it"):
@@ -286,14 +284,14 @@ def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, 
         copies, offer, transfer = await standing(play, side, direction)
         worker = getattr(play, side)
         if not transport:
-            worker._site.fabric.close = lambda timeout: Future()
-        kept, leaked = [*share_of(play, side).extents()], len(assembly._leaked)
+            close_fabric_by(worker, lambda timeout: Future())
+        kept, leaked = held_of(play, side), len(assembly._leaked)
         _, waited = await play.timed(worker.aclose(drain=False))
         assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK
         assert copies.held
         assert kept
         assert len(assembly._leaked) == leaked + 1
-        assert worker._assembly.staging._backing is None
+        assert not holds_arena(worker)
         assert caplog.text.count("memory_leaked") == 1
         outcome = await raised(offer.released() if side == "prefill" else transfer)
         assert isinstance(outcome, MemoryInDoubt), outcome
@@ -310,14 +308,14 @@ def test_a_worker_that_closes_keeps_what_its_copy_writes_mapped_and_stays_inside
 
     async def scenario(play):
         copies, _, transfer = await standing(play, "prefill", Direction.GATHER, route="mapped")
-        mapped = [mapping.windows for mapping in play.prefill._site.mappings._mappings.values()]
+        mapped = mapped_windows(play.prefill)
         assert len(mapped) == 1
         await play.prefill.aclose(drain=False)
         outcome = await raised(transfer)
         assert isinstance(outcome, MemoryInDoubt), outcome
         await asyncio.sleep(10 * TIMES["revoke_timeout"])
         assert not transfer.memory_safe
-        assert [mapping.windows for mapping in play.prefill._site.mappings._mappings.values()] == mapped
+        assert mapped_windows(play.prefill) == mapped
         late = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
         copies.go()
         late.check()

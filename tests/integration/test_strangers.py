@@ -1,6 +1,4 @@
 """Peers that come as somebody else each time: what they leave behind does not grow with their number."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import gc
@@ -9,6 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
+import inside
 import pytest
 from msgspec import structs
 from stage import Cache, Copied, eventually
@@ -16,8 +15,6 @@ from stage import Cache, Copied, eventually
 from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError, remembered
 from kvxfer.limits import MAX_WORLD
 from kvxfer.outgoing import Outgoing
-from kvxfer.peers import Peers
-from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 
 MANY = 3000
@@ -50,30 +47,34 @@ async def met(stage, **config):
     offer = prefill.offer("met", [1], tokens=4)
     await decode.fetch(prefill.engine.ticket("met"), [1], tokens=range(4))
     await offer.released()
-    (link,) = prefill._links
-    return prefill, decode, link.peer
+    return prefill, decode, inside.met(prefill)
+
+
+def kept(prefill):
+    """How many transfers it knows to be in doubt, and how many places are taken."""
+    seen = prefill.describe()
+    return seen["sent_in_doubt"], seen["places"]
 
 
 async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stage, monkeypatch):
     """Nobody else could ask what became of them; and whoever leaves many gets no more."""
     prefill, _, peer = await met(stage, max_transfers=64)
-    sender, processes = prefill._sender, {}
+    processes = {}
     future = asyncio.get_running_loop().create_future
     monkeypatch.setattr(Outgoing, "in_doubt", True)
     monkeypatch.setattr(
         "kvxfer.processes.Processes.ended", lambda _, peer: processes.setdefault(peer.identity.incarnation, future())
     )
-    ref, refused = prefill._site.issuer.ref("r", 0), 0
+    ref, refused = prefill.engine.ref("r", 0), 0
     for number in range(MANY):
         link = Stranger(peer, number)
-        sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
+        inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
         refused += link.refused
-        sender.lost(link)
-    assert (len(sender._doubtful), len(sender._places), len(processes), refused) == (64, 64, 64, MANY - 64)
+        inside.lose(prefill, link)
+    assert (*kept(prefill), len(processes), refused) == (64, 64, 64, MANY - 64)
     for process in processes.values():
         process.set_result(None)
-    await eventually(lambda: not sender._doubtful)
-    assert len(sender._places) == 0
+    await eventually(lambda: kept(prefill) == (0, 0))
 
 
 async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_and_its_numbers_are_kept(
@@ -81,22 +82,22 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
 ):
     """Whether a peer on another host will ever come back, and ask, cannot be known."""
     prefill, _, peer = await met(stage, max_transfers=64)
-    sender, ref = prefill._sender, prefill._site.issuer.ref("r", 0)
+    ref = prefill.engine.ref("r", 0)
     monkeypatch.setattr(Outgoing, "in_doubt", True)
     monkeypatch.setattr(remembered, "_MOST", 1000)
     links = [Stranger(peer, number) for number in range(MANY)]
     for number, link in enumerate(links):
-        sender.opened(link)
-        sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
-        sender.lost(link)
+        inside.welcome(prefill, link)
+        inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
+        inside.lose(prefill, link)
     assert [link.refused for link in links] == [False] * 1064 + [True] * (MANY - 1064)
-    assert (len(sender._doubtful), len(sender._places)) == (1064, 64)
+    assert kept(prefill) == (1064, 64)
     for number in (0, 1063, 1064):
-        sender.cancel(links[number], Cancel(number))
+        inside.hear(prefill, links[number], Cancel(number))
     said = [links[number].heard[-1].status for number in (0, 1063, 1064)]
     assert said == [Status.IN_DOUBT, Status.IN_DOUBT, Status.CANCELLED]
     with pytest.raises(ProtocolError, match="under way already"):
-        sender.fetch(links[0], Fetch(0, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
+        inside.hear(prefill, links[0], Fetch(0, ref, [], [], 0, 1, [Route.DIRECT], 1, 1000))
 
 
 async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(stage):
@@ -105,9 +106,8 @@ async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(s
     prefill = await stage.worker("prefill", source, route="staged")
     honest = await stage.worker("honest", target, route="staged")
     liar = await stage.worker("liar", Cache(), route="staged")
-    told = decode_body(honest._site.body[True]).metadata
-    for trusted, body in liar._site.body.items():
-        liar._site.body[trusted] = encode_body(structs.replace(decode_body(body), metadata=told))
+    metadata = inside.told(honest).metadata
+    inside.tell(liar, lambda body: structs.replace(body, metadata=metadata))
     for number, (worker, fails) in enumerate([(honest, False), (liar, True)]):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         fetch = worker.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8), timeout=5)
@@ -119,35 +119,34 @@ async def test_who_says_to_be_reached_as_another_is_cuts_nobody_off_by_leaving(s
     transfer = honest.start_fetch(prefill.engine.ticket("r"), [5, 6], tokens=range(8))
     await eventually(lambda: stage.network.held("honest"))
     await liar.aclose(drain=False)
-    await eventually(lambda: len(prefill._site.lanes) == 1)
+    await eventually(lambda: prefill.describe()["fabric"]["lanes"] == 1)
     stage.network.release("honest")
     await transfer
     copied.check()
     await honest.aclose(drain=False)
-    await eventually(lambda: not prefill._site.fabric._peers)
+    await eventually(lambda: not prefill.describe()["fabric"]["agents"])
 
 
 async def test_admission_in_place_is_kept_of_a_lost_peer_while_it_is_in_doubt(stage):
     _, decode, peer = await met(stage)
-    site = decode._site
-    before = len(site.in_place_desks)
+    before = decode.describe()["in_place_shares"].keys()
     for number in range(MANY):
         stranger = Stranger(peer, number).peer
-        desk = site.in_place_desk(stranger)
-        extent = desk.take(stranger.name, 64)
-        desk.share.write(extent)
-        desk.quarantine(extent, "it is silent")
-        site.forget(stranger)
-        assert site.in_place_desk(stranger) is desk  # should it come back, what it holds counts
-        desk.settle(extent)
-        assert len(site.in_place_desks) == before
+        granted = inside.take_in_place(decode, stranger, 64)
+        granted.write()
+        granted.quarantine("it is silent")
+        inside.forget_peer(decode, stranger)
+        share = decode.describe()["in_place_shares"][stranger.identity.incarnation.hex()]
+        assert share.quarantined_bytes  # should it come back, what it holds counts
+        granted.settle()
+        assert decode.describe()["in_place_shares"].keys() == before
 
 
 async def test_few_engines_take_an_offer_from_each_other(stage):
     prefill, decode, peer = await met(stage)
-    book, offer = prefill._sender.book, prefill.offer("r", [1], tokens=4)
+    offer = prefill.offer("r", [1], tokens=4)
     for number in range(MANY):
-        book.renew(offer, Stranger(peer, number).peer.identity.epoch, 1)
+        inside.renew(prefill, offer, Stranger(peer, number).peer.identity.epoch)
     assert len(offer.superseded) == 16
     bound = offer.engine
     with pytest.raises(RefusedError, match="decode engines have lost this request") as caught:
@@ -159,9 +158,9 @@ async def test_few_engines_take_an_offer_from_each_other(stage):
 
 async def test_fetches_of_few_engines_wait_for_an_offer_in_vain(stage):
     prefill, _, peer = await met(stage)
-    ref, links = prefill._site.issuer.ref("r", 0), [Stranger(peer, number) for number in range(40)]
+    ref, links = prefill.engine.ref("r", 0), [Stranger(peer, number) for number in range(40)]
     for number, link in enumerate(links):
-        prefill._sender.fetch(link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
+        inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
     offer = prefill.offer("r", [1], tokens=4)
     assert len(offer.superseded) == 16
     assert [link for link in links if link.refused] == links[17:]
@@ -170,9 +169,9 @@ async def test_fetches_of_few_engines_wait_for_an_offer_in_vain(stage):
 
 async def test_the_ranks_of_an_engine_that_never_ends_are_counted_to_a_bound(stage):
     prefill, _, peer = await met(stage)
-    book, offer = prefill._sender.book, prefill.offer("r", [1], tokens=4)
+    offer = prefill.offer("r", [1], tokens=4)
     for rank in range(MAX_WORLD + MANY):
-        book.release(offer.key, replace(peer.identity, rank=rank, world=0xFFFF_FFFF))
+        inside.release(prefill, offer, replace(peer.identity, rank=rank, world=0xFFFF_FFFF))
     assert len(offer.released_ranks) == MAX_WORLD
     await offer.withdraw()
 
@@ -197,10 +196,10 @@ async def test_who_cannot_be_reached_keeps_no_frame_alive(stage):
         with pytest.raises(UnreachableError, match="nobody answers there"):
             await peers.link("unix:/nowhere", None)
 
-    peers = Peers(decode._site, connect)
+    peers = inside.peers_by(decode, connect)
     await reach(peers)
     await reach(peers)  # the same again, at once
-    assert list(peers._away) == ["unix:/nowhere"]
+    assert list(peers.unreachable) == ["unix:/nowhere"]
     assert len(frames) == 3
 
     def alive():

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import inside
 import torch
 from far import Ranks
 
@@ -22,7 +23,7 @@ WAIT_SECONDS = 20.0
 PATIENCE_SECONDS = 4.0
 """For an agent that is made anew: it is tried after a quarter of a second, and ends in a second at most."""
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
-_STATES = {Direction.GATHER: ExtentState.WRITING, Direction.SCATTER: ExtentState.SCATTERING}
+_STATES = {Direction.GATHER: ("send", ExtentState.WRITING), Direction.SCATTER: ("receive", ExtentState.SCATTERING)}
 
 
 class _Thread:
@@ -80,7 +81,7 @@ class Holding(Ranks):
 
     def hold(self, rank, direction, how="wait"):
         """Let copies of this direction stand still, until `go`."""
-        executor = self.workers[rank]._site.executor
+        executor = inside.executor(self.workers[rank])
         cpu = isinstance(executor, host.HostExecutor)
         self._held = _Thread() if cpu else _Stream(executor, Direction(direction), how)
 
@@ -108,10 +109,8 @@ class Holding(Ranks):
 
     def kept(self, rank, direction):
         """What copies of this direction have of the arena."""
-        site = self.workers[rank]._site
-        desk = site.send_desk if direction == "gather" else site.receive_desk
-        state = _STATES[Direction(direction)]
-        return [(one.address, one.length) for one in desk.share.extents() if one.state is state]
+        side, state = _STATES[Direction(direction)]
+        return inside.held(self.workers[rank], side, state)
 
     async def rebuild(self, rank):
         """Have the agent made anew: the seconds that it took, None if it did not end while copies stood still.
@@ -120,7 +119,7 @@ class Holding(Ranks):
         """
         worker, began = self.workers[rank], time.monotonic()
         self._rebuilds, lag = worker.describe()["agent"]["rebuilt"], 0.0
-        worker._site.rebuilds.want(urgent=True)
+        inside.rebuild(worker)
         while worker.describe()["agent"]["rebuilt"] == self._rebuilds:
             before = time.monotonic()
             if before - began > PATIENCE_SECONDS:

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import inside
 import pytest
 
 from kvxfer import assembly
@@ -28,13 +29,6 @@ def posing_as(worker):
 def made_up(twin, worker):
     """It says of itself all that the other one says, and asks nobody for a proof."""
     assert twin.card.incarnation == worker.card.incarnation
-    twin._site.body.update(worker._site.body)
-    made = twin.session
-
-    def session(*arguments, **options):
-        one, trusted = made(*arguments, **options)
-        one._check_same = lambda theirs, heard, now: None
-        return one, trusted
-
-    twin.session = session
+    inside.tell_the_same(twin, worker)
+    inside.ask_no_proof(twin)
     return twin

@@ -15,9 +15,10 @@ from typing import Any
 
 from kvxfer.errors import UnreachableError
 from kvxfer.link import Link
+from kvxfer.memory import ExtentState
 from kvxfer.peers import Peers
 from kvxfer.protocol.framing import decode_body, encode_body
-from kvxfer.protocol.messages import AgentBody, Message
+from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
 
 # --- sessions
@@ -208,12 +209,9 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
     receiver.opened = opened_and_more
 
 
-# --- strangers, who have no stream: `link` is what the scene makes of one
-
-
 def hear(worker: Any, link: Any, message: Message) -> None:
-    """One of them says something to its prefill role."""
-    worker._sender.handle(link, message)
+    """Somebody says something; for strangers, who have no stream, `link` is what the scene makes of one."""
+    worker.received(link, message)
 
 
 def welcome(worker: Any, link: Any) -> None:
@@ -253,6 +251,49 @@ def tell(worker: Any, change: Callable[[AgentBody], AgentBody]) -> None:
     """Those who are met from now on are told something else."""
     for trusted, body in list(worker._site.body.items()):
         worker._site.body[trusted] = encode_body(change(decode_body(body)))
+
+
+def ask_no_proof(worker: Any) -> None:
+    """It asks nobody, who is said to be the one that it knows, to prove that."""
+    made = worker.session
+
+    def session(*arguments: Any, **options: Any) -> Any:
+        one, trusted = made(*arguments, **options)
+        one._check_same = lambda theirs, heard, now: None
+        return one, trusted
+
+    worker.session = session
+
+
+async def look_at(worker: Any, peer: Any) -> None:
+    """It looks at what a decode rank says of itself."""
+    await worker._site.examine(peer, sending=True)
+
+
+def compare_no_facts(worker: Any) -> None:
+    """It names no facts on which peers must agree: they find out by what they hold."""
+    worker._site.facts = []
+
+
+def lack(worker: Any, capability: Capability) -> None:
+    """It is built without something that others can."""
+    worker._site.capabilities &= ~capability
+
+
+def geometry(worker: Any) -> Any:
+    """What it holds."""
+    return worker._site.geometry
+
+
+def told_reprs(worker: Any) -> list[str]:
+    """What somebody who debugs it may print of its parts."""
+    site = worker._site
+    return [repr(site), repr(site.key), repr(site.config), repr(site.issuer)]
+
+
+def identity_key(worker: Any) -> Any:
+    """By what it proves who it is."""
+    return worker._site.key
 
 
 def tell_the_same(worker: Any, as_another: Any) -> None:
@@ -398,6 +439,26 @@ def _all_of(desk: Any) -> Taken:
     return Taken(desk, extents[0])
 
 
+def ask(worker: Any, side: str, peer: str, nbytes: int, seconds: float, then: Callable[[Any], None]) -> Any:
+    """A peer asks for memory, and waits for it so long; None if it has got it."""
+    return _desk(worker, side).ask(peer, nbytes, seconds, then)
+
+
+def look_at_waits(worker: Any, side: str) -> None:
+    """It looks who waits for memory, and for how long."""
+    _desk(worker, side).advance()
+
+
+def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
+    """Call `act` where somebody has to wait for memory, instead of what makes room."""
+    monkeypatch.setattr(_desk(worker, side), "crowded", act)
+
+
+def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
+    """Address and length of what is in this state of a side."""
+    return [(one.address, one.length) for one in _desk(worker, side).share.extents() if one.state is state]
+
+
 def staging(worker: Any, side: str) -> Any:
     """Where the staging memory of a side is: `address` and `length`."""
     return worker._site.sending if side == "send" else worker._site.staging
@@ -476,6 +537,40 @@ def holds(worker: Any) -> list[bool]:
 def transport(worker: Any) -> Any:
     """What moves the bytes."""
     return worker._site.fabric._transport
+
+
+def trace_by(worker: Any, tracer: Any) -> None:
+    """This makes its spans."""
+    worker._site.metrics._listener._tracer = tracer
+
+
+def traced(worker: Any) -> int:
+    """How many fetches and offers its traces know."""
+    listener = worker._site.metrics._listener
+    return len(listener._fetches) + len(listener._offers)
+
+
+def early_sums(worker: Any) -> int:
+    """How many sums its only transfer keeps that nobody compares yet."""
+    (incoming,) = worker._receiver._incoming.values()
+    return len(incoming.checking._sums)
+
+
+def factor(worker: Any, route: Route) -> float:
+    """How many times as long as is reckoned transfers with its only peer take on a route, as it has learnt."""
+    known: float = worker._site.estimates.factor(met(worker).identity.incarnation, route) if sessions(worker) else 1.0
+    return known
+
+
+def learn(worker: Any, route: Route, seconds: float) -> None:
+    """A transfer with its only peer took so long, and was reckoned to take a second."""
+    worker._site.estimates.took(met(worker).identity.incarnation, route, plain=1.0, seconds=seconds)
+
+
+def overdue(worker: Any, slow: Route, fast: Route) -> bool:
+    """Whether it is time to try the slow one again, where both are reckoned to take as long."""
+    late: bool = worker._site.estimates.overdue(met(worker).identity.incarnation, slow, 10.0, fast, 10.0)
+    return late
 
 
 def plans(worker: Any) -> Any:

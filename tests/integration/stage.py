@@ -240,6 +240,12 @@ def extents(worker, side):
     return worker.describe()["arena"][side].extents
 
 
+def in_place(worker):
+    """What the only peer of a worker may write in place."""
+    (share,) = worker.describe()["in_place_shares"].values()
+    return share
+
+
 def handshakes(worker):
     """How many of its streams have not completed theirs."""
     return worker.describe()["handshakes"]

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from inside import counters, fabric, take, transport
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stage import Cache, eventually, quiet
@@ -176,7 +177,7 @@ def queries():
 
 async def test_every_query_of_the_dashboard_finds_what_metrics_serve(stage):
     prefill, decode, _ = await played(stage, route="staged", integrity="full")
-    metrics = prefill._site.metrics  # what only misfortune counts, so that every series is there
+    metrics = counters(prefill)  # what only misfortune counts, so that every series is there
     metrics.fell_back("x")
     metrics.memory_refused("x")
     metrics.result_dropped("x")
@@ -293,20 +294,20 @@ async def test_it_says_that_it_is_alive_though_all_its_threads_wait():
 
 async def test_a_fabric_that_stands_still_is_said_to(stage, monkeypatch):
     decode = await stage.worker("decode", Cache())
-    fabric, go = decode._site.fabric, threading.Event()
-    monkeypatch.setattr(fabric._transport, "progress", go.wait)
+    go = threading.Event()
+    monkeypatch.setattr(transport(decode), "progress", go.wait)
     async with kvxfer.admin.serve(
         decode, address="127.0.0.1:0", limits=kvxfer.admin.Limits(stuck_after=0.05)
     ) as server:
-        release = fabric.hold_awake()
+        release = fabric(decode).hold_awake()
         try:
-            await eventually(lambda: fabric.health()[0] > 0.05)
+            await eventually(lambda: decode.describe()["fabric"]["late"] > 0.05)
             (reason,) = await why(server)
             assert re.fullmatch(r"its fabric has stood still for \d+ s", reason)
         finally:
             release()
             go.set()
-        await eventually(lambda: fabric.health()[0] == 0.0)
+        await eventually(lambda: decode.describe()["fabric"]["late"] == 0.0)
         assert await why(server) == []
 
 
@@ -316,10 +317,10 @@ async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
     def broken():
         raise ValueError("no such device")
 
-    monkeypatch.setattr(decode._site.fabric._transport, "progress", broken)
-    decode._site.fabric.hold_awake()()
-    release = decode._site.fabric.hold_awake()
-    await eventually(lambda: decode._site.fabric.health()[1])
+    monkeypatch.setattr(transport(decode), "progress", broken)
+    fabric(decode).hold_awake()()
+    release = fabric(decode).hold_awake()
+    await eventually(lambda: decode.describe()["fabric"]["broken"])
     release()
     async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
         (reason,) = await why(server)
@@ -329,13 +330,12 @@ async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
 
 async def test_a_full_quarantine_is_a_reason_and_shown(stage):
     decode = await stage.worker("decode", Cache(), send_share=0.5)
-    desk = decode._site.receive_desk
-    capacity = desk.share.capacity
-    extents = [desk.take(f"peer {n}", capacity // 4) for n in range(2)]
+    capacity = decode.describe()["arena"]["receive"].capacity_bytes
+    held = [take(decode, "receive", capacity // 4, f"peer {n}") for n in range(2)]
     async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
-        desk.quarantine(extents[0], "peer 0 is silent")
+        held[0].quarantine("peer 0 is silent")
         assert await why(server) == []
-        desk.quarantine(extents[1], "peer 1 is silent")
+        held[1].quarantine("peer 1 is silent")
         assert await why(server) == [f"50% of the receive share of its arena ({capacity // 2} bytes) is in quarantine"]
         (worker,) = json.loads((await asked(server, "status.json"))[2])["workers"]
         assert worker["state"]["arena"]["receive"]["extents"][0] == {
@@ -346,8 +346,8 @@ async def test_a_full_quarantine_is_a_reason_and_shown(stage):
             "why": "peer 0 is silent",
         }
         assert worker["state"]["metrics"]["quarantined_bytes"] == capacity // 2
-        for extent in extents:
-            desk.settle(extent)
+        for one in held:
+            one.settle()
         assert await why(server) == []
 
 
@@ -437,13 +437,13 @@ async def test_lists_have_a_bound(stage, monkeypatch):
     decode = await stage.worker("decode", Cache())
     prefill = await stage.worker("prefill", Cache())
     transfers = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=30) for n in range(3)]
-    extents = [decode._site.receive_desk.take("peer", 512) for _ in range(3)]
+    held = [take(decode, "receive", 512) for _ in range(3)]
     (worker,) = status(look([decode], 2.0), LIMITS)["workers"]
     assert len(worker["state"]["transfers"]) == len(worker["state"]["arena"]["receive"]["extents"]) == 2
     assert worker["state"]["arena"]["receive"]["extents_left_out"] == 1
     assert worker["state"]["receiving"] == 3
-    for extent in extents:
-        decode._site.receive_desk.release(extent)
+    for one in held:
+        one.release()
     for transfer in transfers:
         transfer.cancel()
     await asyncio.gather(*transfers, return_exceptions=True)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from inside import take
 from stage import Cache, eventually
 
 import kvxfer.admin
@@ -62,9 +63,8 @@ async def test_a_browser_draws_it(stage, tmp_path):
     decode = await stage.worker("decode", Cache(), route="staged", engine=NAME)
     tired = await stage.worker("tired", Cache())
     tired.begin_drain()
-    desk = tired._site.receive_desk
-    extent = desk.take("somebody", 4096)
-    desk.quarantine(extent, "somebody is silent")
+    held = take(tired, "receive", 4096, "somebody")
+    held.quarantine("somebody is silent")
     waiting = decode.start_fetch(prefill.engine.ticket("waits"), [5], tokens=range(4), timeout=110)
     await eventually(lambda: prefill.describe()["transfers"])
     over = asyncio.Event()
@@ -73,7 +73,7 @@ async def test_a_browser_draws_it(stage, tmp_path):
         page, complaints = await browse(server.url, tmp_path)
     over.set()
     await loading
-    desk.settle(extent)
+    held.settle()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert complaints == []

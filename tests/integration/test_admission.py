@@ -5,7 +5,8 @@ import gc
 import weakref
 
 import pytest
-from stage import Cache, Copied, eventually, quiet, taken
+from inside import take_all, when_crowded
+from stage import Cache, Copied, eventually, in_place, quiet
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
@@ -71,15 +72,14 @@ async def test_in_place_grants_are_bounded(stage, network):
     offer = prefill.offer("r", IDS, tokens=256)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), IDS, tokens=range(256), timeout=10)
     await eventually(lambda: network.held("decode") > 0)
-    (desk,) = decode._site.in_place_desks.values()
-    await eventually(lambda: desk.share.snapshot().waiting_requests > 0)
-    assert desk.share.snapshot().writing_bytes <= 2048
+    await eventually(lambda: in_place(decode).waiting_requests > 0)
+    assert in_place(decode).writing_bytes <= 2048
     network.release("decode")
     result = await transfer
     wanted.check()
     assert result.stats.route == "direct"
     await offer.released()
-    assert desk.share.snapshot().free_bytes == desk.share.capacity
+    assert in_place(decode).free_bytes == in_place(decode).capacity_bytes
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -88,14 +88,14 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
     """Memory comes back while the second of two chunks asks; the first one is served before, and may end them both."""
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route="staged", window=2)
-    desk = prefill._site.send_desk if side == "prefill" else decode._site.receive_desk
+    worker, share = (prefill, "send") if side == "prefill" else (decode, "receive")
     kind, name = (StagedShipment, "_gather") if side == "prefill" else (Landing, "_grant")
-    extent, serve, asked, served = taken(desk), getattr(kind, name), [], []
+    full, serve, asked, served = take_all(worker, share), getattr(kind, name), [], []
 
     def crowded():
         asked.append(1)
         if len(asked) == 2:
-            desk.release(extent)
+            full.release()
 
     def serves(chunk, *given):
         served.append(chunk)
@@ -104,7 +104,7 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
             raise FabricError("it cannot be served")
         serve(chunk, *given)
 
-    monkeypatch.setattr(desk, "crowded", crowded)
+    when_crowded(worker, share, crowded, monkeypatch)
     monkeypatch.setattr(kind, name, serves)
     offer = prefill.offer("r", [1, 2, 3, 4], tokens=16)
     copied = Copied(target).bring(source, [1, 2, 3, 4], [5, 6, 7, 8], range(16))

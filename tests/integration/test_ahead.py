@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from inside import take_all_in_place
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, Tap, eventually, is_quiet, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, in_place, is_quiet, quiet
 from wire import play
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
@@ -22,12 +23,6 @@ def tap(monkeypatch):
 
 def caches():
     return Cache(shared=True), Cache(shared=True, layout="HND")
-
-
-def in_place(decode):
-    """The admission of what its only peer writes in place."""
-    (desk,) = decode._site.in_place_desks.values()
-    return desk
 
 
 def begin(prefill, decode, request="r", **options):
@@ -72,7 +67,7 @@ async def test_a_fetch_that_waits_for_its_offer_grants_nothing_meanwhile(stage, 
     transfer = begin(prefill, decode)
     await eventually(lambda: tap.of(Want))
     assert tap.of(Want) == [Want(tap.of(Fetch)[0].transfer, b"")]
-    await eventually(lambda: not in_place(decode).share.extents())
+    await eventually(lambda: not in_place(decode).extents)
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     if offer is None:
         prefill.offer("r", HELD, tokens=30)
@@ -97,12 +92,12 @@ async def test_nothing_is_granted_ahead_that_cannot_be(stage, tap, why):
     tap.sent.clear()
     after = Gate()
     after.fired = why != "blocks in use"
-    extent = taken(in_place(decode)) if why == "nothing may be admitted" else None
+    full = take_all_in_place(decode) if why == "nothing may be admitted" else None
     prefill.offer("r", HELD, tokens=30)
     transfer = begin(prefill, decode, after=after)
     await eventually(lambda: tap.of(Want))
-    if extent is not None:
-        in_place(decode).release(extent)
+    if full is not None:
+        full.release()
     after.fired = True
     await transfer
     assert [(fetch.lease_ms, fetch.agreement) for fetch in tap.of(Fetch)] == [(0, b"")]
@@ -144,7 +139,7 @@ async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypa
     monkeypatch.setattr(Link, "send", lambda link, *messages: False)
     with pytest.raises(PeerLostError):
         await begin(prefill, decode)
-    assert not in_place(decode).share.extents()
+    assert not in_place(decode).extents
     assert decode.describe()["receiving"] == decode.describe()["in_doubt"] == 0
 
 

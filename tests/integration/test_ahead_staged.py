@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from inside import take_all
 from msgspec.structs import replace
-from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
+from stage import Cache, Copied, Gate, Tap, eventually, extents, quarantined, quiet
 from wire import play
 
 from kvxfer import PeerLostError, RefusedError
@@ -25,11 +26,6 @@ def tap(monkeypatch):
 
 def begin(prefill, decode, request="r", tokens=range(3, 30), **options):
     return decode.start_fetch(prefill.engine.ticket(request), HELD, tokens=tokens, **{"timeout": 5, **options})
-
-
-def held(worker):
-    """Extents that peers may write, or that are scattered from."""
-    return worker._site.receive_desk.share.extents()
 
 
 @pytest.mark.parametrize("tokens", [range(30), range(3, 30), range(5, 6), range(29, 30)])
@@ -95,13 +91,13 @@ async def test_nothing_rides_with_a_fetch_that_cannot(stage, tap, why):
     config |= {"route": "direct"} if why == "direct is preferred" else {}
     prefill, decode = await stage.pair(source, target, **config)
     prefill.offer("r", HELD, tokens=30)
-    extent = taken(decode._site.receive_desk) if why == "nothing free" else None
+    full = take_all(decode, "receive") if why == "nothing free" else None
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     transfer = begin(prefill, decode)
     await eventually(lambda: tap.of(Accept))
     assert [fetch.staging_bytes for fetch in tap.of(Fetch)] == [0]
-    if extent is not None:
-        decode._site.receive_desk.release(extent)
+    if full is not None:
+        full.release()
     await transfer
     copied.check()
     await quiet(prefill, decode)
@@ -131,7 +127,7 @@ async def test_a_fetch_that_waits_for_its_offer_holds_no_staging_memory(stage, t
     prefill, decode = await stage.pair(source, target, **LARGE)
     transfer = begin(prefill, decode)
     await eventually(lambda: tap.of(Want))
-    await eventually(lambda: not held(decode))
+    await eventually(lambda: not extents(decode, "receive"))
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
     prefill.offer("r", HELD, tokens=30)
     await transfer
@@ -223,10 +219,9 @@ def test_a_silent_peer_leaves_staging_memory_in_quarantine_and_no_doubt_about_th
         with pytest.raises(PeerLostError):
             await transfer
         assert transfer.memory_safe
-        share = play.decode._site.receive_desk.share
-        assert share.quarantined_bytes() > 0
+        assert quarantined(play.decode, "receive") > 0
         play.wire.speak()
-        await play.until(lambda: not share.quarantined_bytes())  # the same incarnation never heard of it
+        await play.until(lambda: not quarantined(play.decode, "receive"))  # the same incarnation never heard of it
         await play.bring("r2")
 
     play(scenario, tmp_path)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inside import begin_copies_by
 from stage import Cache, Copied, quiet
 
 from kvxfer import landing
@@ -19,14 +20,14 @@ async def test_each_chunk_is_flushed_once(stage, monkeypatch, route, by_nic):
     monkeypatch.setattr(landing, "_by_nic", lambda host, *, staged: by_nic)
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route=route)
-    submit, flushed = decode._site.executor.submit, []
+    flushed = []
 
-    def watched(job, direction):
+    def watched(submit, job, direction):
         if job.plan.from_nic:
             flushed.append((direction, len(job.plan.segments) > 0))
         submit(job, direction)
 
-    decode._site.executor.submit = watched
+    begin_copies_by(decode, watched)
     prefill.offer("r", [1, 2], tokens=8)
     copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
     result = await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)

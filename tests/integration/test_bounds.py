@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
-from stage import Gate
+from inside import rebuild, when_rebuilt
+from stage import Gate, quarantined
 from standing import Standing
 from wire import Play, deaf_port, play
 
@@ -389,11 +390,11 @@ async def a_withdrawal_while_a_write_stands_still(play):
 # --- what only a new agent ends
 
 
-async def settles(play, share, *, least):
+async def settles(play, worker, side, *, least):
     """Seconds from the quarantine on."""
-    await play.until(share.quarantined_bytes)
+    await play.until(lambda: quarantined(worker, side))
     began = play.now
-    await play.until(lambda: not share.quarantined_bytes())
+    await play.until(lambda: not quarantined(worker, side))
     in_time("rebuild", play.now - began, least=least)
 
 
@@ -403,7 +404,7 @@ async def staging_memory_that_a_write_of_ours_reads_which_stands_still(play):
     play.network.wedge("decode")
     play.prefill.offer("r", [1, 2], tokens=8)
     play.start("r")
-    await settles(play, play.prefill._site.send_desk.share, least=CONFIG.peer_timeout)
+    await settles(play, play.prefill, "send", least=CONFIG.peer_timeout)
 
 
 @hears("rebuild")
@@ -416,7 +417,7 @@ async def staging_memory_that_a_host_may_write_which_is_gone(play):
     transfer = play.start("r")
     await play.until(lambda: play.network.held("decode"))
     play.wire.silence()
-    await settles(play, play.decode._site.receive_desk.share, least=CONFIG.peer_timeout)
+    await settles(play, play.decode, "receive", least=CONFIG.peer_timeout)
     await raised(transfer, KvxferError)
 
 
@@ -424,7 +425,7 @@ async def staging_memory_that_a_host_may_write_which_is_gone(play):
 async def what_is_noticed_when_it_is_being_done_for_others(play):
     """Both times nobody moves what he was granted, and a post of ours stands still."""
     await play.pair(route="direct", **TIMES)
-    rebuilds = play.prefill._site.rebuilds
+    paused = lambda: play.prefill.describe()["agent"]["paused"]  # noqa: E731
 
     async def stands_still(request, block):
         play.prefill.offer(request, [block], tokens=4)
@@ -439,12 +440,12 @@ async def what_is_noticed_when_it_is_being_done_for_others(play):
         patch.setattr(Rebuilding, "_idle", nobody_moves)
         play.network.hold("decode")
         await stands_still("r", 1)
-        rebuilds.want(urgent=True)
-        await play.until(lambda: rebuilds.paused)
+        rebuild(play.prefill)
+        await play.until(paused)
         began, over = play.now, []
-        rebuilds.want(urgent=False)
-        await play.until(lambda: not rebuilds.paused)
-        rebuilds.next.add_done_callback(lambda _: over.append(play.now))
+        rebuild(play.prefill, urgent=False)
+        await play.until(lambda: not paused())
+        when_rebuilt(play.prefill, lambda: over.append(play.now))
         await stands_still("s", 2)
         await play.until(lambda: over)
     in_time("rebuild", over[0] - began, least=CONFIG.peer_timeout + CONFIG.revoke_timeout)

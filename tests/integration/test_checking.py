@@ -1,12 +1,11 @@
 """What arrived is compared with its source: on every route a damaged piece fails the fetch, which names it."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import threading
 
 import pytest
 import torch
+from inside import early_sums, hear, lack, session, sessions, unanswered
 from stage import Cache, Copied, Gate, Tap, eventually, quiet
 from stored import Converted, Stored
 
@@ -180,13 +179,12 @@ async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
     prefill, decode = await checked_pair(stage, "staged", source, target)
     offer = prefill.offer("r", IDS, tokens=12, after=Gate())
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
-    await eventually(lambda: decode._receiver._incoming)
-    ((number, incoming),) = decode._receiver._incoming.items()
+    await eventually(lambda: unanswered(decode) and sessions(decode))
+    (number,), link = unanswered(decode), session(decode)
     for chunk in range(100):
-        decode._receiver.handle(incoming.link, Sums(number, 1000 + chunk, bytes(8)))
-        decode._receiver.handle(incoming.link, build_result(number, Status.CANCELLED, chunk=1000 + chunk))
-    assert incoming.checking is not None
-    assert not incoming.checking._sums
+        hear(decode, link, Sums(number, 1000 + chunk, bytes(8)))
+        hear(decode, link, build_result(number, Status.CANCELLED, chunk=1000 + chunk))
+    assert early_sums(decode) == 0
     transfer.cancel()
     await offer.withdraw()
 
@@ -194,7 +192,7 @@ async def test_sums_of_what_nobody_waits_for_are_not_kept(stage):
 async def test_a_peer_that_cannot_add_up_is_refused_when_it_is_met(stage):
     source, target = caches("staged")
     prefill = await stage.worker("prefill", source)
-    prefill._site.capabilities &= ~Capability.SUMS
+    lack(prefill, Capability.SUMS)
     decode = await stage.worker("decode", target, integrity="sampled")
     with pytest.raises(MismatchError, match="integrity=sampled is set here"):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)

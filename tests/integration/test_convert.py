@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from inside import geometry
 from stage import Cache, Copied, eventually, quiet
 from stored import Converted, Stored, bits
 
@@ -234,7 +235,7 @@ async def test_the_scale_of_a_hostile_peer(stage, monkeypatch, packed, words):
         patch.setattr("kvxfer.assembly.geometry_to_wire", hostile)
         decode = await stage.worker("decode", good, **CONVERT)
     with pytest.raises(GeometryError, match=words):
-        geometry_from_wire(hostile(decode._open.geometry, with_addresses=False))
+        geometry_from_wire(hostile(geometry(decode), with_addresses=False))
     offer = prefill.offer("r", IDS, tokens=208)
     with pytest.raises(PeerLostError):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)

@@ -1,6 +1,4 @@
 """A worker that is to stop: it finishes what runs, says so, and refuses the rest in a way that a retry cures."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import os
@@ -12,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from inside import cut, met, sessions
 from stage import DEFAULTS, Cache, Tap, eventually, quiet
 
 from kvxfer import (
@@ -111,9 +110,8 @@ async def test_a_stream_that_is_cut_during_a_drain_is_opened_again(stage):
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: stage.network.held("*"))
     decode.begin_drain()
-    for link in list(decode._links):
-        link._transport.abort()
-    await eventually(lambda: decode._links)
+    cut(decode)
+    await eventually(lambda: sessions(decode))
     stage.network.release("*")
     with pytest.raises(KvxferError):
         async with asyncio.timeout(30):
@@ -375,7 +373,7 @@ async def test_a_process_that_is_told_to_terminate_finishes_first(tmp_path):
             async with Worker([cache], Config(engine="decode", arena_bytes="1MiB")) as decode:
                 claim = decode.claim(ticket)
                 await eventually(lambda: decode.describe()["peers"], timeout=20)
-                assert [link.peer.process for link in decode._links] == [child.pid]
+                assert met(decode).process == child.pid
                 child.send_signal(signal.SIGTERM)
                 await eventually(lambda: draining(decode) == {"client": True}, timeout=20)
                 await decode.fetch(ticket, [3, 4], tokens=TOKENS, timeout=20)

@@ -1,6 +1,4 @@
 """Bad input of every kind: a clear error of the right type, and a good fetch with the same blocks works afterwards."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import json
@@ -14,7 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stage import Cache, Copied, eventually, is_quiet, quiet, taken
+from inside import ask, being_stopped, look_at_waits, session, sessions, staging, take_all, unanswered
+from stage import Cache, Copied, eventually, handshakes, is_quiet, quiet
 
 from kvxfer import (
     ArenaError,
@@ -36,7 +35,7 @@ from kvxfer import (
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel, Fetch, Goodbye, Hello, Ping, Reserve, Route, Selection, Span
 from kvxfer.protocol.packing import pack_u32
-from kvxfer.protocol.sending import SendState
+from kvxfer.routes.estimates import Estimates
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ async def test_what_is_wrong_here_is_said_here(stage, pair, source, target, bloc
     with pytest.raises(error, match=words) as caught:
         await decode.fetch(prefill.engine.ticket("r"), blocks, tokens=tokens, timeout=5)
     assert isinstance(caught.value, UsageError)
-    assert not decode._links  # nothing was sent
+    assert not sessions(decode)  # nothing was sent
     untouched.check()
     await works(prefill, decode, source, target)
 
@@ -373,8 +372,8 @@ async def test_strangers_disturb_nobody(stage, source, target, data, network):
     await transfer
     await offer.released()
     await works(prefill, decode, source, target)
-    await eventually(lambda: not prefill._greeting)
-    assert len(prefill._links) == 1
+    await eventually(lambda: not handshakes(prefill))
+    assert len(sessions(prefill)) == 1
 
 
 @pytest.mark.parametrize(
@@ -447,7 +446,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
     def seconds(_, __, route, **___):
         return float(route is not Route.STAGED)
 
-    monkeypatch.setattr(type(prefill._site.estimates), "seconds", seconds)  # `staged` is the first choice
+    monkeypatch.setattr(Estimates, "seconds", seconds)  # `staged` is the first choice
 
     def received(self, link, message):
         void = {"lease_ms": 0, "staging_lease_ms": 0, "agreement": b""}
@@ -494,10 +493,9 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
     await eventually(lambda: network.held("prefill"))
     withdrawing = asyncio.create_task(offer.withdraw())
-    (outgoing,) = prefill._sender._transfers.values()
-    await eventually(lambda: outgoing.machine.state is SendState.STOPPING)
-    (link,) = decode._links
-    link.send(Reserve(outgoing.machine.transfer, [], 100))
+    await eventually(lambda: being_stopped(prefill))
+    (number,), link = unanswered(decode), session(decode)
+    link.send(Reserve(number, [], 100))
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve"))
     assert link.is_open
     network.release("prefill")
@@ -513,7 +511,7 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
 async def test_a_grant_that_does_not_fit_is_not_written(stage, source, target, monkeypatch, grant):
     prefill, decode = await stage.pair(source, target, route="staged")
     real = type(prefill).received
-    arena = decode._site.staging
+    arena = staging(decode, "receive")
 
     def received(self, link, message):
         if type(message).__name__ == "Reserve":
@@ -544,12 +542,12 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
     prefill, decode = await stage.pair(
         source, target, route="staged", decode={"grant_lease": 0.2}, prefill={"grant_lease": 5}
     )
-    full = taken(decode._site.receive_desk)
+    full = take_all(decode, "receive")
     prefill.offer("r", [1, 2], tokens=8)
     with pytest.raises(TransferFailedError, match=r"receive share of the arena and passed its deadline") as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8))
     assert caught.value.reason is Code.ARENA
-    decode._site.receive_desk.release(full)
+    full.release()
     await quiet(prefill, decode)
     await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
 
@@ -557,27 +555,25 @@ async def test_an_arena_that_stays_full_fails_the_wait_in_time(stage, source, ta
 async def test_a_time_out_while_the_arena_is_full_is_a_time_out(stage, source, target):
     """Whoever notices first that its time is over."""
     prefill, decode = await stage.pair(source, target, route="staged")
-    desk = decode._site.receive_desk
-    full = taken(desk)
+    full = take_all(decode, "receive")
     offer = prefill.offer("r", [1, 2], tokens=8)
     fetching = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=0.2)
-    await eventually(lambda: desk._waiting)
+    await eventually(lambda: decode.describe()["arena"]["receive"].waiting_requests)
     time.sleep(0.2)  # noqa: ASYNC251 - the loop is held up, so that no timer runs before
-    desk.advance()
+    look_at_waits(decode, "receive")
     with pytest.raises(TransferTimeoutError, match=r"did not end within 0\.2 s"):
         await fetching
-    desk.release(full)
+    full.release()
     await offer.withdraw()
     await quiet(prefill, decode)
 
 
 async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target):
     decode = await stage.worker("decode", target, grant_lease=100)
-    desk = decode._site.receive_desk
-    full = taken(desk)
+    full = take_all(decode, "receive")
     answers = []
-    assert desk.ask("b", desk.share.capacity, 100, answers.append) is not None
-    desk.quarantine(full, "silent")
+    assert ask(decode, "receive", "b", full.bytes, 100, answers.append) is not None
+    full.quarantine()
     with pytest.raises(ArenaError, match="in quarantine"):
         raise answers[0]
-    desk.settle(full)
+    full.settle()

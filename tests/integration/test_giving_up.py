@@ -1,12 +1,11 @@
 """Whoever cancels a fetch needs the request no more: prefill ranks free its blocks, unless it is kept for a retry."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib
 import itertools
 
 import pytest
+from inside import before_connecting, being_stopped, connect, unanswered
 from stage import SOON, Cache, Copied, Tap, eventually, quiet
 from wire import play
 
@@ -124,7 +123,7 @@ async def test_a_fetch_that_is_given_up_as_it_fails_frees_the_blocks_too(stage, 
     offer = prefill.offer("r", [1, 2], tokens=8)
     stage.network.hold("decode")
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS, timeout=0.05)
-    await eventually(lambda: [f for f in decode._receiver.fetches if f._error is not None])
+    await eventually(lambda: being_stopped(decode))
     transfer.cancel()
     stage.network.release("decode")
     with pytest.raises(TransferTimeoutError):
@@ -259,15 +258,13 @@ async def test_who_is_connected_is_told_at_once_and_others_when_they_are(stage, 
     sources = [Cache(heads=range(2)), Cache(heads=range(2, 4))]
     prefill, _ = await stage.engine("prefill", sources)
     decode = await stage.worker("decode", target)
-    connect, open_now = decode._peers._connect_to, asyncio.Event()
-    far = prefill[1].card.endpoint
+    open_now, far = asyncio.Event(), prefill[1].card.endpoint
 
     async def later(endpoint):
         if endpoint == far:
             await open_now.wait()
-        return await connect(endpoint)
 
-    decode._peers._connect_to = later
+    before_connecting(decode, later)
     offers = [rank.offer("r", [1, 2], tokens=8) for rank in prefill]
     transfer = decode.start_fetch(prefill[0].engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: decode.describe()["peers"])
@@ -291,7 +288,7 @@ async def test_nobody_is_connected_for_it(stage, source, target):
         with pytest.raises(asyncio.CancelledError):
             await transfer
     await kept(offer, decode)
-    assert not decode._peers._opening
+    assert not decode.describe()["connecting"]
     assert not decode.describe()["peers"]
 
 
@@ -329,7 +326,7 @@ async def test_cancel_and_release_may_come_in_any_order(stage, source, target, s
     prefill, decode = await stage.pair(source, target, route="direct")
     issuer = prefill.engine
     offer = None if state == "parked" else prefill.offer("r", [1, 2], tokens=8, streaming=state == "waiting")
-    link = await decode._peers.link(prefill.card.endpoint, None)
+    link = await connect(decode, prefill.card.endpoint)
     transfer, number = None, 1 << 40
     if state != "unknown":
         stage.network.hold("decode" if state == "in flight" else "nobody")
@@ -341,8 +338,7 @@ async def test_cancel_and_release_may_come_in_any_order(stage, source, target, s
             "ended": lambda: transfer.done,
         }
         await eventually(reached[state])
-        number = next(iter(decode._receiver._incoming.values()), None)
-        number = number.machine.transfer if number is not None else 1
+        number = next(iter(unanswered(decode)), 1)
     ticket = TicketRef("r", 0, bytes.fromhex(issuer.ticket("r")["mac"]))
     for kind in order:
         before = frames(prefill, kind)

@@ -1,6 +1,7 @@
 """What a peer names is held against what was announced and granted; one that lies moves nothing and is let go."""
 
 import pytest
+from inside import staging
 from msgspec.structs import replace
 from stage import Cache, Copied, Tap, quiet
 
@@ -52,7 +53,7 @@ def outside(place):
 @pytest.mark.parametrize("place", ["before", "behind", "across the end", "far"])
 async def test_a_grant_outside_of_staging_memory_is_not_written(pair, tap, place, caplog):
     prefill, decode, _, target = pair
-    span, move = decode._site.staging, outside(place)
+    span, move = staging(decode, "receive"), outside(place)
     tap.change[Reserve] = lambda message: replace(message, grants=[move(grant, span) for grant in message.grants])
     await ends_badly(start(pair), target)
     assert "outside the staging memory" in caplog.text
@@ -64,7 +65,7 @@ async def test_a_grant_outside_of_staging_memory_is_not_written(pair, tap, place
 async def test_nor_is_one_that_rides_with_a_fetch(stage, tap, place, caplog):
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, **PLENTY)
-    span, move = decode._site.staging, outside(place)
+    span, move = staging(decode, "receive"), outside(place)
 
     def change(fetch):
         assert fetch.staging_bytes

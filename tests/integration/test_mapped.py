@@ -8,13 +8,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from inside import hang_up, look_at, met, sessions, tell, told, waits_for_event
 from stage import Cache, Copied, Gate, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError, mappings
 from kvxfer.copy.port import Direction
 from kvxfer.mapped import Window
-from kvxfer.protocol.framing import decode_body, encode_body
+from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import MappedMemory
 
 IDS, INTO = [3, 1, 7], [2, 5, 9]
@@ -68,7 +69,7 @@ async def test_a_peer_is_the_process_that_the_kernel_says(stage, source, target,
     prefill, decode = await stage.pair(source, target, listen=listen)
     await bring(prefill, decode, source, target)
     known = os.getpid() if listen == "unix" else 0
-    assert [link.peer.process for worker in (prefill, decode) for link in worker._links] == [known, known]
+    assert [met(worker).process for worker in (prefill, decode)] == [known, known]
 
 
 async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, caplog):
@@ -77,7 +78,7 @@ async def test_private_memory_is_not_mapped_and_that_is_said(stage, source, capl
     ours, _ = await bring(prefill, decode, source, private)
     assert ours.stats.route in {"staged", "direct"}
     assert "kvxfer.shared_empty" in caplog.text
-    assert decode_body(decode._site.body[True]).mapped == []
+    assert told(decode).mapped == []
 
 
 @pytest.mark.parametrize("preference", ["auto", "mapped"])
@@ -107,10 +108,10 @@ async def test_another_host_is_not_mapped(stage, source, target, monkeypatch):
 
 async def test_only_trusted_peers_are_told_how_to_map(stage, target):
     worker = await stage.worker("w", target)
-    told = {trusted: decode_body(body) for trusted, body in worker._site.body.items()}
-    assert told[True].mapped
-    assert told[False].host == told[True].host, "whether it is on another host matters to everybody"
-    assert (told[False].mapped, told[False].locks, told[False].gates) == ([], b"", 0)
+    trusted, untrusted = told(worker), told(worker, trusted=False)
+    assert trusted.mapped
+    assert untrusted.host == trusted.host, "whether it is on another host matters to everybody"
+    assert (untrusted.mapped, untrusted.locks, untrusted.gates) == ([], b"", 0)
 
 
 async def test_memory_is_mapped_once_and_unmapped_when_the_peer_is_gone(stage, source, target, opened):
@@ -139,7 +140,7 @@ async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, sour
     await decode.aclose(drain=False)
     with pytest.raises(MemoryInDoubtError):
         await transfer
-    await eventually(lambda: not prefill._links)
+    await eventually(lambda: not sessions(prefill))
     assert not [what for what, _ in opened if what == "close"]
     go.set()
     await eventually(lambda: len([what for what, _ in opened if what == "close"]) == 2)
@@ -148,11 +149,11 @@ async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, sour
 async def test_a_peer_that_moves_its_cache_within_an_incarnation_is_refused(stage, source, target):
     prefill, decode = await stage.pair(source, target)
     await bring(prefill, decode, source, target)
-    (link,) = prefill._links
-    moved = [msgspec.structs.replace(tensor, base=tensor.base + (1 << 30)) for tensor in link.peer.body.tensors]
-    body = msgspec.structs.replace(link.peer.body, tensors=moved)
+    peer = met(prefill)
+    moved = [msgspec.structs.replace(tensor, base=tensor.base + (1 << 30)) for tensor in peer.body.tensors]
+    body = msgspec.structs.replace(peer.body, tensors=moved)
     with pytest.raises(MismatchError, match="describes another cache than before"):
-        await prefill._site.examine(replace(link.peer, told=encode_body(body)), sending=True)
+        await look_at(prefill, replace(peer, told=encode_body(body)))
 
 
 async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(stage, source, target, monkeypatch):
@@ -168,12 +169,11 @@ async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(st
     first = decode.start_fetch(prefill.engine.ticket("early"), INTO, tokens=TOKENS)
     await eventually(opening.is_set)
     first.cancel()
-    for link in list(decode._links):
-        link.close("cut")
+    hang_up(decode)
     with pytest.raises(asyncio.CancelledError):
         await first
     again = asyncio.create_task(bring(prefill, decode, source, target))
-    await eventually(lambda: decode._links)
+    await eventually(lambda: sessions(decode))
     go.set()
     ours, _ = await again
     assert ours.stats.route == "mapped"
@@ -182,10 +182,8 @@ async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(st
 @pytest.mark.parametrize("address", [(1 << 63) - 100, 1 << 62])
 async def test_numbers_beyond_all_memory_are_refused_and_another_route_is_taken(stage, source, target, address, caplog):
     prefill, decode = await stage.pair(source, target)
-    for trusted, body in list(decode._site.body.items()):
-        told = decode_body(body)
-        odd = [*told.mapped, MappedMemory("shm", "", address, 4096, os.getpid().to_bytes(24, "little"))]
-        decode._site.body[trusted] = encode_body(msgspec.structs.replace(told, mapped=odd))
+    odd = MappedMemory("shm", "", address, 4096, os.getpid().to_bytes(24, "little"))
+    tell(decode, lambda body: msgspec.structs.replace(body, mapped=[*body.mapped, odd]))
     ours, _ = await bring(prefill, decode, source, target)
     assert ours.stats.route in {"staged", "direct"}
     assert "are no memory of a process" in caplog.text
@@ -196,10 +194,11 @@ async def test_a_kind_of_memory_that_a_peer_does_not_know_is_not_mapped_and_anot
     stage, source, target, kind, caplog
 ):
     prefill, decode = await stage.pair(source, target)
-    for trusted, body in list(decode._site.body.items()):
-        told = decode_body(body)
-        odd = [msgspec.structs.replace(memory, kind=kind) for memory in told.mapped]
-        decode._site.body[trusted] = encode_body(msgspec.structs.replace(told, mapped=odd))
+
+    def odd(body):
+        return msgspec.structs.replace(body, mapped=[msgspec.structs.replace(one, kind=kind) for one in body.mapped])
+
+    tell(decode, odd)
     ours, _ = await bring(prefill, decode, source, target)
     assert ours.stats.route in {"staged", "direct"}
     assert f"its cache is {kind} memory" in caplog.text
@@ -218,7 +217,7 @@ async def test_a_cancelled_chunk_is_never_copied(stage, source, target):
     gate, before = Gate(), target.clone()
     offer = prefill.offer("r", IDS, tokens=12, after=gate)
     fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5))
-    await eventually(lambda: prefill._site.executor._backlog.is_waiting(Direction.GATHER))
+    await eventually(lambda: waits_for_event(prefill, Direction.GATHER))
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetch  # memory is safe from here on
@@ -233,7 +232,7 @@ async def test_a_lease_that_ran_out_before_the_copy_is_not_used(stage, source, t
     gate, before = Gate(), target.clone()
     offer = prefill.offer("r", IDS, tokens=12, after=gate)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
-    await eventually(lambda: prefill._site.executor._backlog.is_waiting(Direction.GATHER))
+    await eventually(lambda: waits_for_event(prefill, Direction.GATHER))
     await asyncio.sleep(0.1)
     gate.fired = True
     with pytest.raises(TransferFailedError, match="lease ran out"):

@@ -2,16 +2,14 @@
 
 One entry a case: at which of the two stages, and in which words. Nothing of it comes as far as a `Fetch`.
 """
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import pytest
 import torch
+from inside import compare_no_facts, geometry, tell
 from stage import Cache, eventually, quiet
 
 from kvxfer import GeometryError, Group, MismatchError
 from kvxfer.geometry import CacheTensor, Interleave
-from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody
 from kvxfer.worker import Worker
 
@@ -139,7 +137,7 @@ async def refused(prefill, decode) -> MismatchError:
 
 
 def ids(worker):
-    return {group: [1] for group in worker._site.geometry.groups}
+    return {group: [1] for group in geometry(worker).groups}
 
 
 @pytest.mark.parametrize("case", MEETING)
@@ -252,7 +250,7 @@ async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
     prefill = await stage.worker("prefill", None, tensors=theirs)
     decode = await stage.worker("decode", None, tensors=ours)
     for worker in (prefill, decode):
-        worker._site.facts = []
+        compare_no_facts(worker)
     error = await refused(prefill, decode)
     assert error.peer == prefill_name(prefill)
     ((name, (here, there)),) = fields.items()
@@ -264,7 +262,7 @@ async def test_a_peer_without_facts_is_refused_by_the_plan(stage, case, caplog):
 
 
 def prefill_name(worker: Worker) -> str:
-    return f"prefill[0/1]@{worker._site.incarnation.hex()[:8]}"
+    return f"prefill[0/1]@{worker.card.incarnation[:8]}"
 
 
 def said_there(caplog) -> str:
@@ -277,10 +275,7 @@ def said_there(caplog) -> str:
 async def test_a_peer_whose_description_contradicts_itself_is_refused(stage):
     prefill = await stage.worker("prefill", Cache())
     decode = await stage.worker("decode", Cache())
-    for trusted, body in list(prefill._site.body.items()):
-        told = decode_body(body)
-        twice = [*told.tensors, told.tensors[0]]
-        prefill._site.body[trusted] = encode_body(AgentBody(told.fabric, told.metadata, twice, told.staging))
+    tell(prefill, lambda told: AgentBody(told.fabric, told.metadata, [*told.tensors, told.tensors[0]], told.staging))
     error = await refused(prefill, decode)
     assert "the same coordinates are given twice" in str(error)
 

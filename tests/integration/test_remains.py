@@ -2,13 +2,12 @@
 
 What was moved before is played by a mark that fills all staging memory of the prefill rank.
 """
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import ctypes
 
 import pytest
 import torch
+from inside import staging
 from stage import Cache, Copied, eventually, quiet
 
 from kvxfer.geometry import STAGING_ALIGNMENT
@@ -18,14 +17,14 @@ MARK = bytes.fromhex("badc0ffee0ddf00d")
 
 def fill(worker):
     """Put the mark into all memory that this worker sends from."""
-    share = worker._site.send_desk.share
-    ctypes.memmove(share.base, MARK * (share.capacity // len(MARK)), share.capacity)
+    arena = staging(worker, "send")
+    ctypes.memmove(arena.address, MARK * (arena.length // len(MARK)), arena.length)
 
 
 def received(worker):
     """All memory that this worker receives into."""
-    share = worker._site.receive_desk.share
-    return ctypes.string_at(share.base, share.capacity)
+    arena = staging(worker, "receive")
+    return ctypes.string_at(arena.address, arena.length)
 
 
 @pytest.mark.parametrize("tokens", [range(8), range(2, 8), range(6), range(3, 6), range(1, 2)], ids=str)

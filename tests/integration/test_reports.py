@@ -1,6 +1,4 @@
 """Every kind of failure says the same things, in attributes and in one line of the log on each side that took part."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import logging
@@ -8,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from stage import Cache, Gate, eventually, taken
+from inside import before_connecting, begin_copies_by, cut, take_all
+from stage import Cache, Gate, eventually
 
 from kvxfer import Code, FailureReport, KvxferError, MemoryInDoubt, Step
 
@@ -86,8 +85,7 @@ class Scene:
         await eventually(lambda: self.stage.network.held(worker))
 
     def cut(self):
-        for link in list(self.decode._links):
-            link._transport.abort()
+        cut(self.decode)
 
 
 # --- nothing was asked
@@ -108,7 +106,7 @@ async def no_time_to_connect(scene):
     async def never(*_):
         await asyncio.get_running_loop().create_future()
 
-    scene.decode._peers._connect = never
+    before_connecting(scene.decode, never)
     return scene.start(timeout=0.05)
 
 
@@ -167,7 +165,7 @@ async def a_withdrawal_before_anything_is_ready(scene):
 
 @says(Said(Step.RESERVING, Code.TIMEOUT, Step.RESERVING))
 async def no_memory_in_time(scene):
-    taken(scene.decode._site.receive_desk)
+    take_all(scene.decode, "receive")
     scene.offers()
     return scene.start(timeout=0.1)
 
@@ -176,7 +174,7 @@ async def no_memory_in_time(scene):
 async def blocks_that_may_not_be_written_yet(scene):
     scene.offers()
     transfer = scene.start(after=Gate())
-    taken(scene.decode._site.receive_desk)
+    take_all(scene.decode, "receive")
     await scene.heard("Want")
     transfer.cancel()
     return transfer
@@ -269,15 +267,12 @@ async def a_read_that_does_not_end(scene):
 
 @says(Said(Step.SCATTERING, Code.FAILED, Step.RESERVING, Code.FAILED))
 async def a_copy_that_fails(scene):
-    executor = scene.decode._site.executor
-    submit = executor.submit
-
-    def broken(job, direction):
+    def broken(submit, job, direction):
         if job.plan.segments:
             raise RuntimeError("a broken device")
         submit(job, direction)
 
-    executor.submit = broken
+    begin_copies_by(scene.decode, broken)
     scene.offers()
     return scene.start()
 

@@ -1,16 +1,14 @@
 """Every route with every shape of request: every byte of the destination, and what both ends say of it."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import time
 
 import pytest
 import torch
+from inside import factor, learn, met, overdue, sessions, staging
 from stage import Cache, Copied, Gate, eventually, quiet
 
 from kvxfer import READY, Released, Span, assembly
-from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.protocol.messages import Route
 from kvxfer.runtime import ThreadRuntime
 
@@ -228,9 +226,8 @@ async def test_an_untrusted_peer_is_told_no_address(stage):
     prefill, decode = await stage.pair(source, target, trust="none")
     await move(prefill, decode, source, target, [1], [1], range(4))
     for worker in (prefill, decode):
-        (link,) = worker._links
-        assert all(tensor.base == 0 for tensor in link.peer.body.tensors)
-    arenas = [worker._site.staging for worker in (prefill, decode)]
+        assert all(tensor.base == 0 for tensor in met(worker).body.tensors)
+    arenas = [staging(worker, "receive") for worker in (prefill, decode)]
     for entry in stage.network.log:
         assert any(arena.address <= entry.address < arena.address + arena.length for arena in arenas)
 
@@ -354,31 +351,29 @@ async def test_links_and_lanes_are_opened_once(stage):
         prefill.offer(f"r{n}", [n], tokens=4)
     fetches = [decode.fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=5) for n in range(4)]
     await asyncio.gather(*fetches)
-    assert len(prefill._links) == len(decode._links) == 1
-    assert len(prefill._site.lanes) == 1
-    assert isinstance(prefill._assembly.transport, LoopbackTransport)
+    assert len(sessions(prefill)) == len(sessions(decode)) == 1
+    fabric = prefill.describe()["fabric"]
+    assert (fabric["lanes"], fabric["transport"]) == (1, "LoopbackTransport")
 
 
 async def test_what_was_predicted_is_told_to_both_sides_and_corrected(stage):
     source, target = Cache(blocks=64), Cache(blocks=64, layout="HND")
     prefill, decode = await stage.pair(source, target)
-    many, estimates = list(range(64)), prefill._site.estimates
+    many = list(range(64))
     for number in range(6):
         offer = prefill.offer(f"r{number}", many, tokens=256)
-        known = [link.peer.identity.incarnation for link in prefill._links]
-        before = {route: estimates.factor(*known, route) for route in Route} if known else dict.fromkeys(Route, 1.0)
+        before = {route: factor(prefill, route) for route in Route}
         result = await decode.fetch(prefill.engine.ticket(f"r{number}"), many, tokens=range(256), timeout=10)
         (sent,) = (await offer.released()).stats
         assert sent.predicted == result.stats.predicted > 0
         assert "ms predicted for direct" in result.stats.why
-        (peer,) = {link.peer.identity.incarnation for link in prefill._links}
         route = Route[result.stats.route.upper()]
-        assert (estimates.factor(peer, route) > before[route]) == (sent.duration > sent.predicted)
+        assert (factor(prefill, route) > before[route]) == (sent.duration > sent.predicted)
 
 
 async def test_a_route_that_was_slow_long_ago_is_tried_again_once(stage):
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"))
-    estimates, found = prefill._site.estimates, []
+    found = []
 
     async def fetch(request, **offered):
         offer = prefill.offer(request, [1, 2], tokens=8, **offered)
@@ -391,18 +386,17 @@ async def test_a_route_that_was_slow_long_ago_is_tried_again_once(stage):
         await offer.released()
 
     await fetch("first")
-    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
     slow, fast = Route.DIRECT, Route.STAGED
     for _ in range(20):
-        estimates.took(peer, slow, plain=1.0, seconds=16.0)
-        estimates.took(peer, fast, plain=1.0, seconds=1.0)
-    assert estimates.overdue(peer, slow, 10.0, fast, 10.0)
+        learn(prefill, slow, 16.0)
+        learn(prefill, fast, 1.0)
+    assert overdue(prefill, slow, fast)
     await fetch("streams", streaming=True)  # what it takes says nothing of the route
     assert found[1].route == fast.name.lower()
     await fetch("second")
     assert found[2].route == slow.name.lower()
     assert found[2].why.endswith("; direct was not tried for long")
-    assert not estimates.overdue(peer, slow, 10.0, fast, 10.0)
+    assert not overdue(prefill, slow, fast)
 
 
 async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
@@ -415,8 +409,7 @@ async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
     offer.ready()
     offer.finish()
     await transfer
-    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
-    assert {prefill._site.estimates.factor(peer, route) for route in Route} == {1.0}
+    assert {factor(prefill, route) for route in Route} == {1.0}
 
 
 async def test_an_event_that_has_fired_is_not_waited_for(stage):
@@ -427,5 +420,4 @@ async def test_an_event_that_has_fired_is_not_waited_for(stage):
     offer = prefill.offer("r", [1, 2], tokens=8, after=ready)
     result = await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=10)
     await offer.released()
-    (peer,) = {link.peer.identity.incarnation for link in prefill._links}
-    assert prefill._site.estimates.factor(peer, Route[result.stats.route.upper()]) != 1.0
+    assert factor(prefill, Route[result.stats.route.upper()]) != 1.0

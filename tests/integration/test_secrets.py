@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from certificates import Authority
+from inside import identity_key, told_reprs
 from prometheus_client import CollectorRegistry, generate_latest
 from stage import KEY, Cache, Tap
 from typer.testing import CliRunner
@@ -100,15 +101,7 @@ async def play(stage, tls):
     for worker in (prefill, decode):
         read += [repr(worker), repr(worker.config), repr(worker.describe()), repr(worker.config.effective())]
         read += served_of(worker)
-        site = worker._site
-        read += [
-            repr(site),
-            repr(site.key),
-            repr(site.config),
-            repr(site.issuer),
-            repr(worker.card),
-            repr(worker.config.model_dump()),
-        ]
+        read += [*told_reprs(worker), repr(worker.card), repr(worker.config.model_dump())]
     read += [repr(thing) for thing in gc.get_objects() if issubclass(type(thing), Terms | msgspec.Struct)]
     return prefill, decode, read
 
@@ -132,7 +125,7 @@ async def test_nothing_secret_is_said_anywhere(stage, tmp_path, ears, monkeypatc
     read.append(printed.output)
     key_lines = lines_of(tls["key"])
     macs = [Issuer(prefill.engine.card, KEY).ref(request, 0).mac for request in ("r", "s", "never")]
-    keys = [worker._site.key for worker in (prefill, decode)]
+    keys = [identity_key(worker) for worker in (prefill, decode)]
     private = [key._private.private_bytes_raw() for key in keys] + [keys[0].shared(keys[1].incarnation)]
     secrets = [SECRET.encode(), KEY, *private, *macs, *(line.encode() for line in key_lines)]
     said = "\n".join([*ears.heard, *read])

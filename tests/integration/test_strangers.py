@@ -16,6 +16,7 @@ from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, Unrea
 from kvxfer.limits import MAX_WORLD
 from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
+from kvxfer.protocol.session import Role
 
 MANY = 3000
 
@@ -23,7 +24,7 @@ MANY = 3000
 class Stranger:
     """A link to a peer as it was met once, now of another incarnation and engine."""
 
-    trusted = is_open = True
+    role, trusted, is_open = Role.SERVER, True, True
     renewals = 0
 
     def __init__(self, peer, number):

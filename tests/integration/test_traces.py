@@ -1,6 +1,4 @@
 """One trace over both sides of a transfer, by OpenTelemetry's SDK: spans, parents, status, peers that lie about it."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import subprocess
@@ -8,7 +6,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import inside
 import pytest
+from inside import being_stopped, trace_by
 from msgspec.structs import replace
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
@@ -165,9 +165,8 @@ async def test_a_fetch_that_is_cancelled_says_so_on_both_sides(stage, spans, sou
     prefill.offer("r", [1, 2], tokens=8)
     fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS))
     await eventually(lambda: stage.network.held("*"))
-    (sending,) = prefill._roles[0].transfers
     fetch.cancel()
-    await eventually(lambda: sending.machine.failure)  # else what is held would have landed before it hears of that
+    await eventually(lambda: being_stopped(prefill))  # else what is held would have landed before it hears of that
     stage.network.release("*")
     with suppress(asyncio.CancelledError):
         await fetch
@@ -245,7 +244,7 @@ async def test_code_of_the_application_that_raises_harms_no_transfer(stage, span
 
     prefill, decode = await traced(stage, source, target)
     for worker in (prefill, decode):
-        worker._site.metrics._listener._tracer = Raising()
+        trace_by(worker, Raising())
     await moved(prefill, decode)
     assert spans.names == []
     assert {record.kvxfer["event"] for record in caplog.records if record.levelname == "ERROR"} == {"trace_failed"}
@@ -255,8 +254,7 @@ async def test_nothing_is_kept_of_what_is_over(stage, spans, source, target):
     prefill, decode = await traced(stage, source, target)
     await moved(prefill, decode)
     for worker in (prefill, decode):
-        traces = worker._site.metrics._listener
-        assert (traces._fetches, traces._offers) == ({}, {})
+        assert inside.traced(worker) == 0
 
 
 OFF = """

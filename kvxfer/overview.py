@@ -68,6 +68,7 @@ def overview(
             "late": fabric_late,
             "broken": fabric_broken,
             "awake": site.fabric.held_awake,
+            "lingering": site.fabric.lingering,
             "agents": site.fabric.agents,
             "lanes": len(site.lanes),
         },

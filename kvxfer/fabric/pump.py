@@ -246,6 +246,11 @@ class Fabric:
         return len(self._holds)
 
     @property
+    def lingering(self) -> int:
+        """Posts that were given up, and may still touch memory."""
+        return len(self._lingering)
+
+    @property
     def agents(self) -> int:
         """Agents of peers that it knows."""
         return len(self._peers)

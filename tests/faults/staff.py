@@ -8,7 +8,6 @@ import gc
 import importlib
 import itertools
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import flows
+import inside
 import numpy as np
 import torch
 from actors import Halts
@@ -119,10 +119,7 @@ class Ranks:
     def cut(self) -> None:
         """Shut down every control stream of this process, as a network would; from any thread."""
         for rank in self._ranks.values():
-            for link in [*rank.worker._links, *rank.worker._greeting]:
-                if link._transport is not None:
-                    with contextlib.suppress(OSError):
-                        link._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            inside.shut_down(rank.worker)
 
     # --- workers
 
@@ -370,12 +367,11 @@ class Ranks:
     def fill_arena(self, name: str) -> int:
         """Take all staging memory that is free for peers, and write a canary; how many bytes that are."""
         rank = self._ranks[name]
-        desk = rank.worker._open.receive_desk
         for number in itertools.count():  # a peer may hold a part of it only
-            gap = desk.share.snapshot().largest_gap_bytes
+            gap = rank.worker.describe()["arena"]["receive"].largest_gap_bytes
             extent = None
             while gap and extent is None:
-                extent = desk.take(f"somebody {number}", gap)
+                extent = inside.take(rank.worker, "receive", gap, f"somebody {number}")
                 gap //= 2
             if extent is None:
                 break
@@ -385,7 +381,7 @@ class Ranks:
 
     def stay_awake(self, name: str) -> None:
         """Let whatever a peer has under way to this worker land, until it is closed."""
-        self._ranks[name].worker._open.fabric.hold_awake()
+        inside.fabric(self._ranks[name].worker).hold_awake()
 
     def arena_intact(self, name: str) -> bool:
         """Whether what was taken holds the canary still."""
@@ -397,7 +393,7 @@ class Ranks:
         """Give it back."""
         rank = self._ranks[name]
         while rank.taken:
-            rank.worker._open.receive_desk.release(rank.taken.pop())
+            rank.taken.pop().release()
 
     def forget_doubts(self) -> None:
         """Break the product in this process: memory of a silent peer is given back at once."""

@@ -15,6 +15,7 @@ import campaign
 import pytest
 import torch
 from crooked import CrookedWire
+from inside import unanswered
 from stage import Cache, Copied, is_quiet
 
 from kvxfer import Config, Worker
@@ -117,13 +118,13 @@ class Scene:
 
     def check_bounds(self, *workers):
         for worker in workers:
-            seen, config, book = worker.describe(), worker.config, worker._sender.book
+            seen, config = worker.describe(), worker.config
             assert seen["sending"] <= config.max_transfers
             assert seen["receiving"] <= config.max_transfers
-            assert len(book._early) <= config.max_parked
+            assert seen["parked"] <= config.max_parked
             assert seen["offers"] <= 3 * ROUNDS
-            assert len(worker._links) <= 4
-            assert len(worker._receiver._incoming) <= 3 * ROUNDS
+            assert len(seen["peers"]) <= 4
+            assert len(unanswered(worker)) <= 3 * ROUNDS
 
 
 def accounted(worker):

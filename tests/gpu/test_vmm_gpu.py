@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from far import CANARY as GUARDED  # noqa: E402  # pyright: ignore[reportMissingImports]
 from far import Far, Ranks  # noqa: E402  # pyright: ignore[reportMissingImports]
+from inside import told  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import IDS, SIZES, Move, sources, tickets  # noqa: E402  # pyright: ignore[reportMissingImports]
 from stage import Cache  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_mapped_gpu import (  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -48,7 +49,6 @@ from kvxfer.mapped import joined, open_window  # noqa: E402
 from kvxfer.mapped.descriptors import Descriptors  # noqa: E402
 from kvxfer.memory.driver import call, load  # noqa: E402
 from kvxfer.memory.vmm import lay_out  # noqa: E402
-from kvxfer.protocol.framing import decode_body  # noqa: E402
 
 __all__ = ["pytestmark"]  # as there: two GPUs
 
@@ -401,7 +401,7 @@ def test_in_a_process_with_expandable_segments(which):
 def told_of(worker):
     """The kinds of memory that a worker's peers are told of, and the bytes of each."""
     found = {}
-    for memory in decode_body(worker._site.body[True]).mapped:
+    for memory in told(worker).mapped:
         found[memory.kind] = found.get(memory.kind, 0) + memory.length
     return found
 

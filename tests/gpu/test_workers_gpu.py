@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
 from far import Far, Ranks, Strangers, idle, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
+from inside import begin_copies_by  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CONVERSIONS,
     IDS,
@@ -172,17 +173,15 @@ async def test_what_arrived_is_compared_with_its_source(far, near, there, here, 
     checked = decode.describe()["metrics"]["chunks_checked"]
     assert checked["ok"] > 1
     assert len(checked) == 1
-    executor = decode._site.executor
-    submit = executor.submit
 
-    def spoil_and_submit(job, direction):
+    def spoil_and_submit(submit, job, direction):
         if job.sums is not None:  # everything of this chunk has been written, and is about to be read back
             cache.view(1)[1, INTO[0], 11, 2, 0] += 1
             if here != "cpu":
                 torch.cuda.synchronize(here)
         submit(job, direction)
 
-    executor.submit = spoil_and_submit
+    begin_copies_by(decode, spoil_and_submit)
     await far.offer(0, "s", IDS, tokens=len(IDS) * 16)
     (transfer,) = move.fetch(issuer.ticket("s"), timeout=60)
     with pytest.raises(IntegrityError) as caught:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvxfer.errors import UnreachableError
+from kvxfer.errors import BlocksError, UnreachableError
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
 from kvxfer.peers import Peers
@@ -27,6 +27,11 @@ from kvxfer.protocol.session import Role
 def sessions(*workers: Any) -> set[Any]:
     """Sessions that are open."""
     return {link for worker in workers for link in worker._links}
+
+
+def streams(worker: Any) -> list[Any]:
+    """Those whose handshake is not complete, too."""
+    return [*worker._links, *worker._greeting]
 
 
 def session(worker: Any) -> Any:
@@ -47,8 +52,9 @@ def cut(*workers: Any) -> None:
 
 
 def cut_session(link: Any) -> None:
-    """Cut one."""
-    link._transport.abort()
+    """Cut one; or a stream whose handshake is not complete."""
+    if link._transport is not None:
+        link._transport.abort()
 
 
 def cut_unheard(worker: Any) -> int:
@@ -68,7 +74,7 @@ def lose_unheard(link: Any) -> Any:
 
 def shut_down(worker: Any) -> None:
     """Shut down every control stream as a network would, handshakes too; from any thread."""
-    for link in [*worker._links, *worker._greeting]:
+    for link in streams(worker):
         if link._transport is not None:
             with contextlib.suppress(OSError):
                 link._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -379,7 +385,7 @@ class Taken:
 
     def __init__(self, desk: Any, extent: Any) -> None:
         self._desk, self._extent = desk, extent
-        self.bytes = extent.nbytes
+        self.nbytes = extent.nbytes
         self.address = extent.address
 
     def release(self) -> None:
@@ -452,6 +458,11 @@ def look_at_waits(worker: Any, side: str) -> None:
 def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
     """Call `act` where somebody has to wait for memory, instead of what makes room."""
     monkeypatch.setattr(_desk(worker, side), "crowded", act)
+
+
+def arena_shares(worker: Any) -> list[Any]:
+    """The books of both sides of its arena."""
+    return [_desk(worker, side).share for side in ("send", "receive")]
 
 
 def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
@@ -605,6 +616,52 @@ def now(worker: Any) -> float:
 def unanswered(worker: Any) -> list[int]:
     """Numbers of what it asked peers for that has not ended, or is in doubt."""
     return list(worker._receiver._incoming)
+
+
+def being_read(worker: Any) -> bool:
+    """Whether a decode rank may be reading its blocks, which it has been told of."""
+    exposed: bool = worker._sender.exposed
+    return exposed
+
+
+def copies_own(worker: Any) -> bool:
+    """Whether copies of the only fetch's own write its blocks."""
+    (incoming,) = worker._receiver._incoming.values()
+    return bool(incoming._own.writes)
+
+
+def in_custody(worker: Any, blocks: Any) -> bool:
+    """Whether some of these blocks are not the caller's to use."""
+    try:
+        worker._site.custody.check({group: list(ids) for group, ids in blocks.items()})
+    except BlocksError:
+        return True
+    return False
+
+
+def keep_given_up(worker: Any, monkeypatch: Any) -> None:
+    """It tells nobody of a fetch that was given up: the dead tell nothing."""
+    monkeypatch.setattr(worker._receiver, "_give_back", lambda *_: None)
+
+
+def die(worker: Any) -> None:
+    """Its process is gone, without a goodbye: nothing of it runs on, and what it has posted may still land."""
+    worker._listener.close()
+    worker._site.draining = True
+    worker._receiver._recoveries.cancel()
+    worker._rebuilding.close()
+    worker._site.tasks.cancel()
+    worker._site.lookouts.cancel()
+    worker._site.closing.set_result(None)  # of what begins yet, nothing stays
+    worker._watch.stop()
+    worker._closing = asyncio.create_task(asyncio.sleep(0))  # it cannot be closed any more
+
+
+def bury(worker: Any) -> None:
+    """Give back what the system takes from a process that died."""
+    worker._assembly.staging.close()
+    worker._assembly.exports.close()
+    worker._site.mappings.close()
 
 
 def being_stopped(worker: Any) -> bool:

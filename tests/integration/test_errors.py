@@ -572,7 +572,7 @@ async def test_a_wait_that_quarantine_makes_hopeless_fails_at_once(stage, target
     decode = await stage.worker("decode", target, grant_lease=100)
     full = take_all(decode, "receive")
     answers = []
-    assert ask(decode, "receive", "b", full.bytes, 100, answers.append) is not None
+    assert ask(decode, "receive", "b", full.nbytes, 100, answers.append) is not None
     full.quarantine()
     with pytest.raises(ArenaError, match="in quarantine"):
         raise answers[0]

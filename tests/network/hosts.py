@@ -8,6 +8,7 @@ from typing import Any
 
 from cable import DEVICE, HOSTS, Cable, Way, crossed, join_cable, own_network
 from far import Far, Strangers
+from inside import sessions
 
 from kvxfer import KvxferError, MemoryInDoubt, assembly
 from kvxfer.mapped import home
@@ -102,7 +103,7 @@ class Host(Strangers):
     def session(self) -> int:
         """Number of the session that is open, counted from the first that was asked for; 0 if none is."""
         (worker,) = self.workers
-        for link in worker._links:
+        for link in sessions(worker):
             if link not in self._sessions:
                 self._sessions.append(link)
             return self._sessions.index(link) + 1

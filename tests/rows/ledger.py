@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from execute import byte_pairs, element_pairs
+from inside import staging
 from numpy.typing import NDArray
 from ranks import I64, World
 
@@ -170,5 +171,5 @@ def watch_all(ledger: Ledger, world: World, workers: Sequence[Any]) -> None:
 def watch_staging(ledger: Ledger, workers: Sequence[Any]) -> None:
     """Shadow the staging memory of workers."""
     for worker in workers:
-        for span in (worker._site.sending, worker._site.staging):
+        for span in (staging(worker, "send"), staging(worker, "receive")):
             ledger.watch(span.address, span.length, staging=True)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
+from inside import in_custody
 from stage import Gate
 from world import HEADS, Engine, Rank, World
 
@@ -382,12 +383,8 @@ class Request:
         """Blocks in doubt are refused to everybody."""
         if not rank.alive:
             return
-        taken = next(iter(error.blocks.items()))
-        try:
-            rank.worker._site.custody.check({taken[0]: list(taken[1])})
-        except BlocksError:
-            return
-        self.world.say(f"blocks of {self.plan.name} at {rank.name} are in doubt, but not in custody")
+        if not in_custody(rank.worker, dict([next(iter(error.blocks.items()))])):
+            self.world.say(f"blocks of {self.plan.name} at {rank.name} are in doubt, but not in custody")
 
     async def _settled(self, rank, error, part=None):
         """Wait a while for evidence."""

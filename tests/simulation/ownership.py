@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from inside import arena_shares
 
 from kvxfer.copy import host
 from kvxfer.fabric.loopback import LoopbackNetwork, Part
@@ -147,10 +148,10 @@ class Ledger:
         return books
 
     def arena(self, name, worker):
-        for desk in (worker._site.send_desk, worker._site.receive_desk):
-            if desk.share.base:
-                self._areas.append(_Staging(name, desk.share))
-                ctypes.memset(desk.share.base, CANARY, desk.share.capacity)
+        for share in arena_shares(worker):
+            if share.base:
+                self._areas.append(_Staging(name, share))
+                ctypes.memset(share.base, CANARY, share.capacity)
 
     def forget_arena(self, name):
         """Its memory is given back to the system."""

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import random
 
+import inside
 import pytest
 from impostor import made_up, posing_as
 from ownership import Ledger, watch
 from schedule import Quiet
-from stage import Gate
+from stage import Gate, quarantined
 from world import World
 
 from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn, exports
@@ -101,18 +102,22 @@ class Scene:
     def keep_agents(self):
         """Whatever only a new agent would end goes on."""
         for rank in (self.a, self.b):
-            rank.worker._site.rebuilds.wanted = lambda: None  # pyright: ignore[reportOptionalMemberAccess]
+            inside.keep_agent(rank.worker)
 
     async def rebuilt(self, rank):
         """A rank has made its agent anew, and nothing is in quarantine there any more."""
-        site = rank.worker._site
-        desks = (site.send_desk, site.receive_desk)
-        await self.until(lambda: site.rebuilds.count and not any(desk.share.quarantined_bytes() for desk in desks))
+        worker = rank.worker
+        await self.until(
+            lambda: (
+                worker.describe()["agent"]["rebuilt"]
+                and not any(quarantined(worker, side) for side in ("send", "receive"))
+            )
+        )
 
     def cut(self):
         """Reset every control stream."""
         for rank in (self.a, self.b):
-            for link in list(rank.worker._links):
+            for link in inside.sessions(rank.worker):
                 self.streams.cut(link)
 
     def clear(self):
@@ -175,7 +180,7 @@ async def cancelled_before_its_post(scene):
     gate = Gate()
     scene.offer(after=gate)
     transfer = scene.fetch()
-    await scene.until(lambda: scene.a.worker._sender._transfers)
+    await scene.until(lambda: scene.a.worker.describe()["sending"])
     await asyncio.sleep(0.01)
     transfer.cancel()
     await scene.failure(transfer)
@@ -248,7 +253,7 @@ async def asked_again_after_a_lost_stream(scene):
     _, transfer = await scene.in_flight()
     scene.cut()
     await scene.failure(transfer)
-    await scene.until(lambda: scene.b.worker._links)
+    await scene.until(lambda: inside.sessions(scene.b.worker))
     await asyncio.sleep(0.05)
     await scene.land()
 
@@ -269,7 +274,7 @@ async def another_incarnation_answers(scene):
     scene.world.kill(scene.a)
     scene.world.engines[0] = await scene.world.engine("a", 1)
     assert isinstance(await scene.failure(transfer), MemoryInDoubtError)
-    await scene.until(lambda: scene.b.worker._links)
+    await scene.until(lambda: inside.sessions(scene.b.worker))
     await asyncio.sleep(0.05)
     assert scene.b.worker.describe()["custody"].doubtful_blocks, "who knows nothing of it said that it is over"
     await scene.land()
@@ -307,19 +312,19 @@ async def withdrawn(scene, offer, transfer):
 async def somebody_speaks_in_the_name_of_a_reader(scene):
     """It says that nothing is read any more, and so does the offer."""
     offer, transfer = await scene.in_flight()
-    (number,) = scene.b.worker._receiver._incoming
+    (number,) = inside.unanswered(scene.b.worker)
     other = await claims_to_be(scene, scene.b, "c")
-    other._receiver.opened = lambda link: link.send(Cancel(number))
+    inside.when_connected(other, lambda link: link.send(Cancel(number)))
     scene.streams.silence(scene.b.worker)  # it would come back at once, and the last one to come is believed
     with contextlib.suppress(IdentityError):
-        await other._peers.link(scene.a.worker.card.endpoint, None)
+        await inside.connect(other, scene.a.worker.card.endpoint)
     await withdrawn(scene, offer, transfer)
 
 
 async def somebody_stands_between(scene):
     """A reader is led to somebody who passes on what it proves there, and then says that nothing is read any more."""
     offer, transfer = await scene.in_flight()
-    (number,) = scene.b.worker._receiver._incoming
+    (number,) = inside.unanswered(scene.b.worker)
     path = scene.a.worker.card.endpoint.removeprefix("unix:")
 
     async def passes_on(reader, writer):
@@ -336,7 +341,7 @@ async def somebody_stands_between(scene):
     server = await asyncio.start_unix_server(passes_on, f"{path}.b")
     with contextlib.suppress(KvxferError, TimeoutError):
         async with asyncio.timeout(0.01):
-            await scene.b.worker._peers.link(f"unix:{path}.b", None)
+            await inside.connect(scene.b.worker, f"unix:{path}.b")
     await withdrawn(scene, offer, transfer)
     server.close()
 
@@ -464,9 +469,8 @@ async def cancelled_while_it_is_scattered(scene):
     """A fetch ends only when its own copies have."""
     scene.offer()
     transfer = scene.fetch()
-    await scene.until(lambda: scene.b.worker._receiver._incoming)
-    (incoming,) = scene.b.worker._receiver._incoming.values()
-    while not incoming._own.writes and not transfer.done:  # noqa: ASYNC110 - to the very turn
+    await scene.until(lambda: inside.unanswered(scene.b.worker))
+    while not inside.copies_own(scene.b.worker) and not transfer.done:  # noqa: ASYNC110 - to the very turn
         await asyncio.sleep(0)
     assert not transfer.done
     transfer.cancel()

@@ -1,6 +1,4 @@
 """One schedule: requests between engines, troubles at any moment, and what must hold in the end."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import logging
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from exchange import Plan, Request
+from inside import sessions
 from ownership import Ledger, watch
 from world import World
 
@@ -173,7 +172,7 @@ class Schedule:
         self.world.loop.call_later(self.rnd.choice(choices), callback, *arguments)
 
     def cut(self):
-        links = [link for rank in self.world.ranks for link in sorted(rank.worker._links, key=lambda k: k.endpoint)]
+        links = [link for rank in self.world.ranks for link in sorted(sessions(rank.worker), key=lambda k: k.endpoint)]
         if links:
             self.world.note("cut")
             self.world.streams.cut(self.rnd.choice(links))
@@ -266,8 +265,8 @@ class Schedule:
         # a post that was given up may land at any later time, so what depends on it stays in doubt; a new agent ends
         # that for who posted it, and not for its living peer
         self.hurt = self.hurt or any(
-            rank.worker._site.fabric._lingering or rank.worker._sender._doubtful or rank.worker._site.rebuilds.count
-            for rank in world.ranks
+            seen["fabric"]["lingering"] or seen["sent_in_doubt"] or seen["agent"]["rebuilt"]
+            for seen in (rank.worker.describe() for rank in world.ranks)
         )
         for rank in alive:
             seen = rank.worker.describe()
@@ -284,8 +283,8 @@ class Schedule:
                     world.say(f"{rank.name}: {holder} still has {row.blocks} blocks, in doubt: {row.in_doubt}")
             if not self.hurt and (seen["sending"] or seen["receiving"] or seen["in_doubt"]):
                 world.say(f"{rank.name}: {seen['sending']} sending, {seen['receiving']} receiving")
-            if not self.hurt and rank.worker._site.fabric._holds:
-                world.say(f"{rank.name}: {rank.worker._site.fabric._holds} holds on the fabric")
+            if not self.hurt and seen["fabric"]["awake"]:
+                world.say(f"{rank.name}: {seen['fabric']['awake']} holds on the fabric")
             world.ledger.say(rank.books.untaken())
 
     def _judge_tasks(self):

@@ -2,6 +2,8 @@
 
 from collections import deque
 
+import inside
+
 from kvxfer.link import Link
 
 
@@ -24,7 +26,7 @@ class Streams:
         received, lost = Link.data_received, Link.connection_lost
 
         def receive(link, data):
-            if link._failure is None:  # else this side has closed it, and reads no more
+            if link.failure is None:  # else this side has closed it, and reads no more
                 received(link, data)
 
         monkeypatch.setattr(Link, "data_received", lambda link, data: self._came(link, lambda: receive(link, data)))
@@ -42,13 +44,12 @@ class Streams:
 
     def cut(self, link):
         """Reset one stream."""
-        if link._transport is not None:
-            link._transport.abort()
+        inside.cut_session(link)
 
     def kill(self, worker):
         """The streams of a process that was killed: the other ends hear that they are closed, it hears nothing."""
         self._dead.add(worker)
-        for link in [*worker._links, *worker._greeting]:
+        for link in inside.streams(worker):
             self.cut(link)
 
     def _came(self, link, handle):

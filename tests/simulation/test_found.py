@@ -1,10 +1,9 @@
 """Scenes that schedules have found: each went wrong once."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 
 import pytest
+from inside import being_read
 from scenes import Gate, Scene, play
 
 from kvxfer import MemoryInDoubtError, TransferTimeoutError
@@ -27,7 +26,7 @@ async def a_puller_that_gave_up_still_says_that_it_reads_nothing(scene: Scene):
     """Its Cancel is lost with the session, after its fetch has ended with nothing in doubt."""
     offer = scene.offer()
     transfer = scene.fetch(after=Gate(), timeout=0.02)
-    await scene.until(lambda: any(one.machine.being_read for one in scene.a.worker._sender._transfers.values()))
+    await scene.until(lambda: being_read(scene.a.worker))
     scene.streams.silence(scene.a.worker)
     assert isinstance(await scene.failure(transfer), TransferTimeoutError)
     assert transfer.memory_safe
@@ -45,7 +44,7 @@ async def a_puller_that_never_heard_of_its_chunks_says_that_it_reads_nothing(sce
     offer = scene.offer()
     scene.streams.silence(scene.b.worker)
     transfer = scene.fetch(timeout=0.01)
-    await scene.until(lambda: any(one.machine.being_read for one in scene.a.worker._sender._transfers.values()))
+    await scene.until(lambda: being_read(scene.a.worker))
     scene.cut()
     assert isinstance(await scene.failure(transfer), TransferTimeoutError)
     ending = await scene.ending(offer)

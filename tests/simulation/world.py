@@ -1,6 +1,4 @@
 """Engines of several ranks on one loopback network, in virtual time, drawn from a seed."""
-# the private state of workers that are open
-# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import itertools
@@ -8,6 +6,7 @@ import random
 import zlib
 from dataclasses import dataclass, field
 
+import inside
 from ownership import BlockBooks, Ledger, WatchedNetwork
 from stage import KEY, Cache
 from streams import Streams
@@ -227,15 +226,7 @@ class World:
         rank.books.alive = False
         rank.runtime.kill()
         self.streams.kill(worker)
-        worker._listener.close()
-        worker._site.draining = True
-        worker._receiver._recoveries.cancel()
-        worker._rebuilding.close()
-        worker._site.tasks.cancel()
-        worker._site.lookouts.cancel()
-        worker._site.closing.set_result(None)  # of what begins yet, nothing stays
-        worker._watch.stop()
-        worker._closing = asyncio.create_task(asyncio.sleep(0))  # it cannot be closed any more
+        inside.die(worker)
         self.left.append(rank)
 
     async def close(self, rank: Rank, *, drain):
@@ -253,9 +244,7 @@ class World:
         """Close what is open."""
         await asyncio.gather(*(self.close(rank, drain=False) for rank in self.ranks if rank.alive))
         for rank in self.left:
-            rank.worker._assembly.staging.close()
-            rank.worker._assembly.exports.close()
-            rank.worker._site.mappings.close()
+            inside.bury(rank.worker)
         pump._LEAKED.clear()
         assembly._leaked.clear()
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from inside import keep_given_up
 
 import kvxfer.admin
 from examples.serving import servers
@@ -363,7 +364,7 @@ async def test_the_ticket_of_a_decode_server_that_died_is_good_at_another(servic
 
     monkeypatch.setattr(service.nodes["first"], "_decline", never)
     for worker in service.nodes["first"].ranks.workers:
-        monkeypatch.setattr(worker._receiver, "_give_back", lambda *_: None)
+        keep_given_up(worker, monkeypatch)
     with service.paused("prefill"):
         asking = asyncio.create_task(service.post(router, prompt="Hello"))
         await service.eventually(lambda: service.nodes["prefill"].ranks.workers[0].describe()["sending"])

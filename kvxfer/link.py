@@ -90,6 +90,7 @@ class Link(asyncio.Protocol):
         endpoint: Where the peer is, as far as it is known.
         trusted: Whether this side shares addresses with the peer.
         encrypted: Whether the stream is TLS.
+        since: When its stream was opened, or was about to be.
         renewals: How often the peer has made its agent anew, as far as it has said so here.
         proved: Routes on which the peer itself moves what it writes here, as was seen (`kvxfer.proving`).
         moved: Bytes of cache that transfers of this session moved, in either direction, by route.
@@ -106,7 +107,7 @@ class Link(asyncio.Protocol):
         self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime
-        self._since: Final = runtime.now()
+        self.since: Final = runtime.now()
         self._loop = asyncio.get_running_loop()
         self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
         self._session: Session | None = None
@@ -162,6 +163,11 @@ class Link(asyncio.Protocol):
     def draining(self) -> bool:
         """Whether the peer has said goodbye."""
         return self._session is not None and self._session.draining
+
+    @property
+    def heard(self) -> float:
+        """When the peer was last heard, or later if this side stood still since; its beginning before that."""
+        return self.since if self._session is None else self._session.heard
 
     @property
     def heartbeat(self) -> float:
@@ -222,7 +228,7 @@ class Link(asyncio.Protocol):
         process = _process(stream.get_extra_info("socket"))
         try:
             self._session, self.trusted = self._handler.session(
-                self.role, process=process, endpoint=self.endpoint, since=self._since
+                self.role, process=process, endpoint=self.endpoint, since=self.since
             )
         except KvxferError as error:
             stream.write(encode(Goodbye(error.code, str(error))))

@@ -49,7 +49,7 @@ def overview(
         "epoch": site.issuer.card.epoch if site.issuer else None,
         "draining": site.draining,
         "closed": site.closing.done(),
-        "peers": [_peer(site, parts, link) for link in links],
+        "peers": [_peer(site, parts, link, now) for link in links],
         "handshakes": len(greeting),
         "streams": admitted((*links, *greeting)),
         "connecting": peers.connecting,
@@ -90,7 +90,7 @@ def overview(
     }
 
 
-def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
+def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]:
     """One session. What is said of its lane was seen: what is mapped, who moves the bytes, how fast they went.
 
     Or it was told, by the transport: over which lane this side's posts go.
@@ -110,6 +110,8 @@ def _peer(site: Site, parts: Assembly, link: Link) -> dict[str, Any]:
         "encrypted": link.encrypted,
         "endpoint": link.endpoint,
         "draining": link.draining,
+        "connected_seconds": now - link.since,
+        "silent_seconds": now - link.heard,
         "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
         "mapped": mapped,
         "not_mapped": site.mappings.why_not(peer),

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+INTEGRATION = str(Path(__file__).parent / "integration")  # `inside` and other helpers are there
+if INTEGRATION not in sys.path:
+    sys.path.append(INTEGRATION)
+
 
 def pytest_collection_finish() -> None:
     """Keep what collecting made from the garbage collector: some 11,000 tests, and the packages that they import.
@@ -28,9 +32,6 @@ def pytest_unconfigure() -> None:
 @pytest.fixture
 def quick_processes(monkeypatch):
     """Processes that would be spawned, and import torch and nixl for some seconds, are forked off a server."""
-    folder = str(Path(__file__).parent / "integration")
-    if folder not in sys.path:
-        sys.path.append(folder)
     import preloaded
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: preloaded.Context())

@@ -661,7 +661,7 @@ def test_an_engine_sees_that_a_request_is_not_wanted_any_more(pair):
 
 def test_a_claim_does_not_say_what_is_wanted(pair):
     pair.decode.claim(pair.prefill.engine.ticket("r"))
-    eventually(lambda: pair.prefill._service.worker._sender.book._early)
+    eventually(lambda: pair.prefill.describe_soon().result(PATIENCE)["parked"])
     assert pair.prefill.awaited("r") is None
 
 

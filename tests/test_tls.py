@@ -2,19 +2,13 @@
 
 import os
 import ssl
-import sys
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 
-INTEGRATION = str(Path(__file__).parent / "integration")
-if INTEGRATION not in sys.path:
-    sys.path.append(INTEGRATION)
-
-from certificates import Authority  # noqa: E402 - found by the lines above
-
-from kvxfer import Config, ConfigError  # noqa: E402
-from kvxfer.tls import Credentials, TlsConfig  # noqa: E402
+from kvxfer import Config, ConfigError
+from kvxfer.tls import Credentials, TlsConfig
 
 
 @pytest.fixture

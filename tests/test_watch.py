@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import watched
 
 from kvxfer.config import Config
 from kvxfer.errors import Code
@@ -204,4 +205,4 @@ async def test_a_worker_watches_the_loop_that_it_runs_on(caplog):
     (said,) = warnings(caplog)
     assert said["event"] == "loop_blocked"
     assert "loop='own'" in said["reason"]
-    assert vars(worker._watch)["_timer"].cancelled()
+    assert not watched(worker)

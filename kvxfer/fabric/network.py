@@ -151,6 +151,12 @@ class LoopbackNetwork:
             self._faults.pop(peer, None)
             self._dead.discard(peer)
 
+    @property
+    def agents(self) -> list[str]:
+        """Names of those that are open: of workers that are, or were left open because something may still move."""
+        with self._lock:
+            return list(self._agents)
+
     # ---- called by the transports ------------------------------------------------------------------------------------
 
     def attach(self, transport: "LoopbackTransport") -> None:

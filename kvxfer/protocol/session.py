@@ -298,6 +298,11 @@ class Session:
         return b"".join(pending)
 
     @property
+    def heard(self) -> float:
+        """When the peer was last heard, or later if this side stood still since."""
+        return self._liveness.heard
+
+    @property
     def heartbeat(self) -> float:
         """Seconds after which this side must speak: the shorter of both sides', once the peer has said its own."""
         return self._liveness.heartbeat

@@ -13,13 +13,16 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from kvxfer import assembly
 from kvxfer.errors import BlocksError, UnreachableError
+from kvxfer.fabric import pump
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
 from kvxfer.peers import Peers
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
+from kvxfer.staging import Staging
 
 # --- sessions
 
@@ -107,17 +110,9 @@ def fall_silent(worker: Any) -> None:
         link._timer.cancel()
 
 
-def stop_reading(worker: Any) -> float:
-    """Its peer lives, but nothing of it arrives any more; when it was last heard."""
-    link = session(worker)
-    link._transport.pause_reading()
-    return last_heard(worker)
-
-
-def last_heard(worker: Any) -> float:
-    """When its only peer was last heard."""
-    heard: float = session(worker)._session._liveness.heard
-    return heard
+def stop_reading(worker: Any) -> None:
+    """Its only peer lives, but nothing of it arrives any more."""
+    session(worker)._transport.pause_reading()
 
 
 # --- who connects, and where to
@@ -483,6 +478,12 @@ def gates_of(worker: Any) -> Any:
     return worker._site.gates
 
 
+def allotted(worker: Any) -> int:
+    """How many gates were ever in use at once."""
+    fresh: int = worker._site.gates._fresh
+    return fresh
+
+
 def free_gates(worker: Any) -> list[int]:
     """Those that were allotted, and are nobody's."""
     free: list[int] = worker._site.gates._free
@@ -493,6 +494,25 @@ def meet_keys_again(worker: Any) -> None:
     """It opens the gates of its only peer anew."""
     worker._site.keys.forget(met(worker))
     worker._site.keys.met(met(worker))
+
+
+def leaked() -> list[Any]:
+    """What workers that are closed have left to the process's end, since somebody may still touch it."""
+    return assembly._leaked
+
+
+def free_leaked() -> None:
+    """Nobody does any more."""
+    pump._LEAKED.clear()
+    assembly._leaked.clear()
+
+
+def leaks(monkeypatch: Any) -> list[Any]:
+    """What workers leave from now on, memory included; it is freed nevertheless."""
+    left: list[Any] = []
+    monkeypatch.setattr(assembly, "_leaked", left)
+    monkeypatch.setattr(Staging, "leak", lambda staging: left.append(staging) or staging.close())
+    return left
 
 
 # --- copies, and what moves the bytes
@@ -684,6 +704,12 @@ def posted(worker: Any) -> bool:
     return any(sent.cell.state.value == "posted" for sent in shipments)
 
 
+def waits_for_layers(transfer: Any) -> bool:
+    """Whether a fetch keeps anybody who waits for layers of it, on whichever loop."""
+    inner = getattr(transfer, "_inner", None) or transfer._progress
+    return bool(inner._layer_waiters)
+
+
 def knows_layers(transfer: Any) -> bool:
     """Whether it is known of a fetch in which layers what it brings is."""
     return bool(transfer._progress._layers)
@@ -763,6 +789,11 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
             if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's
                 found[f"{name}.{field}"] = len(value)
     return found
+
+
+def watched(worker: Any) -> bool:
+    """Whether it is looked whether its loop stands still."""
+    return not worker._watch._timer.cancelled()
 
 
 def tasks(worker: Any) -> int:

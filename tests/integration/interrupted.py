@@ -79,7 +79,7 @@ def calls() -> int:
     pressed += interrupted(prefill.unregister)  # it would drain for five seconds
     prefill.close()
     decode.close()
-    assert not network._agents
+    assert not network.agents
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvxfer")]
     return pressed
 

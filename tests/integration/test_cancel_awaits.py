@@ -41,6 +41,7 @@ class World:
 
     Attributes:
         offer: What the prefill worker offers as "r".
+        left: Agents that outlive their workers.
     """
 
     def __init__(self, runtime: Any, route: str, *, late: bool) -> None:
@@ -50,6 +51,7 @@ class World:
         self.source, self.target = (Cache(shared=route == "mapped") for _ in range(2))
         self.prefill, self.decode = (self.make(name) for name in ("prefill", "decode"))
         self.offer: Any = None
+        self.left: list[str] = []
 
     def make(self, name: str) -> Worker:
         settings = {
@@ -351,11 +353,10 @@ async def closing(world: World, call: Callable[[], Awaitable[Any]]):
         assert "closed" in repr(world.decode)
         assert transfer.done
         error = transfer.outcome.exception()
-        left = [name for name in world.network._agents if name.startswith("decode")]
+        left = [name for name in world.network.agents if name.startswith("decode")]
         if isinstance(error, MemoryInDoubt):
             await world.land()
-            for name in left:  # its own read is stuck: left open, with the memory, for the life of the process
-                del world.network._agents[name]
+            world.left = left  # its own read is stuck: left open, with the memory, for the life of the process
             if world.route == "pull":  # and nobody is left to say when that read has ended
                 with pytest.raises(MemoryInDoubt):
                     await world.offer.withdraw()
@@ -391,7 +392,7 @@ async def enter(world: World):
         if outcome.error is None:
             await worker.aclose()
         assert " open" not in repr(worker)
-        assert not [name for name in world.network._agents if name.startswith("decode")]
+        assert not [name for name in world.network.agents if name.startswith("decode")]
         await worker.aclose()
         world.decode = world.make("decode")
         async with world.decode:
@@ -413,7 +414,7 @@ async def perform(played: Scene, way: Any, turn: int, world: World) -> Outcome:
         let_through = asyncio.CancelledError | TimeoutError | MemoryInDoubt
         assert outcome.error is None or isinstance(outcome.error, let_through), repr(outcome.error)
         await check(outcome)
-    assert not world.network._agents
+    assert world.network.agents == world.left
     return outcome
 
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 import torch
-from inside import cut, free_gates, gates_of, meet_keys_again, met, stop_listening, tasks, unanswered
+from inside import allotted, cut, free_gates, gates_of, leaks, meet_keys_again, met, stop_listening, tasks, unanswered
 from msgspec.structs import replace
 from stage import Cache, Gate, Tap, eventually, quarantined, quiet
 from wire import play
@@ -42,14 +42,6 @@ def received(worker, kind):
 
 def unchanged(target, before):
     return all(torch.equal(target.memory[layer], memory) for layer, memory in before.items())
-
-
-def leaks(monkeypatch):
-    """What workers that close leave to the process's end."""
-    leaked = []
-    monkeypatch.setattr("kvxfer.assembly._leaked", leaked)
-    monkeypatch.setattr("kvxfer.staging.Staging.leak", lambda staging: leaked.append(staging) or staging.close())
-    return leaked
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -384,7 +376,7 @@ async def test_gates_are_allotted_again_and_never_twice_at_a_time(stage):
         prefill.offer(f"r{number}", [1, 2], tokens=8)
         await decode.fetch(prefill.engine.ticket(f"r{number}"), [3, 4], tokens=range(8))
     await quiet(prefill, decode)
-    assert gates._fresh <= 3  # one transfer after the other, and perhaps a loan
+    assert allotted(decode) <= 3  # one transfer after the other, and perhaps a loan
     taken = [gates.allot() for _ in range(5)]
     assert len(set(taken)) == 5
     assert SHARED_GATE not in taken
@@ -401,9 +393,8 @@ async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_mor
         await decode.fetch(prefill.engine.ticket("b"), [3, 4], tokens=range(8))
     await offer.withdraw()
     await quiet(prefill, decode)
-    gates = gates_of(prefill)
-    assert gates._free
-    assert {await gates.revoke(number) for number in gates._free} == {Revoked.IDLE}
+    assert free_gates(prefill)
+    assert {await gates_of(prefill).revoke(number) for number in free_gates(prefill)} == {Revoked.IDLE}
 
 
 async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatch):

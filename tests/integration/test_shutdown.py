@@ -71,7 +71,7 @@ async def test_nothing_is_left(network):
         waiting.cancel()
         await never.withdraw()
     assert left() == NOTHING
-    assert not network._agents
+    assert not network.agents
 
 
 async def test_a_fabric_whose_thread_takes_its_time_to_end_is_waited_for(network, monkeypatch):
@@ -383,7 +383,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing(network):
         await task
     await worker.aclose()
     await eventually(lambda: left() == NOTHING)
-    assert not network._agents
+    assert not network.agents
 
 
 async def test_a_socket_that_was_left_by_a_killed_worker_is_taken_over(network, tmp_path):

@@ -7,7 +7,7 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from inside import close_fabric_by, holds_arena, mapped_windows, rebuild, when_rebuilt
+from inside import close_fabric_by, holds_arena, leaked, mapped_windows, rebuild, when_rebuilt
 from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
@@ -285,12 +285,12 @@ def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, 
         worker = getattr(play, side)
         if not transport:
             close_fabric_by(worker, lambda timeout: Future())
-        kept, leaked = held_of(play, side), len(assembly._leaked)
+        kept, before = held_of(play, side), len(leaked())
         _, waited = await play.timed(worker.aclose(drain=False))
         assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK
         assert copies.held
         assert kept
-        assert len(assembly._leaked) == leaked + 1
+        assert len(leaked()) == before + 1
         assert not holds_arena(worker)
         assert caplog.text.count("memory_leaked") == 1
         outcome = await raised(offer.released() if side == "prefill" else transfer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
 from kvxfer import BlockingWorker, Config, UsageError, drain_on_signal
@@ -75,8 +76,7 @@ async def test_layers_are_numbers_and_who_stops_waiting_for_them_leaves_nothing(
     for _ in range(3):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(transfer.layers(0, 1), 0.01)
-    inner = transfer._progress if loop == "caller" else transfer._inner
-    await eventually(lambda: not inner._layer_waiters)
+    await eventually(lambda: not waits_for_layers(transfer))
     transfer.cancel()
     await asyncio.wait([transfer.outcome])
 

@@ -12,7 +12,6 @@ from stage import KEY, Cache
 from streams import Streams
 
 from kvxfer import Config, Worker, assembly, recovery, site, watch
-from kvxfer.fabric import pump
 from kvxfer.fabric.pump import Fabric
 from kvxfer.fetching import Fetching
 from kvxfer.link import Link
@@ -237,7 +236,7 @@ class World:
         await rank.worker.aclose(drain=drain)
         if self.now - began > self.config.bounds()["close"] + 0.05:
             self.say(f"closing {rank.name} took {self.now - began:.3f} s")
-        if not rank.transport._open:  # else it was left open because something may be in flight
+        if rank.transport.name not in self.network.agents:  # else it was left open because something may be in flight
             self.ledger.forget_arena(rank.name)
 
     async def end(self):
@@ -245,8 +244,7 @@ class World:
         await asyncio.gather(*(self.close(rank, drain=False) for rank in self.ranks if rank.alive))
         for rank in self.left:
             inside.bury(rank.worker)
-        pump._LEAKED.clear()
-        assembly._leaked.clear()
+        inside.free_leaked()
 
     def _choose_routes(self, monkeypatch):
         """Let each fetch take any route that is open, so that all of them meet."""

@@ -6,10 +6,8 @@ K and V travel by kvxfer's in-process transport, over the route that uses it, so
 import asyncio
 import contextlib
 import socket
-import sys
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +25,6 @@ from kvxfer.integrations.transformers import decode as continued
 from kvxfer.integrations.transformers import prefill as run
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
-INTEGRATION = str(Path(__file__).parents[2] / "integration")  # the helper `inside` is there
-if INTEGRATION not in sys.path:
-    sys.path.append(INTEGRATION)
 MODEL: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "hidden": 32, "blocks": 64, "chunk": 64}
 WORKER = {"route": "staged", "arena_bytes": "4MiB", "drain_timeout": 2}
 SECONDS = 60

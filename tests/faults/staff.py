@@ -371,7 +371,7 @@ class Ranks:
             gap = rank.worker.describe()["arena"]["receive"].largest_gap_bytes
             extent = None
             while gap and extent is None:
-                extent = inside.take(rank.worker, "receive", gap, f"somebody {number}")
+                extent = inside.take_if_free(rank.worker, "receive", gap, f"somebody {number}")
                 gap //= 2
             if extent is None:
                 break

@@ -10,18 +10,25 @@ import contextlib
 import math
 import os
 import socket
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvxfer import assembly
+from kvxfer import assembly, rebuilding
 from kvxfer.errors import BlocksError, UnreachableError
 from kvxfer.fabric import pump
+from kvxfer.fetching import Fetching
+from kvxfer.incoming import Incoming
+from kvxfer.keys import Key
+from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
+from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
+from kvxfer.shipment import Shipment, StagedShipment
 from kvxfer.staging import Staging
 
 # --- sessions
@@ -156,7 +163,7 @@ def refusals(worker: Any) -> list[Exception]:
     return [away.error for away in worker._peers._away.values()]
 
 
-def before_connecting(worker: Any, wait: Callable[[str], Awaitable[None]]) -> Callable[[], None]:
+def before_connecting(worker: Any, wait: Callable[[str], Awaitable[Any]]) -> Callable[[], None]:
     """Await `wait(endpoint)` before each stream that it opens, until what is returned is called."""
     peers = worker._peers
     connect_to = peers._connect_to
@@ -404,9 +411,19 @@ def _desk(worker: Any, side: str) -> Any:
     return {"send": worker._site.send_desk, "receive": worker._site.receive_desk}[side]
 
 
-def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
+def take_if_free(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
     """So much memory of a side ("send", "receive") is a peer's, if there is as much in one piece for this one."""
-    desk = _desk(worker, side)
+    return _taken(_desk(worker, side), peer, nbytes)
+
+
+def take(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken:
+    """The same where there is."""
+    taken = take_if_free(worker, side, nbytes, peer)
+    assert taken is not None
+    return taken
+
+
+def _taken(desk: Any, peer: str, nbytes: int) -> Taken | None:
     extent = desk.take(peer, nbytes)
     return None if extent is None else Taken(desk, extent)
 
@@ -422,11 +439,16 @@ def take_all_in_place(worker: Any) -> Taken:
     return _all_of(desk)
 
 
-def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken | None:
+def take_in_place_if_free(worker: Any, peer: Any, nbytes: int) -> Taken | None:
     """A peer may write so much in place, if that may be granted now."""
-    desk = worker._site.in_place_desk(peer)
-    extent = desk.take(peer.name, nbytes)
-    return None if extent is None else Taken(desk, extent)
+    return _taken(worker._site.in_place_desk(peer), peer.name, nbytes)
+
+
+def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken:
+    """The same where it may."""
+    taken = take_in_place_if_free(worker, peer, nbytes)
+    assert taken is not None
+    return taken
 
 
 def forget_peer(worker: Any, peer: Any) -> None:
@@ -799,3 +821,126 @@ def watched(worker: Any) -> bool:
 def tasks(worker: Any) -> int:
     """Tasks of its own that run."""
     return len(worker._site.tasks)
+
+
+# --- what workers are made of, for all that are opened in a scene
+
+TRANSFER_PARTS = (Fetching, Incoming, Landing, Reading, Outgoing, Shipment)
+"""What there is of a transfer, at both ends."""
+
+
+def parts_made(monkeypatch: Any) -> list[Any]:
+    """Weak references to whatever is made for transfers from now on."""
+    made: list[Any] = []
+    for kind in (Fetching, Incoming, Landing, Outgoing, Shipment):
+        init = kind.__init__
+
+        def noted(self: Any, *arguments: Any, init: Any = init, **settings: Any) -> None:
+            made.append(weakref.ref(self))
+            init(self, *arguments, **settings)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    return made
+
+
+def serve_chunks_by(side: str, act: Callable[[Callable[[], None], Callable[[], None]], None], monkeypatch: Any) -> None:
+    """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
+    kind, name = {"send": (StagedShipment, "_gather"), "receive": (Landing, "_grant")}[side]
+    serve = getattr(kind, name)
+
+    def served(chunk: Any, *given: Any) -> None:
+        act(lambda: setattr(chunk, "_extent", given[-1]), lambda: serve(chunk, *given))
+
+    monkeypatch.setattr(kind, name, served)
+
+
+def keep_plans(monkeypatch: Any) -> list[Callable[[], None]]:
+    """Decode ranks plan nothing until what is in this list is called, in whichever order it is asked for."""
+    plans: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        Incoming, "plan", lambda self, make, then, *, rows: plans.append(lambda: self.run(lambda: then(make())))
+    )
+    return plans
+
+
+def plan_late(seconds: float, monkeypatch: Any) -> None:
+    """Prefill ranks begin to plan so much later."""
+    plan = Outgoing.plan
+
+    def late(self: Any, make: Any, then: Any, *, rows: int) -> None:
+        self.site.loop.call_later(seconds, lambda: plan(self, make, then, rows=rows))
+
+    monkeypatch.setattr(Outgoing, "plan", late)
+
+
+def keep_gathers(monkeypatch: Any) -> list[Callable[[], None]]:
+    """Chunks that are to be gathered, until the monkeypatch is undone; to call one begins it, as late as that."""
+    late: list[Callable[[], None]] = []
+
+    def prepare(chunk: Any, part: Any) -> None:
+        late.append(lambda: chunk.run(chunk.prepare, part))
+
+    monkeypatch.setattr(StagedShipment, "prepare", prepare)
+    return late
+
+
+def doubt_all(monkeypatch: Any) -> None:
+    """Of whatever ends at a prefill rank something may still move."""
+    monkeypatch.setattr(Outgoing, "in_doubt", True)
+
+
+def break_steps(monkeypatch: Any) -> None:
+    """A step of every transfer at a prefill rank fails as nobody foresaw."""
+    monkeypatch.setattr(Outgoing, "_is_ready", lambda *_: 1 / 0)
+
+
+def never_move(seconds: float, monkeypatch: Any) -> None:
+    """Nobody moves what he was granted before an agent is made anew: each look whether he has takes so long."""
+
+    async def nobody_moves(_: Any) -> bool:
+        await asyncio.sleep(seconds / rebuilding._STEPS)
+        return False
+
+    monkeypatch.setattr(rebuilding.Rebuilding, "_idle", nobody_moves)
+
+
+def crowded_bytes(capacity: int) -> int:
+    """How much of a share may be in quarantine before it is too much."""
+    return capacity // rebuilding._CROWDED
+
+
+def look_in_threads(monkeypatch: Any) -> None:
+    """However little a peer holds, it is looked at in a thread."""
+    monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
+
+
+def remember_unreachable(endpoints: int, monkeypatch: Any) -> None:
+    """So many endpoints that could not be reached are known at most."""
+    monkeypatch.setattr("kvxfer.peers._REMEMBERED", endpoints)
+
+
+def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
+    """Steps of so many rows and more are planned in threads."""
+    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", rows)
+
+
+def know_no_gates(monkeypatch: Any) -> None:
+    """Nobody hears of a peer that it passes the gates that grants name."""
+    monkeypatch.setattr("kvxfer.site.Site.heard", lambda site, peer, *, fenced: None)
+
+
+def open_no_gates(monkeypatch: Any) -> None:
+    """Nobody can open the gates of a peer."""
+    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+
+
+def live_in(process: int, monkeypatch: Any) -> None:
+    """Every peer is taken for this process, and for another one than those who meet it."""
+    monkeypatch.setattr("kvxfer.processes.process_of", lambda handle: process)
+    monkeypatch.setattr("kvxfer.assembly.own_number", lambda: 0)
+
+
+def build_without(capability: Capability, monkeypatch: Any) -> None:
+    """Workers cannot do something, as those of before."""
+    known = assembly._capabilities
+    monkeypatch.setattr(assembly, "_capabilities", lambda *given, **more: known(*given, **more) & ~capability)

@@ -2,22 +2,16 @@
 
 import asyncio
 import gc
-import weakref
 
 import pytest
-from inside import take_all, when_crowded
+from inside import parts_made, serve_chunks_by, take_all, when_crowded
 from stage import Cache, Copied, eventually, in_place, quiet
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
-from kvxfer.fetching import Fetching
-from kvxfer.incoming import Incoming
-from kvxfer.landing import Landing
 from kvxfer.link import Link
-from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Landed, Want
 from kvxfer.protocol.packing import unpack_u32
-from kvxfer.shipment import Shipment, StagedShipment
 
 IDS = list(range(64))
 
@@ -89,23 +83,22 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route="staged", window=2)
     worker, share = (prefill, "send") if side == "prefill" else (decode, "receive")
-    kind, name = (StagedShipment, "_gather") if side == "prefill" else (Landing, "_grant")
-    full, serve, asked, served = take_all(worker, share), getattr(kind, name), [], []
+    full, asked, served = take_all(worker, share), [], []
 
     def crowded():
         asked.append(1)
         if len(asked) == 2:
             full.release()
 
-    def serves(chunk, *given):
-        served.append(chunk)
+    def serve(takes, serves):
+        served.append(1)
         if fails:
-            chunk._extent = given[-1]
+            takes()
             raise FabricError("it cannot be served")
-        serve(chunk, *given)
+        serves()
 
     when_crowded(worker, share, crowded, monkeypatch)
-    monkeypatch.setattr(kind, name, serves)
+    serve_chunks_by(share, serve, monkeypatch)
     offer = prefill.offer("r", [1, 2, 3, 4], tokens=16)
     copied = Copied(target).bring(source, [1, 2, 3, 4], [5, 6, 7, 8], range(16))
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [5, 6, 7, 8], tokens=range(16), timeout=10)
@@ -124,15 +117,7 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_nothing_of_a_transfer_that_is_over_is_kept(stage, route, monkeypatch):
     """Its plans are large. Nobody who waited for memory is kept either, and no cycle waits for the collector."""
-    made, source, target = [], Cache(), Cache(layout="HND")
-    for kind in (Incoming, Outgoing, Fetching, Landing, Shipment):
-        init = kind.__init__
-
-        def noted(self, *arguments, init=init, **settings):
-            made.append(weakref.ref(self))
-            init(self, *arguments, **settings)
-
-        monkeypatch.setattr(kind, "__init__", noted)
+    made, source, target = parts_made(monkeypatch), Cache(), Cache(layout="HND")
     config = {"route": route, "arena_bytes": "4KiB", "chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
     prefill, decode = await stage.pair(source, target, max_in_place_bytes="2KiB", **config)
     gc.disable()

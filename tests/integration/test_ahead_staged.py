@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from inside import take_all
+from inside import keep_plans, plan_late, take_all
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, extents, quarantined, quiet
 from wire import play
@@ -11,8 +11,6 @@ from wire import play
 from kvxfer import PeerLostError, RefusedError
 from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import PairPlan
-from kvxfer.incoming import Incoming
-from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Route, Want
 
 HELD = list(range(8))
@@ -52,10 +50,7 @@ async def test_the_plan_may_be_made_after_the_bytes_have_landed(stage, monkeypat
     prefill, decode = await stage.pair(source, target, **LARGE)
     prefill.offer("r", HELD, tokens=30)
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    plans = []
-    monkeypatch.setattr(
-        Incoming, "plan", lambda self, make, then, *, rows: plans.append(lambda: self.run(lambda: then(make())))
-    )
+    plans = keep_plans(monkeypatch)
     transfer = begin(prefill, decode)
     await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
     assert len(plans) == 1, "the plan of the transfer"
@@ -141,12 +136,7 @@ async def test_a_grant_that_has_run_out_before_it_could_be_used_is_void(stage, t
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, **{**LARGE, "route": route})
     copied = Copied(target).bring(source, HELD, HELD, range(3, 30))
-    plan = Outgoing.plan
-
-    def late(self, make, then, *, rows):
-        self.site.loop.call_later(0.02, lambda: plan(self, make, then, rows=rows))
-
-    monkeypatch.setattr(Outgoing, "plan", late)
+    plan_late(0.02, monkeypatch)
     tap.change[Fetch] = lambda fetch: replace(
         fetch, lease_ms=min(fetch.lease_ms, 1), staging_lease_ms=min(fetch.staging_lease_ms, 1)
     )

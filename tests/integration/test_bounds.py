@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
-from inside import rebuild, when_rebuilt
+from inside import never_move, rebuild, when_rebuilt
 from stage import Gate, quarantined
 from standing import Standing
 from wire import Play, deaf_port, play
@@ -27,10 +27,8 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
     assembly,
-    rebuilding,
 )
 from kvxfer.copy.port import Direction
-from kvxfer.rebuilding import Rebuilding
 
 SLACK = 0.05
 """Scheduling comes on top of a bound; in virtual time that is a poll's interval or two."""
@@ -432,12 +430,8 @@ async def what_is_noticed_when_it_is_being_done_for_others(play):
         play.start(request, [block], range(4))
         await play.until(lambda: play.network.held("decode") == block)
 
-    async def nobody_moves(_):
-        await asyncio.sleep(CONFIG.revoke_timeout / rebuilding._STEPS)
-        return False
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rebuilding, "_idle", nobody_moves)
+        never_move(CONFIG.revoke_timeout, patch)
         play.network.hold("decode")
         await stands_still("r", 1)
         rebuild(play.prefill)

@@ -1,4 +1,6 @@
 """Cancellation at every step and by every means: when the await returns, memory is safe, or says that it is not."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
 """A worker that is to stop: it finishes what runs, says so, and refuses the rest in a way that a retry cures."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import os

@@ -7,7 +7,21 @@ import asyncio
 
 import pytest
 import torch
-from inside import allotted, cut, free_gates, gates_of, leaks, meet_keys_again, met, stop_listening, tasks, unanswered
+from inside import (
+    allotted,
+    cut,
+    free_gates,
+    gates_of,
+    know_no_gates,
+    leaks,
+    live_in,
+    meet_keys_again,
+    met,
+    open_no_gates,
+    stop_listening,
+    tasks,
+    unanswered,
+)
 from msgspec.structs import replace
 from stage import Cache, Gate, Tap, eventually, quarantined, quiet
 from wire import play
@@ -284,7 +298,7 @@ async def test_a_reader_puts_no_gate_before_blocks_that_only_it_writes(stage, ta
 
 
 async def test_a_peer_that_knows_of_no_gates_is_granted_memory_without(stage, tap, monkeypatch):
-    monkeypatch.setattr("kvxfer.site.Site.heard", lambda site, peer, *, fenced: None)
+    know_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="direct")
     prefill.offer("a", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
@@ -313,7 +327,7 @@ async def test_the_grants_of_a_transfer_name_one_gate_and_those_of_two_name_two(
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
 async def test_a_peer_that_cannot_open_the_gates_is_granted_memory_without(stage, tap, monkeypatch, caplog, route):
-    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+    open_no_gates(monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     for request in "ab":
         prefill.offer(request, [1, 2], tokens=8)
@@ -332,7 +346,7 @@ async def test_a_peer_that_cannot_open_the_gates_again_is_granted_memory_without
     prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route=route)
     prefill.offer("a", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("a"), [3, 4], tokens=range(8))
-    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+    open_no_gates(monkeypatch)
     for worker, other in ((prefill, decode), (decode, prefill)):
         assert met(worker).identity.incarnation.hex() == other.card.incarnation
         meet_keys_again(worker)
@@ -400,8 +414,7 @@ async def test_a_gate_that_is_given_back_by_the_peers_word_is_not_locked_any_mor
 async def test_nobody_waits_to_answer_a_process_that_has_ended(stage, monkeypatch):
     """Route `pull`: the peer kept its blocks until it heard that nothing is read any more."""
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    monkeypatch.setattr("kvxfer.processes.process_of", lambda handle: process.pid)
-    monkeypatch.setattr("kvxfer.assembly.own_number", lambda: 0)  # both are this process
+    live_in(process.pid, monkeypatch)
     try:
         prefill, decode = await stage.pair(Cache(), Cache(layout="HND"), route="pull")
         prefill.offer("r", [1, 2], tokens=8)

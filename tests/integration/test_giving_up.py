@@ -1,4 +1,6 @@
 """Whoever cancels a fetch needs the request no more: prefill ranks free its blocks, unless it is kept for a retry."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib

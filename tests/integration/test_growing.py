@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from inside import break_steps, plan_steps_in_threads
 from stage import Cache, Copied, eventually, quiet
 
 from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
@@ -140,7 +141,7 @@ async def test_an_offer_that_ends_too_early_fails_the_fetch(stage):
 @pytest.mark.parametrize("when", ["before the fetch", "between two steps"])
 async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
     """Steps that come faster than they are planned and told."""
-    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", small_plan)
+    plan_steps_in_threads(small_plan, monkeypatch)
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", streaming=True)
@@ -164,7 +165,7 @@ async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
 @pytest.mark.parametrize("small_plan", [2048, 0], ids=["planned here", "planned in threads"])
 async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypatch, small_plan):
     """It names two slots of state where the request has one, which shows when the slot comes with the last step."""
-    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", small_plan)
+    plan_steps_in_threads(small_plan, monkeypatch)
     monkeypatch.setattr("kvxfer.receiver.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
 
     def caches():
@@ -206,7 +207,7 @@ async def test_whatever_fails_in_a_transfer_is_not_told_to_the_owner_of_its_offe
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=5)
     offer.extend([3], tokens=range(4))
     await eventually(lambda: transfer.state is TransferState.WAITING and prefill.describe()["sending"])
-    monkeypatch.setattr("kvxfer.outgoing.Outgoing._is_ready", lambda *_: 1 / 0)
+    break_steps(monkeypatch)
     offer.ready()
     with pytest.raises(TransferFailedError, match="a step of the transfer failed: ZeroDivisionError"):
         await transfer

@@ -5,7 +5,7 @@ import contextlib
 import threading
 
 import pytest
-from inside import connect, hang_up, plans, sessions
+from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, sessions
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
 
@@ -179,9 +179,7 @@ def test_an_engine_that_has_restarted_is_met_at_once(tmp_path):
 
 
 async def test_what_could_not_be_reached_is_bounded(stage, monkeypatch):
-    from kvxfer import peers
-
-    monkeypatch.setattr(peers, "_REMEMBERED", 3)
+    remember_unreachable(3, monkeypatch)
     prefill, decode = await stage.pair(Cache(), Cache())
     for n in range(6):
         with pytest.raises(KvxferError):
@@ -303,7 +301,7 @@ async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):
 
 async def test_many_peers_at_once_are_looked_at_one_after_the_other(stage, monkeypatch):
     """A thread that computes takes the interpreter from the loop for a while, each further one as long again."""
-    monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
+    look_in_threads(monkeypatch)
     prefill = await stage.worker("prefill", Cache())
     decodes = [await stage.worker(f"decode{number}", Cache()) for number in range(4)]
     examine, inside, second = planning.PairPlans.examine, [], threading.Event()
@@ -333,7 +331,7 @@ def slow(monkeypatch, seconds):
         await asyncio.sleep(seconds)
         return work()
 
-    monkeypatch.setattr("kvxfer.site._AT_ONCE_BYTES", 0)
+    look_in_threads(monkeypatch)
     monkeypatch.setattr(DeterministicRuntime, "in_thread", in_thread)
 
 

@@ -1,4 +1,6 @@
 """A worker that says to be another one, whose incarnation is no secret: it is refused, and the other one goes on."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import contextlib

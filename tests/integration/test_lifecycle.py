@@ -1,4 +1,6 @@
 """Requests that do not go as planned: ranks that die between others, fan-in of which a part fails, other engines."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import random

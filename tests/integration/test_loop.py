@@ -5,19 +5,12 @@ import gc
 from collections import Counter
 
 import pytest
+from inside import TRANSFER_PARTS
 from stage import Cache, eventually, looked_into, quiet
-
-from kvxfer.fetching import Fetching
-from kvxfer.incoming import Incoming
-from kvxfer.landing import Landing, Reading
-from kvxfer.outgoing import Outgoing
-from kvxfer.shipment import Shipment
-
-PARTS = (Fetching, Incoming, Landing, Reading, Outgoing, Shipment)
 
 
 def alive():
-    return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in PARTS)
+    return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in TRANSFER_PARTS)
 
 
 async def bring(prefill, decode, request):

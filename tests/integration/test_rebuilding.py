@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import pytest
 from inside import (
     begin_rebuilding,
+    build_without,
     consider_rebuilding,
+    crowded_bytes,
     cut,
     free_gates,
     gates_of,
     keep_agent,
+    keep_gathers,
     lose_unheard,
     never_come_back,
     note_rebuilt,
@@ -24,6 +27,7 @@ from inside import (
     sessions,
     take,
     take_in_place,
+    take_in_place_if_free,
     timers,
     vanish,
 )
@@ -44,7 +48,6 @@ from kvxfer.link import Link
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
-from kvxfer.shipment import StagedShipment
 
 TOKENS = range(8)
 TIMES = {"heartbeat": 0.1, "peer_timeout": 0.4, "revoke_timeout": 2.0, "handshake_timeout": 1.0}
@@ -235,9 +238,8 @@ async def test_under_load_nothing_fails_for_it_and_every_byte_is_right(stage, so
 
 
 async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
-    known = assembly._capabilities
     with monkeypatch.context() as patch:
-        patch.setattr(assembly, "_capabilities", lambda *given, **more: known(*given, **more) & ~Capability.RENEWED)
+        build_without(Capability.RENEWED, patch)
         prefill = await stage.worker("prefill", source, **TIMES)
     decode = await stage.worker("decode", target, **TIMES)
     await brings(prefill, decode, source, target, "before")
@@ -273,11 +275,9 @@ async def test_who_comes_while_it_is_made_anew_is_granted_nothing_in_place(stage
     worker = await stage.worker("w", target)
     peer = SimpleNamespace(name="new", identity=SimpleNamespace(incarnation=b"new"))
     pause_grants(worker)
-    assert take_in_place(worker, peer, 1) is None
+    assert take_in_place_if_free(worker, peer, 1) is None
     resume_grants(worker)
-    granted = take_in_place(worker, peer, 1)
-    assert granted is not None
-    granted.release()
+    take_in_place(worker, peer, 1).release()
 
 
 async def test_who_does_not_move_in_time_has_its_grant_taken_back_and_may_try_again(stage, source, target, hosts):
@@ -396,8 +396,7 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     prefill, decode = await stage.pair(source, target, route="staged", prefill=slow, decode=TIMES)
     await brings(prefill, decode, source, target, "there")
     await brings(decode, prefill, target, source, "and back")
-    late = []
-    monkeypatch.setattr(StagedShipment, "prepare", lambda *planned: late.append(planned))  # a large plan, in a thread
+    late = keep_gathers(monkeypatch)  # a large plan, in a thread
     prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=TOKENS)
     await eventually(lambda: late)
@@ -411,8 +410,8 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     await eventually(lambda: decode.describe()["agent"]["rebuilt"] and not quarantined(decode, "receive"))
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Renewed"))
     moved = len(stage.network.log)
-    for one, part in late:
-        one.run(one.prepare, part)
+    for gather in late:
+        gather()
     await eventually(lambda: not prefill.describe()["sending"])
     assert len(stage.network.log) == moved, "memory that is somebody else's by now was written"
     stream.abort()
@@ -427,7 +426,7 @@ async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, 
     assert armed[-1] == pytest.approx(5, abs=1), "a peer may still answer"
     assert not begin_rebuilding(worker)  # by the timer of one that is over
     assert armed[-1] == pytest.approx(50, abs=1)
-    much = take(worker, "receive", capacity // rebuilding._CROWDED)
+    much = take(worker, "receive", crowded_bytes(capacity))
     much.quarantine()
     rebuild(worker, urgent=False)()
     assert armed[-1] == pytest.approx(50, abs=1), "not more than a quarter"

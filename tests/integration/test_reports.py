@@ -1,4 +1,6 @@
 """Every kind of failure says the same things, in attributes and in one line of the log on each side that took part."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import logging

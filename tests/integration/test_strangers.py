@@ -14,7 +14,6 @@ from stage import Cache, Copied, eventually
 
 from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError, remembered
 from kvxfer.limits import MAX_WORLD
-from kvxfer.outgoing import Outgoing
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 from kvxfer.protocol.session import Role
 
@@ -62,7 +61,7 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     prefill, _, peer = await met(stage, max_transfers=64)
     processes = {}
     future = asyncio.get_running_loop().create_future
-    monkeypatch.setattr(Outgoing, "in_doubt", True)
+    inside.doubt_all(monkeypatch)
     monkeypatch.setattr(
         "kvxfer.processes.Processes.ended", lambda _, peer: processes.setdefault(peer.identity.incarnation, future())
     )
@@ -84,7 +83,7 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
     """Whether a peer on another host will ever come back, and ask, cannot be known."""
     prefill, _, peer = await met(stage, max_transfers=64)
     ref = prefill.engine.ref("r", 0)
-    monkeypatch.setattr(Outgoing, "in_doubt", True)
+    inside.doubt_all(monkeypatch)
     monkeypatch.setattr(remembered, "_MOST", 1000)
     links = [Stranger(peer, number) for number in range(MANY)]
     for number, link in enumerate(links):

@@ -1,4 +1,6 @@
 """One trace over both sides of a transfer, by OpenTelemetry's SDK: spans, parents, status, peers that lie about it."""
+# what failed has a report, and what is fetched was offered
+# pyright: reportOptionalMemberAccess=false
 
 import asyncio
 import subprocess

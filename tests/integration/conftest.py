@@ -12,10 +12,10 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.append(HERE)
 
-from stage import Stage  # noqa: E402 - found by the line above
+from inside import share_no_locks  # noqa: E402 - found by the lines above
+from stage import Stage  # noqa: E402
 
-from kvxfer import Worker, exports  # noqa: E402
-from kvxfer.errors import FabricError  # noqa: E402
+from kvxfer import Worker  # noqa: E402
 from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
 from kvxfer.own_loop import OwnLoopWorker  # noqa: E402
 
@@ -49,11 +49,7 @@ def pytest_asyncio_loop_factories(config, item):
 @pytest.fixture
 def no_locks(monkeypatch):
     """Workers that share no locks, as those on two hosts: what a peer is doing is known by its word alone."""
-
-    def refused(gates):
-        raise FabricError("they are said to be on two hosts")
-
-    monkeypatch.setattr(exports, "LockFile", refused)
+    share_no_locks(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 import inside
 import pytest
 
-from kvxfer import assembly
 from kvxfer.protocol.incarnation import IdentityKey
 
 
@@ -22,7 +21,7 @@ def posing_as(worker):
     """Who is opened meanwhile shows the incarnation of this worker."""
     incarnation = bytes.fromhex(worker.card.incarnation)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "IdentityKey", lambda private: Posing(private, incarnation))
+        inside.identify_by(lambda private: Posing(private, incarnation), patch)
         yield
 
 

@@ -12,10 +12,11 @@ import os
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from kvxfer import assembly, rebuilding
-from kvxfer.errors import BlocksError, UnreachableError
+from kvxfer import assembly, exports, mappings, rebuilding
+from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import pump
 from kvxfer.fetching import Fetching
 from kvxfer.incoming import Incoming
@@ -944,3 +945,57 @@ def build_without(capability: Capability, monkeypatch: Any) -> None:
     """Workers cannot do something, as those of before."""
     known = assembly._capabilities
     monkeypatch.setattr(assembly, "_capabilities", lambda *given, **more: known(*given, **more) & ~capability)
+
+
+def send_by(act: Callable[[Callable[..., bool], tuple[Message, ...]], bool], monkeypatch: Any) -> None:
+    """Call `act(send, messages)` where messages are to be sent, which says whether the session is still there."""
+    send = Link.send
+    monkeypatch.setattr(Link, "send", lambda link, *messages: act(partial(send, link), messages))
+
+
+def hear_later(role: Role, monkeypatch: Any) -> list[Callable[[], None]]:
+    """What comes to this side of sessions waits, until the monkeypatch is undone and each of these is called."""
+    heard, kept = Link.data_received, list[Callable[[], None]]()
+
+    def receive(link: Link, data: bytes) -> None:
+        if link.role is role:
+            kept.append(lambda: link.data_received(data))
+        else:
+            heard(link, data)
+
+    monkeypatch.setattr(Link, "data_received", receive)
+    return kept
+
+
+def share_no_locks(monkeypatch: Any) -> None:
+    """Workers share no locks, as those on two hosts."""
+
+    def refused(gates: int) -> None:
+        raise FabricError("they are said to be on two hosts")
+
+    monkeypatch.setattr(exports, "LockFile", refused)
+
+
+def identify_by(make: Callable[[Any], Any], monkeypatch: Any) -> None:
+    """This makes the key by which a worker proves who it is."""
+    monkeypatch.setattr(assembly, "IdentityKey", make)
+
+
+def run_on(runtime: Any, monkeypatch: Any) -> None:
+    """Workers have this clock and these threads."""
+    monkeypatch.setattr(assembly, "ThreadRuntime", runtime)
+
+
+def live_where(here: Callable[[], str], monkeypatch: Any) -> None:
+    """Workers say to be on this host, each on the one that it is given."""
+    monkeypatch.setattr(assembly, "here", here)
+
+
+def open_windows_by(open_window: Callable[..., Any], monkeypatch: Any) -> None:
+    """This maps the memory of a peer."""
+    monkeypatch.setattr(mappings, "open_window", open_window)
+
+
+def take_all_for_strangers(monkeypatch: Any) -> None:
+    """Every peer is taken for one on another host, whose memory cannot be mapped."""
+    monkeypatch.setattr(mappings, "unlike", lambda _: "it is on another host")

@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from inside import send_by
 
 from kvxfer import shared_empty
 from kvxfer.config import Config
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.geometry import CacheTensor
 from kvxfer.geometry.spec import EVERY_TOKEN
-from kvxfer.link import Link
 from kvxfer.tickets import EngineCard
 from kvxfer.worker import Worker
 
@@ -192,14 +192,13 @@ class Tap:
 
     def __init__(self, monkeypatch):
         self.sent, self.change = [], {}
-        send = Link.send
 
-        def tapped(link, *messages):
+        def tapped(send, messages):
             changed = [self.change.get(type(message), lambda same: same)(message) for message in messages]
             self.sent += changed
-            return send(link, *changed)
+            return send(*changed)
 
-        monkeypatch.setattr(Link, "send", tapped)
+        send_by(tapped, monkeypatch)
 
     def of(self, kind):
         return [message for message in self.sent if isinstance(message, kind)]

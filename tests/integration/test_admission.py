@@ -4,12 +4,11 @@ import asyncio
 import gc
 
 import pytest
-from inside import parts_made, serve_chunks_by, take_all, when_crowded
+from inside import parts_made, send_by, serve_chunks_by, take_all, when_crowded
 from stage import Cache, Copied, eventually, in_place, quiet
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
-from kvxfer.link import Link
 from kvxfer.protocol.messages import Landed, Want
 from kvxfer.protocol.packing import unpack_u32
 
@@ -24,9 +23,8 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target, in_place_chunk_bytes="1KiB", route="pull")
     outstanding, most = 0, 0
-    original = Link.send
 
-    def watch(link, *messages):
+    def watch(send, messages):
         nonlocal outstanding, most
         for message in messages:
             if isinstance(message, Want):
@@ -34,9 +32,9 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
             elif isinstance(message, Landed):
                 outstanding -= len(unpack_u32(message.chunks))
             most = max(most, outstanding)
-        return original(link, *messages)
+        return send(*messages)
 
-    monkeypatch.setattr(Link, "send", watch)
+    send_by(watch, monkeypatch)
     wanted = Copied(target).bring(source, IDS, IDS[::-1], range(256))
     offer = prefill.offer("r", IDS, tokens=256)
     network.hold("*")

@@ -3,14 +3,13 @@
 import asyncio
 
 import pytest
-from inside import take_all_in_place
+from inside import send_by, take_all_in_place
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, in_place, is_quiet, quiet
 from wire import play
 
 from kvxfer import MemoryInDoubtError, PeerLostError, RefusedError
 from kvxfer.errors import Code, TransferFailedError
-from kvxfer.link import Link
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Reserve, Want
 
 HELD = list(range(8))
@@ -136,7 +135,7 @@ async def test_nothing_is_held_of_a_grant_that_could_not_be_sent(stage, monkeypa
     prefill.offer("r0", HELD, tokens=30)
     await begin(prefill, decode, "r0")
     prefill.offer("r", HELD, tokens=30)
-    monkeypatch.setattr(Link, "send", lambda link, *messages: False)
+    send_by(lambda send, messages: False, monkeypatch)
     with pytest.raises(PeerLostError):
         await begin(prefill, decode)
     assert not in_place(decode).extents

@@ -8,11 +8,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from inside import hang_up, look_at, met, sessions, tell, told, waits_for_event
+from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told, waits_for_event
 from stage import Cache, Copied, Gate, eventually, quiet
 from stored import Converted, Stored
 
-from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError, mappings
+from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError
 from kvxfer.copy.port import Direction
 from kvxfer.mapped import Window
 from kvxfer.protocol.framing import encode_body
@@ -42,7 +42,7 @@ def opened(monkeypatch):
         log.append(("open", given.address))
         return Window(given.address, given.length, given.address, lambda: log.append(("close", given.address)))
 
-    monkeypatch.setattr(mappings, "open_window", open_window)
+    open_windows_by(open_window, monkeypatch)
     return log
 
 
@@ -88,7 +88,7 @@ async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_s
     def refuse(given, kind, device, *, own):
         raise FabricError("no peer access between these two")
 
-    monkeypatch.setattr(mappings, "open_window", refuse)
+    open_windows_by(refuse, monkeypatch)
     prefill, decode = await stage.pair(source, target, route=preference)
     for request in "rs":
         ours, _ = await bring(prefill, decode, source, target, request)
@@ -100,7 +100,7 @@ async def test_memory_that_cannot_be_mapped_falls_to_another_route_and_that_is_s
 
 
 async def test_another_host_is_not_mapped(stage, source, target, monkeypatch):
-    monkeypatch.setattr(mappings, "unlike", lambda host: "it is on another host")
+    take_all_for_strangers(monkeypatch)
     prefill, decode = await stage.pair(source, target)
     ours, _ = await bring(prefill, decode, source, target)
     assert ours.stats.route in {"staged", "direct"}
@@ -165,7 +165,7 @@ async def test_who_comes_back_while_its_memory_is_being_opened_waits_for_that(st
         go.wait(5)
         return Window(given.address, given.length, given.address, lambda: None)
 
-    monkeypatch.setattr(mappings, "open_window", open_window)
+    open_windows_by(open_window, monkeypatch)
     first = decode.start_fetch(prefill.engine.ticket("early"), INTO, tokens=TOKENS)
     await eventually(opening.is_set)
     first.cancel()

@@ -13,6 +13,7 @@ from inside import (
     cut,
     free_gates,
     gates_of,
+    hear_later,
     keep_agent,
     keep_gathers,
     lose_unheard,
@@ -44,7 +45,6 @@ from kvxfer import (
     rebuilding,
     shipment,
 )
-from kvxfer.link import Link
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
@@ -252,22 +252,14 @@ async def test_a_peer_of_before_meets_again(stage, source, target, monkeypatch):
 
 async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, source, target, monkeypatch):
     prefill, decode = await stage.pair(source, target, route="staged", **{**TIMES, "handshake_timeout": 5.0})
-    heard, kept = Link.data_received, []
-
-    def later(link, data):
-        if link.role is Role.SERVER:
-            kept.append((link, data))
-        else:
-            heard(link, data)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Link, "data_received", later)
+        kept = hear_later(Role.SERVER, patch)
         fetching = asyncio.create_task(brings(prefill, decode, source, target, "r"))
         await eventually(lambda: kept)
         rebuild(decode)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
-    for link, data in kept:
-        link.data_received(data)
+    for hear in kept:
+        hear()
     await fetching
 
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
-from inside import factor, learn, met, overdue, sessions, staging
+from inside import factor, learn, met, overdue, run_on, sessions, staging
 from stage import Cache, Copied, Gate, eventually, quiet
 
-from kvxfer import READY, Released, Span, assembly
+from kvxfer import READY, Released, Span
 from kvxfer.protocol.messages import Route
 from kvxfer.runtime import ThreadRuntime
 
@@ -130,7 +130,7 @@ async def test_clocks_that_have_nothing_in_common(stage, route, ahead, monkeypat
     caches = {name: Cache() for name in ("prefill", "decode")}
     workers = {}
     for name, cache in caches.items():
-        monkeypatch.setattr(assembly, "ThreadRuntime", Elsewhen if name == ahead else ThreadRuntime)
+        run_on(Elsewhen if name == ahead else ThreadRuntime, monkeypatch)
         workers[name] = await stage.worker(name, cache, route=route)
     prefill, decode = workers.values()
     result, ending = await move(prefill, decode, caches["prefill"], caches["decode"], [1, 2], [2, 3], range(8))

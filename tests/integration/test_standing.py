@@ -7,12 +7,12 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from inside import close_fabric_by, holds_arena, leaked, mapped_windows, rebuild, when_rebuilt
+from inside import close_fabric_by, holds_arena, leaked, live_where, mapped_windows, rebuild, when_rebuilt
 from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
 
-from kvxfer import BlocksError, ClosedError, Config, KvxferError, MemoryInDoubt, Released, Withdrawn, assembly
+from kvxfer import BlocksError, ClosedError, Config, KvxferError, MemoryInDoubt, Released, Withdrawn
 from kvxfer.copy.port import Direction
 
 TOKENS = range(8)
@@ -247,7 +247,7 @@ def test_so_is_one_whose_blocks_are_added_up(tmp_path):
 def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_evidence(tmp_path, gone, monkeypatch):
     if gone:  # and everybody is on a host of his own, so that a new agent ends what the peer may do
         names = iter(range(9))
-        monkeypatch.setattr(assembly, "here", lambda: f"boot-{next(names)} pid:[1]")
+        live_where(lambda: f"boot-{next(names)} pid:[1]", monkeypatch)
 
     async def scenario(play):
         copies, _, transfer = await standing(play, "decode", Direction.SCATTER)

@@ -16,8 +16,8 @@ from schedule import Quiet
 from stage import Gate, quarantined
 from world import World
 
-from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn, exports
-from kvxfer.errors import BlocksError, FabricError
+from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
+from kvxfer.errors import BlocksError
 from kvxfer.offers import Ending
 from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode
@@ -126,11 +126,6 @@ class Scene:
         assert not faults, "\n".join(faults)
 
 
-def refused(gates):
-    """Two workers that share no locks, as those on two hosts."""
-    raise FabricError("they are said to be on two hosts")
-
-
 def play(scene, folder, *, seed=0, locks=True, apart=False, **settings):
     """Run `scene(Scene)`.
 
@@ -148,7 +143,7 @@ def play(scene, folder, *, seed=0, locks=True, apart=False, **settings):
         ledger = Ledger()
         watch(patch, ledger)
         if not locks:
-            patch.setattr(exports, "LockFile", refused)
+            inside.share_no_locks(patch)
 
         async def run(runtime):
             world = World(runtime, random.Random(7), ledger, folder)

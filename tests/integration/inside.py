@@ -68,6 +68,11 @@ def cut_session(link: Any) -> None:
         link._transport.abort()
 
 
+def has_ended(link: Any) -> bool:
+    """Whether a stream has come to its end, though what came before that may still have to be handled."""
+    return link._end is not None
+
+
 def cut_unheard(worker: Any) -> int:
     """Cut its only control stream so that the peer does not hear of it, until the descriptor returned is closed."""
     link = session(worker)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 
+import inside
 import pytest
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, sessions
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
@@ -392,8 +393,7 @@ async def test_what_a_peer_said_before_it_left_counts_though_it_is_still_looked_
     await decode.decline(offer.ticket)
     await decode.aclose(drain=False)
     if pings:
-        (link,) = prefill._greeting
-        await eventually(lambda: link._end is not None)  # a ping met nobody
+        await eventually(lambda: all(map(inside.has_ended, inside.streams(prefill))))  # a ping met nobody
     held.set()
     async with asyncio.timeout(5):
         assert type(await offer.released()) is Released
@@ -404,12 +404,9 @@ async def test_nothing_is_kept_of_a_peer_that_left_while_it_was_looked_at(stage,
     for number in range(3):
         held.clear()
         decode = await stage.worker(f"decode{number}", Cache(shared=True))
-        link = await decode._peers.link(prefill.card.endpoint, None)
-        link._transport.abort()
-        (greeting,) = prefill._greeting
-        await eventually(lambda greeting=greeting: greeting._end is not None)
+        inside.cut_session(await inside.connect(decode, prefill.card.endpoint))
+        await eventually(lambda: all(map(inside.has_ended, inside.streams(prefill))))
         held.set()
-        await eventually(lambda: not (prefill._links or prefill._greeting or len(prefill._site.tasks)))
-    assert len(prefill._site.mappings) == len(prefill._site.mappings._mappings) == 0
-    assert not prefill._site.plans._pairs
-    assert not prefill._site.plans._common
+        await eventually(lambda: not (inside.streams(prefill) or inside.tasks(prefill)))
+    kept = inside.kept_of_peers(prefill)
+    assert not any(kept.values()), kept

@@ -15,11 +15,11 @@ from kvxfer.site import Site, no_hold, resolve
 __all__ = ["Loan"]
 
 _LEASE_S: Final = 5.0
-"""Seconds after which memory is asked back: a hundred times as many as measuring takes."""
+"""Seconds after which memory is asked back: a hundred times as many as writing takes."""
 
 
 class Loan:
-    """Memory that one peer may write to measure the lane.
+    """Memory that one peer is told to write.
 
     Attributes:
         link: The control stream; replaced when the same incarnation is reached again.
@@ -27,7 +27,6 @@ class Loan:
         transfer: Its number.
         exposure: The gate before it.
         memory: What is lent.
-        nonce: What the peer was told to write there; empty if it writes what it likes.
         is_lost: The session is gone, or the peer is silent; it may still write.
         ended: The memory is this side's again.
         over: Resolves with the one or the other.
@@ -59,7 +58,6 @@ class Loan:
         self.exposure: Final = Exposure(site, link, str(transfer), self.take_back, {Route.STAGED})
         span = site.staging or MemorySpan("", 0, 0, 0)
         self.memory: Final = Memory(span.kind, span.device, extent.address, extent.nbytes)
-        self.nonce = b""
         self._doubted: Final = doubted
         self._ended: Final = over
         self._site: Final = site
@@ -67,31 +65,26 @@ class Loan:
         self._awake: Callable[[], None] = no_hold
         self._timer: asyncio.TimerHandle | None = None
         self._told = self._recalled = False
-        self._written: asyncio.Future[None] | None = None  # of a loan that is looked at when it was written
+        self._written: asyncio.Future[None] | None = None  # until it was looked at
 
     @property
     def finished(self) -> bool:
         """Whether nothing of it is in doubt."""
         return self.ended
 
-    def begin(self, nonce: bytes = b"") -> "asyncio.Future[None]":
+    def begin(self, nonce: bytes) -> "asyncio.Future[None]":
         """Tell the peer.
 
         Args:
-            nonce: What to write there, if that is to be looked at: then nothing is done for it to land before `looked`.
+            nonce: What to write there. Nothing is done for it to land before `looked`.
 
         Returns:
-            Resolves when the peer has written, if there was a nonce.
+            Resolves when the peer has written.
         """
         site, extent = self._site, self._extent
         self._told = True
         site.receive_desk.share.write(extent)
-        written: asyncio.Future[None] = site.loop.create_future()
-        self.nonce = nonce
-        if nonce:
-            self._written = written
-        else:
-            self._awake = site.fabric.hold_awake()  # over TCP the target moves the data
+        self._written = written = site.loop.create_future()
         lease = min(site.config.grant_lease, _LEASE_S)
         granted = self.exposure.grant(mapped=False)
         if self.link.send(Probe(self.transfer, extent.address, extent.nbytes, int(lease * 1000), granted, nonce)):

@@ -91,7 +91,7 @@ def overview(
 
 
 def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]:
-    """One session. What is said of its lane was seen: what is mapped, who moves the bytes, how fast they went.
+    """One session. What is said of its lane was seen: what is mapped, and who moves the bytes.
 
     Or it was told, by the transport: over which lane this side's posts go.
     """
@@ -115,7 +115,6 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
         "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
         "mapped": mapped,
         "not_mapped": site.mappings.why_not(peer),
-        "lane": site.estimates.lane(peer.identity.incarnation),
         "told": [] if isinstance(told, str) else [{**asdict(one), "over": one.over} for one in told],
         "untold": told if isinstance(told, str) else "",
         "proved": sorted(_name(route) for route in link.proved),

@@ -82,10 +82,6 @@ class Prover:
         self._lend: Final = lend
         self._lanes: dict[Link, _Lane] = {}
 
-    def knows(self, link: Link) -> bool:
-        """Whether it has begun with the lane that belongs to a link."""
-        return link in self._lanes
-
     def due(self, link: Link) -> None:
         """Bytes have moved over this lane: begin, unless that was done before or is of no use."""
         if link not in self._lanes and link.is_open:

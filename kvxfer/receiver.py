@@ -174,7 +174,7 @@ class Receiver:
         if (incoming := self._find(link, message.transfer)) is not None:
             incoming.result(message)
         elif (loan := self._lender.find(link, message.transfer)) is not None:
-            self._lender.result(loan, message)
+            loan.result(message)
         else:
             self._site.metrics.result_dropped("stale")
 

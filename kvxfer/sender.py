@@ -27,7 +27,7 @@ from kvxfer.protocol.messages import (
     Status,
     TicketRef,
 )
-from kvxfer.protocol.sending import Failure, SendState, build_result
+from kvxfer.protocol.sending import Failure, build_result
 from kvxfer.quota import Quota
 from kvxfer.remembered import Remembered
 from kvxfer.site import Site
@@ -55,7 +55,7 @@ class Sender:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Remembered(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # the lane that is being measured
+        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # what is being shown; one at a time
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
 
@@ -180,18 +180,14 @@ class Sender:
             self.book.release((message.ticket.request, message.ticket.attempt), who, declined=declined)
 
     def probe(self, link: Link, message: Probe) -> None:
-        """A decode rank lends memory, so that the lane to it can be measured (if nothing else moves there now) or seen.
+        """A decode rank lends memory, to see who moves what is written there.
 
-        One lane at a time. Only trusted peers: for others the choice that is measured for is not open.
+        One at a time, and only for trusted peers.
         """
-        who = link.peer.identity
         key = self._fresh(link, message.transfer)
-        moving = (to for to, outgoing in self._transfers.items() if outgoing.machine.state is not SendState.PARKED)
-        timed = not message.nonce
-        busy = bool(self._gaugings) or (timed and any(incarnation == who.incarnation for incarnation, _ in moving))
         unable = self._site.draining or not link.trusted or self._site.sending is None
-        if busy or unable or self._doubtful.full:
-            failure = Failure(Status.CANCELLED, Code.TOO_MANY, "the lane is not measured now")
+        if self._gaugings or unable or self._doubtful.full or not message.nonce:
+            failure = Failure(Status.CANCELLED, Code.TOO_MANY, "nothing is written there now")
             link.send(_terminal(message.transfer, failure))
             return
         gauging = self._gaugings[key] = Gauging(self._site, link, message, self._gauged)

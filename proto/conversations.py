@@ -317,8 +317,16 @@ _GROWING: list[Line] = [
 
 _PROBED: list[Line] = [
     *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.PROBE)),
-    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 30_000)),
+    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 5_000, 0, bytes(range(16)))),
     ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True)),
+]
+_PROBED_IN_VAIN: list[Line] = [
+    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.PROBE)),
+    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 30_000)),
+    (
+        "prefill",
+        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.TOO_MANY, "nothing is written there now"),
+    ),
 ]
 
 _SUMS = bytes(range(0x80, 0xA0))  # of two regions and two rows
@@ -397,7 +405,8 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("cancel_before_offer", "a parked fetch is given up", "stopped", [*HANDSHAKE, *_PARKED_CANCELLED]),
     ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
     ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
-    ("lane_measured", "staging memory is lent, written, and given back", "done", _PROBED),
+    ("lane_proved", "staging memory is lent, written with a nonce, and given back", "done", _PROBED),
+    ("lane_not_measured", "without a nonce nothing is written", "stopped", _PROBED_IN_VAIN),
     ("chunks_summed", "what arrived adds up to what was sent (sums here are fixed numbers)", "done", _SUMS_AGREE),
     ("agent_made_anew", "the decode rank rebuilds its agent when nothing is granted", "done", _RENEWED),
     ("chunk_damaged", "what arrived adds up to something else, and its sender hears of it", "stopped", _SUMS_DIFFER),

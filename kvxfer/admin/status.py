@@ -80,9 +80,7 @@ def _share(share: ShareSnapshot) -> dict[str, Any]:
 def _peer(peer: Mapping[str, Any], transport: str) -> dict[str, Any]:
     shown = ["peer", "role", "endpoint", "trusted", "encrypted", "draining", "connected_seconds", "silent_seconds"]
     shown += ["host", "told", "proved", "moved", "not_mapped"]
-    lane = peer["lane"]
-    measured = lane and {"post_s": lane.post_s, "piece_s": lane.piece_s, "bytes_per_s": lane.bytes_per_s}
-    return {**{key: peer[key] for key in shown}, "lanes": _lanes(peer, transport), "measured": measured}
+    return {**{key: peer[key] for key in shown}, "lanes": _lanes(peer, transport)}
 
 
 def _lanes(peer: Mapping[str, Any], transport: str) -> list[str]:

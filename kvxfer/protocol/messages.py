@@ -413,7 +413,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=129):
-    """Lends staging memory of this side, so that one of both learns of the lane (PROTOCOL.md section 5.7)."""
+    """Lends staging memory of this side, so that it sees who moves what is written there (PROTOCOL.md section 5.7)."""
 
     transfer: U64
     address: U64

@@ -1,7 +1,6 @@
-"""What transfers with each peer are expected to take: a profile's costs, corrected by what is known of the peer.
+"""What transfers with each peer are expected to take: a profile's costs, corrected by what its transfers took.
 
-Costs of a route come from a profile of the kind of machine. Where the lane to a peer was measured (`kvxfer.gauging`),
-bandwidth and the cost of a piece are the lane's. What each transfer took, over what was predicted, corrects
+Costs of a route come from a profile of the kind of machine. What each transfer took, over what was predicted, corrects
 the route for that peer: the factor moves a quarter of the way, in logarithms, so that one slow transfer is no verdict.
 A route that was never tried with a peer has the factor of its other routes: a machine that is slow is slow on all of
 them, and a route is not taken only because nothing is known of it.
@@ -14,12 +13,10 @@ from math import exp, log
 from typing import Final
 
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.cost import Costs, Profile
-from kvxfer.routes.lane import LaneCosts
+from kvxfer.routes.cost import Profile
 
 __all__ = ["Estimates"]
 
-_OVER_A_LANE: Final = (Route.STAGED, Route.DIRECT, Route.PULL)
 _LEARNED: Final = 0.25
 _MOST: Final = log(16.0)
 """One transfer, and all of them together, are believed to be off by no more than this factor."""
@@ -39,8 +36,6 @@ class Estimates:
     def __init__(self, profile: Profile) -> None:
         self._profile: Final = profile
         self._factors: dict[bytes, dict[Route, float]] = {}  # logarithms
-        self._lanes: dict[bytes, LaneCosts] = {}
-        self._costs: dict[tuple[bytes, Route], Costs] = {}  # of routes over a lane that was measured
         self._spent: dict[bytes, float] = {}  # seconds of all transfers that taught something
         self._chosen: dict[bytes, dict[Route, float]] = {}  # how many those were when a route was last taken
 
@@ -61,25 +56,8 @@ class Estimates:
             chunks: Chunks that it is cut into.
             pieces: Contiguous pieces, neighbours merged.
         """
-        costs = self._costs.get((peer, route)) or self._profile.routes[route]
-        return costs.seconds(nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
-
-    def lane(self, peer: bytes) -> LaneCosts | None:
-        """What the lane to a peer costs, if it was measured."""
-        return self._lanes.get(peer)
-
-    def measured(self, peer: bytes, lane: LaneCosts, *, listed: bool) -> None:
-        """The lane to a peer was measured; corrections that came of the profile alone are void.
-
-        Args:
-            peer: Incarnation of the other side.
-            lane: What writes to it take.
-            listed: Whether blocks lie in memory of the kind that was written.
-        """
-        self._lanes[peer] = lane
-        for route in _OVER_A_LANE:
-            self._costs[peer, route] = lane.refine(self._profile, route, listed=listed)
-            self._factors.get(peer, {}).pop(route, None)
+        plain = self._profile.seconds(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+        return plain * self.factor(peer, route)
 
     def chose(self, peer: bytes, route: Route) -> None:
         """A transfer takes this route, and will tell what it is like."""
@@ -114,8 +92,5 @@ class Estimates:
     def forget(self, peer: bytes) -> None:
         """The peer is gone."""
         self._factors.pop(peer, None)
-        self._lanes.pop(peer, None)
         self._spent.pop(peer, None)
         self._chosen.pop(peer, None)
-        for route in _OVER_A_LANE:
-            self._costs.pop((peer, route), None)

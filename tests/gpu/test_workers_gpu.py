@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parent.parent / "integration"))
 
-from far import Far, Ranks, Strangers, idle, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
+from far import Far, Ranks, now_on  # noqa: E402  # pyright: ignore[reportMissingImports]
 from inside import begin_copies_by  # noqa: E402  # pyright: ignore[reportMissingImports]
 from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CONVERSIONS,
@@ -239,28 +239,3 @@ async def test_without_nixl_through_an_arena_in_host_memory(near, device, kind):
     near.workers[0].offer("again", IDS, tokens=len(IDS) * 16, after=now_on(near.caches[0]))
     await asyncio.gather(*move.fetch(issuer.ticket("again"), timeout=60))
     move.check()
-
-
-@needs_nixl
-@pytest.mark.parametrize(("there", "here"), PLACES)
-async def test_the_lane_is_measured_after_the_first_request(near, there, here):
-    far = Far(Strangers)
-    try:
-        issuer, move = await begin(far, near, ONE_TO_ONE, there=there, here=here, route="auto", arena_bytes="64MiB")
-        for request in ("first", "second"):
-            await far.offer(0, request, IDS, tokens=len(IDS) * 16)
-            (transfer,) = move.fetch(issuer.ticket(request), timeout=60)
-            result = await transfer
-            move.bring().check()
-            assert result.stats.route in {"direct", "staged"}
-            assert await far.released(0, request)
-            lane = await far.lane(0)
-        assert 0 <= lane.post_s < 1
-        assert 0 <= lane.piece_s < 0.1
-        assert lane.bytes_per_s > 10e6
-        assert await far.intact()
-        async with asyncio.timeout(5):
-            while not (idle(await far.quiet()) and idle(near.quiet())):  # noqa: ASYNC110 - nobody sets an event for it
-                await asyncio.sleep(0.005)
-    finally:
-        far.end()

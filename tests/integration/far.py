@@ -281,13 +281,6 @@ class Strangers(Ranks):
         mappings.unlike = lambda _: "it is on another host"
         super().__init__()
 
-    async def lane(self, rank):
-        """What the lane to the one peer of a rank takes, once it was measured."""
-        async with asyncio.timeout(ANSWER_SECONDS / 2):
-            while (lane := self.workers[rank].describe()["peers"][0]["lane"]) is None:  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.005)
-        return lane
-
 
 class Doomed(Ranks):
     """Ranks whose process dies in the midst of a write over NIXL: what it has posted is under way, or just landed."""

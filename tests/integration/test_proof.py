@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
-from kvxfer import Config, MemoryInDoubt, PeerLostError, proving
+from kvxfer import Config, MemoryInDoubt, PeerLostError, gauging, proving, rebuilding
 from kvxfer.fabric.pump import Fabric
 from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
-from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, KvAgentResult, Probe, Route, Status
+from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Fetch, KvAgentResult, Probe, Route, Status
 from kvxfer.proving import Prover, proof_bytes
 
 BLOCKS = list(range(4))
@@ -53,8 +53,19 @@ def proved(decode):
     return peer["proved"]
 
 
-def probes(tap):
-    return [probe for probe in tap.of(Probe) if probe.nonce]
+def loans(worker, *states):
+    extents = worker._site.receive_desk.share.extents()
+    return [extent for extent in extents if not states or extent.state in states]
+
+
+def answers(tap, status):
+    lent = {probe.transfer for probe in tap.of(Probe)}
+    return [m for m in tap.of(KvAgentResult) if m.transfer in lent and m.status is status]
+
+
+def cut(worker):
+    for link in list(worker._links):
+        link._transport.abort()
 
 
 def tries(decode):
@@ -67,6 +78,23 @@ async def given_up(decode):
     await quiet(decode)
 
 
+async def looking(stage, **config):
+    """Two workers between which one request has moved, and the first write of a nonce is under way."""
+    prefill, decode, source, target = await met(stage, **config)
+    await fetched(prefill, decode)
+    stage.network.hold("*")
+    await eventually(lambda: stage.network.held("*"))
+    assert loans(decode, ExtentState.WRITING)
+    return prefill, decode, source, target
+
+
+async def fetched(prefill, decode):
+    """One request has moved, and the loop has not turned since: nothing of a proof is posted yet."""
+    prefill.offer("first", BLOCKS, tokens=len(TOKENS))
+    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
+    await asyncio.wait_for(transfer.outcome, 5)
+
+
 @pytest.mark.parametrize("route", ["staged", "direct", "auto"])
 async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, route, caplog):
     prefill, decode, source, target = await met(stage, route=route)
@@ -77,13 +105,13 @@ async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, rou
     assert proved(decode) == ["direct", "staged"]
     assert "lane_proved" in caplog.text
     await quiet(prefill, decode)
-    (probe,) = probes(tap)
+    (probe,) = tap.of(Probe)
     assert (probe.bytes, len(probe.nonce)) == (2048, 16)
     assert prefill.describe()["peers"][0]["proved"] == [], "it is the decode rank that is written"
     for number in range(3):
         await moved(prefill, decode, source, target, f"later{number}")
     await quiet(prefill, decode)
-    assert len(probes(tap)) == 1
+    assert len(tap.of(Probe)) == 1
 
 
 @pytest.fixture
@@ -123,14 +151,6 @@ async def test_what_is_proved_of_one_route_says_nothing_of_another(stage, holds,
     assert holds == [True]
 
 
-async def test_what_is_measured_is_so_first(stage, tap):
-    prefill, decode, source, target = await met(stage, route="auto", arena_bytes="16MiB")
-    await moved(prefill, decode, source, target, "first")
-    await eventually(lambda: proved(decode))
-    assert [bool(probe.nonce) for probe in tap.of(Probe)] == [False, True]
-    assert prefill.describe()["peers"][0]["lane"] is not None
-
-
 async def test_lanes_are_proved_with_the_sizes_that_are_usual(stage):
     usual = Config(engine="e")
     sizes = {name: getattr(usual, name) for name in ("arena_bytes", "chunk_bytes", "in_place_chunk_bytes")}
@@ -149,16 +169,16 @@ async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, cap
         await given_up(decode)
     assert proved(decode) == []
     assert "lane_not_proved" in caplog.text
-    assert len(probes(tap)) > 1
-    answers = {m.transfer for m in tap.of(KvAgentResult) if m.chunk == WHOLE and m.status is Status.OK}
-    assert {probe.transfer for probe in probes(tap)} <= answers, "each landed once our side made progress again"
+    assert len(tap.of(Probe)) > 1
+    over = {answer.transfer for answer in answers(tap, Status.OK)}
+    assert {probe.transfer for probe in tap.of(Probe)} <= over, "each landed once our side made progress again"
     assert not decode._site.fabric._holds
     await moved(prefill, decode, source, target, "second")
     await quiet(prefill, decode)
 
 
 async def test_a_peer_that_writes_something_else_proves_nothing(stage, tap):
-    tap.change[Probe] = lambda probe: replace(probe, nonce=bytes(16)) if probe.nonce else probe
+    tap.change[Probe] = lambda probe: replace(probe, nonce=bytes(16))
     prefill, decode, source, target = await met(stage)
     await moved(prefill, decode, source, target, "first")
     await given_up(decode)
@@ -186,7 +206,7 @@ async def test_whoever_is_held_awake_for_goes_first_but_not_for_ever(stage, tap)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: proved(decode))
     assert tries(decode) == proving._POLITE + 1
-    assert len(probes(tap)) == 1, "a try that gave way costs nobody anything"
+    assert len(tap.of(Probe)) == 1, "a try that gave way costs nobody anything"
     let_go()
     await quiet(prefill, decode)
 
@@ -206,10 +226,18 @@ async def test_what_comes_in_meanwhile_is_done_and_proves_nothing(stage, monkeyp
     assert proved(decode) == []
 
 
-@pytest.mark.parametrize("how", ["no room", "remote", "unable", "orderly", "attributable"])
+@pytest.mark.parametrize(
+    "how", ["no room", "no arena", "pull", "mapped", "remote", "unable", "orderly", "attributable"]
+)
 async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatch):
-    config = {"arena_bytes": "16KiB"} if how == "no room" else {}
-    prefill, decode, source, target = await met(stage, **config)
+    config = {
+        "no room": {"arena_bytes": "16KiB"},
+        "no arena": {"arena_bytes": 0, "route": "direct"},
+        "pull": {"route": "pull"},
+        "mapped": {"route": "auto"},
+    }
+    source, target = Cache(shared=how == "mapped"), Cache(layout="HND", shared=how == "mapped")
+    prefill, decode = await stage.pair(source, target, **{"route": "staged", **config.get(how, {})})
     if how == "remote":
         monkeypatch.setattr(proving, "unlike", lambda _: "it is on another host")
     elif how == "unable":
@@ -221,7 +249,7 @@ async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatc
     if how in ("orderly", "attributable"):
         await given_up(decode)
     await quiet(prefill, decode)
-    assert not probes(tap)
+    assert not tap.of(Probe)
 
 
 @pytest.mark.parametrize(("arena", "shown"), [("36KiB", True), ("32KiB", False)])
@@ -257,7 +285,7 @@ async def test_memory_that_is_needed_is_not_lent_however_long_that_is(stage, tap
     monkeypatch.setattr(prover, "_lend", count)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: asked > 1100)
-    assert not probes(tap)
+    assert not tap.of(Probe)
     assert tries(decode) == 0
     desk.release(everything)
     await eventually(lambda: proved(decode))
@@ -289,9 +317,12 @@ async def test_many_lanes_are_looked_into_one_after_the_other(stage, tap):
         decode.start_fetch(peer.engine.ticket(f"r{number}"), [number], tokens=range(4), timeout=5)
         for number, peer in enumerate(peers)
     ]
+    at_once = []
+    tap.change[Probe] = lambda probe: at_once.append(len(loans(decode))) or probe
     await asyncio.gather(*fetches)
     await eventually(lambda: all(peer["proved"] for peer in decode.describe()["peers"]))
-    assert len(probes(tap)) == len(peers)
+    assert set(at_once) == {1}
+    assert len(tap.of(Probe)) == len(peers)
     await quiet(decode, *peers)
 
 
@@ -327,22 +358,22 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     decode._receiver._lender.prover._possible = lambda link: True
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: tap.of(Cancel))
-    share = decode._site.receive_desk.share
-    await eventually(lambda: [extent.state for extent in share.extents()] == [ExtentState.QUARANTINED])
+    await eventually(lambda: loans(decode, ExtentState.QUARANTINED))
     assert not decode._site.fabric._holds
-    assert len(probes(tap)) == 1
+    assert "silent" in str(decode.describe()["arena"]["receive"].reasons)
+    await moved(prefill, decode, source, target, "second")
+    assert len(tap.of(Probe)) == len(loans(decode)) == 1, "nothing else is lent meanwhile"
 
 
 async def test_the_stream_is_cut_in_the_middle_and_a_new_one_is_proved_anew(stage, tap):
     prefill, decode, source, target = await met(stage)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: proved(decode))
-    for link in list(decode._links):
-        link._transport.abort()
+    cut(decode)
     await eventually(lambda: not decode._links)
     await moved(prefill, decode, source, target, "second")
     await eventually(lambda: proved(decode))
-    assert len(probes(tap)) == 2
+    assert len(tap.of(Probe)) == 2
     await quiet(prefill, decode)
 
 
@@ -362,8 +393,7 @@ async def test_over_a_lane_that_was_not_proved_the_end_of_a_process_ends_no_doub
     await eventually(lambda: stage.network.held("decode"))
     monkeypatch.setattr(decode._site.processes, "gone", lambda peer: True)
     prefill._listener._stop()
-    for link in list(decode._links):
-        link._transport.abort()
+    cut(decode)
     with pytest.raises(MemoryInDoubt if route == "direct" else PeerLostError):
         await transfer
     await eventually(lambda: decode.describe()["agent"]["wanted"])
@@ -395,13 +425,8 @@ async def test_what_was_seen_of_an_agent_that_is_no_more_proves_nothing_of_the_n
 
 async def test_another_stream_in_the_middle_keeps_nothing_awake(stage, tap):
     """The old one is lost, and the new one asks what became of the loan, before who looks at it has his turn."""
-    prefill, decode, _, _ = await met(stage)
-    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
-    transfer = decode.start_fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS)
-    await asyncio.wait_for(transfer.outcome, 5)
-    stage.network.hold("*")  # before the loop turns again: nothing of the proof is posted yet
-    await offer.released()
-    await eventually(lambda: probes(tap) and stage.network.held("*"))
+    prefill, decode, _, _ = await looking(stage)
+    assert tap.of(Probe)
     decode._peers._links.clear()  # it goes there again, though the old one is open
     await decode._peers.link(prefill.card.endpoint, None)
     stage.network.release("*")
@@ -435,30 +460,26 @@ async def test_an_agent_that_is_made_anew_is_proved_anew(stage, tap, side):
     await eventually(lambda: over and not proved(decode))
     await moved(prefill, decode, source, target, "second")
     await eventually(lambda: proved(decode))
-    assert len(probes(tap)) == 2
+    assert len(tap.of(Probe)) == 2
     await quiet(prefill, decode)
 
 
 @pytest.mark.parametrize("what", ["prefill", "decode", "stream"])
 async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
-    prefill, decode, _, _ = await met(stage)
-    offer = prefill.offer("first", BLOCKS, tokens=len(TOKENS))
-    await decode.fetch(prefill.engine.ticket("first"), BLOCKS, tokens=TOKENS, timeout=5)
-    stage.network.hold("*")
-    await offer.released()
-    await eventually(lambda: stage.network.held("*"))
-    assert probes(tap)
+    prefill, decode, _, _ = await looking(stage)
+    assert tap.of(Probe)
     if what == "stream":
-        for link in list(decode._links):
-            link._transport.abort()
+        cut(decode)
         stage.network.release("*")
         await quiet(prefill, decode)
         return
     worker, other = (prefill, decode) if what == "prefill" else (decode, prefill)
+    arena = worker._assembly.staging
     closing = asyncio.create_task(worker.aclose(drain=False))
     await asyncio.sleep(0)
     stage.network.release("*")
     await closing
+    assert arena._backing is None
     await eventually(lambda: not other._site.send_desk.share.extents())
 
 
@@ -466,15 +487,16 @@ async def test_somebody_goes_while_it_is_being_found_out(stage, tap, what):
 async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap, what, monkeypatch, caplog):
     """A peer answers what it was not asked, somebody needs the memory, or the stream is cut, while the pause begins."""
     prefill, decode, source, target = await met(stage)
-    pause, early = decode._site.fabric.pause, []
+    pause, early, lanes = decode._site.fabric.pause, [], []
 
     def late(seconds, *, firm):
         lender = decode._receiver._lender
         ((number, loan),) = lender.loans.items()
         early.append(number)
+        lanes.append(lender.prover._lanes[loan.link])
         match what:
             case "answer":
-                lender.result(loan, KvAgentResult(number, WHOLE, Status.OK, 0, True))
+                loan.result(KvAgentResult(number, WHOLE, Status.OK, 0, True))
             case "recall":
                 lender.recall()
             case _:
@@ -484,8 +506,7 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
 
     monkeypatch.setattr(decode._site.fabric, "pause", late)
     await moved(prefill, decode, source, target, "first")
-    (lane,) = decode._receiver._lender.prover._lanes.values()
-    await eventually(lambda: lane.tries)
+    await eventually(lambda: lanes and lanes[0].tries)
     monkeypatch.setattr(decode._site.fabric, "pause", pause)
     await quiet(prefill, decode)
     assert not tap.of(Cancel), "there is nothing to ask a peer that knows of nothing"
@@ -511,3 +532,212 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
 def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, in_place, capacity, lent):
     config = Config(engine="e", arena_bytes="4GiB", chunk_bytes=chunk, in_place_chunk_bytes=in_place)
     assert proof_bytes(config, capacity) == lent
+
+
+# --- what is lent
+
+
+@pytest.mark.usefixtures("no_locks")
+async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, revoke_timeout=0.1)
+    decode._receiver._lender.prover._possible = lambda link: True
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: tap.of(Probe))
+    cut(decode)
+    await eventually(lambda: tap.of(Cancel))
+    assert len(decode._site.fabric._holds) == 1
+    await eventually(lambda: not decode._site.fabric._holds)
+    assert loans(decode, ExtentState.QUARANTINED)
+
+
+async def test_closing_waits_for_no_answer_that_cannot_come(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    prefill, decode, source, target = await met(stage, revoke_timeout=30, close_timeout=30)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: tap.of(Probe))
+    closing = asyncio.create_task(decode.aclose(drain=False))
+    await asyncio.sleep(0)
+    cut(prefill)
+    async with asyncio.timeout(30):
+        await closing
+
+
+@pytest.mark.parametrize("side", ["receive_desk", "send_desk"])
+async def test_who_waits_for_memory_gets_what_is_lent(stage, side):
+    prefill, decode, _, _ = await looking(stage)
+    desk = getattr({"receive_desk": decode, "send_desk": prefill}[side]._site, side)
+    got = []
+    assert desk.take("somebody", desk.share.capacity) is None
+    desk.ask("somebody", desk.share.capacity, 5, got.append)
+    assert not got
+    stage.network.release("*", 1)  # the write that was under way ends, and no other follows
+    await eventually(lambda: got)
+    desk.release(got[0])
+    await quiet(prefill, decode)
+
+
+async def test_a_peer_that_shows_it_to_another_one_is_asked_again(stage, tap):
+    prefill, decode, source, target = await looking(stage)
+    other = await stage.worker("other", target, route="staged")
+    stage.network._of("*").held = False  # what is held stays so, and what comes now lands
+    await moved(prefill, other, source, target, "second")
+    await eventually(lambda: answers(tap, Status.CANCELLED))
+    assert not proved(other)
+    stage.network.release("*")
+    await eventually(lambda: proved(other))
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode, other)
+
+
+async def test_a_fetch_does_not_wait_for_it(stage):
+    prefill, decode, source, target = await looking(stage)
+    stage.network._of("*").held = False  # what is held stays so, and what comes now lands
+    assert stage.network.held("*") == 1
+    await moved(prefill, decode, source, target, "second")
+    assert stage.network.held("*") == 1
+    stage.network.release("*")
+    await quiet(prefill, decode)
+
+
+async def test_a_defect_is_no_success(stage, tap, monkeypatch):
+    monkeypatch.setattr(Gauging, "_show", lambda self, extent, nonce: 1 / 0)
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: answers(tap, Status.FAILED))
+    await given_up(decode)
+    assert not proved(decode)
+    await quiet(prefill)
+
+
+async def test_without_a_nonce_nothing_is_written(stage, tap, monkeypatch):
+    """Older ranks had their lane measured so."""
+    tap.change[Probe] = lambda probe: replace(probe, nonce=b"")
+    monkeypatch.setattr(Gauging, "begin", lambda self: pytest.fail("it writes"))
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await given_up(decode)
+    assert len(answers(tap, Status.CANCELLED)) == proving._TRIES
+    await quiet(prefill)
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("change", [{"chunk": 0, "last": False}, {"chunk": 0}, {"last": False}])
+async def test_a_result_of_a_part_frees_nothing(stage, tap, change, caplog):
+    tap.change[KvAgentResult] = lambda m: replace(m, **change) if m.chunk == WHOLE else m
+    prefill, decode, source, target = await met(stage)
+    decode._receiver._lender.prover._possible = lambda link: True
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: "has no chunks, and one result" in caplog.text)
+    assert loans(decode, ExtentState.QUARANTINED)
+
+
+async def test_a_number_stands_for_one_thing(stage, tap, caplog):
+    prefill, decode, _, _ = await looking(stage)
+    (probe,) = tap.of(Probe)
+    tap.change[Fetch] = lambda fetch: replace(fetch, transfer=probe.transfer)
+    prefill.offer("second", BLOCKS, tokens=16)
+    transfer = decode.start_fetch(prefill.engine.ticket("second"), BLOCKS, tokens=TOKENS)
+    await eventually(lambda: "is under way already" in caplog.text)
+    stage.network.release("*")
+    with pytest.raises(PeerLostError):
+        await transfer
+    await quiet(prefill, decode)
+
+
+async def test_who_is_asked_again_can_still_move_the_bytes(stage, tap):
+    prefill, decode, _, _ = await looking(stage)
+    cut(decode)
+    await eventually(lambda: tap.of(Cancel))
+    assert len(decode._site.fabric._holds) == 1  # over TCP the target moves what is under way
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    assert not decode._site.fabric._holds
+
+
+async def test_what_was_lent_on_a_stream_that_was_cut_comes_back_by_the_peers_word(stage, tap):
+    prefill, decode, source, target = await looking(stage)
+    cut(decode)
+    await eventually(lambda: loans(decode, ExtentState.QUARANTINED))
+    await eventually(lambda: tap.of(Cancel))  # the same incarnation is back, and is asked
+    assert loans(decode, ExtentState.QUARANTINED), "it has not answered: the write is under way"
+    stage.network.release("*")
+    await quiet(prefill, decode)
+    assert answers(tap, Status.CANCELLED)
+    await moved(prefill, decode, source, target, "second")
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("disconnected", [False, True])
+async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, disconnected):
+    prefill, decode, _, _ = await met(stage, no_progress_timeout=0.2)
+    await fetched(prefill, decode)
+    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=disconnected, lingers=not disconnected)
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    await eventually(lambda: loans(decode, ExtentState.QUARANTINED))
+    ours = prefill._site.send_desk.share.extents()
+    assert [extent.state for extent in ours] == ([] if disconnected else [ExtentState.QUARANTINED])
+    cut(decode)  # asked again, it still cannot say
+    await eventually(lambda: len(answers(tap, Status.IN_DOUBT)) > 1)
+    assert loans(decode, ExtentState.QUARANTINED)
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+async def test_a_new_agent_ends_its_write_unless_that_is_a_copy_between_gpus(stage, tap, runs_on, monkeypatch):
+    for module in (gauging, rebuilding):
+        monkeypatch.setattr(module, "runs_on", lambda site, peer: runs_on)
+    prefill, decode, _, _ = await looking(stage, revoke_timeout=0.4)
+    prefill._site.rebuilds.want(urgent=True)
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    ours = prefill._site.send_desk.share.extents()
+    assert [extent.state for extent in ours] == ([ExtentState.QUARANTINED] if runs_on else [])
+    assert loans(decode)
+
+
+async def test_a_doubt_ends_with_the_process_of_whoever_lent(stage, tap, monkeypatch):
+    prefill, decode, _, _ = await met(stage, no_progress_timeout=0.2)
+    gone = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(prefill._site.processes, "ended", lambda _: gone)
+    await fetched(prefill, decode)
+    stage.network.break_next("*", skip=1, after_bytes=100, disconnected=True)
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    assert len(prefill._sender._doubtful) == 1
+    gone.set_result(None)
+    await eventually(lambda: not len(prefill._sender._doubtful))
+
+
+async def test_a_refused_write_is_an_answer(stage, tap):
+    prefill, decode, _, _ = await met(stage)
+    await fetched(prefill, decode)
+    stage.network.refuse_next("*", skip=1)
+    await eventually(lambda: answers(tap, Status.FAILED))
+    await eventually(lambda: proved(decode))
+    await quiet(prefill, decode)
+
+
+async def test_a_side_that_closes_while_it_may_be_written_leaks_its_memory(stage, caplog):
+    _, decode, _, _ = await looking(stage, close_timeout=0.1, revoke_timeout=0.1)
+    with caplog.at_level("WARNING"):
+        await decode.aclose(drain=False)
+    assert "memory_leaked" in caplog.text
+
+
+async def test_what_was_not_told_of_is_not_written(stage, tap, caplog):
+    prefill, decode, source, target = await met(stage)
+    tap.change[Probe] = lambda probe: replace(probe, address=probe.address + (1 << 40))
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: "outside the staging memory" in caplog.text)
+    await quiet(prefill)
+
+
+async def test_a_loan_is_answered_once(stage, tap):
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    await eventually(lambda: answers(tap, Status.OK))
+    await quiet(prefill, decode)
+    (link,) = prefill._links
+    dropped = decode.describe()["metrics"]["results_dropped"]
+    link.send(answers(tap, Status.OK)[0])
+    await eventually(lambda: decode.describe()["metrics"]["results_dropped"] != dropped)
+    await quiet(prefill, decode)

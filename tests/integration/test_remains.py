@@ -61,15 +61,15 @@ async def test_the_room_between_segments_brings_nothing(stage):
     assert MARK[:4] not in received(decode)
 
 
-async def test_a_measurement_brings_nothing(stage):
-    """It writes whatever lies in staging memory, over and over."""
+async def test_a_proof_brings_nothing(stage):
+    """It is written from staging memory, which held requests."""
     source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target, arena_bytes="16MiB")
+    prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
     fill(prefill)
     await transfer
     await offer.released()
-    await eventually(lambda: prefill.describe()["peers"][0]["lane"] is not None)
+    await eventually(lambda: decode.describe()["peers"][0]["proved"])
     assert MARK not in received(decode)
     await quiet(prefill, decode)

@@ -221,6 +221,16 @@ async def test_the_route_is_one_that_both_can(stage, prefill, decode, taken):
     assert result.stats.route == taken
 
 
+@pytest.mark.parametrize(("layout", "taken"), [("NHD", "direct"), ("HND", "staged")])
+async def test_auto_takes_few_large_pieces_one_by_one_and_stages_many_small_ones(stage, layout, taken):
+    """At the first transfer of a pair, by the profile alone."""
+    many, source, target = list(range(128)), Cache(blocks=128), Cache(blocks=128, layout=layout)
+    sizes = {"arena_bytes": "16MiB", "chunk_bytes": "1MiB", "in_place_chunk_bytes": "1MiB"}
+    prefill, decode = await stage.pair(source, target, **sizes)
+    result, _ = await move(prefill, decode, source, target, many, many, range(512))
+    assert result.stats.route == taken
+
+
 async def test_an_untrusted_peer_is_told_no_address(stage):
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, trust="none")

@@ -13,13 +13,12 @@ from kvxfer.events import as_event
 from kvxfer.fetching import Demand, Fetching
 from kvxfer.geometry import Blocks
 from kvxfer.incoming import Incoming
-from kvxfer.lending import Lender
 from kvxfer.link import Link
-from kvxfer.loans import Loan
 from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Route, Status, Sums, Want
 from kvxfer.protocol.sending import Failure
+from kvxfer.proving import Loan, Prover
 from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
@@ -50,7 +49,7 @@ class Receiver:
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Incoming] = {}
         self._recoveries: Final = Recoveries(site, peers)
-        self._lender: Final = Lender(site, lambda: next(self._numbers), self._recoveries.begin)
+        self._prover: Final = Prover(site, lambda: next(self._numbers), self._recoveries.begin)
         self._claims: Final = Claims(site, peers)
 
     def __len__(self) -> int:
@@ -173,8 +172,8 @@ class Receiver:
     def _result(self, link: Link, message: KvAgentResult) -> None:
         if (incoming := self._find(link, message.transfer)) is not None:
             incoming.result(message)
-        elif (loan := self._lender.find(link, message.transfer)) is not None:
-            loan.result(message)
+        elif (loan := self._prover.loans.get(message.transfer)) is not None:
+            loan.result(link, message)
         else:
             self._site.metrics.result_dropped("stale")
 
@@ -193,14 +192,14 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             if incoming.link is link and not incoming.machine.ended:
                 incoming.lost(failure)
-        self._lender.lost(link)
+        self._prover.lost(link)
 
     def renewed(self, link: Link) -> None:
         """An agent of one of both sides was made anew: what was found out of the lane between them says no more."""
         for owed in self._unanswered:
             if owed.peer.identity.incarnation == link.peer.identity.incarnation:
                 owed.exposure.met(link.renewals)
-        self._lender.prover.renewed(link)
+        self._prover.renewed(link)
 
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
@@ -221,11 +220,11 @@ class Receiver:
         """Give up every fetch and claim; for shutdown."""
         self._claims.close()
         self._recoveries.cancel()
-        self._lender.prover.close()
+        self._prover.close()
         for fetching in list(self._fetches):
             if not fetching.transfer.done:
                 fetching.close()
-        if ends := self.outcomes() + self._lender.recall():  # the worker waits for its tasks, bounded; these are none
+        if ends := self.outcomes():  # the worker waits for its tasks, bounded; these are none
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     @property
@@ -236,13 +235,13 @@ class Receiver:
     @property
     def exposed(self) -> bool:
         """Whether a prefill rank that answers may be writing what it was granted, by way of the agent."""
-        return any(self._in_hand()) or any(not loan.is_lost for loan in self._lender.loans.values())
+        return any(self._in_hand()) or any(not loan.is_lost for loan in self._prover.loans.values())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being written, by way of the agent."""
         for incoming in list(self._in_hand()):
             incoming.stop(failure)
-        self._lender.recall()
+        self._prover.recall()
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for reads of ours."""
@@ -255,7 +254,7 @@ class Receiver:
     @property
     def _unanswered(self) -> "list[Incoming | Loan]":
         """What peers were asked for, or lent, and has not ended."""
-        return [*self._incoming.values(), *self._lender.loans.values()]
+        return [*self._incoming.values(), *self._prover.loans.values()]
 
     def _in_hand(self) -> Iterator[Incoming]:
         for incoming in self._incoming.values():
@@ -278,7 +277,7 @@ class Receiver:
         """Every byte of a fetch is there: it needs no claim any more, and what it took may be looked into."""
         self._claims.drop(fetching.ticket.key)
         for incoming in fetching.incoming:
-            self._lender.used(incoming.link, incoming.route)
+            self._prover.used(incoming.link, incoming.route)
 
     def _forget(self, fetching: Fetching) -> None:
         self._fetches.discard(fetching)

@@ -33,7 +33,7 @@ _MOST: Final = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Doubt:
-    """A transfer, or a measurement, of which something may still move.
+    """A transfer, or what was written of a nonce, of which something may still move.
 
     Attributes:
         failure: Why it ended.

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError
-from kvxfer.gauging import Gauging
 from kvxfer.link import Link
 from kvxfer.offerbook import TOO_MANY_ENGINES, OfferBook
 from kvxfer.offers import Offer, Withdrawn
@@ -28,6 +27,7 @@ from kvxfer.protocol.messages import (
     TicketRef,
 )
 from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.proving import NOT_NOW, Showing
 from kvxfer.quota import Quota
 from kvxfer.remembered import Remembered
 from kvxfer.site import Site
@@ -55,7 +55,7 @@ class Sender:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Remembered(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._gaugings: dict[tuple[bytes, int], Gauging] = {}  # what is being shown; one at a time
+        self._showings: dict[tuple[bytes, int], Showing] = {}  # one at a time
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
         site.send_desk.crowded = self._make_room
 
@@ -137,8 +137,9 @@ class Sender:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (gauging := self._gaugings.get(key)) is not None:
-            gauging.cancelled(link, failure)
+        if (showing := self._showings.get(key)) is not None:
+            showing.link = link
+            showing.stop(failure)
             return
         if (outgoing := self._transfers.get(key)) is not None:
             outgoing.link = link
@@ -186,12 +187,11 @@ class Sender:
         """
         key = self._fresh(link, message.transfer)
         unable = self._site.draining or not link.trusted or self._site.sending is None
-        if self._gaugings or unable or self._doubtful.full or not message.nonce:
-            failure = Failure(Status.CANCELLED, Code.TOO_MANY, "nothing is written there now")
-            link.send(_terminal(message.transfer, failure))
+        if self._showings or unable or self._doubtful.full or not message.nonce:
+            link.send(_terminal(message.transfer, NOT_NOW))
             return
-        gauging = self._gaugings[key] = Gauging(self._site, link, message, self._gauged)
-        gauging.begin()
+        showing = self._showings[key] = Showing(self._site, link, message, self._shown)
+        showing.begin()
 
     def opened(self, link: Link) -> None:
         """A decode rank is there (again), and may still read what it was announced before."""
@@ -220,9 +220,9 @@ class Sender:
             del self._here[incarnation]
         self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
-        for gauging in self._gaugings.values():
-            if gauging.link is link:
-                gauging.stop(failure)
+        for showing in self._showings.values():
+            if showing.link is link:
+                showing.stop(failure)
         for outgoing in list(self._transfers.values()):
             if outgoing.link is link:
                 outgoing.stop(failure)
@@ -240,8 +240,8 @@ class Sender:
         failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
         for offer in self.book.offers:
             offer.end(Withdrawn(), failure)
-        for gauging in self._gaugings.values():
-            gauging.stop(failure)
+        for showing in self._showings.values():
+            showing.stop(failure)
         self.refuse_parked()
         ends = [offer.wait_end() for offer in self.book.offers]
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
@@ -297,25 +297,25 @@ class Sender:
 
     def _make_room(self) -> None:
         """A chunk waits for memory to gather into."""
-        for gauging in self._gaugings.values():
-            gauging.stop(Failure(Status.CANCELLED, Code.TOO_MANY, "the memory is needed"))
+        for showing in self._showings.values():
+            showing.stop(NOT_NOW)
 
-    def _gauged(self, gauging: Gauging) -> None:
-        who, transfer = gauging.peer.identity.incarnation, gauging.transfer
-        if self._gaugings.get((who, transfer)) is not gauging:
-            self._doubted_late(who, transfer, gauging)
+    def _shown(self, showing: Showing) -> None:
+        who, transfer = showing.link.peer.identity.incarnation, showing.probe.transfer
+        if self._showings.get((who, transfer)) is not showing:
+            self._doubted_late(who, transfer, showing)
             return
-        del self._gaugings[who, transfer]
-        if gauging.in_doubt:
+        del self._showings[who, transfer]
+        if showing.in_doubt:
             here, placed = self._here.get(who), self._places.take(who)
             self._doubtful.keep(
-                gauging.link,
+                showing.link,
                 transfer,
-                gauging.failure,
-                gauging.renewals,
+                showing.failure,
+                showing.renewals,
                 here=here,
-                severed=gauging.severed,
-                cells=gauging.cells,
+                severed=showing.severed,
+                cells=showing.cells,
                 placed=placed,
             )
             if here is not None:
@@ -349,7 +349,7 @@ class Sender:
         else:
             self._places.give(who)
 
-    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing | Gauging) -> None:
+    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing | Showing) -> None:
         """More is known of what ended in doubt."""
         doubt, here = self._doubtful.find(who, transfer), self._here.get(who)
         if doubt is None:
@@ -370,7 +370,7 @@ class Sender:
             ProtocolError: If the number stands for something else that is under way, or in doubt.
         """
         key = (link.peer.identity.incarnation, transfer)
-        if key in self._transfers or key in self._gaugings or self._doubtful.find(*key) is not None:
+        if key in self._transfers or key in self._showings or self._doubtful.find(*key) is not None:
             raise ProtocolError(f"transfer {transfer} is under way already", peer=link.peer.name)
         return key
 

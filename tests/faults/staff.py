@@ -196,12 +196,12 @@ class Ranks:
     async def looked_into(self, name: str, within: float) -> list[str]:
         """Wait until it is known who moves what peers write here, or given up; routes on which all of them do."""
         _, receiver = self._ranks[name].worker._roles
-        lender = receiver._lender
+        prover = receiver._prover
         async with asyncio.timeout(within):
             while True:
                 links = self._ranks[name].worker._links
-                lanes = [lender.prover._lanes.get(link) for link in links if not link.proved]
-                if not lender.loans and all(lane and lane.tries == proving._TRIES for lane in lanes):
+                lanes = [prover._lanes.get(link) for link in links if not link.proved]
+                if not prover.loans and all(lane and lane.tries == proving._TRIES for lane in lanes):
                     return sorted(
                         {route.name.lower() for route in Route if all(route in link.proved for link in links)}
                     )

@@ -810,8 +810,7 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     site = worker._site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
     found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
-    lender = worker._receiver._lender
-    books |= {"gates": site.gates, "peers": worker._peers, "lender": lender, "prover": lender.prover}
+    books |= {"gates": site.gates, "peers": worker._peers, "prover": worker._receiver._prover}
     for name, book in books.items():
         for field, value in vars(book).items():
             if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's

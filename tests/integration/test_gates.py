@@ -372,7 +372,7 @@ async def test_under_a_grant_that_was_taken_back_nothing_is_posted(stage, tap, c
 
 
 async def test_a_loan_is_taken_back_from_a_peer_that_says_nothing(stage, tap, monkeypatch):
-    monkeypatch.setattr("kvxfer.gauging.Gauging.begin", lambda self: None)
+    monkeypatch.setattr("kvxfer.proving.Showing.begin", lambda self: None)
     prefill, decode = await stage.pair(
         Cache(), Cache(layout="HND"), arena_bytes="16MiB", chunk_bytes="2KiB", grant_lease=0.1, revoke_timeout=0.1
     )

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
-from kvxfer import Config, MemoryInDoubt, PeerLostError, gauging, proving, rebuilding
+from kvxfer import Config, MemoryInDoubt, PeerLostError, proving, rebuilding
+from kvxfer.errors import ProtocolError
 from kvxfer.fabric.pump import Fabric
-from kvxfer.gauging import Gauging
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Fetch, KvAgentResult, Probe, Route, Status
-from kvxfer.proving import Prover, proof_bytes
+from kvxfer.proving import Prover, Showing, proof_bytes
 
 BLOCKS = list(range(4))
 TOKENS = range(16)
@@ -68,13 +68,14 @@ def cut(worker):
         link._transport.abort()
 
 
-def tries(decode):
+def tried(decode):
     (link,) = decode._links
-    return decode._receiver._lender.prover._lanes[link].tries
+    return decode._receiver._prover._lanes[link]
 
 
 async def given_up(decode):
-    await eventually(lambda: tries(decode) == proving._TRIES)
+    await eventually(tried(decode).over.done)
+    assert tried(decode).tries == proving._TRIES
     await quiet(decode)
 
 
@@ -170,8 +171,8 @@ async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, cap
     assert proved(decode) == []
     assert "lane_not_proved" in caplog.text
     assert len(tap.of(Probe)) > 1
-    over = {answer.transfer for answer in answers(tap, Status.OK)}
-    assert {probe.transfer for probe in tap.of(Probe)} <= over, "each landed once our side made progress again"
+    over = {answer.transfer for status in (Status.OK, Status.CANCELLED) for answer in answers(tap, status)}
+    assert {probe.transfer for probe in tap.of(Probe)} <= over, "each ended once our side made progress again"
     assert not decode._site.fabric._holds
     await moved(prefill, decode, source, target, "second")
     await quiet(prefill, decode)
@@ -205,7 +206,7 @@ async def test_whoever_is_held_awake_for_goes_first_but_not_for_ever(stage, tap)
     let_go = decode._site.fabric.hold_awake()
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: proved(decode))
-    assert tries(decode) == proving._POLITE + 1
+    assert tried(decode).tries == proving._POLITE + 1
     assert len(tap.of(Probe)) == 1, "a try that gave way costs nobody anything"
     let_go()
     await quiet(prefill, decode)
@@ -214,13 +215,13 @@ async def test_whoever_is_held_awake_for_goes_first_but_not_for_ever(stage, tap)
 async def test_what_comes_in_meanwhile_is_done_and_proves_nothing(stage, monkeypatch):
     """The transport was called, so something here may have moved the bytes."""
     prefill, decode, source, target = await met(stage)
-    show = Gauging._show
+    write = Showing._write
 
-    async def interrupted(gauging, extent, nonce):
+    async def interrupted(showing, *where):
         await asyncio.wrap_future(decode._site.fabric.metadata([]))
-        await show(gauging, extent, nonce)
+        await write(showing, *where)
 
-    monkeypatch.setattr(Gauging, "_show", interrupted)
+    monkeypatch.setattr(Showing, "_write", interrupted)
     await moved(prefill, decode, source, target, "first")
     await given_up(decode)
     assert proved(decode) == []
@@ -255,13 +256,13 @@ async def test_where_it_is_of_no_use_nothing_is_lent(stage, tap, how, monkeypatc
 @pytest.mark.parametrize(("arena", "shown"), [("36KiB", True), ("32KiB", False)])
 async def test_a_sender_takes_no_memory_beside_which_a_chunk_finds_no_room(stage, monkeypatch, arena, shown):
     """Wherever it lies, and though it be never given back."""
-    asked, show = [], Gauging._show
+    asked, write = [], Showing._write
 
-    async def count(gauging, extent, nonce):
-        asked.append(extent)
-        await show(gauging, extent, nonce)
+    async def count(showing, *where):
+        asked.append(where)
+        await write(showing, *where)
 
-    monkeypatch.setattr(Gauging, "_show", count)
+    monkeypatch.setattr(Showing, "_write", count)
     settings = {"arena_bytes": arena, "chunk_bytes": "8KiB", "in_place_chunk_bytes": "2KiB"}
     prefill, decode, source, target = await met(stage, prefill=settings)
     await moved(prefill, decode, source, target, "first")
@@ -274,19 +275,19 @@ async def test_memory_that_is_needed_is_not_lent_however_long_that_is(stage, tap
     prefill, decode, source, target = await met(stage, route="direct")
     desk, asked = decode._site.receive_desk, 0
     everything = taken(desk)
-    prover = decode._receiver._lender.prover
+    prover = decode._receiver._prover
     lend = prover._lend
 
-    def count(link, nbytes):
+    def count(link):
         nonlocal asked
         asked += 1
-        return lend(link, nbytes)
+        return lend(link)
 
     monkeypatch.setattr(prover, "_lend", count)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: asked > 1100)
     assert not tap.of(Probe)
-    assert tries(decode) == 0
+    assert tried(decode).tries == 0
     desk.release(everything)
     await eventually(lambda: proved(decode))
     await quiet(prefill, decode)
@@ -296,7 +297,7 @@ async def test_memory_that_is_needed_for_hours_is_asked_for_as_long(stage, monke
     monkeypatch.setattr(proving, "_APART_S", 0.0)
     prefill, decode, source, target = await met(stage, route="direct")
     everything = taken(decode._site.receive_desk)
-    prover, asked = decode._receiver._lender.prover, []
+    prover, asked = decode._receiver._prover, []
     lend = prover._lend
     monkeypatch.setattr(prover, "_lend", lambda *loan: asked.append(loan) or lend(*loan))
     await moved(prefill, decode, source, target, "first")
@@ -333,14 +334,14 @@ async def test_a_look_that_ends_in_doubt_keeps_nobody_else_from_one(stage, tap, 
     prefill = await stage.worker("prefill", source, route="staged", max_transfers=places)
     other = await stage.worker("other", target, route="staged")
     decode = await stage.worker("decode", target, route="staged")
-    show = Gauging._show
+    write = Showing._write
 
-    async def shown(gauging, extent, nonce):
+    async def shown(showing, *where):
         stage.network.break_next("other", disconnected=True)
-        await show(gauging, extent, nonce)
+        await write(showing, *where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Gauging, "_show", shown)
+        patch.setattr(Showing, "_write", shown)
         await moved(prefill, other, source, target, "first")
         await eventually(lambda: prefill._sender._doubtful)
     assert len(prefill._sender._places) == 1, "of one that is connected it counts"
@@ -353,9 +354,10 @@ async def test_a_look_that_ends_in_doubt_keeps_nobody_else_from_one(stage, tap, 
 
 @pytest.mark.usefixtures("no_locks")
 async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeypatch):
-    monkeypatch.setattr(Gauging, "begin", lambda self: None)
-    prefill, decode, source, target = await met(stage, grant_lease=0.1, revoke_timeout=0.1)
-    decode._receiver._lender.prover._possible = lambda link: True
+    monkeypatch.setattr(Showing, "begin", lambda self: None)
+    monkeypatch.setattr(proving, "_PAUSE_S", 0.02)
+    prefill, decode, source, target = await met(stage, revoke_timeout=0.1)
+    decode._receiver._prover._possible = lambda link: True
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: tap.of(Cancel))
     await eventually(lambda: loans(decode, ExtentState.QUARANTINED))
@@ -443,7 +445,7 @@ async def test_blocks_on_a_gpu_may_go_another_way_than_staging_memory(stage, gpu
         monkeypatch.setattr(site.plans, "geometry", lambda _: on_gpu)
     elif gpu == "here":
         monkeypatch.setattr(site, "geometry", on_gpu)
-    found = decode._receiver._lender.prover._routes(link)
+    found = decode._receiver._prover._routes(link)
     monkeypatch.undo()
     assert found == ({Route.STAGED} if gpu else {Route.STAGED, Route.DIRECT})
 
@@ -490,15 +492,15 @@ async def test_a_loan_that_ends_before_the_peer_is_told_is_not_begun(stage, tap,
     pause, early, lanes = decode._site.fabric.pause, [], []
 
     def late(seconds, *, firm):
-        lender = decode._receiver._lender
-        ((number, loan),) = lender.loans.items()
+        prover = decode._receiver._prover
+        ((number, loan),) = prover.loans.items()
         early.append(number)
-        lanes.append(lender.prover._lanes[loan.link])
+        lanes.append(prover._lanes[loan.link])
         match what:
             case "answer":
-                loan.result(KvAgentResult(number, WHOLE, Status.OK, 0, True))
+                loan.result(loan.link, KvAgentResult(number, WHOLE, Status.OK, 0, True))
             case "recall":
-                lender.recall()
+                prover.recall()
             case _:
                 loan.link._transport.abort()
                 loan.lost()
@@ -539,9 +541,9 @@ def test_as_much_is_lent_as_is_written_at_once_and_no_less(chunk, in_place, capa
 
 @pytest.mark.usefixtures("no_locks")
 async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stage, tap, monkeypatch):
-    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    monkeypatch.setattr(Showing, "begin", lambda self: None)
     prefill, decode, source, target = await met(stage, revoke_timeout=0.1)
-    decode._receiver._lender.prover._possible = lambda link: True
+    decode._receiver._prover._possible = lambda link: True
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: tap.of(Probe))
     cut(decode)
@@ -552,7 +554,7 @@ async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stag
 
 
 async def test_closing_waits_for_no_answer_that_cannot_come(stage, tap, monkeypatch):
-    monkeypatch.setattr(Gauging, "begin", lambda self: None)
+    monkeypatch.setattr(Showing, "begin", lambda self: None)
     prefill, decode, source, target = await met(stage, revoke_timeout=30, close_timeout=30)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: tap.of(Probe))
@@ -601,7 +603,7 @@ async def test_a_fetch_does_not_wait_for_it(stage):
 
 
 async def test_a_defect_is_no_success(stage, tap, monkeypatch):
-    monkeypatch.setattr(Gauging, "_show", lambda self, extent, nonce: 1 / 0)
+    monkeypatch.setattr(Showing, "_write", lambda self, *where: 1 / 0)
     prefill, decode, source, target = await met(stage)
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: answers(tap, Status.FAILED))
@@ -613,7 +615,7 @@ async def test_a_defect_is_no_success(stage, tap, monkeypatch):
 async def test_without_a_nonce_nothing_is_written(stage, tap, monkeypatch):
     """Older ranks had their lane measured so."""
     tap.change[Probe] = lambda probe: replace(probe, nonce=b"")
-    monkeypatch.setattr(Gauging, "begin", lambda self: pytest.fail("it writes"))
+    monkeypatch.setattr(Showing, "begin", lambda self: pytest.fail("it writes"))
     prefill, decode, source, target = await met(stage)
     await moved(prefill, decode, source, target, "first")
     await given_up(decode)
@@ -621,12 +623,34 @@ async def test_without_a_nonce_nothing_is_written(stage, tap, monkeypatch):
     await quiet(prefill)
 
 
+async def test_when_its_lease_has_run_out_nothing_is_written(stage, tap):
+    tap.change[Probe] = lambda probe: replace(probe, lease_ms=0)
+    prefill, decode, source, target = await met(stage)
+    await moved(prefill, decode, source, target, "first")
+    written = len(stage.network.log)
+    await given_up(decode)
+    assert len(answers(tap, Status.FAILED)) == proving._TRIES
+    assert len(stage.network.log) == written
+    await quiet(prefill)
+
+
+async def test_what_another_peer_says_of_it_is_not_believed(stage, tap):
+    prefill, decode, _, _ = await looking(stage)
+    (loan,) = decode._receiver._prover.loans.values()
+    other = SimpleNamespace(peer=SimpleNamespace(name="other", identity=SimpleNamespace(incarnation=bytes(32))))
+    with pytest.raises(ProtocolError, match="belongs to another peer"):
+        loan.result(other, KvAgentResult(loan.transfer, WHOLE, Status.CANCELLED, 0, True))
+    assert loans(decode, ExtentState.WRITING)
+    stage.network.release("*")
+    await quiet(prefill, decode)
+
+
 @pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("change", [{"chunk": 0, "last": False}, {"chunk": 0}, {"last": False}])
 async def test_a_result_of_a_part_frees_nothing(stage, tap, change, caplog):
     tap.change[KvAgentResult] = lambda m: replace(m, **change) if m.chunk == WHOLE else m
     prefill, decode, source, target = await met(stage)
-    decode._receiver._lender.prover._possible = lambda link: True
+    decode._receiver._prover._possible = lambda link: True
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: "has no chunks, and one result" in caplog.text)
     assert loans(decode, ExtentState.QUARANTINED)
@@ -685,7 +709,7 @@ async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, discon
 
 @pytest.mark.parametrize("runs_on", [False, True])
 async def test_a_new_agent_ends_its_write_unless_that_is_a_copy_between_gpus(stage, tap, runs_on, monkeypatch):
-    for module in (gauging, rebuilding):
+    for module in (proving, rebuilding):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: runs_on)
     prefill, decode, _, _ = await looking(stage, revoke_timeout=0.4)
     prefill._site.rebuilds.want(urgent=True)

@@ -623,6 +623,15 @@ async def test_without_a_nonce_nothing_is_written(stage, tap, monkeypatch):
     await quiet(prefill)
 
 
+async def test_nothing_is_written_for_whom_this_side_does_not_trust(stage, tap):
+    prefill, decode, source, target = await met(stage, trust="none")
+    decode._receiver._prover._possible = lambda link: True
+    await moved(prefill, decode, source, target, "first")
+    await given_up(decode)
+    assert len(answers(tap, Status.CANCELLED)) == proving._TRIES
+    await quiet(prefill)
+
+
 async def test_when_its_lease_has_run_out_nothing_is_written(stage, tap):
     tap.change[Probe] = lambda probe: replace(probe, lease_ms=0)
     prefill, decode, source, target = await met(stage)
@@ -705,6 +714,20 @@ async def test_a_write_that_fails_leaves_a_doubt_that_is_told(stage, tap, discon
     cut(decode)  # asked again, it still cannot say
     await eventually(lambda: len(answers(tap, Status.IN_DOUBT)) > 1)
     assert loans(decode, ExtentState.QUARANTINED)
+
+
+async def test_a_write_that_ends_after_all_is_told_and_frees_the_memory_of_both(stage, tap):
+    prefill, decode, _, _ = await met(stage, no_progress_timeout=0.2)
+    await fetched(prefill, decode)
+    stage.network.break_next("*", skip=1, after_bytes=100, lingers=True)
+    await eventually(lambda: answers(tap, Status.IN_DOUBT))
+    (doubted,) = answers(tap, Status.IN_DOUBT)
+    assert len(prefill._sender._doubtful) == 1
+    stage.network.release("*")
+    await eventually(lambda: any(answer.transfer == doubted.transfer for answer in answers(tap, Status.FAILED)))
+    await quiet(prefill, decode)
+    assert not len(prefill._sender._doubtful)
+    assert not prefill.describe()["agent"]["wanted"]
 
 
 @pytest.mark.parametrize("runs_on", [False, True])

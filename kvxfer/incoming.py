@@ -180,10 +180,9 @@ class Incoming(Steps):
 
     def start(self) -> None:
         """Ask."""
-        ahead, number = self._ahead, self.machine.transfer
-        if self.link.is_open:
-            self.link.send(fetch_message(self.site, self.peer, number, self._need, self._asked, ahead))
-        else:  # it was lost since it was looked up, so `lost` will not tell
+        ahead, number, link = self._ahead, self.machine.transfer, self.link
+        sent = link.is_open and link.send(fetch_message(self.site, self.peer, number, self._need, self._asked, ahead))
+        if not sent:  # it was lost since it was looked up, so `lost` will not tell
             self.machine.ahead = False
             if ahead is not None:
                 ahead.void()

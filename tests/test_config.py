@@ -443,6 +443,7 @@ def test_bounds_follow_their_formulas():
         "unclaimed_offer": 16,
         "released_by_lease": 4 + 64 + 8,
         "revoke": 8,
+        "fetch": 8,
         "stuck_link": 64 + 8,
         "rebuild": 4 + 2 * 8,
         "drain": 128 + 8,

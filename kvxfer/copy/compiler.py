@@ -60,21 +60,38 @@ _config: Final[Any] = numba.config  # pyright: ignore[reportPrivateImportUsage]
 
 
 def compiled(signature: str) -> Callable[[_F], _F]:
-    """Compile a function for these types as it is defined, or load what was compiled before."""
+    """Compile a function for these types as it is defined, or load what was compiled before.
+
+    Raises:
+        MissingExtraError: If numba is told to compile nothing.
+    """
+    if _config.DISABLE_JIT:
+        raise MissingExtraError("kvxfer copies by compiled code, but NUMBA_DISABLE_JIT is set: unset it")
 
     def make(function: _F) -> _F:
-        began, folder, elsewhere = time.monotonic(), _folder(), _config.CACHE_DIR
-        _config.CACHE_DIR = str(folder or elsewhere)  # read as a function is defined, and at no other time
+        began, folder = time.monotonic(), _folder()
         try:
-            made = numba.njit(signature, cache=folder is not None, **_OPTIONS)(function)
-        finally:
-            _config.CACHE_DIR = elsewhere
+            made = _made(function, signature, folder)
+        except Exception as error:
+            if folder is None:
+                raise
+            _not_kept(folder, f"{type(error).__name__}: {error}; remove the folder if it is damaged")
+            made = _made(function, signature, None)
         took = time.monotonic() - began
         if took > _SLOW_S:
             _log.info("function_compiled", name=function.__name__, duration=took, path=str(folder or ""))
-        return cast("_F", made)
+        return made
 
     return make
+
+
+def _made(function: _F, signature: str, folder: Path | None) -> _F:
+    elsewhere = _config.CACHE_DIR
+    _config.CACHE_DIR = str(folder or elsewhere)  # read as a function is defined, and at no other time
+    try:
+        return cast("_F", numba.njit(signature, cache=folder is not None, **_OPTIONS)(function))
+    finally:
+        _config.CACHE_DIR = elsewhere
 
 
 def inlined(function: _F) -> _F:
@@ -88,20 +105,33 @@ def _folder() -> Path | None:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {_config.BOUNDSCHECK}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    base = Path(_config.CACHE_DIR or Path(_cache_home(), "kvxfer"))
-    folder = base / digest.hexdigest()[:16]
+    folder = Path(digest.hexdigest()[:16])
     try:
+        folder = Path(_config.CACHE_DIR or Path(_cache_home(), "kvxfer"), folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError("others than this user may write there")
+        _check_owned(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError("it cannot be written")
-    except OSError as error:
-        reason = f"{folder}: {error}; set NUMBA_CACHE_DIR to a folder of this user"
-        _log.warning("compiled_code_not_kept", reason=reason)
+    except (OSError, RuntimeError) as error:  # the second: of a user without a home
+        _not_kept(folder, f"{error}; set NUMBA_CACHE_DIR to a folder of this user")
         return None
     return folder
+
+
+def _check_owned(folder: Path) -> None:
+    """Refuse a folder in which somebody else could put a file, or in whose place another folder."""
+    if folder.is_symlink():
+        raise PermissionError("it is a symbolic link")
+    resolved = folder.resolve()
+    for each in (resolved, *resolved.parents):
+        found = each.stat()
+        writers = 0o022 if each == resolved else 0 if found.st_mode & stat.S_ISVTX else 0o002
+        if found.st_uid not in {os.geteuid(), 0} or found.st_mode & writers:
+            raise PermissionError(f"others than this user may write to {each}")
+
+
+def _not_kept(folder: Path, reason: str) -> None:
+    _log.warning("compiled_code_not_kept", path=str(folder), reason=reason)
 
 
 def _cache_home() -> str:

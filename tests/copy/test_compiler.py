@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.copy import compiler
+from kvxfer.errors import MissingExtraError
 
 COPY = """
 import logging, sys
@@ -47,6 +49,14 @@ def kept(home):
     return {path: path.stat().st_mtime_ns for path in home.rglob("*.nb?")}
 
 
+@pytest.fixture(scope="module")
+def compiled_before(tmp_path_factory):
+    """A folder of compiled code."""
+    home = tmp_path_factory.mktemp("home")
+    child(home)
+    return home / "kvxfer"
+
+
 def test_it_is_compiled_once_and_then_loaded_by_every_process(tmp_path):
     assert "function_compiled" in child(tmp_path)
     before = kept(tmp_path)
@@ -55,11 +65,62 @@ def test_it_is_compiled_once_and_then_loaded_by_every_process(tmp_path):
     assert kept(tmp_path) == before
     (folder,) = (tmp_path / "kvxfer").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b""), lambda file: os.truncate(file, 100)])
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_file_is_compiled_past_and_named(tmp_path, damage, kind, compiled_before):
+    shutil.copytree(compiled_before, tmp_path / "kvxfer", dirs_exist_ok=True)
+    for file in (tmp_path / "kvxfer").rglob(f"*.{kind}*" if kind == "nbc" else "*.nbi"):
+        damage(file)
     said = child(tmp_path)
     assert "compiled_code_not_kept" in said
-    assert "others than this user may write there" in said
-    assert kept(tmp_path) == before
+    assert str(tmp_path) in said
+
+
+def test_a_disk_that_is_full_is_no_reason_not_to_copy(tmp_path):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))" + COPY
+    said = child(tmp_path, limited)
+    assert "compiled_code_not_kept" in said
+
+
+@pytest.mark.parametrize("place", ["", "kvxfer"])
+def test_a_folder_in_whose_place_others_may_put_one_is_not_used(tmp_path, monkeypatch, caplog, place):
+    parent = tmp_path / "home" / place
+    parent.mkdir(parents=True)
+    parent.chmod(0o777)
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    compiler._folder.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert compiler._folder() is None
+    assert f"others than this user may write to {parent}" in caplog.text
+    parent.chmod(0o1777)  # as that for temporary files: what is there is its owner's
+    compiler._folder.cache_clear()
+    found = compiler._folder()
+    assert found is not None
+    assert found.stat().st_mode & 0o777 == 0o700
+    found.chmod(0o777)
+    compiler._folder.cache_clear()
+    assert compiler._folder() is None
+    compiler._folder.cache_clear()
+
+
+def test_a_user_without_a_home_compiles_anew(monkeypatch, caplog):
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+    compiler._folder.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert compiler._folder() is None
+    compiler._folder.cache_clear()
+    assert "no home" in caplog.text
+
+
+def test_numba_that_may_not_compile_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(compiler._config, "DISABLE_JIT", 1)
+    with pytest.raises(MissingExtraError, match="NUMBA_DISABLE_JIT"):
+        compiler.compiled("void()")
 
 
 def test_code_with_checks_of_bounds_is_other_code(tmp_path, monkeypatch):

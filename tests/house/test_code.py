@@ -14,6 +14,7 @@ ENVIRONMENT = {
 }
 # broad excepts that do not raise again, and how many; the reason stands beside each of them
 BROAD = {
+    ("kvxfer/copy/compiler.py", "compiled.make"): 1,  # whatever is wrong with the kept code, it is compiled anew
     ("kvxfer/copy/cuda.py", "CudaExecutor._launch_held"): 3,  # the job fails with it; the service goes on
     ("kvxfer/copy/cuda.py", "CudaExecutor._launch_ready"): 1,  # likewise
     ("kvxfer/copy/cuda.py", "CudaExecutor._reap"): 1,  # a broken device reports itself there

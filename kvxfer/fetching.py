@@ -87,6 +87,7 @@ class Fetching(Steps):
         succeeded: Called when every byte is there, before whoever awaits it goes on.
         given_up: Called when it is over because its caller gave up, who keeps nothing; and again when nothing that it
             left in doubt is so any more.
+        failed: Called when it is over because of an error, and nobody keeps it or has tried again.
         ended: Called when it is over, and again when nothing of it is in doubt any more.
     """
 
@@ -101,6 +102,7 @@ class Fetching(Steps):
         doubted: Callable[[Incoming], None],
         succeeded: Callable[["Fetching"], None],
         given_up: Callable[["Fetching"], None],
+        failed: Callable[["Fetching"], None],
         ended: Callable[["Fetching"], None],
     ) -> None:
         super().__init__(site, f"kvxfer fetch {ident}")
@@ -117,8 +119,9 @@ class Fetching(Steps):
         self._doubted = doubted
         self._succeeded = succeeded
         self._given_up = given_up
+        self._broke = failed
         self._ended = ended
-        self._unwanted = False
+        self._unwanted = self._superseded = False
         self._error: Cause | None = None
         self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
         self._in_doubt = False
@@ -311,14 +314,17 @@ class Fetching(Steps):
         self._finish()
         if self._unwanted:
             self.site.loop.call_soon(self._give_back)  # a retry may begin in this turn
-        elif self._error is not None and not self._demand.keep:
-            self._unwanted = True
-            self.site.at(self.site.now() + self.site.config.retry_window, self._give_back)
+        elif self._error is not None and not (self._demand.keep or self._superseded):
+            self._broke(self)
         self._ended(self)
 
     def supersede(self) -> None:
         """The request is fetched anew: what becomes of it is that fetch's business."""
-        self._unwanted = False
+        self._superseded, self._unwanted = True, False
+
+    def unwant(self) -> None:
+        """Nobody has tried again: what is in doubt of it is given back when that has ended."""
+        self._unwanted = True
 
     def _give_back(self) -> None:
         if self._unwanted:

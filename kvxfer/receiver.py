@@ -1,7 +1,7 @@
 """The decode role of a worker: claims, fetches, and the doubts that lost sessions leave behind."""
 
 import asyncio
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from itertools import chain, count
 from typing import Any, Final
@@ -46,6 +46,7 @@ class Receiver:
         self._numbers = count(1)
         self._fetches: set[Fetching] = set()
         self._of_ticket: dict[TicketKey, set[Fetching]] = {}  # the same
+        self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Incoming] = {}
         self._recoveries: Final = Recoveries(site, peers)
@@ -104,6 +105,7 @@ class Receiver:
             self._recoveries.begin,
             self._succeeded,
             self._given_up,
+            self._failed,
             self._ended,
         )
         self._claims.note_fetch(ticket.key, given_up=False)
@@ -111,6 +113,7 @@ class Receiver:
             older.supersede()
         if (later := self._later.pop(ticket.key, None)) is not None:
             later.cancel()
+        self._close_window(ticket.key)
         self._fetches.add(fetching)
         self._of_ticket.setdefault(ticket.key, set()).add(fetching)
         fetching.begin()
@@ -137,6 +140,7 @@ class Receiver:
             PeerError: If a rank could not be told; it frees its blocks when its lease has run out.
         """
         self._claims.drop(ticket.key)
+        self._close_window(ticket.key)
         others = self._release(ticket)
         links = await self._connect(ticket, others)
         for link in links:
@@ -219,6 +223,9 @@ class Receiver:
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
         self._claims.close()
+        for timer, over in list(self._windows.values()):  # nobody tries again here
+            timer.cancel()
+            over()
         self._recoveries.cancel()
         self._prover.close()
         for fetching in list(self._fetches):
@@ -287,9 +294,26 @@ class Receiver:
             self._of_ticket.pop(fetching.ticket.key, None)
 
     def _given_up(self, fetching: Fetching) -> None:
-        """The caller of a fetch has given up, or had time to try again after an error, and keeps nothing."""
-        if not self._site.closing.done():
-            self._give_back(fetching.ticket, fetching.links)
+        """The caller of a fetch has given up, and keeps nothing."""
+        self._give_back(fetching.ticket, fetching.links)
+
+    def _failed(self, fetching: Fetching) -> None:
+        """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
+        site, ticket, links = self._site, fetching.ticket, tuple(fetching.links)
+
+        def over() -> None:
+            self._windows.pop(ticket.key, None)
+            for left in self._of_ticket.get(ticket.key, ()):
+                left.unwant()
+            self._give_back(ticket, links)
+
+        self._close_window(ticket.key)
+        self._windows[ticket.key] = site.at(site.now() + site.config.retry_window, over), over
+
+    def _close_window(self, key: TicketKey) -> None:
+        timer, _ = self._windows.pop(key, (None, None))
+        if timer is not None:
+            timer.cancel()
 
     def _give_back(self, ticket: Ticket, links: Iterable[Link] = ()) -> None:
         """A fetch was given up: unless the request is claimed, or fetched again, its prefill ranks free its blocks.

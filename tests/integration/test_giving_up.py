@@ -425,3 +425,52 @@ def test_after_an_error_a_request_is_kept_for_a_retry_and_not_for_its_lease(tmp_
             assert 2.0 <= one.now - ended <= 2.1
 
     play(scenario, tmp_path)
+
+
+async def fails(one, timeout, **options):
+    """A fetch that waits in vain; when it has failed."""
+    outcome, _ = await one.timed(one.start("r", timeout=timeout, **options))
+    assert isinstance(outcome, TransferTimeoutError)
+    return one.now
+
+
+@pytest.mark.parametrize(
+    ("retry", "kept"),
+    [("fails", False), ("fails, kept", True), ("cancelled, kept", True), ("fails, kept, under a claim", True)],
+)
+def test_who_tries_again_decides_anew_what_becomes_of_a_request(tmp_path, retry, kept):
+    async def scenario(one):
+        await one.pair(offer_lease=60.0, retry_window=2.0)
+        offer = one.prefill.offer("r", streaming=True)
+        await fails(one, 1.0)
+        await asyncio.sleep(0.9)
+        keep = retry.endswith("kept") or "kept," in retry
+        with contextlib.ExitStack() as claims:
+            if "claim" in retry:
+                claims.enter_context(contextlib.closing(one.decode.claim(one.ticket("r"))))
+            if retry.startswith("fails"):
+                await fails(one, 1.0, keep=keep)
+            else:
+                transfer = one.start("r", keep=keep)
+                await asyncio.sleep(0.5)
+                transfer.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await transfer
+            ended = one.now
+            await asyncio.sleep(3.0 if "claim" in retry else 0.0)
+        assert isinstance(await offer.released(), Expired if kept else Released)
+        assert one.now - ended >= (50.0 if kept else 1.95)
+
+    play(scenario, tmp_path)
+
+
+def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(tmp_path):
+    async def scenario(one):
+        await one.pair(offer_lease=60.0, retry_window=2.0)
+        offer = one.prefill.offer("r", streaming=True)
+        failed = await fails(one, 1.0)
+        await one.decode.aclose()
+        assert isinstance(await offer.released(), Released)
+        assert one.now - failed < 1.0
+
+    play(scenario, tmp_path)

@@ -31,7 +31,6 @@ from kvxfer.ahead import Ahead
 from kvxfer.fabric import pump
 from kvxfer.incoming import Incoming
 from kvxfer.landing import Landing
-from kvxfer.protocol.messages import Route
 from kvxfer.tickets import EngineCard, Issuer
 
 BLOCK_TOKENS = 16
@@ -195,17 +194,12 @@ class Ranks:
 
     async def looked_into(self, name: str, within: float) -> list[str]:
         """Wait until it is known who moves what peers write here, or given up; routes on which all of them do."""
-        _, receiver = self._ranks[name].worker._roles
-        prover = receiver._prover
+        worker = self._ranks[name].worker
         async with asyncio.timeout(within):
-            while True:
-                links = self._ranks[name].worker._links
-                lanes = [prover._lanes.get(link) for link in links if not link.proved]
-                if not prover.loans and all(lane and lane.tries == proving._TRIES for lane in lanes):
-                    return sorted(
-                        {route.name.lower() for route in Route if all(route in link.proved for link in links)}
-                    )
+            while not inside.looked_into(worker):  # noqa: ASYNC110 - nobody sets an event for it
                 await asyncio.sleep(0.005)
+        proved = [set(peer["proved"]) for peer in worker.describe()["peers"]]
+        return sorted(set.intersection(*proved)) if proved else []
 
     async def quiet(self, name: str, *, doubts: bool, within: float) -> dict[str, Any]:
         """Wait until nothing is under way (and, if asked, nothing in doubt); the state then, or after `within`."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from kvxfer import assembly, exports, mappings, rebuilding
+from kvxfer import assembly, exports, mappings, proving, rebuilding
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import pump
 from kvxfer.fetching import Fetching
@@ -816,6 +816,13 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
             if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's
                 found[f"{name}.{field}"] = len(value)
     return found
+
+
+def looked_into(worker: Any) -> bool:
+    """Whether it is known of every lane who moves what peers write here, or given up."""
+    prover = worker._receiver._prover
+    lanes = [prover._lanes.get(link) for link in worker._links if not link.proved]
+    return not prover.loans and all(lane is not None and lane.tries == proving._TRIES for lane in lanes)
 
 
 def watched(worker: Any) -> bool:

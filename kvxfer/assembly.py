@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
-from kvxfer.copy.port import Executor
+from kvxfer.copy.mover import Mover, usual_threads
 from kvxfer.desk import Desk
 from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ConfigError, FabricError, GeometryError
@@ -41,8 +41,8 @@ __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensor
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
-_COPIES: Final = {"cuda": "kvxfer.copy.cuda", "cpu": "kvxfer.copy.host"}
-"""What copies memory of a kind. It imports compilers, and compiles on a machine where nobody has done that before."""
+_MACHINE: Final = "kvxfer.copy.machine"
+"""What copies. It imports a compiler, and compiles on a machine where nobody has done that before."""
 _UNDO_SECONDS: Final = 1.0
 """Several times as long as it takes to forget peers and memory and to destroy an agent."""
 _leaked: Final[list[object]] = []
@@ -87,12 +87,12 @@ class Assembly:
         listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
         return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
 
-    async def abandon(self, fabric: Fabric | None, executor: Executor | None) -> None:
+    async def abandon(self, fabric: Fabric | None, mover: Mover | None) -> None:
         """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
         timeout = self.config.close_timeout
         quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
-        if executor is not None:
-            await self.runtime.in_thread(lambda: executor.close(timeout))
+        if mover is not None:
+            await mover.close(timeout)
         if quiet:
             self.staging.close()
         else:
@@ -110,9 +110,8 @@ class Assembly:
         site.send_desk.close()
         site.receive_desk.close()
         threads = self.runtime  # those of the site may all be waiting
-        stopping = threads.in_thread(lambda: site.executor.close(timeout))
         closing = _closed(site.fabric, timeout, threads)
-        quiet, stopped = await asyncio.gather(closing, stopping)  # a GPU may hold up both
+        quiet, stopped = await asyncio.gather(closing, site.mover.close(timeout))  # a GPU may hold up both
         if stopped:  # else a copy may still write to what is mapped
             await threads.in_thread(site.mappings.close)
         site.keys.close(forced=quiet and stopped)
@@ -209,19 +208,19 @@ async def assemble(parts: Assembly) -> Site:
     runtime = parts.runtime.placed(placement.cpus)
     key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_listener(config))
     fabric: Fabric | None = None
-    executor: Executor | None = None
+    mover: Mover | None = None
     try:
-        await runtime.in_thread(partial(import_module, _COPIES[geometry.kind]))
+        await runtime.in_thread(partial(import_module, _MACHINE))
         transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
         fabric = _fabric(config, transport, runtime)
-        executor = _executor(config, geometry, runtime, placement)
+        mover = await _mover(config, geometry, runtime, placement)
         fabric.start()
         await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
         await staging.open(config, geometry, fabric, metrics, place=placement.run)
         reachable = await _reachable(parts, fabric, geometry, metrics)
         body = await _body(parts, fabric, geometry, reachable, name=transport.name)
     except BaseException:
-        await see_through(asyncio.create_task(parts.abandon(fabric, executor), name="kvxfer abandon"))
+        await see_through(asyncio.create_task(parts.abandon(fabric, mover), name="kvxfer abandon"))
         raise
     in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
     return Site(
@@ -237,7 +236,7 @@ async def assemble(parts: Assembly) -> Site:
         estimates=Estimates(profile_of(geometry.kind)),
         fabric=fabric,
         lanes=Lanes(fabric),
-        executor=executor,
+        mover=mover,
         metrics=metrics,
         key=key,
         body=body,
@@ -248,7 +247,7 @@ async def assemble(parts: Assembly) -> Site:
         sending=staging.sending,
         in_place=in_place,
         mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), key.incarnation),
-        gates=_gates(parts.exports, executor, runtime),
+        gates=_gates(parts.exports, mover, runtime),
         processes=Processes(loop, gpu=geometry.kind == "cuda"),
         tasks=tasks,
     )
@@ -267,11 +266,11 @@ def _listener(config: Config) -> Listener | None:
     return Traces(config.engine, config.rank)
 
 
-def _gates(exports: Exports, executor: Executor, runtime: Runtime) -> Gates:
+def _gates(exports: Exports, mover: Mover, runtime: Runtime) -> Gates:
     """The books of this worker's gates."""
 
     async def look(address: int, raised: bool) -> int:
-        return await runtime.in_thread(lambda: executor.inside(address, raised=raised))
+        return await runtime.in_thread(lambda: mover.inside(address, raised=raised))
 
     return Gates(exports.gates, exports.locks, look)
 
@@ -383,15 +382,13 @@ def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
     )
 
 
-def _executor(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Executor:
-    if geometry.kind == "cuda":
-        from kvxfer.copy.cuda import CudaExecutor
+async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:
+    if geometry.kind != "cuda":
+        return Mover(runtime, threads=config.copy_threads or usual_threads(), cpus=placement.cpus)
+    from kvxfer.copy.cuda import Gpu
 
-        return placement.run(lambda: CudaExecutor(runtime, geometry.device, ctas=config.copy_ctas))
-    from kvxfer.copy.host import HostExecutor
-    from kvxfer.copy.team import usual_threads
-
-    return HostExecutor(runtime, threads=config.copy_threads or usual_threads(), cpus=placement.cpus)
+    gpu = await runtime.in_thread(lambda: placement.run(lambda: Gpu(geometry.device)))
+    return Mover(runtime, gpu=gpu, ctas=config.copy_ctas)
 
 
 def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:

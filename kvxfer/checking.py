@@ -9,8 +9,9 @@ from functools import partial
 from typing import Final
 
 from kvxfer.copy.port import CopyOutcome
+from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import Code
-from kvxfer.geometry import ChunkPlan, CopyPlan, Damage, SumPlan, damage, selected
+from kvxfer.geometry import ChunkPlan, Damage, SumPlan, damage, selected
 from kvxfer.landing import Host
 from kvxfer.planning import Bound
 from kvxfer.protocol.messages import Cancel, Status, Sums
@@ -19,7 +20,6 @@ from kvxfer.protocol.sending import Failure
 
 __all__ = ["Checking", "Finding"]
 
-_NOTHING: Final = CopyPlan(())
 _NAMED: Final = 8
 _NOWHERE: Final = Damage((), (), {})
 
@@ -97,7 +97,7 @@ class Checking:
     def _read_back(self, host: Host, chunk: int, nbytes: int, part: ChunkPlan) -> None:
         if host.moving:
             compare = partial(self._compare, host, chunk, nbytes, part)
-            host.write(_NOTHING, nbytes, compare, SumPlan.at_destination(part))
+            host.write(NOTHING, nbytes, compare, SumPlan.at_destination(part))
 
     def _compare(self, host: Host, chunk: int, nbytes: int, part: ChunkPlan, outcome: CopyOutcome) -> None:
         if outcome.error is not None:

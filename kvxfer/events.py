@@ -1,52 +1,12 @@
 """What callers may pass as `after=`: an event, a stream, or `kvxfer.READY`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
-from kvxfer.copy.port import READY, Event
+from kvxfer.copy.port import READY, AllOf, Event
 from kvxfer.errors import EventError
 from kvxfer.geometry import CacheGeometry
 
-__all__ = ["AllOf", "Until", "as_event", "join"]
-
-
-class AllOf:
-    """Has happened when all of its events have."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events: Final = list(events)
-
-    def query(self) -> bool:
-        """Whether all have happened; those that have are not asked again."""
-        while self._events:
-            if not self._events[-1].query():
-                return False
-            self._events.pop()
-        return True
-
-
-class Until:
-    """Has happened when its event has, or when nobody waits for it any more: an event that never fires strands nothing.
-
-    Args:
-        event: What is waited for.
-        given_up: Whether the wait is over anyway. Whoever asks first must not act as if the event had happened.
-    """
-
-    def __init__(self, event: Event, given_up: Callable[[], bool]) -> None:
-        self._event: Final = event
-        self._given_up: Final = given_up
-
-    def query(self) -> bool:
-        """Whether it has happened, or does not matter any more."""
-        return self._given_up() or self._event.query()
-
-
-def join(events: Sequence[Event]) -> Event:
-    """One event for several."""
-    if not events:
-        return READY
-    return events[0] if len(events) == 1 else AllOf(events)
+__all__ = ["as_event"]
 
 
 def as_event(after: Any, geometry: CacheGeometry) -> Event:

@@ -9,13 +9,14 @@ from typing import Final
 from kvxfer.ahead import IN_PLACE, Ahead
 from kvxfer.asking import fetch_message
 from kvxfer.checking import Checking
+from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import READY, CopyOutcome, Direction
+from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.encoding import joined_spans
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step
-from kvxfer.events import Until
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Cell, PostResult
-from kvxfer.geometry import BlockLists, ChunkGrid, CopyPlan, SumPlan
+from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan
 from kvxfer.landing import Copied, Landing, Reading
 from kvxfer.lazy import lazy
 from kvxfer.link import Link
@@ -41,7 +42,6 @@ from kvxfer.tally import Tally
 
 __all__ = ["Incoming"]
 
-_NOTHING: Final = CopyPlan(())
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
@@ -87,6 +87,7 @@ class Incoming(Steps):
         self._own: Final = OwnWork(self.peer)
         self._writable = need.after is READY
         self._when_writable: list[Callable[[bool], None]] = []
+        self._writing: Copy | None = None  # of nothing: its end tells when the blocks may be written
         self._given_up = False
         self._awake: Callable[[], None] = no_hold
 
@@ -406,16 +407,15 @@ class Incoming(Steps):
             return
         self._when_writable.append(then)
         if len(self._when_writable) == 1:
-            after = Until(self._need.after, lambda: self._given_up)
-            self.copy(_NOTHING, Direction.SCATTER, self._became_writable, after)
+            self._writing = self.copy(NOTHING, Direction.SCATTER, self._became_writable, self._need.after)
 
     def gate(self) -> int:
         """What a grant says of the gate that it leads through: 0 where the peer passes none."""
         return self.exposure.grant(mapped=self.route is Route.MAPPED)
 
-    def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
+    def write(self, tables: Tables, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
-        self._own.copy(self, self._settle, plan, nbytes, then, sums)
+        self._own.copy(self, self._settle, tables, nbytes, then, sums)
 
     def read(self, post: MakePost, then: Callable[[PostResult], None]) -> None:
         """Post a read into the caller's blocks."""
@@ -423,7 +423,8 @@ class Incoming(Steps):
 
     def _became_writable(self, outcome: CopyOutcome) -> None:
         waiting, self._when_writable = self._when_writable, []
-        self._writable = outcome.error is None
+        self._writing = None
+        self._writable = outcome.error is None and not outcome.stopped
         for then in waiting:
             self.run(then, self._writable and not self._given_up)
         self._settle()
@@ -440,6 +441,8 @@ class Incoming(Steps):
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
+        if self._writing is not None:
+            self.site.mover.cancel(self._writing)
         self._queue.clear()
         for chunk in self._holders():
             chunk.give_up()

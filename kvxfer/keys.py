@@ -1,22 +1,24 @@
 """The gates of peers on this host, opened once per incarnation: what leads into their memory."""
 
 from itertools import chain
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Passage
 from kvxfer.mapped import check_process, unlike
 from kvxfer.mapped.locks import Key
+from kvxfer.mapped.locks import Passage as _Open
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
 
-__all__ = ["Keys"]
+__all__ = ["Keys", "Passage"]
 
 _log: Final = logger("kvxfer.worker")
 
 
 class _Shut:
-    """A passage that is never granted."""
+    """A passage that is never granted: none has it."""
 
     def enter(self) -> bool:
         """Nobody gets in."""
@@ -25,8 +27,20 @@ class _Shut:
     def leave(self) -> None:
         """Nobody is inside."""
 
+    def lend(self) -> tuple[int, int, int, int, int]:
+        """No file is locked by it, so nobody gets in."""
+        return _NO_FILE, 0, 0, 0, _NOBODY.ctypes.data
 
+    def give_back(self) -> None:
+        """Nobody has it."""
+
+
+Passage: TypeAlias = _Open | _Shut
+"""A way through a gate."""
 _SHUT: Final = _Shut()
+_NO_FILE: Final = 1 << 30
+"""More than any descriptor is."""
+_NOBODY: Final = np.zeros(1, np.int64)
 
 
 class Keys:

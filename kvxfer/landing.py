@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
+from kvxfer.copy.tables import NOTHING, Tables, pack
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces, SumPlan
+from kvxfer.geometry import ChunkPlan, Pieces, SumPlan
 from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.ownwork import MakePost
@@ -26,7 +27,7 @@ from kvxfer.tally import Tally
 __all__ = ["Copied", "Host", "Landing", "Reading", "seen"]
 
 _T = TypeVar("_T")
-_FLUSH: Final = CopyPlan((), from_nic=True)
+_FLUSH: Final = replace(NOTHING, from_nic=True)
 Copied: TypeAlias = Callable[[CopyOutcome], None]
 """What goes on with how a copy ended."""
 
@@ -88,7 +89,7 @@ class Host(Protocol):
         """Go on with True once the caller's blocks may be written, with False if the transfer was given up before."""
         ...
 
-    def write(self, plan: CopyPlan, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
+    def write(self, tables: Tables, nbytes: int, then: Copied, sums: SumPlan | None = None) -> None:
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
         ...
 
@@ -235,7 +236,7 @@ class Landing:
             plan = part.scatter(extent.address)
             if _by_nic(self._host, staged=True):
                 plan = replace(plan, from_nic=True)
-            self._host.write(plan, part.bytes, self._scattered)
+            self._host.write(pack(plan), part.bytes, self._scattered)
         except KvxferError:
             self._drop()
             raise

@@ -9,13 +9,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvxfer.answer import Answer, Asked, Draft, answer
-from kvxfer.copy.port import READY, CopyOutcome, Direction, Event
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import READY, CopyOutcome, Direction, Event, join
+from kvxfer.copy.tables import NOTHING
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, RefusedError, Step
-from kvxfer.events import Until, join
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Cell, Outcome
-from kvxfer.geometry import BlockLists, ChunkPlan, CopyPlan, SumPlan, selected
+from kvxfer.geometry import BlockLists, ChunkPlan, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.offers import Offer
 from kvxfer.planning import Bound
@@ -45,7 +46,6 @@ from kvxfer.telemetry import TransferStats, logger
 __all__ = ["RETRY_MS", "Outgoing"]
 
 _log: Final = logger("kvxfer.send")
-_NOTHING: Final = CopyPlan(())
 RETRY_MS: Final = {Code.TOO_MANY: 1000, Code.DRAINING: 1000}
 """When to try again after a refusal for one of these reasons: there is nothing that is to come first."""
 _PULL_AHEAD: Final = 16
@@ -94,6 +94,7 @@ class Outgoing(Steps):
         self._ahead_until = self.began + lease_ms / 1000
         self._prompt, self._plain_s = False, 0.0  # as of `Draft` and `Answer`
         self._shipments: Final[dict[int, Shipment]] = {}
+        self._announcing: dict[int, Copy] = {}  # chunks that will be announced when their events have fired (`pull`)
         self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
         self._unsure: dict[int, bool] = {}  # chunks in doubt, and whether our own work on them is over
         self._cells: dict[int, Cell] = {}  # of these
@@ -176,6 +177,8 @@ class Outgoing(Steps):
     def stop(self, failure: Failure) -> None:
         """Give up: kill what is not posted, wait for what is."""
         self._stopped_at = self._stopped_at or self.step
+        for waiting in self._announcing.values():
+            self.site.mover.cancel(waiting)
         for shipment in self._shipments.values():
             shipment.kill()
         messages = self.machine.stop(failure)
@@ -391,12 +394,16 @@ class Outgoing(Steps):
         """Route `pull`: the peer may read at once, so a chunk is announced only when its events have fired."""
 
         def readable(outcome: CopyOutcome) -> None:
+            self._announcing.pop(chunk, None)
             if outcome.error is not None:
                 raise outcome.error
-            self.site.rebuilds.when_open(partial(self.run, self._readable_now, bound, chunk))
+            if not outcome.stopped:
+                self.site.rebuilds.when_open(partial(self.run, self._readable_now, bound, chunk))
 
-        after = Until(self._events(bound, chunk), lambda: self.machine.state is not SendState.MOVING)
-        self.run(self.copy, _NOTHING, Direction.GATHER, readable, after)
+        def wait() -> None:
+            self._announcing[chunk] = self.copy(NOTHING, Direction.GATHER, readable, self._events(bound, chunk))
+
+        self.run(wait)
 
     def _readable_now(self, bound: Bound, chunk: int) -> None:
         self._want(bound, [chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
@@ -474,7 +481,7 @@ class Outgoing(Steps):
                 self._say(self.machine.moved(chunk, nbytes, timings, outcome.sums))
 
         try:
-            self.copy(_NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part))
+            self.copy(NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part))
             self._summing += 1
         except KvxferError as error:
             self._not_summed(chunk, error)

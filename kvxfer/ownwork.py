@@ -5,8 +5,9 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from kvxfer.copy.port import CopyOutcome, Direction
+from kvxfer.copy.tables import Tables
 from kvxfer.fabric.port import Outcome, Post, PostResult
-from kvxfer.geometry import CopyPlan, SumPlan
+from kvxfer.geometry import SumPlan
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import want_end
 from kvxfer.site import no_hold
@@ -53,7 +54,7 @@ class OwnWork:
         self,
         steps: Steps,
         changed: Callable[[], None],
-        plan: CopyPlan,
+        tables: Tables,
         nbytes: int,
         then: Callable[[CopyOutcome], None],
         sums: SumPlan | None = None,
@@ -61,9 +62,9 @@ class OwnWork:
         """Copy about so many bytes into the caller's blocks, or add up what is there.
 
         Raises:
-            KvxferError: If the executor takes no more copies; nothing is copied then.
+            KvxferError: If no more copies are taken; nothing is copied then.
         """
-        steps.copy(plan, Direction.SCATTER, partial(self._copied, changed, then), nbytes=nbytes, sums=sums)
+        steps.copy(tables, Direction.SCATTER, partial(self._copied, changed, then), nbytes=nbytes, sums=sums)
         self._copies += 1
 
     def read(

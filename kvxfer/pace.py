@@ -3,8 +3,7 @@
 Whoever looks too often takes the interpreter's lock from everybody else in the process; whoever looks too seldom is
 late. So an end is foreseen, slept towards, and waited for closely only around the time at which it is due.
 
-Two estimates, since two things can be known. `Linear` is for who is told exactly how long something took. `Least` is
-for who only sees between which two of its own looks an end lay, and whose looking may itself be what moves it on.
+What a post takes is only known between two looks, and looking may itself be what moves it on: see `Least`.
 """
 
 import math
@@ -12,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Least", "Linear", "Pace"]
+__all__ = ["Least", "Pace"]
 
 _WINDOW: Final = 8
 _ENOUGH: Final = 4
@@ -59,32 +58,6 @@ class Pace:
 
     def _bounded(self, sleep: float) -> float:
         return min(max(sleep, self.shortest), self.longest)
-
-
-class Linear:
-    """Seconds = fixed + bytes * seconds per byte, from exact durations: small ones correct the first, large the second.
-
-    Args:
-        fixed: First guess of the seconds that anything takes.
-        s_per_byte: First guess of the seconds that a byte adds.
-        large: From so many bytes on it is the bytes that take the time.
-    """
-
-    def __init__(self, fixed: float, s_per_byte: float, large: int) -> None:
-        self.fixed = fixed
-        self.s_per_byte = s_per_byte
-        self._large = large
-
-    def takes(self, nbytes: int) -> float:
-        """Seconds that so many bytes should take."""
-        return self.fixed + nbytes * self.s_per_byte
-
-    def learn(self, nbytes: int, took: float) -> None:
-        """So many bytes took so long."""
-        if nbytes >= self._large:
-            self.s_per_byte += (max(0.0, took - self.fixed) / nbytes - self.s_per_byte) / 4
-        else:
-            self.fixed += (took - self.fixed) / 8
 
 
 class Least:

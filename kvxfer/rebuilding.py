@@ -146,7 +146,7 @@ class Rebuilding:
                     role.take_back(_TAKEN_BACK)
                 await self._idle()
             since = site.now()
-            if await self._ended(lambda: site.executor.standing(since)):
+            if await self._ended(lambda: site.mover.standing(since)):
                 left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
                 done = await asyncio.wrap_future(site.fabric.rebuild(left))
             else:

@@ -25,7 +25,18 @@ import anyio.to_thread
 
 from kvxfer.errors import ForkedError, UsageError
 
-__all__ = ["TURN_SECONDS", "HandOver", "Home", "Runtime", "Service", "ThreadRuntime", "allowed_cpus", "bind", "settle"]
+__all__ = [
+    "TURN_SECONDS",
+    "HandOver",
+    "Home",
+    "Machine",
+    "Runtime",
+    "Service",
+    "ThreadRuntime",
+    "allowed_cpus",
+    "bind",
+    "settle",
+]
 
 Step = Callable[[], float | None]
 _T = TypeVar("_T")
@@ -69,6 +80,18 @@ class Service(Protocol):
         ...
 
 
+class Machine(Protocol):
+    """Work that sleeps by itself until there is something to do, and needs no interpreter for it."""
+
+    def run(self) -> None:
+        """Go on until it is told to stop, in whatever way it is told things."""
+        ...
+
+    def step(self) -> float | None:
+        """Do what is ready; as a step of a service."""
+        ...
+
+
 class HandOver(Protocol):
     """Runs callables on the event loop, from any thread, in order, one wake-up of the loop per batch."""
 
@@ -94,6 +117,13 @@ class Runtime(Protocol):
         Neither of them should raise: whoever waits for the service's work would not hear of it. What they raise is
         reported as any thread's (`threading.excepthook`; in a simulation, the loop's exception handler), and ends the
         service; `stop` works as ever.
+        """
+        ...
+
+    def drive(self, name: str, machine: Machine) -> Service:
+        """Run a machine: in a thread of its own, or step by step.
+
+        Before its `stop` is waited for, it must be told to end.
         """
         ...
 
@@ -269,11 +299,38 @@ class _ThreadService:
                 time.sleep(0)  # spin on, but let go of the GIL: who waits for it would wait its switch interval, 5 ms
 
 
-def settle(cpus: frozenset[int]) -> None:
-    """Make the calling thread one that works for the loop: it gives way to that, and stays on these CPUs, if any."""
+class _ThreadMachine:
+    """A machine in a daemon thread, which sleeps by itself."""
+
+    def __init__(self, name: str, machine: Machine, cpus: frozenset[int]) -> None:
+        self._machine = machine
+        self._cpus = cpus
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """It hears of its work by itself."""
+
+    def stop(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        settle(self._cpus, niceness=0)
+        self._machine.run()
+
+
+def settle(cpus: frozenset[int], *, niceness: int = _NICENESS) -> None:
+    """Make the calling thread one that works for the loop: it stays on these CPUs, if any.
+
+    Args:
+        cpus: Where it runs.
+        niceness: How far it gives way to the loop.
+    """
     if sys.platform == "linux":  # there, and only there, it is a thread that has a priority
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            if niceness:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # short sleeps end 50 us sooner
     _bind_if(cpus)
 
@@ -305,6 +362,10 @@ class ThreadRuntime:
     def start(self, name: str, step: Step, *, setup: Callable[[], None] | None = None) -> Service:
         """Start `step` in a daemon thread called `name`."""
         return _ThreadService(name, step, setup, self._cpus)
+
+    def drive(self, name: str, machine: Machine) -> Service:
+        """Run a machine in a daemon thread called `name`."""
+        return _ThreadMachine(name, machine, self._cpus)
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same, with threads that run on these CPUs."""

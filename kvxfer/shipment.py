@@ -7,11 +7,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
+from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.tables import NOTHING, Tables, pack
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
-from kvxfer.events import Until
-from kvxfer.fabric.port import Cell, CellState, Descriptors, Operation, Outcome, Passage, Post, PostResult
-from kvxfer.geometry import ChunkPlan, CopyPlan, Pieces
+from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.geometry import ChunkPlan, Pieces
+from kvxfer.keys import Passage
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
@@ -23,7 +25,6 @@ from kvxfer.tally import Tally
 
 __all__ = ["SHIPMENTS", "Moved", "Shipment", "Terms"]
 
-_NOTHING: Final = CopyPlan(())
 _UNTIMED: Final = Timings()
 
 
@@ -71,8 +72,6 @@ class Shipment(Steps):
     """A chunk that was granted: base of what the routes make of it.
 
     Attributes:
-        copying: The executor has it: nothing but the end of that copy tells that the blocks are not read any more.
-
     Args:
         site: The worker.
         peer: The decode rank.
@@ -100,42 +99,52 @@ class Shipment(Steps):
         self.bound: Final = bound
         self.grant: Final = grant
         self.terms: Final = terms
-        # an event that never fires must not keep a dead cell: what is copied then is not posted
-        cell = self.cell = Cell(terms.until, self.passage(site, peer, terms.generation))
-        after = terms.after
-        self.after: Final = Until(after, lambda: cell.state is CellState.DEAD) if after is not READY else READY
+        self.way_in: Final = self.passage(site, peer, terms.generation)
+        self.cell: Final = Cell(terms.until, self.way_in)
         self.tally: Final = tally
         self.part: ChunkPlan | None = None
         self._report: Callable[[int, Moved], None] | None = report
         self._late: Final = late
         self._began: Final = site.now()
         self._in_doubt = False  # as it was reported
-        self._submitted = False  # the executor or the fabric has it, and will answer
-        self.copying = False
+        self._submitted = False  # the mover or the fabric has it, and will answer
+        self._copy: Copy | None = None  # which the mover has
+        self._error: KvxferError | None = None  # of a step, while the mover had it
 
     @property
     def over(self) -> bool:
         """Whether it has been reported."""
         return self._report is None
 
+    @property
+    def copying(self) -> bool:
+        """Whether the mover has it: nothing but the end of that copy tells that the blocks are not read any more."""
+        return self._copy is not None
+
     def begin(self) -> None:
         """Go: a step."""
         bound = self.bound
         self.plan(partial(bound.chunk, self.grant.chunk), self._planned, rows=bound.chunk_rows)
 
-    def kill(self) -> None:
-        """Post nothing more."""
-        self.cell.kill()
+    def kill(self) -> bool:
+        """Copy and post nothing more. True if nothing was posted, and so nothing is in flight but a copy."""
+        if self._copy is not None:
+            self.site.mover.cancel(self._copy)
+        return self.cell.kill()
 
     def stop(self) -> None:
-        """Post nothing more, and end; what is posted is waited for."""
-        killed = self.cell.kill()
+        """Copy and post nothing more, and end; what is under way is waited for."""
+        killed = self.kill()
         if killed and not self._submitted:
             self.end(Moved(Outcome.STOPPED))
 
     def failed(self, error: KvxferError) -> None:
         """A step raised: nothing was posted, or it cannot be said what became of it."""
-        self.end(Moved(Outcome.FAILED if self.cell.kill() else Outcome.IN_DOUBT, error))
+        killed = self.kill()
+        if self.copying:
+            self._error = error
+        else:
+            self.end(Moved(Outcome.FAILED if killed else Outcome.IN_DOUBT, error))
 
     def _planned(self, part: ChunkPlan) -> None:
         self.part = part
@@ -165,10 +174,21 @@ class Shipment(Steps):
         """Give back what it held for a post of ours that was in doubt."""
 
     def submit(self, job: CopyJob) -> None:
-        """Hand it to the executor."""
+        """Hand it to the mover."""
         self.tally.spent("queued", self._began, self.site.now())
-        self._submitted = self.copying = True  # before: the copy may end at once; what is refused ends with `failed`
-        self.site.executor.submit(job, Direction.GATHER)
+        self._copy = self.site.mover.submit(job, Direction.GATHER)  # what is refused ends with `failed`
+        self._submitted = True
+
+    def copied(self, outcome: CopyOutcome) -> bool:
+        """The mover is through with it. Whether every byte was copied; else it is over."""
+        self._copy = None
+        error = self._error or outcome.error
+        if error is not None:  # what was launched before it has ended
+            self.cell.kill()
+            self.end(Moved(Outcome.FAILED, error))
+        elif outcome.stopped:
+            self.end(Moved(Outcome.STOPPED))
+        return not self.over
 
     def end(self, moved: Moved) -> None:
         """Give everything back and report, once."""
@@ -203,27 +223,31 @@ class _OverFabric(Shipment):
     def connected(self, part: ChunkPlan) -> None:
         """There is a lane to the peer."""
 
-    def go(self, gather: CopyPlan, local: Descriptors, remote: Descriptors) -> None:
-        """Gather, then write: handed from the executor to the fabric without a trip through the loop."""
+    def go(self, gather: Tables, local: Descriptors, remote: Descriptors) -> None:
+        """Gather, then write."""
         site, cell, lane = self.site, self.cell, self._lane
         self.tally.descriptors += len(local.pieces)
-        timed = bool(gather.segments)
         posted = partial(site.hand_over, self.run, self._posted)  # on the fabric's thread
         late = partial(site.hand_over, self.run, self._posted_late)  # likewise
         stays = runs_on(site, self.peer)
 
-        def copied(outcome: CopyOutcome) -> None:  # on the executor's
-            self.copying = False
-            if timed:
-                self._gathered = (outcome.started, outcome.finished)
-            if outcome.error is None:
-                site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays, late))
-            else:
-                cell.kill()
-                site.hand_over(self.run, self.end, Moved(Outcome.FAILED, outcome.error))
+        def post() -> None:
+            site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays, late))
 
+        def gathered(outcome: CopyOutcome) -> None:
+            if gather is not NOTHING:
+                self._gathered = (outcome.started, outcome.finished)
+            if self.copied(outcome):
+                post()
+
+        if gather is NOTHING and self.terms.after is READY:
+            self.tally.spent("queued", self._began, self.site.now())
+            self._submitted = True
+            post()
+            return
         nbytes = self.part.bytes if self.part else 0
-        self.submit(CopyJob(gather, copied, self.after, nbytes=nbytes, owner=self.tally))
+        done = partial(self.run, gathered)
+        self.submit(CopyJob(gather, done, self.terms.after, nbytes=nbytes, owner=self.tally))
 
     def _posted(self, result: PostResult) -> None:
         if self.over:  # a step raised meanwhile, so that it was said to be in doubt
@@ -283,7 +307,7 @@ class StagedShipment(_OverFabric):
         site.send_desk.share.write(extent)
         local = staging_pieces(site.arena, extent.address, part.staged_bytes)
         remote = staging_pieces(self.peer.body.staging[0], self.grant.address, part.staged_bytes)
-        self.go(part.gather(extent.address), local, remote)
+        self.go(pack(part.gather(extent.address)), local, remote)
 
     def give_back(self, moved: Moved) -> None:
         """Give the memory back, unless our own post may still read it."""
@@ -314,7 +338,7 @@ class DirectShipment(_OverFabric):
         if not self.over:
             local = block_pieces(self.site.geometry, pieces.src, pieces.nbytes)
             remote = block_pieces(self.site.plans.geometry(self.peer), pieces.dst, pieces.nbytes)
-            self.go(_NOTHING, local, remote)
+            self.go(NOTHING, local, remote)
 
 
 class MappedShipment(Shipment):
@@ -334,18 +358,14 @@ class MappedShipment(Shipment):
         """Copy."""
         site = self.site
         windows, gate = site.mappings.way(self.peer, self.terms.generation)
-        copied = partial(site.hand_over, self.run, self._copied)  # on the executor's thread
-        plan = part.copy().elsewhere(windows.reached)
-        self.submit(CopyJob(plan, copied, self.after, self.cell, gate, part.bytes, self.tally))
+        tables, terms = pack(part.copy().elsewhere(windows.reached)), self.terms
+        moved = partial(self.run, self._moved)
+        self.submit(CopyJob(tables, moved, terms.after, terms.until, self.way_in, gate, part.bytes, self.tally))
 
-    def _copied(self, outcome: CopyOutcome) -> None:
+    def _moved(self, outcome: CopyOutcome) -> None:
         took = outcome.finished - outcome.started
         nbytes = self.part.bytes if self.part else 0
-        if outcome.stopped:
-            self.end(Moved(Outcome.STOPPED))
-        elif outcome.error is not None:  # what was launched before the error has ended
-            self.end(Moved(Outcome.FAILED, outcome.error))
-        else:
+        if self.copied(outcome):
             self.tally.began(outcome.started)
             self.tally.spent("wire", outcome.started, outcome.finished)
             self.end(Moved(Outcome.DONE, None, nbytes, Timings(wire_us=_us(took))))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvxfer.config import Config
-from kvxfer.copy.port import Executor
+from kvxfer.copy.mover import Mover
 from kvxfer.desk import Desk
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.pump import Fabric
@@ -141,7 +141,7 @@ class Site:
         estimates: What transfers with peers are expected to take.
         fabric: The transport.
         lanes: Peers that the fabric knows.
-        executor: Copies.
+        mover: Copies.
         metrics: Counters.
         key: By what this rank proves its incarnation.
         incarnation: Of this rank, drawn at start.
@@ -182,7 +182,7 @@ class Site:
     estimates: Estimates
     fabric: Fabric
     lanes: Lanes
-    executor: Executor
+    mover: Mover
     metrics: Metrics
     key: IdentityKey
     body: dict[bool, bytes]
@@ -358,7 +358,7 @@ class Site:
             await self.mappings.open(peer, self.plans.geometry(peer))
         try:
             await self.runtime.in_thread(
-                lambda: self.executor.warm(self.plans.samples(peer, sending=sending, mapped=maps))
+                lambda: self.mover.warm(self.plans.samples(peer, sending=sending, mapped=maps))
             )
         except KvxferError as error:  # an odd pair compiles when it first copies
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
@@ -374,7 +374,7 @@ class Site:
         if first is not None:
             await asyncio.wait({first})
         try:
-            await self.runtime.in_thread(lambda: self.executor.warm_sums(self.plans.sum_samples(peer, sending=sending)))
+            await self.runtime.in_thread(lambda: self.mover.warm_sums(self.plans.sum_samples(peer, sending=sending)))
         except KvxferError as error:
             _log.warning("kernels_not_compiled", peer=peer.name, error=str(error))
 

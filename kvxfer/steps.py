@@ -10,9 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.tables import Tables
 from kvxfer.errors import KvxferError, TransferFailedError
-from kvxfer.geometry import CopyPlan, SumPlan
+from kvxfer.geometry import SumPlan
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
@@ -67,20 +69,23 @@ class Steps(ABC):
 
     def copy(
         self,
-        plan: CopyPlan,
+        tables: Tables,
         direction: Direction,
         then: Callable[[CopyOutcome], None],
         after: Event = READY,
         nbytes: int = 0,
         sums: SumPlan | None = None,
-    ) -> None:
+    ) -> Copy:
         """Copy once `after` has fired, add up what is to be, and go on with how it ended.
 
+        Returns:
+            What can be cancelled.
+
         Raises:
-            KvxferError: If the executor takes no more copies; nothing is copied then.
+            KvxferError: If no more copies are taken; nothing is copied then.
         """
-        done = partial(self.site.hand_over, self.run, then)
-        self.site.executor.submit(CopyJob(plan, done, after, nbytes=nbytes, owner=self._name, sums=sums), direction)
+        job = CopyJob(tables, partial(self.run, then), after, nbytes=nbytes, owner=self._name, sums=sums)
+        return self.site.mover.submit(job, direction)
 
     async def _plan_off_loop(self, make: Callable[[], _T], then: Callable[[_T], None]) -> None:
         try:

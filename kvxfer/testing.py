@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.runtime import HandOver, Service
+from kvxfer.runtime import HandOver, Machine, Service
 
 __all__ = ["DeterministicRuntime", "LoopbackNetwork", "LoopbackTransport", "simulate"]
 
@@ -151,6 +151,11 @@ class DeterministicRuntime:
         """Run `step` as callbacks of the loop."""
         del name
         return _LoopService(self, step, setup)
+
+    def drive(self, name: str, machine: Machine) -> Service:
+        """Run a machine step by step, as callbacks of the loop."""
+        del name
+        return _LoopService(self, machine.step, None)
 
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same: there are no threads to be placed."""

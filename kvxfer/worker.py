@@ -338,7 +338,7 @@ class Worker:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
         if self._closing is not None:
             raise ClosedError("this worker is closed")
-        self._assembly.home.read(self._entered).executor.occupy(ctas)
+        self._assembly.home.read(self._entered).mover.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.pace import Least, Linear, Pace
+from kvxfer.pace import Least, Pace
 
 US = 1e-6
 SPINS = Pace(before=60 * US, after=1e-3, shortest=50 * US, longest=2e-3, back_off=1 / 8)
@@ -148,23 +148,3 @@ def test_where_sleeping_prolongs_things_the_estimate_does_not_follow():
 def test_one_in_eight_is_a_probe():
     least = Least()
     assert [least.probes() for _ in range(24)] == ([False] * 7 + [True]) * 3
-
-
-# ---- durations that are known exactly --------------------------------------------------------------------------------
-
-
-@given(st.floats(1e-6, 1e-4), st.floats(1e-12, 1e-9), st.floats(1e-12, 1e-9))
-def test_a_line_is_found(fixed, s_per_byte, guess):
-    line = Linear(8 * US, guess, large=1 << 20)
-    for _ in range(200):
-        line.learn(4096, fixed)
-        line.learn(256 << 20, fixed + (256 << 20) * s_per_byte)
-    assert line.takes(64 << 20) == pytest.approx(fixed + (64 << 20) * s_per_byte, rel=1e-3)
-
-
-@given(st.lists(st.tuples(st.integers(0, 1 << 32), TIMES)))
-def test_a_line_never_goes_below_zero(durations):
-    line = Linear(8 * US, 1e-12, large=1 << 20)
-    for nbytes, took in durations:
-        line.learn(nbytes, took)
-        assert min(line.fixed, line.s_per_byte, line.takes(nbytes)) >= 0.0

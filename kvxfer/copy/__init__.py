@@ -1,14 +1,16 @@
 """Copies: any plan, on whatever memory it names.
 
-    port      what an executor offers                                   (port.py)
-    host      plans on CPU memory, with numpy views                     (host.py)
-    cuda      plans on a GPU: streams, table rings, events              (cuda.py; tables.py, ring.py)
-    kernel    the Triton kernel behind it: the one module that imports triton
-    jobs      the waiting room and the book of unreported jobs that executors share
+    port      what a copy is, and what guards it                        (port.py)
+    mover     the loop's side: records out, events in                   (mover.py)
+    machine   what moves bytes, compiled: it needs no interpreter       (machine.py, compiler.py)
+    tables    a plan as words that a GPU and a CPU walk                 (tables.py, sum_tables.py)
+    walk      the same tables on CPU memory, compiled                   (walk.py)
+    cuda      what the machine needs of a GPU                           (cuda.py)
+    kernel    the Triton kernel: the one module that imports triton     (kernel.py)
 
-Importing this package imports neither torch nor triton.
+Importing this package imports neither torch, numba nor triton.
 """
 
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Executor
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
 
-__all__ = ["READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor"]
+__all__ = ["READY", "CopyJob", "CopyOutcome", "Direction", "Event"]

@@ -37,6 +37,9 @@ __all__ = [
     "add",
     "bits_of",
     "call",
+    "call_long",
+    "call_variadic",
+    "clear_bytes",
     "compiled",
     "copy_bytes",
     "copy_word",
@@ -247,6 +250,17 @@ def copy_bytes(typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 
 @_instruction
+def clear_bytes(typing: Any, address: Any, nbytes: Any) -> Any:
+    """Put zeros into so many bytes."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        cgutils.memset(builder, _pointer(builder, given[0], 8), given[1], 0)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64), code
+
+
+@_instruction
 def copy_word(typing: Any, dst: Any, src: Any, width: Any) -> Any:
     """Copy one word of 1, 2, 4, 8 or 16 bytes, a number that is written where this is called."""
     if not isinstance(width, numba.types.IntegerLiteral):
@@ -283,13 +297,25 @@ def exchange(typing: Any, address: Any, expected: Any, number: Any) -> Any:
     return numba.boolean(numba.int64, numba.int64, numba.int64), code
 
 
-@_instruction
-def call(typing: Any, function: Any, argument: Any) -> Any:
-    """The C function at an address, which takes a pointer and returns an int."""
+def _call(result: Any, *, variadic: bool = False) -> Callable[..., Any]:
+    """What calls a C function of numbers and pointers; each is passed as 64 bits, of which it takes what it needs."""
 
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [_I64])
-        found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), [given[1]])
-        return builder.sext(found, _I64)
+    @_instruction
+    def call(typing: Any, function: Any, *arguments: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            kind = ir.FunctionType(result, [_I64] * len(arguments), var_arg=variadic)
+            numbers = cgutils.unpack_tuple(builder, given[1], len(arguments))
+            found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
+            return found if result.width == _I64.width else builder.sext(found, _I64)
 
-    return numba.int64(numba.int64, numba.int64), code
+        return numba.int64(numba.int64, numba.types.StarArgTuple.from_types([numba.int64] * len(arguments))), code
+
+    return call
+
+
+call: Final = _call(ir.IntType(32))
+"""`call(address, *arguments)`: the C function at an address, which returns an int."""
+call_long: Final = _call(_I64)
+"""The same for one that returns a long."""
+call_variadic: Final = _call(ir.IntType(32), variadic=True)
+"""The same for one with a variable number of arguments that returns an int, as `fcntl`."""

@@ -1,479 +1,195 @@
-"""Copies on a GPU: one service thread, one stream per direction, tables in rings, completion by polled events.
+"""What the mover needs of one GPU: the driver's functions by address, streams, kernels, and rings for tables.
 
-A job's tables are written into a slot of a ring of pinned memory, copied from there into the same slot of a ring of
-device memory, and read there by the kernel, all in the order of the stream; small ones are read where they are. The
-slot is reused only after the event behind the kernel has happened, so neither copy of the tables can change under its
-reader. Nothing here waits for the device.
+A copy's tables are written into a slot of a ring of pinned memory, copied from there into the same slot of a ring of
+device memory, and read there by the kernel, all in the order of the stream; small ones are read where they are. A slot
+is used again only after the event behind the kernel has happened, so neither copy of the tables can change under its
+reader. Gathers and scatters have a stream each, so that neither waits for the other. What is urgent has the highest
+priority that there is: its thread blocks come before those of any other stream that wait for room on the GPU, as every
+kernel of a model does that keeps it busy.
 
 Addresses may be memory of this GPU, pinned host memory, or a peer's memory that this process has mapped and this GPU
 can reach.
 """
 
-from collections import deque
+import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.copy.jobs import Backlog, as_kvxfer_error
-from kvxfer.copy.port import CopyJob, Direction, Event, Gate
-from kvxfer.copy.ring import Ring
-from kvxfer.copy.stream import Stream
-from kvxfer.copy.sum_tables import SumTables, pack_sums, sum_variants
-from kvxfer.copy.tables import Tables, pack, variants
-from kvxfer.errors import KvxferError
+from kvxfer.copy import records
+from kvxfer.copy.sum_tables import SumTables, sum_variants
+from kvxfer.copy.tables import Tables, variants
+from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
-from kvxfer.memory.flush import Arrival, arrival, flush
-from kvxfer.pace import Linear, Pace
-from kvxfer.runtime import Runtime
+from kvxfer.memory.driver import call, load
+from kvxfer.memory.flush import Arrival, arrival
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:  # importing the kernel imports triton
     from kvxfer.copy.kernel import Kernel
 
-__all__ = ["CudaExecutor", "recorded"]
+__all__ = ["FUNCTIONS", "Gpu"]
 
 I64: TypeAlias = NDArray[np.int64]
 
 _log: Final = logger("kvxfer.receive")
-_SLOT_WORDS: Final = 2  # slots begin at multiples of 16 bytes
-_NO_GATE: Final = (0, 0, 0)
-
-_PACE: Final = Pace(before=60e-6, after=1e-3, shortest=50e-6, longest=2e-3, back_off=1 / 8)
-"""When to look at the device again: a copy is spun for, a late one for a millisecond."""
-_LAUNCH_S: Final = 20e-6
-_FIRST_GUESS_S_PER_BYTE: Final = 1 / 400e9
-_FIRST_FIXED_S: Final = 8e-6
-_LARGE_BYTES: Final = 1 << 20
-_AHEAD_BYTES: Final = 512 << 20
-"""Bytes that are launched ahead, by two jobs at least: more than a millisecond of the fastest copies."""
-_TIMED: Final = 8
-"""Of so many copies one is timed on the device: after a pause a mark takes the driver as long as a launch."""
+_cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams untyped
+_PURPOSE: Final = "copying on a GPU"
+_NO_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 _NEAR_WORDS: Final = 512
 _NEAR_TILES: Final = 64
 """Tables of so few words for so few tiles are read from pinned memory: copying them to the device takes longer."""
+_SPARE_WORDS: Final = 4
+"""Behind tables: the word that tells of a closed gate, and what makes their number a multiple of 16 bytes."""
+
+FUNCTIONS: Final = {
+    records.SET_CONTEXT: "cuCtxSetCurrent",
+    records.CAPTURE_MODE: "cuThreadExchangeStreamCaptureMode",
+    records.LAUNCH: "cuLaunchKernel",
+    records.RECORD: "cuEventRecord",
+    records.QUERY: "cuEventQuery",
+    records.UPLOAD: "cuMemcpyHtoDAsync_v2",
+    records.DOWNLOAD: "cuMemcpyDtoHAsync_v2",
+    records.CLEAR: "cuMemsetD8Async",
+    records.CLEAR_LINES: "cuMemsetD2D8Async",
+    records.FLUSH: "cuFlushGPUDirectRDMAWrites",
+}
+"""The driver's functions, by their port."""
 
 
-def recorded(event: Event) -> bool:
-    """Whether a CUDA event was ever recorded.
-
-    An event that was not says `query() == True`, so it must not be taken for one that has fired. torch creates the
-    driver's event at the first record, so until then there is none to ask for.
+class Gpu:
+    """One GPU, made in a thread that may allocate pinned memory there.
 
     Args:
-        event: Anything that may be passed as `after=`; what is not a torch event counts as recorded.
-    """
-    for handle in ("cuda_event", "event_id"):  # torch.cuda.Event, torch.Event
-        if hasattr(event, handle):
-            return bool(getattr(event, handle))
-    return True
-
-
-class CudaExecutor:
-    """Runs copy jobs on one GPU, gathers and scatters on streams of their own.
-
-    Args:
-        runtime: Clock and services.
         device: The GPU that copies.
-        ctas: Thread blocks that a copy uses at most, so that other work keeps its share of the GPU.
-        ring_bytes: Size of each direction's table ring, on the host and on the device. A plan whose tables are larger
-            gets memory of its own.
+        ring_bytes: Size of each direction's ring, on the host and on the device.
 
     Raises:
-        MissingExtraError: If triton cannot be imported.
+        MissingExtraError: If triton or cuda-bindings cannot be imported, or the driver lacks a function.
     """
 
-    def __init__(
-        self, runtime: Runtime, device: torch.device | int, *, ctas: int = 24, ring_bytes: int = 4 << 20
-    ) -> None:
-        self._runtime = runtime
-        self._device = torch.empty(0, device=device).device  # with its index, also if `device` is the current one
-        self._ctas = ctas
-        self._backlog = Backlog(runtime)
-        self._lanes = {
-            Direction.GATHER: _Lane(self._device, ring_bytes // 8, urgent=True),
-            Direction.SCATTER: _Lane(self._device, ring_bytes // 8, urgent=False),
-        }
-        self._kernel = _load_kernel(self._lanes[Direction.GATHER].device_ring)
-        self._idle_polls = 0
+    def __init__(self, device: torch.device | int, *, ring_bytes: int = 4 << 20) -> None:
+        self.device: Final = torch.empty(0, device=device).device  # with its index, also if it is the current one
+        driver = load("driver", _PURPOSE)
+        self.functions: Final = _addresses()
+        with torch.cuda.device(self.device):
+            last, first = _cuda.Stream.priority_range()  # the greatest priority is the least number
+            self.streams: Final = [_cuda.Stream(self.device, priority=urgency) for urgency in (first, last)]
+            self._rings: Final = [(_pinned(ring_bytes // 8), self._on_device(ring_bytes // 8)) for _ in self.streams]
+            torch.cuda.synchronize(self.device)
+            self.context: Final = int(call(driver, "cuCtxGetCurrent"))
+            self._marks: Final = [
+                [call(driver, "cuEventCreate", _NO_TIMING) for _ in range(records.QUEUE)] for _ in self.streams
+            ]
+        self._ring_words: Final = ring_bytes // 8
+        self.kernel: Final = _load_kernel(self._rings[0][1])
         self._arrival: Arrival | None = None  # once it had to be known
-        self._service = runtime.start(f"kvxfer-copy-{self._device}", self._step, setup=self._enter_device)
 
-    @property
-    def compiles(self) -> int:
-        """Kernel variants compiled so far."""
-        return self._kernel.compiles
-
-    def submit(self, job: CopyJob, direction: Direction) -> None:
-        """Queue a job. Safe from any thread.
-
-        Raises:
-            ClosedError: If the executor is closed.
-        """
-        self._backlog.submit(job, direction)
-        self._service.wake()
+    def install(self, state: I64, ports: I64) -> None:
+        """Tell the machine where everything is."""
+        state[records.GPU], state[records.CONTEXT] = 1, self.context
+        for port, address in self.functions.items():
+            ports[port] = address
+        for number, stream in enumerate(self.streams):
+            lane = state[records.LANE_AT + number * records.LANE_WORDS :][: records.LANE_WORDS]
+            host, device = self._rings[number]
+            lane[records.STREAM], lane[records.RING_WORDS] = int(stream.cuda_stream), self._ring_words
+            lane[records.RING_HOST], lane[records.RING_DEVICE] = host.data_ptr(), device.data_ptr()
+            lane[records.ORDER + records.QUEUE :] = [int(mark) for mark in self._marks[number]]
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Compile every variant that these plans, or the same with other tokens, need. Takes seconds the first time."""
         for variant in sorted(variants(plans), reverse=True):
-            self._kernel.compile(variant)
+            self.kernel.compile(variant)
 
     def warm_sums(self, plans: Iterable[SumPlan]) -> None:
         """Compile every variant that these sums, or the same of other blocks, need."""
         for variant in sorted(sum_variants(plans), reverse=True):
-            self._kernel.compile_sums(variant)
+            self.kernel.compile_sums(variant)
 
-    def occupy(self, ctas: int) -> None:
-        """Let copies that are launched from now on occupy so many thread blocks. Safe from any thread."""
-        self._ctas = ctas
+    def is_prepared(self, tables: Tables) -> bool:
+        """Whether a copy can be launched as it is; else `prepare` has to see to it."""
+        warm = all(self.kernel.has(one.variant) for one in tables.launches)
+        return warm and self._fits(len(tables.words)) and not (tables.from_nic and self._arrival is None)
 
-    def inside(self, gate: int, *, raised: bool) -> int:
-        """How many thread blocks of other GPUs write through a gate in memory of this one.
-
-        Waits for the device: call it from a worker thread.
-
-        Args:
-            gate: Its address.
-            raised: Whether to raise its generation first, so that nobody else gets in.
-        """
-        return self._kernel.touch_gate(gate, raised=raised)
-
-    def standing(self, since: float) -> bool:
-        """Whether a copy that was launched before `since` still runs. Safe from any thread."""
-        return any(one.started < since for lane in self._lanes.values() for one in tuple(lane.running))
-
-    def close(self, timeout: float) -> bool:
-        """Refuse new jobs, finish the rest, stop. Blocks; may be repeated.
-
-        Jobs that still wait for their events after `timeout` seconds are reported as failed. Those that run are
-        reported when they end, and only then.
+    def prepare(self, tables: Tables, sums: SumTables | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See to all that launching a copy needs and that takes a while: call it from a worker thread.
 
         Returns:
-            False if a job had not been reported by then; the service goes on until the device has finished.
+            Memory for its tables, pinned and on the device, if they are larger than a ring.
         """
-        deadline = self._runtime.now() + timeout
-        self._backlog.refuse()
-        if not self._backlog.wait_idle(timeout):
-            self._backlog.cancel_waiting()
-            self._service.wake()
-            return False
-        return self._service.stop(max(0.0, deadline - self._runtime.now()))
-
-    def _enter_device(self) -> None:
-        Stream.enter(self._device)
-
-    def _step(self) -> float | None:
-        moved = 0
-        for direction, lane in self._lanes.items():
-            if lane.held is not None or self._backlog.is_waiting(direction):
-                moved += self._launch_ready(direction, lane)
-            if lane.running:
-                moved += self._reap(lane)
-        return self._delay(moved)
-
-    def _launch_ready(self, direction: Direction, lane: "_Lane") -> int:
-        """Launch what has become ready next, if the ring has room. Returns how many jobs left the backlog.
-
-        One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
-        """
-        if lane.held is None:
-            if lane.full:  # what is launched cannot be overtaken any more
-                return 0
-            job = self._backlog.pop_ready(direction)
-            if job is None:
-                return 0
-            try:
-                lane.held = _Packed.of(job)
-            except Exception as caught:  # noqa: BLE001 - the job fails with it; the service goes on
-                now = self._runtime.now()
-                self._backlog.report(job, now, as_kvxfer_error("a copy could not be prepared", caught))
-                return 1
-        if not self._launch_held(lane, lane.held):
-            return 0
-        lane.held = None
-        return 1
-
-    def _launch_held(self, lane: "_Lane", packed: "_Packed") -> bool:
-        """Launch one job. False if its tables have to wait for room in the ring."""
-        started = self._runtime.now()
-        job, tables, sums = packed.job, packed.tables, packed.sums
-        if not tables.launches and not job.plan.blanks and not job.plan.from_nic and sums is None:
-            self._backlog.report(job, started)
-            return True
-        try:
-            slot = lane.reserve(len(packed.words) + 1, near=packed.near)
-        except Exception as caught:  # noqa: BLE001 - no memory for the tables of this job; the service goes on
-            self._backlog.report(job, started, as_kvxfer_error("a copy could not be prepared", caught))
-            return True
-        if slot is None:
-            return False
-        running = _Running(job, started, slot)
-
-        def launch() -> None:
-            running.nbytes = packed.nbytes
-            running.first = lane.first_mark(packed.nbytes)
-            lane.upload(slot, packed.words)
-            if job.plan.from_nic:
-                self._see_writes()
-            for blank in job.plan.blanks:
-                lane.stream.clear(blank)
-            for one in tables.launches:
-                self._kernel.launch(one, slot.table, slot.start, self._ctas, lane.handle, gate)
-            if sums is not None:
-                begin = slot.start + len(tables.words)
-                for each in sums.launches:
-                    self._kernel.launch_sums(each, slot.table, begin, begin + sums.at, self._ctas, lane.handle)
-                running.sums = lane.download(slot, len(tables.words) + sums.at, len(packed.words))
-
-        lane.running.append(running)  # before it is launched: a call that does that may stand still itself
-        try:
-            gate = lane.gate(slot, job.gate)
-            running.stopped = not job.permit.post(self._runtime.now, launch)
-        except Exception as caught:  # noqa: BLE001 - reported once what was launched before it has ended
-            running.error = as_kvxfer_error("a copy could not be launched", caught)
-        try:
-            running.last = lane.mark()
-        except Exception as caught:  # noqa: BLE001 - the device is broken; reported in the order of the ring's slots
-            running.error = running.error or as_kvxfer_error("a copy failed on the device", caught)
-        return True
-
-    def _see_writes(self) -> None:
-        """Let the device see what NICs have written into its memory."""
-        if self._arrival is None:
-            self._arrival = arrival(self._device.index)
+        self.launches(tables, sums)
+        if tables.from_nic and self._arrival is None:
+            self._arrival = arrival(self.device.index)
             if self._arrival is Arrival.UNKNOWN:
-                _log.warning("writes_not_flushed", device=str(self._device), reason="the device has no way to do it")
-        if self._arrival is Arrival.FLUSHED:
-            flush()
+                _log.warning("writes_not_flushed", device=str(self.device), reason="the device has no way to do it")
+        words = len(tables.words) + (0 if sums is None else len(sums.words))
+        if self._fits(words):
+            return None
+        return _pinned(words + _SPARE_WORDS), self._on_device(words + _SPARE_WORDS)
 
-    def _reap(self, lane: "_Lane") -> int:
-        """Report the copies that have ended. Those of a stream end in order, so only the oldest is asked."""
-        ended = 0
-        while lane.running:
-            oldest = lane.running[0]
-            try:
-                if oldest.last is not None and not lane.passed(oldest.last):
-                    break
-                took = lane.seconds(oldest)
-            except Exception as caught:  # noqa: BLE001 - a broken device reports itself here
-                oldest.error = oldest.error or as_kvxfer_error("a copy failed on the device", caught)
-                took = 0.0
-            lane.running.popleft()
-            now = self._runtime.now()
-            stopped = oldest.stopped or (oldest.job.gate is not None and lane.kept_out(oldest.slot))
-            sums = b"" if oldest.sums is None or oldest.error else oldest.sums.astype("<i8").tobytes()
-            lane.release(oldest.slot)
-            before = lane.last_end
-            lane.learn(oldest, took, now)
-            started = max(oldest.started, now - took) if took else max(oldest.started, before)
-            self._backlog.report(oldest.job, started, oldest.error, stopped=stopped, sums=sums)
-            ended += 1
-        return ended
+    def launches(self, tables: Tables, sums: SumTables | None) -> I64:
+        """What the machine launches, LAUNCH_WORDS each. What is not compiled is compiled now.
 
-    def _delay(self, moved: int) -> float | None:
-        """When to step again."""
-        now = self._runtime.now()
-        delays = [lane.delay(now) for lane in self._lanes.values() if lane.running]
-        waiting = any(map(self._backlog.is_waiting, self._lanes))
-        if waiting:
-            self._idle_polls = 0 if moved else self._idle_polls + 1
-            delays.append(0.0 if moved else min(_PACE.longest / 2, _PACE.shortest * (1 + self._idle_polls / 8)))
-        return min(delays, default=None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """A job with its tables, as one array of words."""
-
-    job: CopyJob
-    tables: Tables
-    sums: SumTables | None
-    words: I64
-
-    @classmethod
-    def of(cls, job: CopyJob) -> "_Packed":
-        """Make them."""
-        tables = pack(job.plan)
-        if job.sums is None:
-            return cls(job, tables, None, tables.words)
-        sums = pack_sums(job.sums)
-        return cls(job, tables, sums, np.concatenate([tables.words, sums.words]))
+        Args:
+            tables: The copy.
+            sums: What is added up behind it, whose tables come behind the copy's.
+        """
+        find = self.kernel.launchable
+        copies = [(*find(one.variant), one.first, one.headers, one.tiles, 0) for one in tables.launches]
+        if sums is not None:
+            behind = len(tables.words)
+            copies += [(*find(one.variant), behind + one.first, one.headers, one.blocks, 1) for one in sums.launches]
+        return np.asarray(copies, np.int64).reshape(-1, records.LAUNCH_WORDS)
 
     @property
-    def near(self) -> bool:
-        """Whether they are read where they are; what the device adds up must lie in its own memory."""
-        few = len(self.words) <= _NEAR_WORDS and sum([one.tiles for one in self.tables.launches]) <= _NEAR_TILES
-        return few and self.sums is None
+    def flushes(self) -> bool:
+        """Whether what NICs have written into its memory has to be flushed."""
+        return self._arrival is Arrival.FLUSHED
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are copied or added up."""
-        return self.tables.nbytes + (self.sums.nbytes if self.sums is not None else 0)
+    def _fits(self, words: int) -> bool:
+        return words + _SPARE_WORDS <= self._ring_words
 
+    def near(self, tables: Tables, sums: SumTables | None) -> bool:
+        """Whether tables are read where they are; what the device adds up must lie in its own memory."""
+        few = len(tables.words) <= _NEAR_WORDS and sum([one.tiles for one in tables.launches]) <= _NEAR_TILES
+        return few and sums is None
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
-    """Where a job's tables lie: words of the rings, or of memory of its own. The last one tells of a closed gate."""
+    def _on_device(self, words: int) -> torch.Tensor:
+        return torch.empty(words, dtype=torch.int64, device=self.device)
 
-    start: int
-    words: int
-    memory: "_Tables"
-    near: bool
-    of_ring: bool
-
-    @property
-    def table(self) -> int:
-        """Address at which the kernel finds the memory that holds them."""
-        return self.memory.pinned if self.near else self.memory.on_device
-
-    @property
-    def pinned(self) -> int:
-        """Address of the first word in pinned memory."""
-        return self.memory.pinned + 8 * self.start
+    @staticmethod
+    def error(code: int) -> KvxferError:
+        """What a code of the driver means."""
+        known: Any = load("driver", _PURPOSE).CUresult
+        try:
+            name = str(known(code).name)
+        except ValueError:
+            name = f"code {code}"
+        return TransferFailedError(f"a copy failed on the device: {name}")
 
 
-class _Tables:
-    """Room for tables: in pinned memory, which the device can read, and as much on the device."""
-
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self.of_torch: Final = host, device
-        self.words: Final[I64] = host.numpy()
-        self.pinned: Final = host.data_ptr()
-        self.on_device: Final = device.data_ptr()
+def _pinned(words: int) -> torch.Tensor:
+    return torch.empty(words, dtype=torch.int64, pin_memory=True)
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A launched job: between two marks of its stream."""
-
-    job: CopyJob
-    started: float
-    slot: _Slot
-    nbytes: int = 0
-    first: Any = None
-    last: Any = None
-    error: KvxferError | None = None
-    stopped: bool = False
-    sums: I64 | None = None  # where they will be
-
-
-class _Lane:
-    """One direction: its stream, its table rings, and what runs on it. Belongs to the service's thread.
-
-    What is urgent has the highest priority that there is: its thread blocks come before those of any other stream that
-    wait for room on the GPU, as every kernel of a model does that keeps it busy.
-    """
-
-    def __init__(self, device: torch.device, ring_words: int, *, urgent: bool) -> None:
-        with torch.cuda.device(device):
-            self.stream: Final = Stream(device, urgent=urgent)
-            self.handle: Final = self.stream.handle
-            self.host_ring: Final = torch.empty(ring_words, dtype=torch.int64, pin_memory=True)
-            self.device_ring: Final = torch.empty(ring_words, dtype=torch.int64, device=device)
-        self.prepare(ring_words)
-
-    def prepare(self, ring_words: int) -> None:
-        """The books."""
-        self._tables = _Tables(self.host_ring, self.device_ring)
-        self._ring = Ring(ring_words // _SLOT_WORDS)
-        self.held: _Packed | None = None
-        self.running: deque[_Running] = deque()
-        self.estimate = Linear(_FIRST_FIXED_S, _FIRST_GUESS_S_PER_BYTE, _LARGE_BYTES)
-        self.last_end = 0.0
-        self._untimed = {False: 0, True: 0}  # small and large copies since one was timed
-
-    def reserve(self, words: int, *, near: bool = False) -> _Slot | None:
-        """A slot of the rings, or None until older ones are released; memory of its own for more than a ring."""
-        units = -(-words // _SLOT_WORDS)
-        if units <= self._ring.capacity:
-            start = self._ring.take(units)
-            if start is None:
-                return None
-            return _Slot(start * _SLOT_WORDS, words, self._tables, near, of_ring=True)
-        host = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        device = torch.empty(words, dtype=torch.int64, device=self.device_ring.device)
-        return _Slot(0, words, _Tables(host, device), near, of_ring=False)
-
-    def release(self, slot: _Slot) -> None:
-        """Give the oldest slot back, after its reader has run."""
-        if slot.of_ring:
-            self._ring.give_back()
-
-    def upload(self, slot: _Slot, words: I64) -> None:
-        """Put tables where the kernel will read them."""
-        self._words(slot)[: len(words)] = words
-        if not slot.near:
-            self.stream.upload(slot.table + 8 * slot.start, slot.pinned, 8 * len(words))
-
-    def download(self, slot: _Slot, first: int, last: int) -> I64:
-        """Bring back what the kernel wrote behind its tables; returns where it will be."""
-        self.stream.download(slot.pinned + 8 * first, slot.table + 8 * (slot.start + first), 8 * (last - first))
-        return self._words(slot)[first:last]
-
-    def _words(self, slot: _Slot) -> I64:
-        """A slot's words in pinned memory."""
-        return slot.memory.words[slot.start : slot.start + slot.words]
-
-    def gate(self, slot: _Slot, gate: Gate | None) -> tuple[int, int, int]:
-        """What the kernel needs to pass a gate: its address, the generation, and where to say that it was closed."""
-        if gate is None:
-            return _NO_GATE
-        self._words(slot)[-1] = 0
-        return gate.address, gate.generation, slot.pinned + 8 * (slot.words - 1)
-
-    def kept_out(self, slot: _Slot) -> bool:
-        """Whether a thread block found its gate closed."""
-        return bool(self._words(slot)[-1])
-
-    @property
-    def full(self) -> bool:
-        """Whether enough runs to keep the device busy until there is time to launch more."""
-        return len(self.running) > 1 and sum(one.nbytes for one in self.running) >= _AHEAD_BYTES
-
-    def first_mark(self, nbytes: int) -> Any:
-        """Where a job begins, if it is to be timed; None for most."""
-        large = nbytes >= _LARGE_BYTES
-        self._untimed[large] = (self._untimed[large] + 1) % _TIMED
-        return self.stream.mark() if self._untimed[large] == 1 else None
-
-    def mark(self) -> Any:
-        """Where a job ends."""
-        return self.stream.mark()
-
-    def passed(self, mark: Any) -> bool:
-        """Whether the device has come to a mark."""
-        return self.stream.passed(mark)
-
-    def seconds(self, ended: _Running) -> float:
-        """How long the device took for a job, whose marks are not needed any more; 0 where nothing was launched."""
-        marks = [mark for mark in (ended.first, ended.last) if mark is not None]
-        took = self.stream.seconds(*marks) if len(marks) == 2 else 0.0
-        self.stream.recycle(*marks)
-        return took
-
-    def learn(self, ended: _Running, took: float, now: float) -> None:
-        """Correct the estimate of how long a copy takes."""
-        self.last_end = now
-        if took:
-            self.estimate.learn(ended.nbytes, took)
-
-    def delay(self, now: float) -> float:
-        """Seconds until the oldest running copy should be looked at."""
-        oldest = self.running[0]
-        takes = self.estimate.takes(oldest.nbytes)
-        return _PACE.delay(now, max(oldest.started + _LAUNCH_S, self.last_end) + takes, takes)
+def _addresses() -> dict[int, int]:
+    """Where the driver has its functions."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return {port: ctypes.cast(driver[name], ctypes.c_void_p).value or 0 for port, name in FUNCTIONS.items()}
+    except (OSError, AttributeError) as error:
+        raise FabricError(f"CUDA's driver cannot be called: {error}; it must be of CUDA 11.3 or later") from error
 
 
 def _load_kernel(table: torch.Tensor) -> "Kernel":
     try:
         from kvxfer.copy.kernel import Kernel
     except ImportError as error:
-        from kvxfer.errors import MissingExtraError
-
         raise MissingExtraError(
             "copies on a GPU need triton, which comes with torch for CUDA on Linux: pip install triton"
         ) from error

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumLaunch, SumVariant
-from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, Launch, Variant
+from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, Variant
 from kvxfer.errors import MissingExtraError
 
 __all__ = ["OPTIONS", "Kernel", "check_exact", "constants", "copy_boxes", "sum_constants", "sum_items", "touch_gate"]
@@ -406,7 +406,7 @@ def sum_items(
 class Kernel:
     """The compiled variants on one device.
 
-    `compile` may be called from any thread while another launches.
+    `compile` may be called from any thread. It is the mover that launches (`machine.py`).
 
     Args:
         table: Any int64 tensor on the device; it only shows the compiler the type of a table.
@@ -466,40 +466,16 @@ class Kernel:
                 self.compiles += 1
         return compiled
 
-    def launch_sums(self, launch: SumLaunch, table: int, first: int, at: int, ctas: int, stream: int) -> None:
-        """Launch sums. The kernel's device must be the current one.
+    def has(self, variant: Variant | SumVariant) -> bool:
+        """Whether a variant is compiled."""
+        return variant in self._variants
 
-        Args:
-            launch: What to launch.
-            table: Address of memory that holds tables.
-            first: Word at which the plan's tables begin in it.
-            at: Word at which its sums do.
-            ctas: At most so many thread blocks.
-            stream: Handle of the stream.
-        """
-        compiled = self._variants.get(launch.variant) or self.compile_sums(launch.variant)
-        grid = (min(ctas, launch.blocks), 1, 1)
-        fixed = sum_constants(launch.variant).values()
-        compiled[grid](table, first + launch.first, launch.headers, at, *fixed, stream=stream)
-
-    def launch(
-        self, launch: Launch, table: int, first: int, ctas: int, stream: int, gate: tuple[int, int, int] = (0, 0, 0)
-    ) -> None:
-        """Launch a copy. The kernel's device must be the current one.
-
-        Args:
-            launch: What to launch.
-            table: Address of memory that holds tables.
-            first: Word at which the plan's tables begin in it; they must stay there until the copy has run.
-            ctas: At most so many thread blocks.
-            stream: Handle of the stream.
-            gate: Address of a gate, the generation, and address of a word to set where it is closed; zeros for none.
-        """
-        compiled = self._variants.get(launch.variant) or self.compile(launch.variant)
-        # a variant is launched by hand: the way through `copy_boxes[grid]` specialises and looks up on every call
-        grid = (min(ctas, launch.tiles), 1, 1)
-        arguments = (table, first + launch.first, launch.headers, *gate, *constants(launch.variant).values())
-        compiled[grid](*arguments, stream=stream)
+    def launchable(self, variant: Variant | SumVariant) -> tuple[int, int, int]:
+        """What a launch of a variant names: function, threads and bytes of shared memory. Compiles it if need be."""
+        compiled = self._variants.get(variant)
+        if compiled is None:
+            compiled = self.compile(variant) if isinstance(variant, Variant) else self.compile_sums(variant)
+        return int(compiled.function), 32 * int(compiled.metadata.num_warps), int(compiled.metadata.shared)
 
 
 def constants(variant: Variant) -> dict[str, int]:

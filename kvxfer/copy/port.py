@@ -1,19 +1,19 @@
-"""The copy port: what every implementation of a copy offers, on whatever device.
+"""What is asked of the mover: a copy, when it may begin, and what guards the memory that it writes.
 
-An executor runs copy plans off the event loop, one direction independent of the other. It reports each job
-once, from its own thread, after every byte is visible to work that is launched afterwards on any stream of the device.
+A copy is reported once, after every byte is visible to work that is launched afterwards on any stream of the device.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
+from kvxfer.copy.tables import Tables
 from kvxfer.errors import KvxferError
-from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
 
-__all__ = ["FREELY", "READY", "CopyJob", "CopyOutcome", "Direction", "Event", "Executor", "Gate", "Permit"]
+__all__ = ["READY", "AllOf", "CopyJob", "CopyOutcome", "Direction", "Event", "Gate", "Passage", "join"]
 
 
 class Event(Protocol):
@@ -39,37 +39,48 @@ READY: Final[Event] = _Ready()
 
 
 class Direction(StrEnum):
-    """Gathers and scatters have streams (or threads) of their own, so that neither waits for the other."""
+    """Gathers and scatters have a stream each on a GPU, so that neither waits for the other."""
 
     GATHER = "gather"
     SCATTER = "scatter"
 
 
-class Permit(Protocol):
-    """Decides, in the moment of the launch, whether a copy may run."""
+class AllOf:
+    """Has happened when all of its events have.
 
-    def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
-        """Run `make`, which launches the copy, or answer False: then it is not launched, now or ever."""
-        ...
+    Attributes:
+        events: Those that had not when they were last asked.
+    """
 
-    def end(self) -> None:
-        """Nothing of the copy is under way any more."""
-        ...
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events: Final = list(events)
 
-
-class _Freely:
-    """A permit that is always given."""
-
-    def post(self, now: Callable[[], float], make: Callable[[], None]) -> bool:
-        make()
+    def query(self) -> bool:
+        """Whether all have happened; those that have are not asked again."""
+        while self.events:
+            if not self.events[-1].query():
+                return False
+            self.events.pop()
         return True
 
-    def end(self) -> None:
-        """Nobody asks."""
+
+def join(events: Sequence[Event]) -> Event:
+    """One event for several."""
+    if not events:
+        return READY
+    return events[0] if len(events) == 1 else AllOf(events)
 
 
-FREELY: Final[Permit] = _Freely()
-"""For copies within memory of one's own."""
+class Passage(Protocol):
+    """A way into memory of another process, whose owner may close it: see `kvxfer.mapped.locks`."""
+
+    def lend(self) -> tuple[int, int, int, int, int]:
+        """What the mover passes it by, until `give_back`: as the words of a record from LOCK on."""
+        ...
+
+    def give_back(self) -> None:
+        """The mover is through with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,8 @@ class CopyOutcome:
         error: None if every byte has been copied and is visible.
         started: When the copy was launched, by the runtime's clock.
         finished: When it was seen to be complete.
-        stopped: Whether its permit was refused, or a gate kept (a part of) it out. Nothing of it is under way.
+        stopped: Whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is
+            under way.
         sums: What was added up, as it travels; empty if nothing was to be, or the job failed.
     """
 
@@ -113,60 +125,24 @@ class CopyJob:
     """One copy to run.
 
     Attributes:
-        plan: What to copy. Its addresses must stay valid until `done` has been called.
-        done: Called exactly once, from the executor's thread; must return quickly and must not raise.
+        tables: What to copy. Its addresses must stay valid until `done` has been called.
+        done: Called exactly once, on the loop; must return quickly and must not raise.
         after: The copy is launched when this has fired.
-        permit: Asked in the moment of the launch.
+        until: When its lease ends, by the runtime's clock: then it is not launched any more.
+        passage: Passed in the moment of the launch, where the memory that is written is another process's. It is kept
+            until nothing of the copy is under way.
         gate: Where the memory that is written is another process's, and that is on a GPU.
         nbytes: About how many bytes it copies.
         owner: On whose behalf: owners take turns, by bytes.
         sums: What is added up when the copy has run. Its addresses must stay valid likewise.
     """
 
-    plan: CopyPlan
+    tables: Tables
     done: Callable[[CopyOutcome], None]
     after: Event = READY
-    permit: Permit = FREELY
+    until: float = math.inf
+    passage: Passage | None = None
     gate: Gate | None = None
     nbytes: int = 0
     owner: Hashable = None
     sums: SumPlan | None = None
-
-
-class Executor(Protocol):
-    """Runs copy jobs on one device."""
-
-    def submit(self, job: CopyJob, direction: Direction) -> None:
-        """Queue a job. Safe from any thread; jobs of one owner and direction are launched in order of their events."""
-        ...
-
-    def warm(self, plans: Iterable[CopyPlan]) -> None:
-        """Compile whatever copies of this shape need. May take seconds: call it from a worker thread, once a pair."""
-        ...
-
-    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
-        """The same for sums."""
-        ...
-
-    def occupy(self, ctas: int) -> None:
-        """Let copies occupy so many thread blocks from now on, where the device has such. Safe from any thread."""
-        ...
-
-    def inside(self, gate: int, *, raised: bool) -> int:
-        """How many writers of other devices are inside of a `Gate` in memory of this one, whose address is `gate`.
-
-        If `raised`, its generation is raised, so that nobody else gets in. May wait for the device: call it from a
-        worker thread.
-        """
-        ...
-
-    def standing(self, since: float) -> bool:
-        """Whether a copy that was launched before `since` still runs where other calls of a driver would wait for it.
-
-        Safe from any thread.
-        """
-        ...
-
-    def close(self, timeout: float) -> bool:
-        """Refuse new jobs, finish the rest, stop. False if it did not end within `timeout` seconds."""
-        ...

@@ -26,13 +26,16 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
+from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.elements import BYTES, Elements
 
 __all__ = [
     "AXIS_WORDS",
     "HEADER_WORDS",
     "KINDS",
+    "NOTHING",
+    "PART_BYTES",
+    "PART_WORDS",
     "TILE_WORDS",
     "WIDTHS",
     "Launch",
@@ -40,6 +43,7 @@ __all__ = [
     "Variant",
     "divisor",
     "pack",
+    "parts_of",
     "region_words",
     "variants",
 ]
@@ -63,6 +67,12 @@ KINDS: Final[Mapping[str, int]] = MappingProxyType(
     {"": 0, "float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
 )
 """By what number compiled code knows a dtype; bytes that are copied as they are have none."""
+
+PART_WORDS: Final = 6
+"""Of each header in the list of those that are copied: where it is, elements in a word, what they are at the source and
+at the destination, items in a part, and parts of it and of those before it."""
+PART_BYTES: Final = 1 << 20
+"""Of the largest parts that a copy is cut into, if no item is larger; to wake a thread costs as much as a tenth."""
 
 _LIMIT: Final = 2**31 - 2 * TILE_WORDS
 _NO_WORDS: Final = np.zeros(0, np.int64)
@@ -113,11 +123,19 @@ class Tables:
         words: int64, to be put where the device can read it.
         launches: At most one for each variant; their order does not matter.
         nbytes: Bytes that are written.
+        blanks: As of the plan.
+        from_nic: As of the plan.
     """
 
     words: I64
     launches: tuple[Launch, ...]
     nbytes: int
+    blanks: tuple[Blank, ...] = ()
+    from_nic: bool = False
+
+
+NOTHING: Final = Tables(_NO_WORDS, (), 0)
+"""A copy of nothing: who asks for it waits for events alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +214,22 @@ def pack(plan: CopyPlan) -> Tables:
         launches.append(replace(frame.launch, first=at) if at else frame.launch)
         words.append(packed)
         at += len(packed)
-    return Tables(words[0] if len(words) == 1 else np.concatenate([_NO_WORDS, *words]), tuple(launches), plan.bytes)
+    joined = words[0] if len(words) == 1 else np.concatenate([_NO_WORDS, *words])
+    return Tables(joined, tuple(launches), plan.bytes, plan.blanks, plan.from_nic)
+
+
+def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:
+    """The list of headers that is walked on a CPU, PART_WORDS each, and parts in all."""
+    found: list[tuple[int, ...]] = []
+    count, address, words = 0, tables.words.ctypes.data, tables.words
+    for launch in tables.launches:
+        elements, width = launch.variant.elements, launch.variant.width
+        for header in range(launch.first, launch.first + launch.headers * HEADER_WORDS, HEADER_WORDS):
+            most = max(1, part_bytes // (int(words[header + 2]) * width * elements.dst_bytes))
+            count += -(-int(words[header + 5]) // most)
+            kinds = KINDS[elements.src], KINDS[elements.dst]
+            found.append((address + 8 * header, width, *kinds, most, count))
+    return np.asarray(found, np.int64).reshape(-1, PART_WORDS), count
 
 
 def variants(plans: Iterable[CopyPlan]) -> set[Variant]:

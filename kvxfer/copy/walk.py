@@ -5,6 +5,7 @@ is a run of elements, or single words of them that lie apart, within some axes. 
 interpreter, so threads copy side by side: they take parts of a copy from a counter until there are none left.
 """
 
+import ctypes
 from typing import Any, Final
 
 import numpy as np
@@ -22,24 +23,19 @@ from kvxfer.copy.compiler import (
     load,
     load_word,
     prefetch,
-    store,
     store_word,
 )
-from kvxfer.copy.tables import AXIS_WORDS, KINDS
+from kvxfer.copy.tables import AXIS_WORDS, KINDS, PART_WORDS, Tables, parts_of
 
-__all__ = ["PART_WORDS", "STATE_WORDS", "copy_parts", "copy_together", "help_out"]
+__all__ = ["TEAM_WORDS", "copy", "copy_part", "copy_parts", "help_out"]
 
 PLAIN, FLOAT32, FLOAT16, BFLOAT16, E4M3 = (
     KINDS[name] for name in ("", "float32", "float16", "bfloat16", "float8_e4m3fn")
 )
 
-PART_WORDS: Final = 6
-"""Of each header in the list of those that are copied: where it is, elements in a word, what they are at the source and
-at the destination, items in a part, and parts of it and of those before it."""
-STATE_WORDS: Final = 9
-"""Of threads that copy together: parts that nobody has taken, parts that were copied, parts in all, the list, whether
-there will be no more, `sem_post` and `sem_wait`, the semaphore of who helps, and that of who waits for the end."""
-
+TEAM_WORDS: Final = 6
+"""Of threads that copy together: parts that nobody has taken, parts that were copied, the list, whether there will be
+no more, the semaphore on which helpers sleep, and `sem_wait`."""
 _AHEAD: Final = 4
 """Items by which their memory is asked for before they are copied."""
 _NEAR_BYTES: Final = 512
@@ -228,7 +224,7 @@ def _copy_item(region: Any, row: Any, axes: Any, count: Any, width: Any, kinds: 
 
 
 @inlined
-def _copy_part(parts: Any, number: Any) -> None:
+def copy_part(parts: Any, number: Any) -> None:
     """Copy a part of a launch's items, by its number among those of all launches."""
     before = 0
     while number >= load(parts + 40):
@@ -260,58 +256,43 @@ def _fetch(region: Any, row: Any) -> None:
 # --- together
 
 
-@compiled("void(int64, int64)")
-def copy_parts(parts: int, count: int) -> None:
-    """Copy all parts, in the calling thread.
+@compiled("void(int64, int64, int64)")
+def copy_parts(parts: int, first: int, last: int) -> None:
+    """Copy parts, in the calling thread.
 
     Args:
         parts: Where the list of headers is.
-        count: Parts in all.
+        first: The first of them.
+        last: Behind the last one.
     """
-    for number in range(count):
-        _copy_part(parts, number)
-
-
-@inlined
-def _take_parts(state: Any) -> None:
-    """Copy parts as long as there are some that nobody has taken; who copies the last one says so."""
-    left = add(state, 0)
-    while left > 0:
-        if exchange(state, left, left - 1):  # from here until this part has ended nobody changes the rest
-            parts = load(state + 16)
-            _copy_part(load(state + 24), left - 1)
-            if add(state + 8, 1) == parts - 1:
-                call(load(state + 40), load(state + 64))
-        left = add(state, 0)
-
-
-@compiled("void(int64, int64, int64, int64)")
-def copy_together(state: int, parts: int, count: int, others: int) -> None:
-    """Copy all parts, with others who wait in `help_out`. Returns when all of them have ended.
-
-    Args:
-        state: What all of them share.
-        parts: Where the list of headers is.
-        count: Parts in all.
-        others: How many are woken. Who comes late finds nothing to do.
-    """
-    store(state + 8, 0)
-    store(state + 16, count)
-    store(state + 24, parts)
-    add(state, count)
-    for _ in range(others):
-        call(load(state + 40), load(state + 56))
-    _take_parts(state)
-    while call(load(state + 48), load(state + 64)) != 0:  # a signal came in between
-        pass
+    for number in range(first, last):
+        copy_part(parts, number)
 
 
 @compiled("void(int64)")
-def help_out(state: int) -> None:
-    """Copy parts whenever somebody wakes this thread, until there will be no more."""
+def help_out(team: int) -> None:
+    """Copy parts whenever somebody wakes this thread, until there will be no more.
+
+    Args:
+        team: What all of them share, TEAM_WORDS.
+    """
     while True:
-        while call(load(state + 48), load(state + 56)) != 0:
+        while call(load(team + 40), load(team + 32)) != 0:  # a signal came in between
             pass
-        if add(state + 32, 0):
+        if add(team + 24, 0):
             return
-        _take_parts(state)
+        left = add(team, 0)
+        while left > 0:
+            if exchange(team, left, left - 1):  # from here until this part has ended nobody changes the list
+                copy_part(load(team + 16), left - 1)
+                add(team + 8, 1)
+            left = add(team, 0)
+
+
+def copy(tables: Tables) -> None:
+    """Copy now, in the calling thread. All addresses must be valid CPU memory of this process."""
+    for blank in tables.blanks:
+        for line in range(blank.lines):
+            ctypes.memset(blank.address + line * blank.pitch, 0, blank.width)
+    parts, count = parts_of(tables)
+    copy_parts(parts.ctypes.data, 0, count)

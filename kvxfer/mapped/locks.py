@@ -16,6 +16,7 @@ closed, and a child that was forked has them too: bytes were seen to land on an 
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,6 +26,8 @@ import threading
 import weakref
 from enum import StrEnum
 from typing import Final
+
+import numpy as np
 
 from kvxfer.errors import FabricError
 from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
@@ -39,6 +42,8 @@ _LAST_GENERATION: Final = 0xFFFF_FFFF
 _GATE_BYTES: Final = 8
 _FORKED: Final = -2
 """Behind the gates, as a u32 from the end."""
+_NO_FILE: Final = 1 << 30
+"""More than any descriptor is: nothing is locked by it, so nobody gets in."""
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
 
 
@@ -179,6 +184,9 @@ class Lineage:
 class Key:
     """A peer's gates, opened here: for what this process writes there. Safe from any thread.
 
+    One thread passes a given gate: that of the fabric, or the mover (`kvxfer.copy.machine`), which does without this
+    class what `enter` and `leave` do. While it may, it is a borrower.
+
     Args:
         handle: As the peer said.
 
@@ -199,8 +207,10 @@ class Key:
             raise FabricError(f"its gates cannot be opened: {error}") from error
         self._words: Final = memoryview(self._pages).cast("I")
         self._mutex: Final = threading.Lock()
-        self._inside: dict[int, int] = {}  # by gate: how many of this process's writers
-        self._closing = False
+        self._inside: Final = np.zeros(len(self._words) // 2 - 1, np.int64)  # by gate: this process's writers
+        self._entered = 0  # gates that the fabric is inside of
+        self._borrowers = 0
+        self._closing = self._forced = False
 
     @property
     def is_open(self) -> bool:
@@ -227,14 +237,35 @@ class Key:
         """
         with self._mutex:
             self._closing = True
-            if forced:
-                self._inside.clear()
+            self._forced = self._forced or forced
             self._end_if_empty()
+
+    def lend(self, number: int, generation: int) -> tuple[int, int, int, int, int]:
+        """See `Passage.lend`."""
+        with self._mutex:
+            self._borrowers += 1
+            if self._pages.closed:
+                return _NO_FILE, number, generation, 0, self._users_at(number)
+            granted = 0 if self._closing else generation  # which no gate has ever had
+            return self._descriptor, number, granted, self._at(number), self._users_at(number)
+
+    def give_back(self) -> None:
+        """See `Passage.give_back`."""
+        with self._mutex:
+            self._borrowers -= 1
+            self._end_if_empty()
+
+    def _at(self, number: int) -> int:
+        """Where a gate's words are."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._pages)) + _GATE_BYTES * number
+
+    def _users_at(self, number: int) -> int:
+        return int(self._inside.ctypes.data) + self._inside.itemsize * number
 
     def enter(self, number: int, generation: int) -> bool:
         """See `Passage.enter`."""
         with self._mutex:
-            inside = self._inside.get(number, 0)
+            inside = int(self._inside[number])
             if not inside and (self._closing or not _lock(self._descriptor, fcntl.F_RDLCK, number)):
                 return False
             if self._words[2 * number] + FIRST_GENERATION != generation:
@@ -242,24 +273,26 @@ class Key:
                     _lock(self._descriptor, fcntl.F_UNLCK, number)
                 return False
             self._inside[number] = inside + 1
+            self._entered += not inside
             self._words[2 * number + 1] = 1
             return True
 
     def leave(self, number: int) -> None:
         """See `Passage.leave`."""
         with self._mutex:
-            if number not in self._inside:  # it was closed by force
+            if self._pages.closed:  # by force
                 return
             self._inside[number] -= 1
             if not self._inside[number]:
-                del self._inside[number]
+                self._entered -= 1
                 self._words[2 * number + 1] = 0
                 with contextlib.suppress(OSError):  # unlocking does not fail; the lock would go with the file
                     _lock(self._descriptor, fcntl.F_UNLCK, number)
             self._end_if_empty()
 
     def _end_if_empty(self) -> None:
-        if self._closing and not self._inside and not self._pages.closed:
+        quiet = self._forced or not self._entered
+        if self._closing and quiet and not self._borrowers and not self._pages.closed:
             self._words.release()
             self._pages.close()
             os.close(self._descriptor)
@@ -288,3 +321,16 @@ class Passage:
     def leave(self) -> None:
         """Once for each `enter` that was granted, when nothing of it is under way any more."""
         self._key.leave(self._number)
+
+    def lend(self) -> tuple[int, int, int, int, int]:
+        """Let the mover enter and leave, until `give_back`.
+
+        Returns:
+            The descriptor of the file whose byte is locked, the number of the gate, the generation as granted, where
+            the gate's words are, and where it is counted how many of this process are inside.
+        """
+        return self._key.lend(self._number, self._generation)
+
+    def give_back(self) -> None:
+        """The mover is not inside, and does not enter any more."""
+        self._key.give_back()

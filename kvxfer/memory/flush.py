@@ -1,4 +1,4 @@
-"""Whether a GPU sees what a NIC has written into its memory, and what makes it.
+"""Whether a GPU sees what a NIC has written into its memory.
 
 A transport says that a write has ended when the NIC does. On some platforms the bytes may still be on their way to the
 GPU's memory then, and a kernel that is launched at once may read what was there before.
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvxfer.memory.driver import call, load
 
-__all__ = ["Arrival", "arrival", "flush"]
+__all__ = ["Arrival", "arrival"]
 
 _PURPOSE: Final = "receiving from a NIC into a GPU"
 
@@ -47,15 +47,3 @@ def arrival(device: int) -> Arrival:
     if attribute("WRITES_ORDERING") >= int(ordered):
         return Arrival.ORDERED
     return Arrival.FLUSHED if attribute("FLUSH_WRITES_OPTIONS") & int(by_host) else Arrival.UNKNOWN
-
-
-def flush() -> None:
-    """Let the GPU whose context is current see all that NICs have written into its memory. Waits for that.
-
-    Raises:
-        FabricError: CUDA failed.
-    """
-    cuda = load("driver", _PURPOSE)
-    target = cuda.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
-    scope = cuda.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
-    call(cuda, "cuFlushGPUDirectRDMAWrites", target, scope)

@@ -1,4 +1,4 @@
-"""Puts this folder on the path, so that its tests (and those in tests/gpu) can import `copy_plans`."""
+"""Puts this folder on the path, so that its tests, and those in tests/gpu, can import what stands beside them."""
 
 import sys
 from pathlib import Path

@@ -11,7 +11,8 @@ from copy_plans import CANARY, contiguous_rows, expected, head_split, hnd_to_nhd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.copy import host, kernel, tables
+from kvxfer.copy import kernel, tables
+from kvxfer.copy.walk import copy
 from kvxfer.errors import MissingExtraError
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
 from kvxfer.geometry.factor import BoxAxis
@@ -49,7 +50,7 @@ def check(make, *, ctas=3, tile=64) -> list[int]:
     used = interpret(plan, ctas=ctas, tile=tile, at=6)
     np.testing.assert_array_equal(dst, want)
     dst[:] = CANARY
-    host.run(plan)
+    copy(tables.pack(plan))
     np.testing.assert_array_equal(dst, want)
     return used
 

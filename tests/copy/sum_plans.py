@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from kvxfer.copy import host
+from kvxfer.copy.tables import pack
+from kvxfer.copy.walk import copy
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, Interleave, PairPlan, Span, common
 
 LAYOUTS = {
@@ -65,5 +66,5 @@ def pair_of(
 def moved(seed: int, *, converting: bool = False) -> tuple[Side, Side, ChunkPlan]:
     """The same on a CPU, moved."""
     found = pair_of(seed, converting=converting)
-    host.run(found[2].copy())
+    copy(pack(found[2].copy()))
     return found

@@ -8,7 +8,9 @@ from copy_plans import CANARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.copy import host, tables
+from kvxfer.copy import tables
+from kvxfer.copy.tables import pack
+from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.elements import Elements
 
@@ -24,7 +26,7 @@ def convert(source, dst, multiply=1.0, divide=1.0):
     """A tensor of elements, converted."""
     made = torch.zeros(len(source), dtype=getattr(torch, dst))
     src = str(source.dtype).removeprefix("torch.")
-    host.run(conversions.line(src, dst, source.data_ptr(), made.data_ptr(), len(source), [(multiply, divide)]))
+    copy(pack(conversions.line(src, dst, source.data_ptr(), made.data_ptr(), len(source), [(multiply, divide)])))
     return made
 
 
@@ -62,7 +64,7 @@ def test_random_plans(seed):
     dst = np.full(NBYTES, CANARY, np.uint8)
     plan = conversions.random_plan(seed, SRC.ctypes.data, dst.ctypes.data, NBYTES)
     want = conversions.expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
-    host.run(plan)
+    copy(pack(plan))
     np.testing.assert_array_equal(dst, want)
 
 
@@ -70,7 +72,7 @@ def test_regions_have_numbers_of_their_own():
     given = torch.ones(3 * 8, dtype=torch.bfloat16)
     made = torch.zeros(3 * 8)
     factors = [(1.0, 2.0), (3.0, 1.0), (5.0, 10.0)]
-    host.run(conversions.line("bfloat16", "float32", given.data_ptr(), made.data_ptr(), 8, factors, regions=3))
+    copy(pack(conversions.line("bfloat16", "float32", given.data_ptr(), made.data_ptr(), 8, factors, regions=3)))
     assert made.view(3, 8).tolist() == [[0.5] * 8, [3.0] * 8, [0.5] * 8]
 
 

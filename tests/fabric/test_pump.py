@@ -61,6 +61,9 @@ class ManualRuntime:
             setup()
         return self.service
 
+    def drive(self, name, machine):
+        return self.start(name, machine.step)
+
     def placed(self, cpus: frozenset[int]) -> "ManualRuntime":
         return self
 

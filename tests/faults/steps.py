@@ -6,11 +6,15 @@ passes in reaching it, and nothing else differs. A hook holds up the very thread
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.copy import host
+from kvxfer.copy.mover import Copy, Mover
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
+from kvxfer.copy.tables import parts_of
+from kvxfer.copy.walk import copy_parts
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Operation
 from kvxfer.fetching import Fetching
@@ -132,30 +136,41 @@ def _post(operation: Operation, part: int, *, posted: bool = False) -> Hook:
     return put
 
 
-def _copy(thread: str, *, half: bool = True) -> Hook:
-    """Before a copy, or in the midst of it."""
+def _copy(direction: Direction, *, half: bool = True) -> Hook:
+    """Before a copy, or in the midst of it: in a thread, as the mover makes it, past its lease and its gate."""
 
     def put(halt: Halt) -> None:
-        original = host.run
+        original = Mover.submit
 
-        def hooked(plan: Any, *team: Any) -> None:
-            if not plan.segments or threading.current_thread().name != f"kvxfer-{thread}":
-                original(plan, *team)
-                return
-            if half:
-                halves = [slice(0, len(plan.segments[0].regions) // 2), slice(len(plan.segments[0].regions) // 2, None)]
-                first, second = (
-                    replace(plan, segments=tuple(replace(s, regions=s.regions[part]) for s in plan.segments))
-                    for part in halves
-                )
-                original(first, *team)
-                halt()
-                original(replace(second, blanks=()), *team)  # what was blank at first is not any more
-            else:
-                halt()
-                original(plan, *team)
+        def hooked(mover: Mover, job: CopyJob, where: Direction) -> Any:
+            if not job.tables.launches or where is not direction:
+                return original(mover, job, where)
+            loop = asyncio.get_running_loop()
 
-        host.run = hooked
+            def copy() -> None:
+                began = time.monotonic()
+                passage: Any = job.passage
+                stopped = began >= job.until or not (passage is None or passage.enter())
+                if not stopped:
+                    parts, count = parts_of(job.tables, part_bytes=1)
+                    copy_parts(parts.ctypes.data, 0, count // 2 if half else 0)
+                    halt()
+                    copy_parts(parts.ctypes.data, count // 2 if half else 0, count)
+                    if passage is not None:
+                        passage.leave()
+                outcome = CopyOutcome(None, began, time.monotonic(), stopped)
+                loop.call_soon_threadsafe(job.done, outcome)
+
+            def wait() -> None:
+                if job.after.query():
+                    threading.Thread(target=copy, name="kvxfer-mover", daemon=True).start()
+                else:
+                    loop.call_later(0.001, wait)
+
+            wait()
+            return Copy(job, 0)
+
+        Mover.submit = hooked  # type: ignore[method-assign]
 
     return put
 
@@ -176,14 +191,14 @@ SENDER = {
     "announced": Step("sender", _PULL, _after(Outgoing, "_want"), exposed=True),
     "layer announced": Step("sender", PUSHED, _after(Outgoing, "_want"), "streamed", exposed=True),
     "granted": Step("sender", PUSHED, _before(Shipment, "begin"), exposed=True),
-    "in the midst of the gather": Step("sender", _STAGED, _copy("gather"), exposed=True),
+    "in the midst of the gather": Step("sender", _STAGED, _copy(Direction.GATHER), exposed=True),
     "lease checked": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 1), exposed=True),
-    "lease checked, mapped": Step("sender", _MAPPED, _copy("gather", half=False), exposed=True),
+    "lease checked, mapped": Step("sender", _MAPPED, _copy(Direction.GATHER, half=False), exposed=True),
     "in the midst of the write": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2), exposed=True),
-    "in the midst of the write, mapped": Step("sender", _MAPPED, _copy("gather"), exposed=True),
+    "in the midst of the write, mapped": Step("sender", _MAPPED, _copy(Direction.GATHER), exposed=True),
     "posted": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2, posted=True), exposed=True),
     "written": Step("sender", _NOT_MAPPED, _each(_before(kind, "_posted") for kind in _WRITTEN), exposed=True),
-    "written, mapped": Step("sender", _MAPPED, _before(MappedShipment, "_copied"), exposed=True),
+    "written, mapped": Step("sender", _MAPPED, _before(MappedShipment, "_moved"), exposed=True),
     "first result sent": Step("sender", PUSHED, _after(Outgoing, "_reported"), exposed=True),
     "read, not confirmed": Step("sender", _PULL, _before(Outgoing, "landed")),
     "last result sent": Step("sender", EVERY, _after(Outgoing, "_finish")),
@@ -204,7 +219,7 @@ RECEIVER = {
     "read": Step("receiver", _PULL, _before(Reading, "_has_read"), exposed=True),
     "landed sent": Step("receiver", _PULL, _after(Reading, "_has_read"), exposed=True),
     "first result came": Step("receiver", EVERY, _before(Incoming, "result"), exposed=True),
-    "in the midst of the scatter": Step("receiver", _STAGED, _copy("scatter")),
+    "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
     "scattered": Step("receiver", _STAGED, _before(Landing, "_scattered")),
     "to be released": Step("receiver", EVERY, _before(Fetching, "_release")),
     "release sent": Step("receiver", EVERY, _after(Fetching, "_release")),

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Rank, cache_tensor, contiguous, make_world
 
-from kvxfer.copy import host
+from kvxfer.copy.tables import pack
+from kvxfer.copy.walk import copy
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import (
     CacheGeometry,
@@ -75,7 +76,7 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
     before = target.memory.copy()
     expected, moved = expect(source, target, plain, tokens)
     here = PairPlan(source.geometry, target.geometry, selections, convert=True)
-    host.run(here.bind(source.spans, target.spans, range(*tokens)).whole.copy())
+    copy(pack(here.bind(source.spans, target.spans, range(*tokens)).whole.copy()))
     assert np.array_equal(target.memory, expected)
 
     target.memory[:] = before
@@ -96,16 +97,16 @@ def check_pair(source: Rank, target: Rank, selections: Any, tokens: tuple[int, i
         at += -at % 16
         gather = give.gather(at)
         assert gather.bytes == give.bytes  # the narrower side's
-        host.run(gather)
+        copy(pack(gather))
         room = staging[at - staging.ctypes.data :][: give.staged_bytes]
         once = room.copy()
         room[:] = 0xA5
-        host.run(gather)
+        copy(pack(gather))
         assert np.array_equal(room, once), "what staging held before would travel"
         edge = at - staging.ctypes.data
         assert (staging[:edge] == 0x5A).all()
         assert (staging[edge + give.staged_bytes :] == 0x5A).all()
-        host.run(take.scatter(at))
+        copy(pack(take.scatter(at)))
     assert np.array_equal(target.memory, expected)
     return moved
 

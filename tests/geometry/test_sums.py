@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Rank, make_world
 
-from kvxfer.copy import host
 from kvxfer.copy.sums import total
+from kvxfer.copy.tables import pack
+from kvxfer.copy.walk import copy
 from kvxfer.geometry import CacheGeometry, CacheTensor, ChunkPlan, PairPlan, Span, SumPlan, common, damage, resolve
 from kvxfer.geometry import sums as module
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT
@@ -22,11 +23,11 @@ MASK = (1 << 64) - 1
 
 
 def at_source(chunk: ChunkPlan) -> bytes:
-    return total(SumPlan.at_source(chunk), host.run)
+    return total(SumPlan.at_source(chunk))
 
 
 def at_destination(chunk: ChunkPlan) -> bytes:
-    return total(SumPlan.at_destination(chunk), host.run)
+    return total(SumPlan.at_destination(chunk))
 
 
 def chunks(rng: Random, *, mixed: bool = False) -> Iterator[tuple[ChunkPlan, Rank, Rank]]:
@@ -47,7 +48,7 @@ def chunks(rng: Random, *, mixed: bool = False) -> Iterator[tuple[ChunkPlan, Ran
             )
             for chunk in range(len(grid)):
                 part = plan.chunk(grid, chunk)
-                host.run(part.copy())
+                copy(pack(part.copy()))
                 yield part, source, target
 
 
@@ -75,7 +76,7 @@ def by_the_protocol(chunk: ChunkPlan) -> bytes:
         return x ^ (x >> 31)
 
     staging = np.zeros(chunk.staged_bytes, np.uint8)
-    host.run(chunk.gather(staging.ctypes.data))
+    copy(pack(chunk.gather(staging.ctypes.data)))
     regions, rows, start = [], [], 0
     for part in chunk.parts:
         (size,) = {part.slice.row_bytes}
@@ -161,7 +162,7 @@ def two(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ChunkPlan]:
     ]
     pair = PairPlan(ends[0], ends[1], common(ends[0], ends[1]))
     plan = pair.bind({"default": Span(list(range(8)))}, {"default": Span([5, 0, 2, 7, 1, 3, 6, 4])}, range(1, 31))
-    host.run(plan.whole.copy())
+    copy(pack(plan.whole.copy()))
     plan.whole.memory = memory  # type: ignore[attr-defined] - keeps it alive
     return memory[1], plan.whole
 

@@ -141,7 +141,7 @@ def test_imports_point_down(path):
         ("kvxfer/memory/extent.py", "import torch"),
         ("kvxfer/fabric/pump.py", "from kvxfer.config import Config"),
         ("kvxfer/fabric/pump.py", "import nixl._api"),
-        ("kvxfer/copy/host.py", "import triton"),
+        ("kvxfer/copy/mover.py", "import triton"),
         ("kvxfer/link.py", "from kvxfer.cli import app"),
         ("kvxfer/worker.py", "import kvxfer.testing"),
         ("kvxfer/metrics.py", "from opentelemetry import trace"),

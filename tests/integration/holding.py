@@ -1,19 +1,21 @@
-"""Ranks whose copies can be made to stand still: on a GPU because their stream waits, on a CPU in their thread.
+"""Ranks whose copies can be made to stand still: on a GPU because their stream waits.
 
 Nothing here allocates or frees memory of a GPU while a stream is held up, since CUDA may wait for all of them then.
 """
 
 import asyncio
-import threading
 import time
+from functools import partial
 from typing import Any
 
 import inside
 import torch
+from decoded import pieces
 from far import Ranks
+from standing import Standing
 
-from kvxfer.copy import host
 from kvxfer.copy.port import Direction
+from kvxfer.copy.tables import Tables
 from kvxfer.errors import KvxferError
 from kvxfer.memory import ExtentState
 
@@ -26,45 +28,31 @@ _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _STATES = {Direction.GATHER: ("send", ExtentState.WRITING), Direction.SCATTER: ("receive", ExtentState.SCATTERING)}
 
 
-class _Thread:
-    """Copies of a process's CPU memory, in whichever direction."""
-
-    def __init__(self):
-        self._go, real = threading.Event(), host.run
-        self.plans: list[Any] = []
-
-        def standing(plan, *team):
-            if plan.segments:
-                self.plans.append(plan)
-                self._go.wait(3 * WAIT_SECONDS)
-            real(plan, *team)
-
-        host.run, self._real = standing, real
-
-    def go(self):
-        host.run = self._real
-        self._go.set()
+def _places(tables: Tables, side: int) -> list[int]:
+    """Where regions of a copy begin, on one side."""
+    return [piece[2 * side] for piece in pieces(tables)]
 
 
 class _Stream:
-    """Copies in one direction of an executor on a GPU: behind a wait for a word, or a kernel that runs for long."""
+    """Copies in one direction of a mover on a GPU: behind a wait for a word, or a kernel that runs for long."""
 
-    def __init__(self, executor, direction, how):
+    def __init__(self, mover, direction, how):
         from kvxfer.memory.driver import call, load
 
-        self._lane = executor._lanes[direction]
+        self._launched = partial(inside.launched, mover, direction)
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        with torch.cuda.device(executor._device), torch.cuda.stream(self._lane.stream.of_torch):
+        stream = inside.stream(mover, direction)
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             if how == "kernel":
                 torch.cuda._sleep(KERNEL_CYCLES)
             else:
                 driver = load("driver", "holding a stream up")
-                call(driver, "cuStreamWaitValue32", self._lane.handle, self._word.data_ptr(), 1, _GEQ)
-            assert not self._lane.stream.of_torch.query(), "the stream is not held up"
+                call(driver, "cuStreamWaitValue32", int(stream.cuda_stream), self._word.data_ptr(), 1, _GEQ)
+            assert not stream.query(), "the stream is not held up"
 
     @property
-    def plans(self):
-        return [one.job.plan for one in tuple(self._lane.running)]
+    def held(self):
+        return self._launched()
 
     def go(self):
         self._word.fill_(1)  # a kernel ends by itself
@@ -81,9 +69,9 @@ class Holding(Ranks):
 
     def hold(self, rank, direction, how="wait"):
         """Let copies of this direction stand still, until `go`."""
-        executor = inside.executor(self.workers[rank])
-        cpu = isinstance(executor, host.HostExecutor)
-        self._held = _Thread() if cpu else _Stream(executor, Direction(direction), how)
+        worker, direction = self.workers[rank], Direction(direction)
+        mover = inside.mover(worker)
+        self._held = _Stream(mover, direction, how) if inside.stream(mover, direction) else Standing(worker, direction)
 
     def go(self):
         """Let them go on."""
@@ -101,9 +89,7 @@ class Holding(Ranks):
     def _touched(self, rank, direction):
         """What copies that stand still have of the arena; those behind them may still be called off."""
         side = 1 if direction == "gather" else 0
-        places = [
-            place for plan in self._held.plans for one in plan.segments for place in one.regions[:, side].tolist()
-        ]
+        places = [place for job in self._held.held for place in _places(job.tables, side)]
         kept = self.kept(rank, direction)
         return [(at, length) for at, length in kept if any(at <= place < at + length for place in places)]
 

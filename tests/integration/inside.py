@@ -546,19 +546,19 @@ def leaks(monkeypatch: Any) -> list[Any]:
 # --- copies, and what moves the bytes
 
 
-def executor(worker: Any) -> Any:
+def mover(worker: Any) -> Any:
     """What copies."""
-    return worker._site.executor
+    return worker._site.mover
 
 
-def replace_executor(worker: Any, other: Any) -> None:
+def replace_mover(worker: Any, other: Any) -> None:
     """Something else copies from now on."""
-    worker._site.executor = other
+    worker._site.mover = other
 
 
-def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], None], Any, Any], None]) -> Callable[[], None]:
+def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> Callable[[], None]:
     """Call `begin(submit, job, direction)` where a copy is to be submitted; calling what is returned ends that."""
-    copies = executor(worker)
+    copies = mover(worker)
     submit = copies.submit
 
     def undo() -> None:
@@ -568,10 +568,28 @@ def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], None], An
     return undo
 
 
+def _lane(direction: Any) -> int:
+    return ["gather", "scatter"].index(direction)
+
+
+def launched(mover: Any, direction: Any) -> list[Any]:
+    """What was launched in a direction, and has not ended."""
+    lane = _lane(direction)
+    return [
+        one.job
+        for slot, one in mover._copies.items()
+        if one.lane == lane and mover._machine.started(slot) and one.job.tables.launches
+    ]
+
+
+def stream(mover: Any, direction: Any) -> Any:
+    """The stream of a direction, as torch knows it; None where no GPU copies."""
+    return None if mover._gpu is None else mover._gpu.streams[_lane(direction)]
+
+
 def waits_for_event(worker: Any, direction: Any) -> bool:
     """Whether a copy waits for an event of the caller's."""
-    waiting: bool = executor(worker)._backlog.is_waiting(direction)
-    return waiting
+    return bool(mover(worker).waiting(direction))
 
 
 def fabric(worker: Any) -> Any:

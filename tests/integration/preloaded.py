@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["CONTEXT", "Context", "process"]
 
-_IMPORTED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.host", "kvxfer.mapped.shared"]
+_IMPORTED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.machine", "kvxfer.mapped.shared"]
 _SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
 """Of the server alone: threads would be forked without their locks, and nixl reads its level when it is imported."""
 

@@ -1,17 +1,18 @@
 """What stands still as where a GPU is held up by somebody else's work: copies once launched, a call of a transport."""
 
+import asyncio
 import threading
 
 import inside
 
-from kvxfer.copy.host import run
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.copy.sums import total
+from kvxfer.copy.walk import copy
 from kvxfer.testing import LoopbackTransport
 
 
 class Standing:
-    """In place of a worker's executor: copies and sums of one direction are launched, and none ends before `go`.
+    """In place of a worker's mover: copies and sums of one direction are launched, and none ends before `go`.
 
     Their bytes move then: the latest moment at which those of a kernel may.
 
@@ -24,37 +25,54 @@ class Standing:
     def __init__(self, worker, direction: Direction):
         self.held = []
         self._worker, self._direction = worker, direction
-        self.real, self.holding = inside.executor(worker), True
-        inside.replace_executor(worker, self)
+        self.real, self.holding = inside.mover(worker), True
+        inside.replace_mover(worker, self)
 
     def submit(self, job, direction):
-        moves = bool(job.plan.segments) or job.sums is not None
+        moves = bool(job.tables.launches) or job.sums is not None
         if not (self.holding and moves and direction is self._direction and job.after.query()):
-            self.real.submit(job, direction)
-        elif job.permit.post(lambda: inside.now(self._worker), lambda: None):
+            return self.real.submit(job, direction)
+        entered = inside.now(self._worker) < job.until and (job.passage is None or job.passage.enter())
+        if entered:
             self.held.append(job)
         else:
-            self._end(job, stopped=True)
+            asyncio.get_running_loop().call_soon(lambda: self._end(job, stopped=True))
+        return job
+
+    def cancel(self, asked):
+        if asked not in self.held:  # what was launched is not called back
+            self.real.cancel(asked)
 
     def go(self):
         """Let them end, and hold no more."""
         self.holding = False
         while self.held:
             job = self.held.pop(0)
-            run(job.plan)
-            self._end(job, sums=b"" if job.sums is None else total(job.sums, run))
+            copy(job.tables)
+            self._leave(job)
+            self._end(job, sums=b"" if job.sums is None else total(job.sums))
 
-    def close(self, timeout):
-        closed = self.real.close(timeout)
+    def fail(self, error):
+        """Let the oldest of them end so."""
+        job = self.held.pop(0)
+        self._leave(job)
+        self._end(job, error)
+
+    async def close(self, timeout):
+        closed = await self.real.close(timeout)
         return closed and not self.held
 
     def __getattr__(self, name):
         return getattr(self.real, name)
 
-    def _end(self, job, **how):
-        job.permit.end()
+    @staticmethod
+    def _leave(job):
+        if job.passage is not None:
+            job.passage.leave()
+
+    def _end(self, job, error=None, **how):
         at = inside.now(self._worker)
-        job.done(CopyOutcome(None, at, at, **how))
+        job.done(CopyOutcome(error, at, at, **how))
 
 
 class Stuck(LoopbackTransport):

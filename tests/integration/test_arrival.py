@@ -23,9 +23,9 @@ async def test_each_chunk_is_flushed_once(stage, monkeypatch, route, by_nic):
     flushed = []
 
     def watched(submit, job, direction):
-        if job.plan.from_nic:
-            flushed.append((direction, len(job.plan.segments) > 0))
-        submit(job, direction)
+        if job.tables.from_nic:
+            flushed.append((direction, len(job.tables.launches) > 0))
+        return submit(job, direction)
 
     begin_copies_by(decode, watched)
     prefill.offer("r", [1, 2], tokens=8)

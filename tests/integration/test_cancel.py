@@ -13,6 +13,7 @@ from inside import before_connecting, begin_copies_by, being_stopped, take_all, 
 from stage import SOON, Cache, Copied, Gate, eventually, quarantined, quiet
 
 from kvxfer import BlocksError, KvxferError, MemoryInDoubt, Released, TransferState, TransferTimeoutError
+from kvxfer.copy.mover import Copy
 
 TOKENS = range(8)
 
@@ -121,7 +122,10 @@ def executor(worker_name, name):
         begun = []
 
         def begin(submit, job, direction):
-            (begun.append((submit, job, direction)) if job.plan.segments else submit(job, direction))
+            if not job.tables.launches:
+                return submit(job, direction)
+            begun.append((submit, job, direction))
+            return Copy(job, 0)
 
         undo = begin_copies_by(getattr(step, worker_name), begin)
         step.reached = lambda: begun

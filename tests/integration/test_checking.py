@@ -10,7 +10,7 @@ from stage import Cache, Copied, Gate, Tap, eventually, quiet
 from stored import Converted, Stored
 
 from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
-from kvxfer.copy import host
+from kvxfer.copy import sums
 from kvxfer.geometry import selected
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Check, KvAgentResult, Status, Sums
 from kvxfer.protocol.sending import build_result
@@ -53,15 +53,15 @@ class Spoiler:
 
     def __init__(self, monkeypatch, target):
         self.at: tuple[int, tuple[int, ...]] | None = None
-        total = host.total
+        total = sums.total
 
-        def spoilt(plan, copy):
+        def spoilt(plan):
             if plan._side == 1 and self.at is not None:
                 target.view(self.at[0])[self.at[1]] ^= 1
                 self.at = None
-            return total(plan, copy)
+            return total(plan)
 
-        monkeypatch.setattr(host, "total", spoilt)
+        monkeypatch.setattr(sums, "total", spoilt)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
 
 async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
     for module, name in (  # whoever called one of these would fail
-        ("copy.host", "total"),
+        ("copy.sums", "total"),
         ("checking", "Checking.__init__"),
         ("outgoing", "SumPlan"),
         ("outgoing", "selected"),
@@ -305,17 +305,17 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
 ):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target)
-    go_on, total = threading.Event(), host.total
+    go_on, total = threading.Event(), sums.total
     reading = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slowly(plan, copy):
+    def slowly(plan):
         if plan._side == 1:
             loop.call_soon_threadsafe(reading.set)
             assert go_on.wait(10)
-        return total(plan, copy)
+        return total(plan)
 
-    monkeypatch.setattr(host, "total", slowly)
+    monkeypatch.setattr(sums, "total", slowly)
     prefill.offer("r", IDS, tokens=12)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)
     await reading.wait()
@@ -332,14 +332,14 @@ async def test_a_fetch_that_is_cancelled_while_it_is_read_back_ends_when_nothing
 async def test_a_side_that_cannot_add_up_fails_the_fetch_and_keeps_nothing(stage, route, monkeypatch, side):
     source, target = caches(route)
     prefill, decode = await checked_pair(stage, route, source, target)
-    total = host.total
+    total = sums.total
 
-    def broken(plan, copy):
+    def broken(plan):
         if plan._side == side:
             raise MemoryError("no room for it")
-        return total(plan, copy)
+        return total(plan)
 
-    monkeypatch.setattr(host, "total", broken)
+    monkeypatch.setattr(sums, "total", broken)
     prefill.offer("r", IDS, tokens=12)
     with pytest.raises(TransferFailedError, match="no room for it"):
         await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=10)

@@ -45,7 +45,7 @@ from kvxfer import (
     UnreachableError,
     Worker,
 )
-from kvxfer.copy.team import usual_threads
+from kvxfer.copy.mover import usual_threads
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
 
@@ -790,7 +790,7 @@ async def threads_are_kept_on_these_cpus(loop, stack, folder):
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
     ours = {name: cpus for name, cpus in own_threads().items() if name not in others}
     assert all(cpus == {one} for cpus in ours.values()), ours
-    assert {"kvxfer-fabric", "kvxfer-gather", "kvxfer-scatter"} <= set(ours)
+    assert {"kvxfer-fabric", "kvxfer-mover"} <= set(ours)
     assert ("kvxfer-loop" in ours) is (loop == "own")
     assert os.sched_getaffinity(0) == before, "the caller's loop runs where it did"
     assert prefill.describe()["affinity"] == {"cpus": [one], "why": "affinity names them"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from inside import hang_up, look_at, met, open_windows_by, sessions, take_all_for_strangers, tell, told, waits_for_event
 from stage import Cache, Copied, Gate, eventually, quiet
+from standing import Standing
 from stored import Converted, Stored
 
 from kvxfer import READY, FabricError, MemoryInDoubtError, MismatchError, Released, TransferFailedError
@@ -125,24 +126,18 @@ async def test_memory_is_mapped_once_and_unmapped_when_the_peer_is_gone(stage, s
     assert sorted(opened) == [("close", base) for base in bases] + [("open", base) for base in bases]
 
 
-async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, source, target, opened, monkeypatch):
+async def test_what_is_mapped_stays_so_until_the_last_copy_has_ended(stage, source, target, opened):
     prefill, decode = await stage.pair(source, target, decode={"revoke_timeout": 0.05})
-    begun, go = threading.Event(), threading.Event()
-
-    def slow(plan, team):
-        begun.set()
-        go.wait(5)
-
-    monkeypatch.setattr("kvxfer.copy.host.run", slow)
+    copies = Standing(prefill, Direction.GATHER)
     prefill.offer("r", IDS, tokens=12)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS)
-    await eventually(begun.is_set)
+    await eventually(lambda: copies.held)
     await decode.aclose(drain=False)
     with pytest.raises(MemoryInDoubtError):
         await transfer
     await eventually(lambda: not sessions(prefill))
     assert not [what for what, _ in opened if what == "close"]
-    go.set()
+    copies.go()
     await eventually(lambda: len([what for what, _ in opened if what == "close"]) == 2)
 
 
@@ -242,16 +237,16 @@ async def test_a_lease_that_ran_out_before_the_copy_is_not_used(stage, source, t
     await quiet(prefill, decode)
 
 
-async def test_a_copy_that_fails_fails_the_fetch(stage, source, target, monkeypatch):
+async def test_a_copy_that_fails_fails_the_fetch(stage, source, target):
     prefill, decode = await stage.pair(source, target)
-
-    def broken(plan, team):
-        raise OSError("bus error")
-
-    monkeypatch.setattr("kvxfer.copy.host.run", broken)
+    copies = Standing(prefill, Direction.GATHER)
     offer = prefill.offer("r", IDS, tokens=12)
-    with pytest.raises(TransferFailedError, match="bus error"):
-        await decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5)
+    fetch = asyncio.create_task(decode.fetch(prefill.engine.ticket("r"), INTO, tokens=TOKENS, timeout=5))
+    await eventually(lambda: copies.held)
+    copies.fail(TransferFailedError("an error of the device"))
+    copies.go()
+    with pytest.raises(TransferFailedError, match="an error of the device"):
+        await fetch
     await offer.withdraw()
     await quiet(prefill, decode)
 

@@ -270,7 +270,7 @@ async def a_read_that_does_not_end(scene):
 @says(Said(Step.SCATTERING, Code.FAILED, Step.RESERVING, Code.FAILED))
 async def a_copy_that_fails(scene):
     def broken(submit, job, direction):
-        if job.plan.segments:
+        if job.tables.launches:
             raise RuntimeError("a broken device")
         submit(job, direction)
 

@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from inside import borrow_thread, executor, posted, rebuild
+from inside import borrow_thread, mover, posted, rebuild
 from stage import DEFAULTS, SOON, Cache, Copied, Gate, eventually, handshakes, quiet
 from standing import Stuck
 
@@ -246,8 +246,8 @@ async def test_copies_are_given_up_while_the_transport_is_closed(network, caplog
     transport = Stuck("p", network, "close")
     worker = Worker(Cache().tensors, Config(**DEFAULTS), transport=transport)
     async with worker:
-        close = executor(worker).close
-        executor(worker).close = lambda timeout: transport.go.set() or close(timeout)
+        close = mover(worker).close
+        mover(worker).close = lambda timeout: transport.go.set() or close(timeout)
     assert transport.inside.is_set()
     assert "fabric_not_closed" not in caplog.text
     assert left() == NOTHING

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import FabricError
 from kvxfer.memory import flush as module
-from kvxfer.memory.flush import Arrival, arrival, flush
+from kvxfer.memory.flush import Arrival, arrival
 
 PREFIX = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_"
 ORDERING, OPTION = "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_", "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_"
@@ -60,13 +59,3 @@ def test_what_a_device_needs(monkeypatch, ordering, options, needs):
     driver = Driver(WRITES_ORDERING=ordering, FLUSH_WRITES_OPTIONS=options)
     monkeypatch.setattr(module, "load", lambda name, purpose: driver)
     assert arrival(3) is needs
-
-
-def test_a_flush_is_for_the_device_whose_context_is_current(monkeypatch):
-    driver = Driver()
-    monkeypatch.setattr(module, "load", lambda name, purpose: driver)
-    flush()
-    assert driver.flushed == [(0, 100)]
-    driver.code = Code.CUDA_ERROR_NOT_SUPPORTED
-    with pytest.raises(FabricError, match=r"cuFlushGPUDirectRDMAWrites.*CUDA_ERROR_NOT_SUPPORTED"):
-        flush()

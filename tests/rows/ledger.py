@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from execute import byte_pairs, element_pairs
+from decoded import accesses
+from execute import byte_pairs
 from inside import staging
 from numpy.typing import NDArray
 from ranks import I64, World
 
-from kvxfer.copy.host import HostExecutor
+from kvxfer.copy.mover import Copy, Mover
 from kvxfer.copy.port import CopyJob, Direction
 from kvxfer.fabric.port import Descriptors, Handle, Operation
 from kvxfer.geometry import Pieces
@@ -74,12 +75,12 @@ class Ledger:
         return found
 
     def copied(self, job: CopyJob) -> None:
-        """A copy was given to an executor."""
+        """A copy was given to a mover."""
         with self._lock:
-            for segment in job.plan.segments:
-                pairs, elements = element_pairs(segment), segment.stencil.box.elements
-                src = pairs[:, :1] + np.arange(elements.src_bytes)
-                dst = pairs[:, 1:] + np.arange(elements.dst_bytes)
+            for one in accesses(job.tables):
+                elements, number = one.elements, np.arange(one.width)
+                src = (one.src[:, None] + number * elements.src_bytes).reshape(-1, 1) + np.arange(elements.src_bytes)
+                dst = (one.dst[:, None] + number * elements.dst_bytes).reshape(-1, 1) + np.arange(elements.dst_bytes)
                 codes = self.holds(src.ravel()).reshape(src.shape)
                 if elements.converts:
                     assert (codes == codes[:, :1]).all(), "half of an element is another's"
@@ -149,15 +150,15 @@ class RecordingTransport(LoopbackTransport):
         return super().post(peer, operation, local, remote)
 
 
-def recording_executor(ledger: Ledger) -> type[HostExecutor]:
-    """The shipped copies on CPU memory, of which every job is noted."""
+def recording_mover(ledger: Ledger) -> type[Mover]:
+    """The shipped copies, of which every job is noted."""
 
-    class RecordingExecutor(HostExecutor):
-        def submit(self, job: CopyJob, direction: Direction) -> None:
+    class RecordingMover(Mover):
+        def submit(self, job: CopyJob, direction: Direction) -> Copy:
             ledger.copied(job)
-            super().submit(job, direction)
+            return super().submit(job, direction)
 
-    return RecordingExecutor
+    return RecordingMover
 
 
 def watch_all(ledger: Ledger, world: World, workers: Sequence[Any]) -> None:

@@ -4,17 +4,19 @@ A new guard is a new row; `test_guards` plays every scene with the guard in its 
 makes the decision, and nothing else: a scene that fails because something else breaks proves nothing.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import crowd
+import numpy as np
 import pytest
 import scenes
 
 from kvxfer import ahead, incoming, landing, shipment
-from kvxfer.copy.port import FREELY
+from kvxfer.copy.mover import Mover
 from kvxfer.desk import Desk
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.parts import LivePost
@@ -32,6 +34,8 @@ from kvxfer.receiver import Receiver
 from kvxfer.sender import Sender
 
 Patch = pytest.MonkeyPatch
+_ALWAYS_FIRST = np.zeros(2, np.uint32)
+"""Words of a gate whose generation never changes."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,16 @@ def no_cell(patch):
     """What is said to be stopped is posted all the same."""
     patch.setattr(Cell, "kill", lambda cell: cell.state is CellState.QUEUED)
     patch.setattr(shipment.Shipment, "stop", lambda one: one.end(shipment.Moved(Outcome.STOPPED)))
+    patch.setattr(shipment.Shipment, "copied", lambda one, outcome: True)
+    patch.setattr(Mover, "cancel", lambda mover, copy: None)
 
 
 def no_permit(patch):
     """Of copies into memory of a peer that is mapped here."""
     made = shipment.CopyJob
 
-    def job(plan, done, after, permit=FREELY, *rest, **options):
-        return made(plan, done, after, FREELY, *rest, **options)
+    def job(tables, done, after, until=math.inf, passage=None, *rest, **options):
+        return made(tables, done, after, math.inf, None, *rest, **options)
 
     patch.setattr(shipment, "CopyJob", job)
 
@@ -256,6 +262,13 @@ def any_generation(patch):
     """Whoever was granted a gate once gets in for ever."""
     enter = Key.enter
     patch.setattr(Key, "enter", lambda key, number, generation: enter(key, number, key._words[2 * number] + 1))
+    lend = Key.lend
+
+    def lent(key, number, generation):
+        descriptor, byte, _, _, users = lend(key, number, generation)
+        return descriptor, byte, 1, _ALWAYS_FIRST.ctypes.data, users
+
+    patch.setattr(Key, "lend", lent)
 
 
 def no_lock(patch):

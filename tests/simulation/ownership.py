@@ -11,11 +11,13 @@ freed memory is filled with a canary that must still be there when it is taken a
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
+from decoded import pieces
 from inside import arena_shares
 
-from kvxfer.copy import host
+from kvxfer.copy.mover import Mover
 from kvxfer.fabric.loopback import LoopbackNetwork, Part
 from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
@@ -226,20 +228,31 @@ class WatchedNetwork(LoopbackNetwork):
         super()._land(part, limit)
 
 
+def _claims(ledger: Ledger, tables, before=()):
+    """Who is entitled to all that a copy reads and writes; it must be who was `before`."""
+    ways = [("a copy", source, target, length) for source, _, target, length in pieces(tables)]
+    ways += [
+        ("a gather that clears its gaps", None, blank.address + line * blank.pitch, blank.width)
+        for blank in tables.blanks
+        for line in range(blank.lines)
+    ]
+    return [ledger.check(*way, expected) for way, expected in zip(ways, before or [None] * len(ways), strict=True)]
+
+
 def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
-    run, move, reserve = host.run, Share._move, Share._reserve
+    submit, move, reserve = Mover.submit, Share._move, Share._reserve
 
-    def watched_run(plan, *team):
-        pieces = plan.enumerate()
-        for source, target, length in zip(
-            pieces.src.tolist(), pieces.dst.tolist(), pieces.nbytes.tolist(), strict=True
-        ):
-            ledger.check("a copy", source, target, length)
-        for blank in plan.blanks:
-            for line in range(blank.lines):
-                ledger.check("a gather that clears its gaps", None, blank.address + line * blank.pitch, blank.width)
-        run(plan, *team)
+    def watched_submit(mover, job, direction):
+        """Nobody else may have its memory from when it is asked for until it is told that it has ended."""
+        claims = _claims(ledger, job.tables)
+
+        def done(outcome):
+            if outcome.error is None and not outcome.stopped:
+                _claims(ledger, job.tables, claims)
+            job.done(outcome)
+
+        return submit(mover, replace(job, done=done), direction)
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):
         move(share, extent, target)
@@ -253,6 +266,6 @@ def watch(monkeypatch, ledger: Ledger):
             ledger.say([f"{share.name} memory was written while it was free"])
         return extent
 
-    monkeypatch.setattr(host, "run", watched_run)
+    monkeypatch.setattr(Mover, "submit", watched_submit)
     monkeypatch.setattr(Share, "_move", watched_move)
     monkeypatch.setattr(Share, "_reserve", watched_reserve)

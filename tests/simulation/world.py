@@ -52,6 +52,11 @@ class Mortal(DeterministicRuntime):
         self._services.append(service)
         return service
 
+    def drive(self, name, machine):
+        service = super().drive(name, machine)
+        self._services.append(service)
+        return service
+
     def hand_over(self, loop):
         hand_over = super().hand_over(loop)
         return lambda callback, *arguments: hand_over(self._unless_dead, callback, *arguments)

@@ -1,0 +1,573 @@
+"""The mover's machine: what moves bytes, as compiled code that needs no interpreter.
+
+It owns a copy from the record that begins it to the event that tells how it ended. `step` does what is ready, never
+waits, and says when it wants to run again; `run` is the thread: step, then sleep in `ppoll` until then or until a
+record comes. Everything outside is reached through `ports`, a table of C function addresses, so tests put stubs into it
+and drive the very code that ships.
+
+    record   -> pipe ->   WAITING --its events have fired, its turn-->  RUNNING --everything has ended-->  ENDED
+    (copy, cancel, stop)     |                                            |                                  |
+                             +--cancelled, past its lease, kept out-------+-------> ENDED       event -> pipe -> FREE
+
+What decides whether a copy may begin (its lease, the lock in front of a peer's memory) is looked at in the lines right
+before it does, by the one thread that could begin it. A lock is kept until nothing of its copies is under way.
+
+All numbers are int64. `state` holds what belongs to the mover as a whole, a row of `jobs` one copy; `records.py` names
+their words. Nothing here allocates or raises: memory comes from the loop, which keeps it until the event, and an
+error is a code in that.
+"""
+
+# pyright: basic
+
+from typing import Any, Final
+
+from kvxfer.copy.compiler import (
+    add,
+    call,
+    call_long,
+    call_variadic,
+    clear_bytes,
+    compiled,
+    copy_bytes,
+    exchange,
+    inlined,
+    load,
+    load_word,
+    store,
+    store_word,
+)
+from kvxfer.copy.records import (
+    ARGUMENTS,
+    BLANK_COUNT,
+    BLANKS,
+    BYTES,
+    CANCEL,
+    CANCELLED,
+    CAPTURE_MODE,
+    CLEAR,
+    CLEAR_LINES,
+    CLOCK_GETTIME,
+    CODE,
+    COMMANDS,
+    CONTEXT,
+    COPY,
+    COUNT,
+    CTAS,
+    CURRENT,
+    CUT,
+    DONE,
+    DOWNLOAD,
+    DUE,
+    DUE_COUNT,
+    DUE_FIRST,
+    ENDED,
+    ENTERED,
+    EVENT_COUNT,
+    EVENT_WORDS,
+    EVENTS,
+    FAILED,
+    FCNTL,
+    FINISHED,
+    FIRED,
+    FIRST,
+    FIXED,
+    FLUSH,
+    FLUSHED,
+    FREE,
+    GATE,
+    GATE_GENERATION,
+    GENERATION,
+    GPU,
+    HEAD,
+    HELPERS,
+    HERE,
+    INBOX,
+    INBOX_RECORDS,
+    JOB_WORDS,
+    JOBS,
+    LANE,
+    LANE_AT,
+    LANE_WORDS,
+    LANES,
+    LAST_END,
+    LAUNCH,
+    LAUNCH_WORDS,
+    LISTED,
+    LIVE,
+    LOCK,
+    LOCK_BYTE,
+    LOCK_USERS,
+    LOCK_WORDS,
+    LOCKED,
+    MARKED,
+    MOST_OWNERS,
+    NEAR,
+    NEWS,
+    NOW,
+    ORDER,
+    OUT,
+    OUTCOME,
+    OWN_DEVICE,
+    OWN_HOST,
+    OWNER,
+    OWNERS,
+    PARAMETERS,
+    PART_COUNT,
+    PARTS,
+    POLLED,
+    PPOLL,
+    QUERY,
+    QUEUE,
+    READ,
+    RECORD,
+    RECORD_WORDS,
+    RING_DEVICE,
+    RING_HOST,
+    RING_WORDS,
+    ROOM_END,
+    ROOM_START,
+    RUNNING,
+    SEM_POST,
+    SET_CONTEXT,
+    SINCE,
+    SLOT,
+    SPIN,
+    STARTED,
+    STATE,
+    STOP,
+    STOPPED,
+    STOPPING,
+    STREAM,
+    SUMS,
+    SUMS_AT,
+    TABLE_WORDS,
+    TABLES,
+    TAG,
+    TAGS,
+    TAIL,
+    TEAM,
+    TIME,
+    TURN,
+    TURNS,
+    UNDERWAY,
+    UNTIL,
+    UPLOAD,
+    WAITING,
+    WRITE,
+)
+from kvxfer.copy.walk import copy_part
+
+__all__ = ["run", "step"]
+
+_NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY
+_READ_LOCK, _UNLOCK, _SET_LOCK = 0, 2, 37  # F_RDLCK, F_UNLCK, F_OFD_SETLK
+_FIRST_GENERATION: Final = 1
+_AHEAD_BYTES: Final = 512 << 20
+"""Bytes that are launched ahead on a GPU, by two copies at least: more than a millisecond of the fastest."""
+_SHORTEST_NS, _LONGEST_NS = 20_000, 1_000_000
+_FOREVER: Final = -1
+
+
+@inlined
+def _now(state: Any, ports: Any) -> Any:
+    """Monotonic nanoseconds."""
+    if state[FIXED]:
+        return state[NOW]
+    call(ports[CLOCK_GETTIME], 1, state[HERE] + 8 * TIME)
+    return state[TIME] * 1_000_000_000 + state[TIME + 1]
+
+
+# --- what ends a copy
+
+
+@inlined
+def _lock(state: Any, ports: Any, job: Any, kind: Any) -> Any:
+    """Take or give back the lock of a gate, without waiting. False if somebody else has it."""
+    at = state[HERE] + 8 * LOCKED
+    store(at, kind)  # struct flock: type, whence (from the start), start, length, process (0)
+    store(at + 8, job[LOCK_BYTE])
+    store(at + 16, 1)
+    store(at + 24, 0)
+    return call_variadic(ports[FCNTL], job[LOCK], _SET_LOCK, at) == 0
+
+
+@inlined
+def _enter(state: Any, ports: Any, job: Any) -> Any:
+    """Pass the gate in front of the memory that is written. False if the grant was taken back, or somebody is at it."""
+    if job[LOCK] < 0:
+        return True
+    inside = load(job[LOCK_USERS])
+    if inside == 0 and not _lock(state, ports, job, _READ_LOCK):
+        return False
+    if load_word(job[LOCK_WORDS], 4) + _FIRST_GENERATION != job[GENERATION]:
+        if inside == 0:
+            _lock(state, ports, job, _UNLOCK)
+        return False
+    store(job[LOCK_USERS], inside + 1)
+    store_word(job[LOCK_WORDS] + 4, 1, 4)
+    job[ENTERED] = 1
+    return True
+
+
+@inlined
+def _leave(state: Any, ports: Any, job: Any) -> None:
+    """Nothing of a copy is under way any more."""
+    if job[ENTERED]:
+        job[ENTERED] = 0
+        inside = load(job[LOCK_USERS]) - 1
+        store(job[LOCK_USERS], inside)
+        if inside == 0:
+            store_word(job[LOCK_WORDS] + 4, 0, 4)
+            _lock(state, ports, job, _UNLOCK)
+
+
+@inlined
+def _end(state: Any, jobs: Any, ports: Any, slot: Any, outcome: Any, now: Any) -> None:
+    """A copy is over."""
+    job = jobs[slot]
+    _leave(state, ports, job)
+    job[STATE], job[OUTCOME], job[FINISHED] = ENDED, outcome, now
+    if job[STARTED] == 0:
+        job[STARTED] = now
+    state[DUE + (state[DUE_FIRST] + state[DUE_COUNT]) % JOBS] = slot
+    state[DUE_COUNT] += 1
+
+
+@inlined
+def _tell(state: Any, jobs: Any, ports: Any) -> None:
+    """Write the events that are owed, as far as the pipe takes them."""
+    while state[DUE_COUNT] > 0:
+        slot = state[DUE + state[DUE_FIRST]]
+        job = jobs[slot]
+        state[OUT], state[OUT + 1], state[OUT + 2] = slot, job[OUTCOME], job[CODE]
+        state[OUT + 3], state[OUT + 4] = job[STARTED], job[FINISHED]
+        job[STARTED] = 0  # before: who reads the event may look at the row of what takes its place
+        if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) != 8 * EVENT_WORDS:
+            job[STARTED] = state[OUT + 3]
+            return
+        job[STATE] = FREE
+        state[DUE_FIRST] = (state[DUE_FIRST] + 1) % JOBS
+        state[DUE_COUNT] -= 1
+        state[LIVE] -= 1
+        at = 0
+        while state[LISTED + at] != slot:
+            at += 1
+        for rest in range(at, state[LIVE]):  # they stay in the order in which they came
+            state[LISTED + rest] = state[LISTED + rest + 1]
+
+
+# --- what begins one
+
+
+@inlined
+def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+    """Take what has come through the pipe; whether anything has."""
+    taken = False
+    while True:
+        got = call_long(ports[READ], state[COMMANDS], state[HERE] + 8 * INBOX, 8 * INBOX_RECORDS * RECORD_WORDS)
+        for number in range(max(0, got) // (8 * RECORD_WORDS)):
+            at = INBOX + number * RECORD_WORDS
+            kind, slot = state[at], state[at + SLOT]
+            if kind == STOP:
+                state[STOPPING] = 1
+            elif 0 <= slot < JOBS:
+                job = jobs[slot]
+                owner = state[at + OWNER]
+                if kind == COPY and job[STATE] == FREE and -MOST_OWNERS <= owner < MOST_OWNERS:
+                    for word in range(RECORD_WORDS):
+                        job[word] = state[at + word]
+                    for word in range(RECORD_WORDS, JOB_WORDS):
+                        job[word] = 0
+                    job[STATE], job[TAG] = WAITING, -1
+                    if owner < 0:
+                        job[OWNER] = ~owner
+                        state[TAGS + ~owner] = 0
+                    state[LISTED + state[LIVE]] = slot
+                    state[LIVE] += 1
+                elif kind == CANCEL and job[STATE] == WAITING:
+                    _end(state, jobs, ports, slot, STOPPED, now)
+                elif kind == CANCEL:
+                    job[CANCELLED] = 1
+            taken = True
+        if got < 8 * INBOX_RECORDS * RECORD_WORDS:
+            return taken
+
+
+@inlined
+def _fired(ports: Any, job: Any) -> Any:
+    """Whether all events of a copy have; 1, 0, or the code of an error as a negative number."""
+    while job[FIRED] < job[EVENT_COUNT]:
+        code = call(ports[QUERY], load(job[EVENTS] + 8 * job[FIRED]))
+        if code == _NOT_READY:
+            return 0
+        if code != 0:
+            return -code
+        job[FIRED] += 1
+    return 1
+
+
+@inlined
+def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
+    """The slot whose turn it is in a direction, or in any if that is -1; -1 if none is ready.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the smallest tag, and of equal ones the smaller copy.
+    """
+    best = -1
+    for at in range(state[LIVE]):
+        slot = state[LISTED + at]
+        job = jobs[slot]
+        if job[STATE] != WAITING or (lane >= 0 and job[LANE] != lane):
+            continue
+        if job[TAG] < 0:
+            fired = _fired(ports, job)
+            if fired < 0:
+                job[CODE] = -fired
+                _end(state, jobs, ports, slot, FAILED, now)
+            if fired <= 0:
+                continue
+            # behind the last one of its owner, and not before what is copied now: waiting has gained it nothing
+            job[TAG] = max(state[TURN], state[TAGS + job[OWNER]])
+            state[TAGS + job[OWNER]] = job[TAG] + max(1, job[BYTES])
+        if best < 0 or (job[TAG], job[BYTES]) < (jobs[best][TAG], jobs[best][BYTES]):
+            best = slot
+    return best
+
+
+@inlined
+def _served(state: Any, job: Any) -> None:
+    """A copy has its turn: what is copied brings all forward alike, so that an old owner is not passed for ever."""
+    owners = max(1, state[OWNERS])
+    state[TURN] = max(state[TURN], job[TAG]) + (job[BYTES] + owners - 1) // owners
+
+
+@inlined
+def _may_begin(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
+    """Whether a copy begins: its lease has not ended, and nobody keeps it out. Else it is over."""
+    job = jobs[slot]
+    if now >= job[UNTIL] or not _enter(state, ports, job):
+        _end(state, jobs, ports, slot, STOPPED, now)
+        return False
+    job[STATE], job[STARTED] = RUNNING, now  # before it is launched: a call that does that may stand still itself
+    return True
+
+
+# --- on a CPU
+
+
+@inlined
+def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+    """Copy a part of what is copied now, beside helpers who do the same; whether anything moved on."""
+    team = state[HERE] + 8 * TEAM
+    slot = state[CURRENT]
+    if slot < 0:
+        slot = _next(state, jobs, ports, -1, now)
+        if slot < 0:
+            return False
+        job = jobs[slot]
+        _served(state, job)
+        if not _may_begin(state, jobs, ports, slot, now):
+            return True
+        state[CURRENT] = slot
+        for number in range(job[BLANK_COUNT]):
+            blank = job[BLANKS] + 32 * number
+            for line in range(load(blank + 16)):
+                clear_bytes(load(blank) + line * load(blank + 24), load(blank + 8))
+        store(team + 8, 0)
+        store(team + 16, job[PARTS])
+        add(team, job[PART_COUNT])
+        for _ in range(job[HELPERS]):
+            call(ports[SEM_POST], load(team + 32))
+    job = jobs[slot]
+    if job[CANCELLED]:  # what nobody has taken is left alone
+        left = add(team, 0)
+        while left > 0 and not exchange(team, left, 0):
+            left = add(team, 0)
+        if left > 0:
+            job[PART_COUNT] -= left
+            job[CUT] = 1
+    left = add(team, 0)
+    if left > 0 and exchange(team, left, left - 1):
+        copy_part(job[PARTS], left - 1)
+        add(team + 8, 1)
+    if add(team, 0) > 0 or add(team + 8, 0) < job[PART_COUNT]:
+        return left > 0
+    state[CURRENT] = -1
+    _end(state, jobs, ports, slot, STOPPED if job[CUT] else DONE, _now(state, ports))
+    return True
+
+
+# --- on a GPU
+
+
+@inlined
+def _room(lane: Any, job: Any) -> Any:
+    """Find room for a copy's tables in the ring of its direction; False until older ones have ended."""
+    words = job[TABLE_WORDS] + 2  # the last one tells of a closed gate, and they begin at multiples of 16 bytes
+    if job[OWN_HOST]:
+        return True
+    if lane[HEAD] == lane[TAIL]:  # nothing is in it
+        lane[HEAD] = lane[TAIL] = 0
+    size, words = lane[RING_WORDS], (words + 1) & ~1
+    start = lane[TAIL] % size
+    skipped = size - start if start + words > size else 0
+    if lane[TAIL] + skipped + words - lane[HEAD] > size:
+        return False
+    job[ROOM_START], job[ROOM_END] = (start + skipped) % size, lane[TAIL] + skipped + words
+    return True
+
+
+@inlined
+def _launched(state: Any, ports: Any, lane: Any, job: Any) -> Any:
+    """Launch everything of a copy; 0, or the code of the call that failed. What came before that may run."""
+    host, device = job[OWN_HOST], job[OWN_DEVICE]
+    if host == 0:
+        host, device = lane[RING_HOST] + 8 * job[ROOM_START], lane[RING_DEVICE] + 8 * job[ROOM_START]
+    closed, words, stream = host + 8 * job[TABLE_WORDS], 8 * job[TABLE_WORDS], lane[STREAM]
+    copy_bytes(host, job[TABLES], words)
+    store(closed, 0)
+    code = 0
+    if not job[NEAR] and words:
+        code = call(ports[UPLOAD], device, host, words, stream)
+    if code == 0 and job[FLUSHED]:
+        code = call(ports[FLUSH], 0, 100)  # of the current context, to its owner
+    for number in range(job[BLANK_COUNT]):
+        blank = job[BLANKS] + 32 * number
+        if code == 0 and load(blank + 16) == 1:
+            code = call(ports[CLEAR], load(blank), 0, load(blank + 8), stream)
+        elif code == 0:
+            code = call(ports[CLEAR_LINES], load(blank), load(blank + 24), 0, load(blank + 8), load(blank + 16), stream)
+    for number in range(job[PART_COUNT]):
+        one = job[PARTS] + 8 * LAUNCH_WORDS * number
+        sums = load(one + 48)
+        state[ARGUMENTS] = host if job[NEAR] else device
+        state[ARGUMENTS + 1], state[ARGUMENTS + 2] = load(one + 24), load(one + 32)
+        state[ARGUMENTS + 3] = job[SUMS_AT] if sums else job[GATE]
+        state[ARGUMENTS + 4] = 0 if sums else job[GATE_GENERATION]
+        state[ARGUMENTS + 5] = 0 if sums else closed
+        if code == 0:
+            blocks = min(job[CTAS], load(one + 40))
+            at = state[HERE] + 8 * PARAMETERS
+            code = call(ports[LAUNCH], load(one), blocks, 1, 1, load(one + 8), 1, 1, load(one + 16), stream, at, 0)
+    if code == 0 and job[SUMS]:
+        first = 8 * job[SUMS_AT]
+        code = call(ports[DOWNLOAD], host + first, device + first, words - first, stream)
+    return code
+
+
+@inlined
+def _launch(state: Any, jobs: Any, ports: Any, lane: Any, slot: Any, now: Any) -> None:
+    """Begin a copy for which there is room."""
+    job = jobs[slot]
+    _served(state, job)
+    if not _may_begin(state, jobs, ports, slot, now):
+        return
+    place = (lane[FIRST] + lane[COUNT]) % QUEUE
+    lane[ORDER + place] = slot
+    if not job[OWN_HOST]:
+        lane[TAIL] = job[ROOM_END]
+    lane[COUNT] += 1
+    lane[UNDERWAY] += job[BYTES]
+    job[CODE] = _launched(state, ports, lane, job)
+    code = call(ports[RECORD], lane[ORDER + QUEUE + place], lane[STREAM])
+    job[MARKED] = 1 if code == 0 else 0
+    if job[CODE] == 0:
+        job[CODE] = code
+
+
+@inlined
+def _reap(state: Any, jobs: Any, ports: Any, lane: Any) -> Any:
+    """End the copies of a direction that have run. They end in order, so only the oldest is asked for."""
+    ended = False
+    while lane[COUNT] > 0:
+        place = lane[FIRST] % QUEUE
+        slot = lane[ORDER + place]
+        job = jobs[slot]
+        if job[MARKED]:
+            code = call(ports[QUERY], lane[ORDER + QUEUE + place])
+            if code == _NOT_READY:
+                return ended
+            if job[CODE] == 0:
+                job[CODE] = code
+        now = _now(state, ports)
+        host = job[OWN_HOST] or lane[RING_HOST] + 8 * job[ROOM_START]
+        kept_out = job[GATE] != 0 and load(host + 8 * job[TABLE_WORDS]) != 0
+        if job[SUMS] and job[CODE] == 0:
+            copy_bytes(job[SUMS], host + 8 * job[SUMS_AT], 8 * (job[TABLE_WORDS] - job[SUMS_AT]))
+        if not job[OWN_HOST]:
+            lane[HEAD] = job[ROOM_END]
+        lane[FIRST] = (place + 1) % QUEUE
+        lane[COUNT] -= 1
+        lane[UNDERWAY] -= job[BYTES]
+        job[STARTED] = max(job[STARTED], lane[LAST_END])
+        lane[LAST_END] = now
+        _end(state, jobs, ports, slot, FAILED if job[CODE] else STOPPED if kept_out else DONE, now)
+        ended = True
+    return ended
+
+
+@inlined
+def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+    """Launch what is next in each direction, and end what has run; whether anything moved on.
+
+    One at a time: a launch takes as long as many a copy, and what has ended meanwhile is waited for elsewhere.
+    """
+    moved = False
+    for number in range(LANES):
+        lane = state[LANE_AT + number * LANE_WORDS : LANE_AT + (number + 1) * LANE_WORDS]
+        full = lane[COUNT] == QUEUE or (lane[COUNT] > 1 and lane[UNDERWAY] >= _AHEAD_BYTES)
+        slot = -1 if full else _next(state, jobs, ports, number, now)
+        if slot >= 0 and jobs[slot][PART_COUNT] + jobs[slot][BLANK_COUNT] + jobs[slot][FLUSHED] == 0:
+            if _may_begin(state, jobs, ports, slot, now):  # who asks for nothing but to be told of its events
+                _end(state, jobs, ports, slot, DONE, now)
+            moved = True
+        elif slot >= 0 and _room(lane, jobs[slot]):
+            _launch(state, jobs, ports, lane, slot, now)
+            moved = True
+        if _reap(state, jobs, ports, lane):
+            moved = True
+    return moved
+
+
+# --- all of it
+
+
+@compiled("int64(int64[::1], int64[:,::1], int64[::1])")
+def step(state: Any, jobs: Any, ports: Any) -> Any:
+    """Do what is ready.
+
+    Returns:
+        Nanoseconds after which it wants to run again, unless a record comes before; -1: then only.
+    """
+    now = _now(state, ports)
+    state[TURNS] += 1
+    moved = _take(state, jobs, ports, now)
+    if state[LIVE] == 0:
+        return _FOREVER
+    if _step_gpu(state, jobs, ports, now) if state[GPU] else _step_host(state, jobs, ports, now):
+        moved = True
+    _tell(state, jobs, ports)
+    if moved:
+        state[SINCE] = now
+        return 0
+    waited = now - state[SINCE]
+    if waited < state[SPIN]:
+        return 0
+    return min(max(waited // 8, _SHORTEST_NS), _LONGEST_NS)
+
+
+@compiled("void(int64[::1], int64[:,::1], int64[::1])")
+def run(state: Any, jobs: Any, ports: Any) -> None:
+    """Go on until a record says STOP: what a thread does."""
+    if state[GPU]:
+        call(ports[SET_CONTEXT], state[CONTEXT])
+        state[TIME] = 2  # relaxed: what is asked here must not break what somebody else captures
+        call(ports[CAPTURE_MODE], state[HERE] + 8 * TIME)
+    state[POLLED] = state[COMMANDS] | 1 << 32  # struct pollfd: the descriptor, and POLLIN
+    while True:
+        delay = step(state, jobs, ports)
+        if state[STOPPING]:
+            return
+        if delay != 0:
+            state[TIME], state[TIME + 1] = 0, delay
+            timeout = state[HERE] + 8 * TIME if delay > 0 else 0
+            call(ports[PPOLL], state[HERE] + 8 * POLLED, 1, timeout, 0)

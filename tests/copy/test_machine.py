@@ -1,0 +1,650 @@
+"""What the machine decides where a GPU copies, on a stub of its driver: streams go on when a test says so."""
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from copy_plans import CANARY
+from driver import FAULT, Driver, Event, StubGpu, word
+from stepped import Flag, World, kind, until
+from sum_plans import pair_of
+
+from kvxfer.copy import Direction, cuda, records
+from kvxfer.copy.port import AllOf, Gate
+from kvxfer.copy.tables import Variant, pack
+from kvxfer.errors import TransferFailedError
+from kvxfer.geometry import SumPlan
+from kvxfer.geometry.copyplan import Blank, CopyPlan
+from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.memory.flush import Arrival
+
+GATHERS, SCATTERS = 11, 12
+
+
+class Scene(World):
+    """A mover on a stub of a GPU."""
+
+    def __init__(self, *, ring_bytes=4096, warm=True, **options):
+        self.driver = Driver()
+        self.gpu = StubGpu(self.driver, ring_bytes=ring_bytes, warm=warm)
+        super().__init__(self.gpu, **options)
+
+    def lane(self, number=0):
+        """A direction as the machine keeps it."""
+        at = records.LANE_AT + number * records.LANE_WORDS
+        return self.machine.state[at : at + records.LANE_WORDS]
+
+    def running(self, number=0):
+        return int(self.lane(number)[records.COUNT])
+
+    async def steps(self, count=3):
+        """So many of them, and what they say; whatever was to be prepared is ready before."""
+        await self.settle()
+        for _ in range(count):
+            self.step()
+        assert not self.driver.broken, self.driver.broken
+        await self.settle()
+
+    async def finish(self):
+        """Let streams go on until nothing is left."""
+        for _ in range(5000):
+            if not self.mover._untold:
+                return
+            self.driver.go()
+            await self.steps(1)
+        raise AssertionError(f"{self.mover._untold} are missing")
+
+
+@pytest.fixture
+async def scene():
+    scene = Scene()
+    yield scene
+    scene.driver.go()
+    await scene.close()
+
+
+@pytest.fixture
+def gate():
+    file = LockFile(8)
+    key = Key(file.handle)
+    yield file, key
+    key.close(forced=True)
+    assert not key.is_open
+    file.close()
+
+
+# --- from the record to its end
+
+
+async def test_a_copy_is_told_when_its_event_has_happened(scene):
+    scene.submit("a")
+    await scene.steps()
+    assert scene.driver.names() == ["LAUNCH", "RECORD"]
+    assert scene.order == []
+    assert not scene.written()
+    scene.runtime.time = 2.0
+    scene.driver.go()
+    await scene.steps(1)
+    outcome = scene.outcomes["a"]
+    assert (kind(outcome), outcome.started, outcome.finished) == ("done", 1.0, 2.0)
+    assert scene.written()
+    assert scene.machine.step() is None, "nothing to do: it sleeps until a record comes"
+
+
+async def test_it_looks_without_a_pause_and_then_ever_less_often(scene):
+    scene.machine.state[records.SPIN] = 200_000
+    scene.submit("a")
+    await scene.steps(2)
+    delays = []
+    for _ in range(400):
+        scene.runtime.time += 25e-6
+        delays.append(scene.step())
+    assert delays[:6] == [0.0] * 6
+    assert delays == sorted(delays)
+    assert delays[9] > 0
+    assert delays[-1] == 1e-3
+    scene.driver.go()
+    await scene.steps(1)
+    assert scene.order == ["a"]
+
+
+async def test_one_that_follows_another_begins_when_that_has_ended(scene):
+    scene.submit("a")
+    scene.submit("b", at=4096)
+    await scene.steps(2)
+    for time in (2.0, 3.0):
+        scene.runtime.time = time
+        scene.driver.go(GATHERS, marks=1)
+        await scene.steps(1)
+    assert [(one.started, one.finished) for one in scene.outcomes.values()] == [(1.0, 2.0), (2.0, 3.0)]
+
+
+async def test_what_copies_nothing_is_done_at_once(scene):
+    scene.submit("empty", CopyPlan(()))
+    await scene.steps(1)
+    assert kind(scene.outcomes["empty"]) == "done"
+    assert scene.driver.names() == []
+
+
+async def test_those_of_a_stream_are_told_in_its_order(scene):
+    for number in range(5):
+        scene.submit(number, at=4096 * number)
+    await scene.steps(10)
+    await scene.finish()
+    assert scene.order == list(range(5))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_a_copy_stands_from_before_its_launch_to_its_end(scene, direction):
+    """A call that launches it waits too, where the stream is held up and takes no more: it is asked meanwhile."""
+    event, seen = scene.driver.event(), []
+    scene.driver.watch = lambda name, _: seen.append(scene.mover.standing(1.5)) if name == "LAUNCH" else None
+    scene.submit("a", after=event, direction=direction)
+    await scene.steps()
+    assert not scene.mover.standing(1.5), "it waits for its event"
+    scene.driver.fire(event)
+    await scene.steps()
+    assert seen == [True]
+    assert scene.mover.standing(1.5)
+    assert not scene.mover.standing(1.0), "it began no sooner"
+    scene.driver.go()
+    await scene.steps()
+    assert kind(scene.outcomes["a"]) == "done"
+    assert not scene.mover.standing(math.inf)
+
+
+async def test_what_has_not_been_launched_does_not_stand_because_of_who_was_in_its_row_before(scene):
+    first = scene.submit("a")
+    await scene.steps()
+    scene.driver.go()
+    await scene.steps()
+    assert kind(scene.outcomes["a"]) == "done"
+    second = scene.submit("b", after=scene.driver.event())
+    assert second.slot == first.slot
+    assert not scene.mover.standing(math.inf)
+
+
+# --- events of the caller
+
+
+async def test_cuda_events_are_asked_by_the_machine_and_hold_up_nobody(scene):
+    late, other = scene.driver.event(), Flag()
+    scene.submit("late", after=late)
+    scene.submit("both", after=AllOf([late, other]), at=4096)
+    scene.submit("ready", at=8192)
+    scene.submit("scatter", direction=Direction.SCATTER, at=12288)
+    await scene.steps()
+    assert scene.mover.waiting(Direction.GATHER) == 1
+    assert (scene.running(0), scene.running(1)) == (1, 1)
+    scene.driver.go()
+    await scene.steps()
+    assert scene.order == ["ready", "scatter"]
+    assert not scene.written()
+    scene.driver.fire(late)
+    await scene.steps()
+    scene.driver.go()
+    await scene.steps()
+    assert scene.order == ["ready", "scatter", "late"]
+    other.fired = True
+    async with asyncio.timeout(10):
+        await until(lambda: not scene.mover.waiting(Direction.GATHER))
+    await scene.finish()
+    assert scene.order[3:] == ["both"]
+    assert scene.written(at=4096)
+
+
+async def test_an_event_that_has_happened_is_not_asked_again(scene):
+    events = [scene.driver.event() for _ in range(3)]
+    scene.submit("a", after=AllOf(events))
+    await scene.steps()
+    scene.driver.fire(events[0])
+    await scene.steps(4)
+    scene.driver.fire(events[1])
+    scene.driver.fire(events[2])
+    await scene.steps(1)
+    asked = [handle for (handle,) in scene.driver.made("QUERY")]
+    assert asked.count(events[0].cuda_event) == 4
+    assert [asked.count(event.cuda_event) for event in events[1:]] == [5, 1]
+    assert scene.running() == 1
+
+
+async def test_an_event_that_cannot_be_asked_fails_its_copy_alone(scene):
+    event = scene.driver.event()
+    scene.driver.codes["QUERY"] = [FAULT]
+    scene.submit("a", after=event)
+    await scene.steps(1)
+    scene.submit("b", at=4096)
+    await scene.finish()
+    assert scene.reports.kinds() == {"a": "TransferFailedError", "b": "done"}
+    assert not scene.written()
+
+
+async def test_torchs_newer_events_are_asked_too(scene):
+    event: Any = scene.driver.event()
+    newer: Any = type("Newer", (), {"event_id": event.cuda_event, "query": event.query})()
+    scene.submit("a", after=newer)
+    await scene.steps()
+    assert scene.running() == 0
+    scene.driver.fire(event)
+    await scene.finish()
+    assert kind(scene.outcomes["a"]) == "done"
+
+
+# --- leases, cancels, locks, gates
+
+
+async def test_a_lease_that_has_ended_is_not_launched(scene):
+    late = scene.driver.event()
+    scene.submit("ended", until=1.0)
+    scene.submit("ends", after=late, until=2.0)
+    scene.submit("holds", after=late, until=2.1, at=4096)
+    await scene.steps()
+    scene.runtime.time = 2.0
+    scene.driver.fire(late)
+    await scene.finish()
+    assert scene.reports.kinds() == {"ended": "stopped", "ends": "stopped", "holds": "done"}
+    assert len(scene.driver.made("LAUNCH")) == 1
+    assert not scene.written()
+
+
+async def test_what_was_launched_is_not_called_back(scene):
+    waiting = scene.submit("waiting", after=scene.driver.event(), at=4096)
+    running = scene.submit("running")
+    await scene.steps()
+    scene.mover.cancel(running)
+    scene.mover.cancel(waiting)
+    await scene.steps()
+    assert scene.reports.kinds() == {"waiting": "stopped"}
+    await scene.finish()
+    assert kind(scene.outcomes["running"]) == "done"
+    assert scene.written()
+
+
+async def test_a_lock_is_kept_while_anything_of_its_copies_is_under_way(scene, gate):
+    file, key = gate
+    for number, direction in enumerate((Direction.GATHER, Direction.SCATTER, Direction.GATHER)):
+        scene.submit(number, direction=direction, passage=key.passage(3, FIRST_GENERATION), at=4096 * number)
+    await scene.steps()
+    assert int(key._inside[3]) == 3
+    for stream, left in ((GATHERS, 2), (SCATTERS, 1), (GATHERS, 0)):
+        assert file.revoke(3) is None
+        scene.driver.go(stream, marks=1)
+        await scene.steps(1)
+        assert int(key._inside[3]) == left
+    assert file.revoke(3) is Revoked.IDLE
+    assert set(scene.reports.kinds().values()) == {"done"}
+    scene.submit("late", passage=key.passage(3, FIRST_GENERATION))
+    await scene.steps()
+    assert kind(scene.outcomes["late"]) == "stopped"
+    assert len(scene.driver.made("LAUNCH")) == 3
+
+
+async def test_a_copy_that_found_its_gate_closed_is_stopped(scene):
+    gates = np.asarray([7 << 32, 7 << 32], np.int64)
+    address = gates.ctypes.data
+    scene.submit("a", gate=Gate(address, 7))
+    scene.submit("b", gate=Gate(address + 8, 7), at=4096)
+    await scene.steps()
+    gates[1] += 1 << 32  # by its owner
+    await scene.finish()
+    assert scene.reports.kinds() == {"a": "done", "b": "stopped"}
+    assert scene.written()
+    assert not scene.written(at=4096)
+    scene.gpu._rings[0][0].fill_(1)  # a word that was set is not looked at by who has no gate
+    scene.submit("c", at=4096)
+    await scene.finish()
+    assert kind(scene.outcomes["c"]) == "done"
+
+
+# --- rings
+
+
+async def test_tables_wait_for_room_in_the_ring(scene):
+    for number in range(20):
+        scene.submit(number, rows=8, at=4096 * number)
+    await scene.steps(20)
+    fit = scene.running()
+    assert 1 < fit < 20
+    for number in range(20):
+        assert scene.order == list(range(number))
+        scene.driver.go(GATHERS, marks=1)
+        await scene.steps(2)
+    assert scene.order == list(range(20))
+    assert all(scene.written(nbytes=512, at=4096 * number) for number in range(20))
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_tables_in_a_ring_never_overlap_and_fill_it(seed):
+    """Sizes at random; far ones are read on the device, when the stream comes to them."""
+    rng, scene = np.random.default_rng(seed), Scene(ring_bytes=2048)
+    scene.gpu.near = lambda tables, sums: bool(rng.integers(0, 2))  # type: ignore[method-assign]
+    most, told, number = 0, 0, 0
+    while told < 300:
+        while number < 300 and number - told < 12:
+            rows = int(rng.integers(1, 60))
+            scene.submit(number, scene.plan(rows=rows, row_bytes=16, at=4096 * (number % 200)))
+            number += 1
+        await scene.steps(2)
+        lane, taken = scene.lane(), []
+        for place in range(scene.running()):
+            job = scene.machine.jobs[lane[records.ORDER + (lane[records.FIRST] + place) % records.QUEUE]]
+            start, words = int(job[records.ROOM_START]), int(job[records.TABLE_WORDS]) + 1
+            assert 0 <= start <= start + words <= 256
+            assert start % 2 == 0, "they begin at multiples of 16 bytes"
+            assert all(start + words <= at or at + n <= start for at, n in taken)
+            taken.append((start, words))
+        most = max(most, sum(n for _, n in taken))
+        for _ in range(int(rng.integers(0, 6))):
+            scene.driver.go_one(GATHERS)
+        told = len(scene.order)
+    assert most > 200
+    assert sorted(scene.order) == list(range(300))
+    assert all(scene.written(nbytes=16, at=4096 * number) for number in range(200))
+    await scene.close()
+
+
+async def test_a_ring_that_is_empty_begins_anew(scene):
+    for number in range(5):
+        scene.submit(number)
+        await scene.finish()
+    assert int(scene.lane()[records.TAIL]) == int(scene.machine.jobs[1023, records.ROOM_END]) < 100
+
+
+async def test_tables_larger_than_the_ring_have_memory_of_their_own():
+    scene = Scene(ring_bytes=512)
+    scene.submit("large", rows=200)
+    scene.submit("small", at=65536)
+    scene.submit("large too", rows=200, at=131072)
+    await scene.steps(4)
+    assert scene.order == []
+    scene.driver.go()
+    await scene.steps(2)
+    assert set(scene.reports.kinds().values()) == {"done"}
+    assert scene.written(nbytes=200 * 64)
+    assert scene.written(nbytes=200 * 64, at=131072)
+    await scene.close()
+
+
+async def test_small_tables_are_read_where_they_are_and_large_ones_on_the_device():
+    scene = Scene(ring_bytes=1 << 20)
+    host, device = scene.gpu._rings[0]
+    many_tiles = scene.plan(rows=65, row_bytes=4096)
+    many_tiles = replace(many_tiles, segments=many_tiles.segments * 20)
+    for name, plan in (("few", scene.plan()), ("rows", scene.plan(rows=200)), ("tiles", many_tiles)):
+        scene.submit(name, plan)
+        await scene.steps(1)
+        table = word(word(scene.driver.made("LAUNCH")[-1][9]).value).value
+        assert (host if name == "few" else device).data_ptr() <= table
+        assert len(scene.driver.made("UPLOAD")) == {"few": 0, "rows": 1, "tiles": 2}[name]
+    await scene.finish()
+    assert set(scene.reports.kinds().values()) == {"done"}
+    await scene.close()
+
+
+# --- how much is launched
+
+
+async def test_no_more_than_a_queue_is_launched_and_its_events_are_used_in_turns():
+    scene = Scene(ring_bytes=1 << 20)
+    for number in range(200):
+        scene.submit(number, at=4096 * number)
+    await scene.steps(100)
+    assert scene.running() == records.QUEUE
+    scene.driver.go(GATHERS, marks=10)
+    await scene.steps(100)
+    assert len(scene.order) == 10
+    assert scene.running() == records.QUEUE
+    await scene.finish()
+    assert sorted(scene.order) == list(range(200))
+    assert len({event for event, _ in scene.driver.made("RECORD")}) == records.QUEUE
+    assert all(scene.written(at=4096 * number) for number in range(200))
+    await scene.close()
+
+
+async def test_half_a_gigabyte_is_launched_ahead_but_two_copies_at_least(scene):
+    for number in range(4):
+        scene.submit(("large", number), nbytes=1 << 30, owner="large")
+    for number in range(4):
+        scene.submit(("small", number), nbytes=200 << 20, owner="small", direction=Direction.SCATTER)
+    await scene.steps(10)
+    assert (scene.running(0), scene.running(1)) == (2, 3)
+    urgent = scene.submit("urgent", nbytes=64, owner="urgent")
+    scene.driver.go(GATHERS, marks=1)
+    await scene.steps(2)
+    assert scene.machine.started(urgent.slot), "it is next, and three of the large ones behind it"
+    await scene.finish()
+    assert scene.order.index("urgent") < scene.order.index(("large", 3))
+
+
+async def test_copies_occupy_as_many_thread_blocks_as_they_may():
+    scene = Scene(ring_bytes=1 << 20, ctas=3)
+    scene.submit("many tiles", scene.plan(rows=8, row_bytes=65536))
+    scene.submit("one tile", at=1 << 19)
+    await scene.steps()
+    scene.mover.occupy(5)
+    scene.submit("more", scene.plan(rows=8, row_bytes=65536))
+    await scene.steps()
+    assert [call[1] for call in scene.driver.made("LAUNCH")] == [3, 1, 5]
+    await scene.finish()
+    await scene.close()
+
+
+async def test_gathers_come_before_other_work_on_the_gpu(scene):
+    scene.submit("g")
+    scene.submit("s", direction=Direction.SCATTER)
+    await scene.steps()
+    assert [call[8] for call in scene.driver.made("LAUNCH")] == [GATHERS, SCATTERS]
+    await scene.finish()
+
+
+# --- errors of the driver
+
+
+def two_widths(scene):
+    """A plan of two launches."""
+    both = [scene.plan(at=at).segments[0] for at in (0, 8192)]
+    both[1].regions[0, :] += 4
+    return CopyPlan(tuple(both))
+
+
+async def test_a_failed_launch_is_told_after_what_was_launched_before_it(scene):
+    scene.driver.codes["LAUNCH"] = [0, 701]
+    scene.submit("a", two_widths(scene))
+    scene.submit("b", at=65536)
+    await scene.steps()
+    assert scene.order == [], "the first width still runs"
+    await scene.finish()
+    assert scene.reports.kinds() == {"a": "TransferFailedError", "b": "done"}
+    assert "701" in str(scene.outcomes["a"].error)
+    assert scene.written()
+
+
+@pytest.mark.parametrize("name", ["UPLOAD", "CLEAR", "CLEAR_LINES", "LAUNCH", "DOWNLOAD"])
+async def test_whatever_fails_fails_its_copy_and_what_follows_of_it_is_not_asked_for(scene, name):
+    source, target, chunk = pair_of(2)
+    at = scene.dst.ctypes.data
+    plan = replace(scene.plan(rows=100), blanks=(Blank(at + 65536, 64), Blank(at + 131072, 8, 2, 64)))
+    scene.driver.codes[name] = [FAULT]
+    scene.submit("a", plan, sums=SumPlan.at_source(chunk))
+    await scene.steps()
+    calls = scene.driver.names()
+    assert calls[calls.index(name) + 1 :] == ["RECORD"]
+    await scene.finish()
+    assert kind(scene.outcomes["a"]) == "TransferFailedError"
+    assert scene.outcomes["a"].sums == b""
+    scene.submit("b")
+    await scene.finish()
+    assert kind(scene.outcomes["b"]) == "done"
+    del source, target
+
+
+async def test_a_broken_device_fails_every_copy_once_and_gives_every_place_back(scene, gate):
+    file, key = gate
+    scene.submit("running", passage=key.passage(1, FIRST_GENERATION))
+    scene.submit("behind")
+    await scene.steps(2)
+    scene.driver.codes["QUERY"] = [FAULT] * 100
+    scene.driver.codes["RECORD"] = [FAULT] * 100
+    scene.submit("next")
+    await scene.steps(4)
+    assert set(scene.order) == {"running", "behind", "next"}
+    assert all(str(FAULT) in str(outcome.error) for outcome in scene.outcomes.values())
+    assert (scene.running(), int(scene.lane()[records.HEAD]), int(scene.lane()[records.UNDERWAY])) == (
+        0,
+        int(scene.lane()[records.TAIL]),
+        0,
+    )
+    assert file.revoke(1) is Revoked.IDLE
+
+
+async def test_what_cannot_be_compiled_fails_its_copy_alone():
+    scene = Scene(warm=False)
+    scene.gpu.kernel.error = RuntimeError("no such kernel")
+    scene.submit("a")
+    await scene.steps()
+    assert isinstance(scene.outcomes["a"].error, TransferFailedError)
+    assert "no such kernel" in str(scene.outcomes["a"].error)
+    scene.gpu.kernel.error = None
+    scene.submit("b")
+    copy = scene.submit("c", at=4096)
+    scene.mover.cancel(copy)  # while it is prepared
+    await scene.finish()
+    assert scene.reports.kinds() == {"a": "TransferFailedError", "b": "done", "c": "stopped"}
+    assert scene.gpu.kernel.compiles == 1
+    await scene.close()
+
+
+async def test_nothing_is_compiled_after_warming():
+    scene = Scene(warm=False)
+    plan = scene.plan(rows=3, row_bytes=24)
+    scene.mover.warm([plan])
+    before = scene.gpu.kernel.compiles
+    assert before >= 1
+    assert scene.gpu.is_prepared(pack(plan))
+    scene.submit("a", plan)
+    scene.step()
+    assert scene.running() == 1, "it goes to the machine at once"
+    await scene.finish()
+    assert scene.gpu.kernel.compiles == before
+    await scene.close()
+
+
+# --- gaps, NICs, sums
+
+
+async def test_gaps_are_cleared_before_anything_is_copied(scene):
+    at = scene.dst.ctypes.data
+    blanks = (Blank(at, 4096), Blank(at + 8192, 32, 3, 96))
+    scene.submit("with gaps", replace(scene.plan(), blanks=blanks))
+    await scene.steps()
+    assert scene.driver.names() == ["CLEAR", "CLEAR_LINES", "LAUNCH", "RECORD"]
+    scene.submit("gaps alone", CopyPlan((), (Blank(at + 65536, 64),)))
+    await scene.steps()
+    assert scene.driver.names()[4:] == ["CLEAR", "RECORD"]
+    assert scene.order == [], "until the device has come past them"
+    await scene.finish()
+    assert scene.order == ["with gaps", "gaps alone"]
+    want = np.full(len(scene.dst), CANARY, np.uint8)
+    want[256:4096] = want[65536 : 65536 + 64] = 0
+    want[:256] = scene.src[:256]
+    for line in range(3):
+        want[8192 + 96 * line :][:32] = 0
+    np.testing.assert_array_equal(scene.dst, want)
+
+
+@pytest.mark.parametrize("how", list(Arrival))
+async def test_what_a_nic_wrote_is_flushed_before_it_is_read(scene, monkeypatch, how, caplog):
+    asked = []
+    monkeypatch.setattr(cuda, "arrival", lambda device: (asked.append(device), how)[1])
+    plan = scene.plan()
+    for name in "ab":
+        scene.submit(name, replace(plan, from_nic=True), Direction.SCATTER)
+        await scene.steps()
+    scene.submit("from this host", plan, Direction.SCATTER)
+    await scene.steps()
+    scene.submit("in place", CopyPlan((), from_nic=True), Direction.SCATTER)
+    await scene.finish()
+    flush = ["FLUSH"] * (how is Arrival.FLUSHED)
+    assert scene.driver.names("RECORD") == [*flush, "LAUNCH", *flush, "LAUNCH", "LAUNCH", *flush]
+    assert len(asked) == 1
+    assert caplog.text.count("writes_not_flushed") == (how is Arrival.UNKNOWN)
+    assert set(scene.reports.kinds().values()) == {"done"}
+
+
+async def test_a_flush_that_fails_fails_its_copy_alone(scene, monkeypatch):
+    monkeypatch.setattr(cuda, "arrival", lambda device: Arrival.FLUSHED)
+    scene.driver.codes["FLUSH"] = [801]
+    scene.submit("broken", replace(scene.plan(), from_nic=True))
+    scene.submit("next", at=4096)
+    await scene.finish()
+    assert scene.reports.kinds() == {"broken": "TransferFailedError", "next": "done"}
+    assert len(scene.driver.made("LAUNCH")) == 1
+    assert not scene.written()
+
+
+async def test_sums_follow_their_copy_and_are_read_when_it_has_run():
+    scene = Scene(ring_bytes=1 << 16)
+    source, target, chunk = pair_of(2)
+    sums = SumPlan.at_destination(chunk)
+    count = sums.region_sums + sums.row_sums
+    scene.driver.sums = list(range(1, count + 1))
+    scene.submit("copied", chunk.copy(), sums=sums)
+    await scene.steps()
+    scene.submit("summed", CopyPlan(()), sums=sums)
+    await scene.steps()
+    copying = ["LAUNCH"] * len(pack(chunk.copy()).launches)
+    adding = ["UPLOAD", *copying, "LAUNCH", "DOWNLOAD", "RECORD"]
+    assert scene.driver.names() == [*adding, *[name for n, name in enumerate(adding) if not 0 < n <= len(copying)]]
+    assert scene.outcomes == {}
+    await scene.finish()
+    expected = b"".join(number.to_bytes(8, "little") for number in range(1, count + 1))
+    assert [scene.outcomes[name].sums for name in ("copied", "summed")] == [expected] * 2
+    del source, target
+    await scene.close()
+
+
+async def test_what_was_not_allowed_has_no_sums(scene):
+    source, target, chunk = pair_of(2)
+    scene.submit("denied", chunk.copy(), sums=SumPlan.at_source(chunk), until=0.5)
+    await scene.finish()
+    assert scene.driver.names() == []
+    assert kind(scene.outcomes["denied"]) == "stopped"
+    assert scene.outcomes["denied"].sums == b""
+    del source, target
+
+
+# --- closing, and the thread
+
+
+async def test_close_reports_what_waits_but_not_what_runs(scene):
+    scene.submit("running")
+    scene.submit("waiting", after=scene.driver.event())
+    scene.submit("flagged", after=Flag())
+    await scene.steps()
+    assert not await scene.mover.close(0.0)
+    await scene.steps()
+    assert scene.reports.kinds() == {"waiting": "ClosedError", "flagged": "ClosedError"}
+    assert not await scene.mover.close(0.0)
+    scene.driver.go()
+    await scene.steps(1)
+    assert kind(scene.outcomes["running"]) == "done"
+    assert await scene.mover.close(0.0)
+
+
+async def test_gates_of_its_own_memory_are_raised(scene):
+    gate = np.asarray([7 << 32 | 3], np.int64)
+    assert scene.mover.inside(gate.ctypes.data, raised=True) == 3
+    assert int(gate[0]) == 8 << 32 | 3
+    assert scene.mover.inside(gate.ctypes.data, raised=False) == 3
+
+
+def test_what_the_stub_is_given_is_what_the_driver_has():
+    assert set(cuda.FUNCTIONS) == set(Driver().functions)
+    with pytest.raises(AssertionError):
+        Event(1).query()
+    assert Variant(16).tile
+    assert torch.empty(0).device.type == "cpu"

@@ -1,0 +1,754 @@
+"""The mover: every copy once and told once, whatever is cancelled, revoked, closed, forked or ended meanwhile."""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from copy_plans import CANARY, contiguous_rows, expected, random_plan
+from stepped import Flag, Reports, World, kind, until
+
+from kvxfer.copy import READY, CopyJob, Direction, records
+from kvxfer.copy.mover import Mover
+from kvxfer.copy.port import AllOf
+from kvxfer.copy.tables import NOTHING, pack, parts_of
+from kvxfer.errors import ClosedError
+from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
+from kvxfer.runtime import ThreadRuntime
+from kvxfer.testing import simulate
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 1 << 20
+SRC = np.random.default_rng(7).integers(0, 256, MIB, dtype=np.uint8)
+
+
+def canvas():
+    return np.full(MIB, CANARY, np.uint8)
+
+
+def small_plan(dst, *, rows=4, row_bytes=4096):
+    return contiguous_rows(SRC.ctypes.data, dst.ctypes.data, rows=rows, regions=1, row_bytes=row_bytes, pool=rows)
+
+
+@pytest.fixture
+async def mover():
+    mover = Mover(ThreadRuntime())
+    yield mover
+    assert await mover.close(10)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+async def abandoned():
+    """The same, which is not expected to end."""
+    world = World()
+    yield world
+    world.mover._hang_up()
+    world.machine.stop()
+
+
+@pytest.fixture
+async def tiny_parts(monkeypatch):
+    """Copies are cut into their rows."""
+    monkeypatch.setattr("kvxfer.copy.mover.parts_of", partial(parts_of, part_bytes=1))
+
+
+@pytest.fixture
+def gate():
+    """The owner's side of gates, and a writer's."""
+    file = LockFile(8)
+    key = Key(file.handle)
+    yield file, key
+    key.close(forced=True)
+    assert not key.is_open
+    file.close()
+
+
+# --- in its thread
+
+
+async def test_a_copy_is_done_when_its_bytes_are_there_and_only_once(mover):
+    dst, reports = canvas(), Reports()
+    plan = small_plan(dst)
+    mover.warm([plan])
+    mover.submit(CopyJob(pack(plan), reports("a")), Direction.GATHER)
+    assert reports.outcomes == {}, "it is never told at once"
+    outcome = (await reports.wait(1))["a"]
+    assert (kind(outcome), outcome.sums) == ("done", b"")
+    assert outcome.started <= outcome.finished
+    np.testing.assert_array_equal(dst, expected(plan, SRC, SRC.ctypes.data, canvas(), dst.ctypes.data))
+
+
+async def test_random_plans_beside_one_another(mover):
+    reports, made = Reports(), []
+    for seed in range(200):
+        dst = np.full(MIB // 8, CANARY, np.uint8)
+        plan, _, _ = random_plan(seed, SRC.ctypes.data, dst.ctypes.data, len(dst))
+        want = expected(plan, SRC, SRC.ctypes.data, dst, dst.ctypes.data)
+        made.append((dst, want))
+        job = CopyJob(pack(plan), reports(seed), nbytes=plan.bytes, owner=seed % 3)
+        mover.submit(job, list(Direction)[seed % 2])
+    await reports.wait(200)
+    assert set(reports.kinds().values()) == {"done"}
+    for dst, want in made:
+        np.testing.assert_array_equal(dst, want)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_an_event_that_has_not_happened_holds_up_nobody(mover, direction):
+    first, second, reports, flag = canvas(), canvas(), Reports(), Flag()
+    mover.submit(CopyJob(pack(small_plan(first)), reports("late"), flag), direction)
+    assert mover.waiting(direction) == 1
+    mover.submit(CopyJob(pack(small_plan(second)), reports("ready"), READY), direction)
+    await reports.wait(1)
+    asked = flag.asked
+    await until(lambda: flag.asked >= asked + 3)
+    assert reports.order == ["ready"]
+    assert (first == CANARY).all(), "nothing is copied before its event"
+    flag.fired = True
+    await reports.wait(2)
+    assert reports.order == ["ready", "late"]
+    assert (first != CANARY).any()
+    assert mover.waiting(direction) == 0
+
+
+async def test_of_several_events_each_is_asked_until_it_has_happened(mover):
+    reports, flags = Reports(), [Flag() for _ in range(3)]
+    dst = canvas()
+    mover.submit(CopyJob(pack(small_plan(dst)), reports("a"), AllOf([*flags, READY])), Direction.SCATTER)
+    for flag in (flags[2], flags[0], flags[1]):
+        assert reports.outcomes == {}
+        flag.fired, asked = True, [one.asked for one in flags]
+        await until(partial(looked, reports, flags, asked))
+    await reports.wait(1)
+    assert (dst != CANARY).any()
+
+
+def looked(reports, flags, asked):
+    """Whether an event was asked again, or the copy is over."""
+    return reports.outcomes or any(flag.asked > before + 2 for flag, before in zip(flags, asked, strict=True))
+
+
+def descriptors():
+    return {*Path("/proc/self/fd").iterdir()}
+
+
+async def test_events_that_fail_are_outcomes_of_their_copies(mover):
+    class Unanswerable:
+        """Says something that is neither true nor false."""
+
+        def query(self):
+            return np.array([0, 1])
+
+    dst, reports = canvas(), Reports()
+    tables = pack(small_plan(dst))
+    failing = {
+        "event": Flag(RuntimeError("device gone")),
+        "answer": cast("Any", Unanswerable()),
+        "own error": Flag(ClosedError("gone")),
+        "good": READY,
+    }
+    for name, after in failing.items():
+        mover.submit(CopyJob(tables, reports(name), after), Direction.GATHER)
+    outcomes = await reports.wait(4)
+    assert reports.kinds() == {
+        "event": "TransferFailedError",
+        "answer": "TransferFailedError",
+        "own error": "ClosedError",
+        "good": "done",
+    }
+    assert "device gone" in str(outcomes["event"].error)
+    assert "ambiguous" in str(outcomes["answer"].error)
+
+
+async def nobody_is_stranded(world, error):
+    """`done` raises for copies that ended, and for one whose event failed; others are told behind it."""
+    seen = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context["exception"]))
+
+    def done(outcome):
+        raise error
+
+    for name in ("before", "after"):
+        world.mover.submit(CopyJob(pack(world.plan()), done), Direction.GATHER)
+        world.submit(name)
+    for _ in range(4):  # all of them are in the pipe when it is read
+        world.machine.step()
+    await world.settle()
+    assert world.order == ["before", "after"]
+    assert seen == [error] * 2
+    world.mover.submit(CopyJob(pack(world.plan()), done, Flag(RuntimeError("event"))), Direction.GATHER)
+    world.submit("fails", after=Flag(RuntimeError("another")))
+    await world.settle()
+    assert kind(world.outcomes["fails"]) == "TransferFailedError"
+    assert seen == [error] * 3
+    assert await world.mover.close(1.0)
+
+
+async def test_a_report_that_raises_strands_nobody(world):
+    await nobody_is_stranded(world, RuntimeError("not mine"))
+
+
+async def test_a_report_that_gives_the_result_of_what_was_cancelled_strands_nobody(abandoned):
+    await nobody_is_stranded(abandoned, asyncio.CancelledError("not mine"))
+
+
+async def test_more_than_the_machine_has_rows_and_its_pipe_has_room(mover):
+    count = 3 * records.JOBS
+    dst, reports = canvas(), Reports()
+    tables = [pack(small_plan(dst[256 * n :], rows=4, row_bytes=64)) for n in range(count)]
+    for number, one in enumerate(tables):
+        mover.submit(CopyJob(one, reports(number), nbytes=256, owner=number % 7), Direction.GATHER)
+    await reports.wait(count)
+    assert set(reports.kinds().values()) == {"done"}
+    for owner in range(7):
+        mine = [number for number in reports.order if number % 7 == owner]
+        assert mine == sorted(mine), "those of one owner keep their order"
+    assert (dst[: 256 * count] != CANARY).any(axis=0)
+    for number in range(0, count, 97):
+        np.testing.assert_array_equal(np.sort(dst[256 * number :][:256]), np.sort(SRC[:256]))
+
+
+async def test_records_wait_for_room_in_the_pipe_and_keep_their_order(world):
+    """The machine stands still meanwhile, as behind a call of a driver: the loop does not."""
+    for number in range(700):
+        world.submit(number)
+    copy = world.submit("cancelled")
+    world.mover.cancel(copy)
+    assert len(world.machine._unsent) > 100
+    await world.run(701)
+    assert world.order[-1] == "cancelled" or kind(world.outcomes["cancelled"]) == "stopped"
+    assert [name for name in world.order if name != "cancelled"] == list(range(700))
+    assert len(world.machine._unsent) == 0
+
+
+async def test_events_wait_for_room_in_the_pipe(world):
+    """Here a smaller one than the kernel gives: all events fit into that."""
+    import fcntl
+
+    fcntl.fcntl(int(world.machine.state[records.NEWS]), 1031, 4096)  # F_SETPIPE_SZ
+    asyncio.get_running_loop().remove_reader(world.machine.news)
+    for number in range(250):
+        world.submit(number)
+    world.machine.step()
+    while world.machine._unsent or (world.machine.jobs[:, records.STATE] == records.WAITING).any():
+        world.machine.step()
+        await asyncio.sleep(0) if world.machine._unsent else None
+    assert world.machine.state[records.LIVE] > 100, "they are kept until there is room"
+    assert len(world.order) == 0
+    await world.run(250)
+    assert sorted(world.order) == list(range(250))
+
+
+def test_all_events_fit_into_a_pipe():
+    reading, writing = os.pipe()
+    try:
+        import fcntl
+
+        assert fcntl.fcntl(writing, 1032) >= 8 * records.EVENT_WORDS * records.JOBS  # F_GETPIPE_SZ
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+async def test_who_asks_for_nothing_hears_of_its_events(world):
+    flag = Flag()
+    world.mover.submit(CopyJob(NOTHING, world.reports("nothing"), flag), Direction.GATHER)
+    await world.settle()
+    world.step()
+    assert world.order == []
+    flag.fired = True
+    while not world.order:
+        world.step()
+        await asyncio.sleep(0.001)
+    assert kind(world.outcomes["nothing"]) == "done"
+
+
+async def test_two_movers_in_one_process():
+    movers = [Mover(ThreadRuntime(), threads=2) for _ in range(2)]
+    reports, targets = [Reports(), Reports()], [np.full(4 * MIB, CANARY, np.uint8) for _ in range(2)]
+    source = np.random.default_rng(3).integers(0, 256, 4 * MIB, dtype=np.uint8)
+    for number in range(20):
+        for mover, report, dst in zip(movers, reports, targets, strict=True):
+            at = source.ctypes.data, dst.ctypes.data
+            plan = contiguous_rows(*at, rows=64, regions=1, row_bytes=MIB // 16, pool=64, flat="both")
+            mover.submit(CopyJob(pack(plan), report(number)), Direction.GATHER)
+    assert await movers[0].close(30)
+    assert len(reports[0].outcomes) == 20
+    await reports[1].wait(20)
+    for dst in targets:
+        np.testing.assert_array_equal(dst, source)
+    assert await movers[1].close(30)
+
+
+def test_on_uvloop():
+    uvloop = pytest.importorskip("uvloop")
+
+    async def scenario():
+        mover, reports, dst, flag = Mover(ThreadRuntime()), Reports(), canvas(), Flag()
+        for number in range(2000):
+            mover.submit(CopyJob(pack(small_plan(dst, row_bytes=64)), reports(number)), Direction.GATHER)
+        mover.submit(CopyJob(pack(small_plan(dst)), reports("late"), flag), Direction.GATHER)
+        await reports.wait(2000)
+        flag.fired = True
+        await reports.wait(2001)
+        assert await mover.close(10)
+        return set(reports.kinds().values())
+
+    assert uvloop.run(scenario()) == {"done"}
+
+
+def test_in_a_simulation_the_same_seed_gives_the_same_run():
+    async def scenario(runtime):
+        mover, reports, dst = Mover(runtime), Reports(), canvas()
+        flags = [Flag() for _ in range(5)]
+        loop = asyncio.get_running_loop()
+        for number, flag in enumerate(flags):
+            loop.call_later(0.01 * number, setattr, flag, "fired", True)
+            mover.submit(CopyJob(pack(small_plan(dst)), reports(number), flag, owner=number % 2), Direction.GATHER)
+        late = mover.submit(CopyJob(pack(small_plan(dst)), reports("late"), until=runtime.now()), Direction.GATHER)
+        await reports.wait(6)
+        assert not mover.standing(math.inf)
+        mover.cancel(late)
+        assert await mover.close(1.0)
+        return [(name, kind(one), one.started, one.finished) for name, one in reports.outcomes.items()]
+
+    first, again, other = (simulate(scenario, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert {name: what for name, what, *_ in first} == {**dict.fromkeys(range(5), "done"), "late": "stopped"}
+
+
+# --- leases and cancelling
+
+
+async def test_a_lease_that_has_ended_when_its_turn_comes_stops_a_copy(world):
+    world.submit("ended", until=1.0)
+    world.submit("large", owner="other", until=2.5)
+    world.submit("ends", at=4096, until=2.0)
+    world.submit("holds", at=8192, until=3.0)
+    await world.settle()
+    world.step()
+    world.runtime.time = 2.0
+    await world.run(4)
+    assert world.reports.kinds() == {"ended": "stopped", "large": "done", "ends": "stopped", "holds": "done"}
+    assert not world.written(at=4096)
+    assert world.written(at=8192)
+
+
+async def test_a_lease_that_ends_under_a_copy_does_not_stop_it(world, tiny_parts):
+    world.submit("a", until=1.5)
+    world.step()
+    world.runtime.time = 2.0
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "done"
+    assert world.written()
+
+
+async def test_cancelled_while_its_event_is_waited_for(world):
+    flag, other = Flag(), Flag()
+    copy = world.submit("a", after=flag)
+    world.submit("b", after=other, at=4096)
+    await world.settle()
+    world.mover.cancel(copy)
+    assert world.order == [], "its end is not told at once"
+    await world.settle()
+    assert world.reports.kinds() == {"a": "stopped"}
+    flag.fired = other.fired = True
+    asked = flag.asked
+    while len(world.order) < 2:
+        world.step()
+        await asyncio.sleep(0.001)
+    assert flag.asked == asked
+    assert not world.written()
+    assert world.written(at=4096)
+
+
+async def test_cancelled_by_the_report_of_another_while_events_are_asked(world):
+    """Both wait; the first one's event fails, and whoever hears of that wants the second one no more."""
+    never = Flag()
+
+    def done(outcome):
+        world.mover.cancel(second)
+
+    world.mover.submit(CopyJob(pack(world.plan()), done, Flag(RuntimeError("gone"))), Direction.GATHER)
+    second = world.submit("second", after=never)
+    await world.settle()
+    assert world.reports.kinds() == {"second": "stopped"}
+
+
+async def test_cancelled_in_the_queue_and_in_the_machine(world):
+    copies = [world.submit(number) for number in range(records.JOBS)]
+    queued = [world.submit(name, at=4096) for name in ("first", "second", "third")]
+    world.mover.cancel(queued[1])
+    world.mover.cancel(copies[5])
+    await world.settle()
+    assert world.reports.kinds() == {"second": "stopped"}
+    await world.run(records.JOBS + 3)
+    assert [name for name in world.order if isinstance(name, str)] == ["second", "first", "third"]
+    stopped = {name for name, what in world.reports.kinds().items() if what == "stopped"}
+    assert stopped <= {"second", 5}
+
+
+async def test_cancelled_before_the_machine_begins_it(world):
+    copy = world.submit("a")
+    world.mover.cancel(copy)
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "stopped"
+    assert not world.written()
+
+
+async def test_cancelled_between_its_parts(world, tiny_parts):
+    copy = world.submit("a", world.plan(rows=8, row_bytes=1024))
+    for _ in range(3):
+        world.step()
+    world.mover.cancel(copy)
+    await world.run(1)
+    outcome = world.outcomes["a"]
+    assert (kind(outcome), outcome.sums) == ("stopped", b"")
+    np.testing.assert_array_equal(world.dst[5 * 1024 : 8 * 1024], world.src[5 * 1024 : 8 * 1024])
+    assert (world.dst[: 5 * 1024] == CANARY).all(), "what nobody had begun is left alone"
+    world.submit("next", at=4096)
+    await world.run(2)
+    assert kind(world.outcomes["next"]) == "done"
+
+
+async def test_cancelled_when_it_is_over(world, tiny_parts):
+    copy = world.submit("a")
+    for _ in range(4):
+        world.machine.step()
+    world.mover.cancel(copy)  # before the loop has read how it ended
+    world.machine.step()
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "done"
+    world.mover.cancel(copy)
+    again = world.submit("b", at=4096)
+    assert again.slot == copy.slot, "the next one is in its row"
+    world.mover.cancel(copy)
+    await world.run(2)
+    assert kind(world.outcomes["b"]) == "done"
+
+
+# --- closing
+
+
+async def test_close_finishes_what_was_asked_for_and_refuses_more():
+    mover, dst, reports = Mover(ThreadRuntime()), canvas(), Reports()
+    for number in range(20):
+        mover.submit(CopyJob(pack(small_plan(dst)), reports(number)), Direction.SCATTER)
+    assert await mover.close(10)
+    assert sorted(reports.order) == list(range(20))
+    assert await mover.close(10)
+    with pytest.raises(ClosedError):
+        mover.submit(CopyJob(pack(small_plan(dst)), reports("late")), Direction.SCATTER)
+    assert "late" not in reports.outcomes
+
+
+async def test_close_reports_what_never_could_begin(world):
+    """For want of an event, of a row, or of a turn."""
+    world.submit("stuck", after=Flag())
+    for number in range(records.JOBS + 1):
+        world.submit(number)
+    assert not await world.mover.close(0.0)
+    with pytest.raises(ClosedError):
+        world.submit("late")
+    await world.settle()
+    assert world.reports.kinds() == {"stuck": "ClosedError", records.JOBS: "ClosedError"}
+    await world.run(records.JOBS + 2)
+    assert {"ClosedError"} <= set(world.reports.kinds().values()) <= {"ClosedError", "done"}
+    assert await world.mover.close(1.0)
+
+
+async def test_close_stops_a_large_copy_between_its_parts(world, tiny_parts):
+    world.submit("large", rows=64)
+    world.step()
+    assert not await world.mover.close(0.0)
+    await world.run(1)
+    assert kind(world.outcomes["large"]) == "ClosedError"
+    assert (world.dst == CANARY).any()
+
+
+async def test_close_does_not_leave_descriptors_or_threads_behind():
+    import threading
+
+    before = descriptors(), {*threading.enumerate()}
+    for _ in range(3):
+        mover = Mover(ThreadRuntime(), threads=2)
+        reports, dst = Reports(), np.empty(4 * MIB, np.uint8)
+        plan = contiguous_rows(dst.ctypes.data, dst.ctypes.data + 2 * MIB, rows=32, regions=1, row_bytes=65536, pool=32)
+        mover.submit(CopyJob(pack(plan), reports("a")), Direction.GATHER)
+        assert await mover.close(10)
+    await until(
+        lambda: not [one for one in threading.enumerate() if one.name == "kvxfer-copy" and one not in before[1]]
+    )
+    assert (descriptors(), {*threading.enumerate()}) == before
+
+
+# --- passages
+
+
+async def test_a_copy_passes_the_gate_of_the_memory_that_it_writes(world, gate, tiny_parts):
+    file, key = gate
+    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    assert file.generation(3) == FIRST_GENERATION
+    world.step()
+    assert file.revoke(3) is None, "its owner waits while it is written"
+    assert file.revoke(2) is Revoked.IDLE
+    key.close()
+    assert key.is_open, "who was lent a passage keeps the key"
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "done"
+    assert not key.is_open
+    assert file.revoke(3) is Revoked.IDLE
+
+
+async def test_a_gate_that_was_closed_keeps_a_copy_out(world, gate):
+    file, key = gate
+    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    assert file.revoke(3) is Revoked.IDLE  # it is on its way to the machine
+    world.submit("b", passage=key.passage(3, FIRST_GENERATION))
+    world.submit("c", passage=key.passage(3, FIRST_GENERATION + 1), at=4096)
+    await world.run(3)
+    assert world.reports.kinds() == {"a": "stopped", "b": "stopped", "c": "done"}
+    assert not world.written()
+    assert file.revoke(3) is Revoked.IDLE
+
+
+async def test_an_owner_who_is_at_it_keeps_a_copy_out(world, gate):
+    import fcntl
+    import struct
+
+    file, key = gate
+    locked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 3, 1, 0)
+    fcntl.fcntl(file._descriptor, fcntl.F_OFD_SETLK, locked)
+    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "stopped"
+    fcntl.fcntl(file._descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 3, 1, 0))
+    world.submit("b", passage=key.passage(3, FIRST_GENERATION))
+    await world.run(2)
+    assert kind(world.outcomes["b"]) == "done"
+
+
+async def test_a_copy_that_is_cancelled_between_its_parts_leaves_the_gate(world, gate, tiny_parts):
+    file, key = gate
+    copy = world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    world.step()
+    world.mover.cancel(copy)
+    assert file.revoke(3) is None
+    await world.run(1)
+    assert kind(world.outcomes["a"]) == "stopped"
+    assert file.revoke(3) is Revoked.IDLE
+
+
+async def test_a_key_that_is_closing_lets_nobody_in(world, gate):
+    _, key = gate
+    flag = Flag()
+    world.submit("first", passage=key.passage(3, FIRST_GENERATION))
+    world.submit("late", after=flag, passage=key.passage(3, FIRST_GENERATION), at=4096)
+    key.close()
+    flag.fired = True
+    await world.settle()
+    await world.run(2)
+    assert world.reports.kinds() == {"first": "done", "late": "stopped"}
+    assert not world.written(at=4096)
+    assert not key.is_open
+
+
+async def test_a_key_that_was_closed_by_force_is_open_until_the_machine_is_through_with_it(world, gate, tiny_parts):
+    file, key = gate
+    world.submit("a", passage=key.passage(3, FIRST_GENERATION))
+    world.step()
+    key.close(forced=True)
+    assert key.is_open, "its words are what the machine writes"
+    await world.run(1)
+    assert (kind(world.outcomes["a"]), key.is_open) == ("done", False)
+    assert file.revoke(3) is Revoked.IDLE
+
+
+async def test_a_key_that_is_gone_stops_its_copies_and_nobody_else(abandoned, gate):
+    """A copy still waited for its event when the peer's memory was given up."""
+    _, key = gate
+    flag, never = Flag(), Flag()
+    abandoned.submit("late", after=flag, passage=key.passage(3, FIRST_GENERATION))
+    abandoned.submit("other", after=never, at=4096)
+    key.close()
+    assert not key.is_open
+    flag.fired = True
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # of what is not asserted here
+    await abandoned.settle()
+    never.fired = True
+    async with asyncio.timeout(1):
+        while len(abandoned.order) < 2:
+            abandoned.step()
+            await asyncio.sleep(0.001)
+    assert kind(abandoned.outcomes["late"]) != "done"
+    assert kind(abandoned.outcomes["other"]) == "done"
+
+
+# --- processes
+
+
+SCENE = """
+import asyncio, os, sys, time
+import numpy as np
+sys.path[:0] = {path!r}
+from copy_plans import contiguous_rows
+from stepped import Flag, Reports
+from kvxfer.copy import CopyJob, Direction, records
+from kvxfer.copy.mover import Mover
+from kvxfer.copy.tables import pack
+from kvxfer.runtime import ThreadRuntime
+MIB = 1 << 20
+def plan(src, dst, rows, row_bytes, regions=1):
+    at = src.ctypes.data, dst.ctypes.data
+    return pack(contiguous_rows(*at, rows=rows, regions=regions, row_bytes=row_bytes, pool=rows))
+{body}
+"""
+
+
+def played(body):
+    """A process that ends by itself, in time."""
+    path = [str(ROOT), str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCENE.format(path=path, body=body)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stdout + done.stderr)
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+FORKED = """
+async def anew():
+    mover, reports = Mover(ThreadRuntime(), threads=2), Reports()
+    src, dst = np.ones(4 * MIB, np.uint8), np.zeros(4 * MIB, np.uint8)
+    mover.submit(CopyJob(plan(src, dst, 64, 65536), reports("a")), Direction.GATHER)
+    await reports.wait(1)
+    assert dst.all()
+    assert await mover.close(10)
+
+async def main():
+    mover, reports = Mover(ThreadRuntime(), threads=2), Reports()
+    src, dst = np.ones(4 * MIB, np.uint8), np.zeros(4 * MIB, np.uint8)
+    mover.submit(CopyJob(plan(src, dst, 64, 65536), reports("before")), Direction.GATHER)
+    await reports.wait(1)
+    pipes = list(mover._machine._descriptors)
+    child = os.fork()
+    if not child:
+        try:
+            for one in pipes:
+                try:
+                    os.fstat(one)
+                except OSError:
+                    continue
+                os._exit(1)
+            asyncio.run(anew())
+            os._exit(0)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dst[:] = 0
+    mover.submit(CopyJob(plan(src, dst, 64, 65536), reports("after")), Direction.GATHER)
+    await reports.wait(2)
+    assert dst.all()
+    assert await mover.close(10)
+asyncio.run(main())
+print("played")
+"""
+
+
+def test_a_forked_child_has_neither_pipes_nor_threads_of_it():
+    assert "played" in played(FORKED)
+
+
+EXIT = """
+src, dst = np.ones(256 * MIB, np.uint8), np.zeros(256 * MIB, np.uint8)
+def row(mover):
+    return mover._machine.jobs[1023]
+async def main():
+{body}
+asyncio.run(main())
+began = time.monotonic()
+import atexit
+atexit._run_exitfuncs()
+print("took", time.monotonic() - began)
+del src, dst
+"""
+SMALL = """
+    global movers
+    movers = [Mover(ThreadRuntime(), threads=3) for _ in range(3)]
+    stuck, many, over = movers
+    stuck.submit(CopyJob(plan(src, dst, 1, 64), print, Flag()), Direction.GATHER)
+    for number in range(1000):
+        many.submit(CopyJob(plan(src, dst, 1, 64), print), Direction.GATHER)
+    over.submit(CopyJob(plan(src, dst, 1, 64), print), Direction.GATHER)
+    while row(over)[records.STATE] or not row(over)[records.FINISHED]:
+        pass
+"""
+FORGOTTEN = """
+    import gc
+    mover = Mover(ThreadRuntime())
+    for number in range(250):
+        mover.submit(CopyJob(plan(src, dst, 16, 65536), print), Direction.GATHER)
+    done = mover._machine
+    asyncio.get_running_loop().remove_reader(done.news)
+    del mover
+    gc.collect()
+    junk = [np.full(6, -1, np.int64) for _ in range(20000)]
+    while not done.jobs[1023 - 249, records.FINISHED]:
+        pass
+"""
+LARGE = """
+    global mover
+    mover = Mover(ThreadRuntime(), threads={threads})
+    mover.submit(CopyJob(plan(src, dst, 256, MIB), print), Direction.GATHER)
+    while not row(mover)[records.STARTED]:
+        pass
+"""
+
+
+def ends_soon(body):
+    assert float(played(EXIT.format(body=body)).split("took")[1]) < 1.5
+
+
+def test_a_process_that_ends_without_closing_it_ends_soon():
+    """One waits for an event, one has more to do than its pipe takes, of one nobody has heard that it is done."""
+    ends_soon(SMALL)
+
+
+def test_the_machine_has_what_it_reads_also_when_nobody_has_its_mover_any_more():
+    ends_soon(FORGOTTEN)
+
+
+@pytest.mark.parametrize(
+    "threads",
+    [1, 3],
+)
+def test_a_process_that_ends_under_a_large_copy_ends_soon(threads):
+    """And nothing of it goes on while memory is taken down."""
+    ends_soon(LARGE.format(threads=threads))
+
+
+def test_a_simulation_that_was_not_closed_does_not_disturb_the_end_of_its_process():
+    scene = """
+from kvxfer.testing import simulate
+async def scenario(runtime):
+    Mover(runtime)
+    await asyncio.sleep(1)
+simulate(scenario)
+simulate(scenario)
+"""
+    played(scene)

@@ -43,9 +43,11 @@ __all__ = [
     "exchange",
     "float_of",
     "inlined",
+    "invoke",
     "load",
     "load_word",
     "prefetch",
+    "room",
     "store",
     "store_word",
 ]
@@ -69,7 +71,7 @@ def compiled(signature: str) -> Callable[[_F], _F]:
         raise MissingExtraError("kvxfer copies by compiled code, but NUMBA_DISABLE_JIT is set: unset it")
 
     def make(function: _F) -> _F:
-        began, folder = time.monotonic(), _folder()
+        began, folder = time.monotonic(), _folder(Path(function.__code__.co_filename).parent)
         try:
             made = _made(function, signature, folder)
         except Exception as error:
@@ -100,10 +102,10 @@ def inlined(function: _F) -> _F:
 
 
 @cache
-def _folder() -> Path | None:
-    """Where machine code is kept; None if there is no such place."""
+def _folder(package: Path) -> Path | None:
+    """Where machine code is kept of functions of a package; None if there is no such place."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {_config.BOUNDSCHECK}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted({*Path(__file__).parent.glob("*.py"), *package.glob("*.py")}):
         digest.update(source.read_bytes())
     folder = Path(digest.hexdigest()[:16])
     try:
@@ -293,3 +295,26 @@ def call(typing: Any, function: Any, argument: Any) -> Any:
         return builder.sext(found, _I64)
 
     return numba.int64(numba.int64, numba.int64), code
+
+
+@_instruction
+def invoke(typing: Any, function: Any, arguments: Any) -> Any:
+    """The C function at an address, which takes integers and pointers and returns an int."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        numbers = cgutils.unpack_tuple(builder, given[1])
+        kind = ir.FunctionType(ir.IntType(32), [_I64] * len(numbers))
+        found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
+        return builder.sext(found, _I64)
+
+    return numba.int64(numba.int64, numba.types.UniTuple(numba.int64, len(arguments))), code
+
+
+@_instruction
+def room(typing: Any) -> Any:
+    """The address of an int64 that is there until the function that asks for it returns."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, _I64), _I64)
+
+    return numba.int64(), code

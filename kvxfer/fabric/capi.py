@@ -279,12 +279,9 @@ class Capi:
 
     Raises:
         FabricError: It cannot be opened, or lacks functions.
-        MissingExtraError: There is no numba.
     """
 
     def __init__(self, wheel: Wheel) -> None:
-        from kvxfer.fabric.lists import list_pieces  # takes a second to import
-
         try:
             waiting, brief = ctypes.CDLL(str(wheel.library)), ctypes.PyDLL(str(wheel.library))
         except OSError as error:
@@ -300,7 +297,6 @@ class Capi:
                 setattr(self, name, function)
         self.wheel: Final = wheel
         self.table: Final[NDArray[np.int64]] = np.array([_address(getattr(self, name)) for name in TABLE], np.int64)
-        self._list_pieces: Final = list_pieces
         self._status: Final = waiting[_XFER_STATUS]
         self._status.argtypes, self._status.restype = (c_void_p, c_void_p), c_int
         self._free: Final = ctypes.PyDLL(None).free
@@ -357,13 +353,6 @@ class Capi:
         for address, nbytes, device in rows:
             self.reg_dlist_add_desc(made.handle, address, nbytes, device, None, 0)
         return made
-
-    def pieces(self, kind: str, pieces: NDArray[np.int64], device: int) -> Owned:
-        """A list of pieces of one side of a post: address and bytes of each."""
-        made = self._list_pieces(self.table, KINDS[kind], np.ascontiguousarray(pieces, np.int64), device)
-        if made < 0:
-            raise CallError("xfer_dlist_add_desc", made)
-        return Owned(made, self.destroy_xfer_dlist)
 
     def metadata(self, agent: int, memories: Owned) -> bytes:
         """Keys of these memories; of an empty list, how the agent is reached."""
@@ -428,7 +417,9 @@ class Capi:
 
     def _written(self, agent: int, name: str, address: int, half: int) -> tuple[bytes, bytes] | None:
         """Write one half into the other; returns who says so and what, None if nobody does in time."""
-        here, there = (self.pieces("DRAM", np.array([[at, half]], np.int64), 0) for at in (address, address + half))
+        here, there = (self.made("xfer_dlist", KINDS["DRAM"]) for _ in range(2))
+        self.xfer_dlist_add_desc(here.handle, address, half, 0)
+        self.xfer_dlist_add_desc(there.handle, address + half, half, 0)
         options, heard = self.made("opt_args"), self.made("notif_map")
         self.opt_args_set_notif_msg(options.handle, _PROOF, len(_PROOF))
         self.opt_args_set_has_notif(options.handle, True)

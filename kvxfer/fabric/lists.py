@@ -1,14 +1,17 @@
-"""What is called for each descriptor of a list, compiled: from the interpreter a call takes fifty times as long.
+"""Lists of the pieces of a post. They are made by compiled code: NIXL is called for each piece.
 
 A module of its own since it needs numba, which takes a second to import.
 """
 
 from typing import Any, Final
 
-from kvxfer.copy.compiler import compiled, invoke, load, room
-from kvxfer.fabric.capi import TABLE
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["list_pieces"]
+from kvxfer.copy.compiler import compiled, invoke, load, room
+from kvxfer.fabric.capi import KINDS, TABLE, CallError, Capi, Owned
+
+__all__ = ["list_pieces", "listed"]
 
 _CREATE, _RESERVE, _CLEAR, _ADD, _DESTROY = (
     TABLE.index(name)
@@ -51,3 +54,15 @@ def list_pieces(table: Any, kind: int, pieces: Any, device: int) -> int:
         invoke(table[_DESTROY], (made,))
         return status
     return made
+
+
+def listed(library: Capi, kind: str, pieces: NDArray[np.int64], device: int) -> Owned:
+    """NIXL's list of pieces of one side: address and bytes of each.
+
+    Raises:
+        CallError: It cannot be made.
+    """
+    made = list_pieces(library.table, KINDS[kind], np.ascontiguousarray(pieces, np.int64), device)
+    if made < 0:
+        raise CallError("nixl_capi_xfer_dlist_add_desc", made)
+    return Owned(made, library.destroy_xfer_dlist)

@@ -13,10 +13,13 @@ What NIXL does and does not promise shapes this file:
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import capi
@@ -126,6 +129,7 @@ class NixlTransport:
         self._incarnation = secrets.token_bytes(16)
         self._agent: _Agent | None = None
         self._c: Capi
+        self._pieces: Callable[[Capi, str, NDArray[np.int64], int], Owned]
         self._heard: Owned
         self._known: dict[str, bytes] = {}
         self._lost: set[str] = set()
@@ -174,6 +178,9 @@ class NixlTransport:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
             os.environ.setdefault(*_QUIET)
+        from kvxfer.fabric.lists import listed  # with numba, which takes a second to import
+
+        self._pieces = listed
         self._c = capi.opened(self._wheel)
         self._heard = self._c.made("notif_map")
         agent = self._created(self._name)
@@ -438,7 +445,7 @@ class NixlTransport:
         if found is None:
             if descriptors.kind not in capi.KINDS:
                 raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
-            found = self._c.pieces(descriptors.kind, descriptors.pieces, descriptors.device)
+            found = self._pieces(self._c, descriptors.kind, descriptors.pieces, descriptors.device)
             descriptors.kept[__name__] = found
         return found
 

@@ -276,7 +276,7 @@ class LaneBook:
             self._told[peer] = tuple(known.values())
 
     def tried(self) -> None:
-        """The agent wrote to itself: what UCX says of that is about no other peer, since it tells itself from others."""
+        """The agent wrote to itself: what UCX says of that is of no other peer, since it tells itself from others."""
         if self._log is None:
             return
         self._log.read()

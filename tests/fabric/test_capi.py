@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import FabricError, MissingExtraError
 from kvxfer.fabric import capi
 from kvxfer.fabric.capi import TABLE, CallError, Capi, Owned, Wheel
-from kvxfer.fabric.lists import list_pieces
+from kvxfer.fabric.lists import list_pieces, listed
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 
 
 @pytest.fixture
-def library(monkeypatch):
+def library():
     """The library, with one agent."""
     made = Capi(capi.find())
     agent = made.agent("a")
@@ -202,7 +202,7 @@ class Recording:
     def _put(self, name, count, function):
         made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(function)
         self._kept.append(made)
-        self.table[TABLE.index(name)] = ctypes.cast(made, ctypes.c_void_p).value
+        self.table[TABLE.index(name)] = ctypes.cast(made, ctypes.c_void_p).value or 0
 
     def _note(self, name):
         def called(*given):
@@ -224,6 +224,7 @@ class Recording:
 NUMBERS = st.integers(0, 2**63 - 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(0, 1), st.integers(0, 7), st.booleans())
 def test_a_list_is_what_was_asked_for(rows, kind, device, frozen):
     recording = Recording()
@@ -235,6 +236,7 @@ def test_a_list_is_what_was_asked_for(rows, kind, device, frozen):
     assert "destroy_xfer_dlist" not in dict(recording.calls)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_a_list_of_which_a_piece_is_refused_is_none(count, data):
     recording = Recording(refuse=data.draw(st.integers(0, count - 1)))
@@ -252,12 +254,12 @@ def test_a_list_that_is_not_made_is_not_filled():
 @needs_nixl
 def test_pieces_that_lie_apart_in_an_array_are_listed_as_they_are(library, monkeypatch):
     made, _ = library
-    recording = Recording()
+    recording, refusing = Recording(), Recording(refuse=1)
     monkeypatch.setattr(made, "table", recording.table)
     monkeypatch.setattr(made, "destroy_xfer_dlist", lambda handle: None)
     wide = np.arange(12, dtype=np.int64).reshape(3, 4)
-    made.pieces("DRAM", wide[:, ::2], 1)
+    listed(made, "DRAM", wide[:, ::2], 1)
     assert recording.added == [(4711, 0, 2, 1), (4711, 4, 6, 1), (4711, 8, 10, 1)]
-    monkeypatch.setattr(made, "table", Recording(refuse=1).table)
-    with pytest.raises(CallError, match="INVALID_PARAM"):
-        made.pieces("DRAM", wide[:, :2], 1)
+    monkeypatch.setattr(made, "table", refusing.table)
+    with pytest.raises(CallError, match="xfer_dlist_add_desc: NIXL_CAPI_ERROR_INVALID_PARAM"):
+        listed(made, "DRAM", wide[:, :2], 1)

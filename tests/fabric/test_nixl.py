@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +168,7 @@ def test_what_fails_becomes_a_fabric_error(call, in_doubt, gone, monkeypatch):
         assert isinstance(caught.value.__cause__, CallError)
     for handle in handles:
         a.transport.release(handle)
+    assert a.transport._agent is not None
     assert not a.transport._agent.posted
     if gone:
         with pytest.raises(FabricError, match="disconnected") as caught:
@@ -503,13 +505,14 @@ def test_what_is_logged_and_raised_of_an_agent_has_no_keys(caplog, refused):
             raise CallError("create_backend", -2)
         return name
 
-    transport._c = SimpleNamespace(
+    library: Any = SimpleNamespace(
         agent=lambda name: 7,
         plugins=lambda agent: ["UCX", "OBJ"],
         backend=backend,
         backend_params=lambda agent, name: params.get(name, {}),
         destroy_agent=destroyed.append,
     )
+    transport._c = library
     if refused:
         with pytest.raises(FabricError, match="secret_key") as caught:
             transport._created("shy")

@@ -213,9 +213,9 @@ class ForkedError(UsageError):
 
 
 class MissingExtraError(UsageError, ImportError):
-    """An optional package is needed and not installed.
+    """An optional package is needed and not installed, or not in a version that is known.
 
-    Cause: the feature belongs to an extra.
+    Cause: the feature belongs to an extra, or NIXL was replaced by a version whose C library may take other arguments.
     Remedy: run the command that the message gives.
     """
 
@@ -484,7 +484,8 @@ MemoryInDoubt = MemoryInDoubtError
 class FabricError(KvxferError):
     """The transport below (NIXL) refused or failed.
 
-    Cause: a backend that is missing, memory that cannot be registered, a disconnected or stuck link.
+    Cause: a backend that is missing, memory that cannot be registered, a disconnected or stuck link; a NIXL library
+        that lacks a function, or does not do what it is told.
     Remedy: the message carries the transport's own words and the settings in effect.
 
     Attributes:

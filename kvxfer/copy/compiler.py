@@ -49,6 +49,7 @@ __all__ = [
     "load",
     "load_word",
     "prefetch",
+    "room",
     "store",
     "store_word",
 ]
@@ -72,7 +73,7 @@ def compiled(signature: str) -> Callable[[_F], _F]:
         raise MissingExtraError("kvxfer copies by compiled code, but NUMBA_DISABLE_JIT is set: unset it")
 
     def make(function: _F) -> _F:
-        began, folder = time.monotonic(), _folder()
+        began, folder = time.monotonic(), _folder(Path(function.__code__.co_filename).parent)
         try:
             made = _made(function, signature, folder)
         except Exception as error:
@@ -103,10 +104,10 @@ def inlined(function: _F) -> _F:
 
 
 @cache
-def _folder() -> Path | None:
-    """Where machine code is kept; None if there is no such place."""
+def _folder(package: Path) -> Path | None:
+    """Where machine code is kept of functions of a package; None if there is no such place."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {_config.BOUNDSCHECK}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted({*Path(__file__).parent.glob("*.py"), *package.glob("*.py")}):
         digest.update(source.read_bytes())
     folder = Path(digest.hexdigest()[:16])
     try:
@@ -319,3 +320,13 @@ call_long: Final = _call(_I64)
 """The same for one that returns a long."""
 call_variadic: Final = _call(ir.IntType(32), variadic=True)
 """The same for one with a variable number of arguments that returns an int, as `fcntl`."""
+
+
+@_instruction
+def room(typing: Any) -> Any:
+    """The address of an int64 that is there until the function that asks for it returns."""
+
+    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, _I64), _I64)
+
+    return numba.int64(), code

@@ -10,11 +10,22 @@ from kvxfer.doctor.findings import Finding, fail, ok, skipped, warn
 from kvxfer.doctor.machine import Machine
 from kvxfer.errors import KvxferError
 
-__all__ = ["LEAST", "PYTHONS", "check_extras", "check_python", "check_settings", "check_torch", "check_transport"]
+__all__ = [
+    "BEYOND",
+    "LEAST",
+    "PYTHONS",
+    "check_extras",
+    "check_python",
+    "check_settings",
+    "check_torch",
+    "check_transport",
+]
 
 PYTHONS: Final = ((3, 11), (3, 14))
 """The first that is supported, and the first that is not any more."""
 LEAST: Final = {"torch": (2, 8), "nixl": (1, 5)}
+BEYOND: Final = {"nixl": (1, 6)}
+"""The first versions that are not known any more: of NIXL's C library names stay, and what functions take does not."""
 _GPU_EXTRA: Final = {"cuda-bindings": "pip install cuda-bindings", "triton": "pip install triton"}
 _SPEAKING: Final = ("UCX_", "NIXL_", "PYTORCH_", "CUDA_", "NCCL_CUMEM")
 """Variables whose values are shown: they are nobody's secrets."""
@@ -98,16 +109,22 @@ def check_settings(machine: Machine) -> Iterator[Finding]:
 
 
 def _least(machine: Machine, name: str) -> Generator[Finding, None, bool]:
-    """Whether a package is there, and new enough; tells the caller whether it is there."""
-    version, least = machine.package(name), LEAST[name]
-    wanted = ".".join(map(str, least))
+    """Whether a package is there, and one that will do; tells the caller whether it is there."""
+    version, least, beyond = machine.package(name), LEAST[name], BEYOND.get(name)
+    wanted = f">={_dotted(least)}" + (f",<{_dotted(beyond)}" if beyond else "")
     if not version:
-        yield fail(name, f"{name} is not installed", f"pip install '{name}>={wanted}'")
+        yield fail(name, f"{name} is not installed", f"pip install '{name}{wanted}'")
     elif _numbers(version) < least:
-        yield fail(name, f"{name} {version} is older than {wanted}", f"pip install '{name}>={wanted}'")
+        yield fail(name, f"{name} {version} is older than {_dotted(least)}", f"pip install '{name}{wanted}'")
+    elif beyond and _numbers(version) >= beyond:
+        yield fail(name, f"{name} {version} is newer than what is known here", f"pip install '{name}{wanted}'")
     else:
         yield ok(name, f"{name} {version}", **{name: version})
     return bool(version)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

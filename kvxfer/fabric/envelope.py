@@ -1,4 +1,4 @@
-"""NIXL's metadata of one agent as peers are sent it: several blobs, one a kind of memory, under one name."""
+"""NIXL's metadata of one agent as peers are sent it: several blobs under one name."""
 
 import re
 import struct
@@ -12,8 +12,8 @@ __all__ = ["agent_name", "check_owner", "is_of_worker", "pack", "unpack"]
 _ENVELOPE: Final = struct.Struct("<4s16sHH")
 """Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
 _MAGIC: Final = b"kvx1"
-_MOST_BLOBS: Final = 2
-"""Memory of the host, and of GPUs."""
+_MOST_BLOBS: Final = 3
+"""How the agent is reached, memory of the host, and of GPUs."""
 _WORKERS: Final = re.compile(r"(kvxfer-[0-9a-f]{32})(\.[0-9]+)?")
 """What the agents of workers are called; a number follows when one was made anew."""
 
@@ -46,7 +46,7 @@ def check_owner(metadata: bytes, incarnation: bytes) -> None:
 
 
 def pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
-    """Several metadata blobs of one agent, NIXL makes one a kind of memory, as one."""
+    """Several metadata blobs of one agent as one: NIXL makes one of how it is reached, and one a kind of memory."""
     encoded = name.encode()
     lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
     return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)

@@ -1,9 +1,9 @@
-"""The transport over NIXL. The only module that imports nixl, and it does so when an agent is set up, not before.
+"""The transport over NIXL, by its C library (`capi.py`), which is opened when an agent is set up, not before.
 
 What NIXL does and does not promise shapes this file:
 
-- Its progress thread stays off (it spins a core); everything happens inside calls from the fabric's thread.
-- Its twelve exception types share no base. All become `FabricError`; `in_doubt` once bytes may have moved.
+- It has no progress thread (that would spin a core); everything happens inside calls from the fabric's thread.
+- Its errors become `FabricError`; `in_doubt` once bytes may have moved.
 - `release` and `disconnect` recall nothing that was posted.
 - A peer gets the metadata of the registrations that it needs and no other (partial metadata). That keeps a correct peer
   in its place; against a hostile one only RDMA keys do.
@@ -11,24 +11,20 @@ What NIXL does and does not promise shapes this file:
 """
 
 import contextlib
-import gc
-import importlib
-import importlib.util
-import logging
 import os
 import secrets
-import threading
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.errors import ConfigError, FabricError, MissingExtraError
+from kvxfer.errors import ConfigError, FabricError
+from kvxfer.fabric import capi
 from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
+from kvxfer.fabric.capi import CallError, Capi, Owned
 from kvxfer.fabric.envelope import is_of_worker, pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
 from kvxfer.fabric.told import LaneBook, ucx_log
@@ -48,26 +44,42 @@ than two minutes, so about ten seconds.
 _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
-_KINDS: Final = ("DRAM", "VRAM")
 _NICS: Final = Path("/dev/infiniband")
-_IMPORTING: Final = threading.Lock()
-
-
-@dataclass(slots=True, eq=False)
-class _Registration:
-    """Registered memories: NIXL's descriptor lists, one a kind."""
-
-    lists: dict[str, Any] = field(default_factory=dict[str, Any])
-    rows: dict[str, NDArray[np.uint64]] = field(default_factory=dict[str, NDArray[np.uint64]])
+_OPERATIONS: Final = {Operation.READ: capi.READ, Operation.WRITE: capi.WRITE}
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """A posted part. `transfer` is NIXL's handle, None once released."""
+    """A posted part. `request` is NIXL's, 0 once it was given back."""
 
     peer: str
-    transfer: Any
+    request: int
     done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Agent:
+    """One of NIXL's agents.
+
+    Attributes:
+        handle: NIXL's.
+        backends: What names its backends.
+        posted: Handles that were not given back.
+        stuck: Requests that NIXL did not take back.
+    """
+
+    handle: int
+    backends: dict[str, Owned] = field(default_factory=dict[str, Owned])
+    posted: set[_Handle] = field(default_factory=set[_Handle])
+    stuck: list[int] = field(default_factory=list[int])
+
+
+@dataclass(slots=True, eq=False)
+class _Registration:
+    """Registered memories: NIXL's list and its rows, one a kind."""
+
+    lists: dict[str, Owned] = field(default_factory=dict[str, Owned])
+    rows: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict[str, list[tuple[int, int, int]]])
 
 
 class NixlTransport:
@@ -89,7 +101,7 @@ class NixlTransport:
 
     Raises:
         ConfigError: A setting is malformed, or contradicts another.
-        MissingExtraError: nixl is not installed.
+        MissingExtraError: NIXL is not installed, or one that is not known here.
     """
 
     def __init__(
@@ -106,8 +118,7 @@ class NixlTransport:
     ) -> None:
         if not 0 < len(name.encode()) <= 255:
             raise ConfigError(f"a NIXL agent needs a name of 1 to 255 bytes, got {name!r}")
-        if importlib.util.find_spec("nixl") is None:
-            raise _missing()
+        self._wheel: Final = capi.find()
         self._name = self._first_name = name
         self._renewals = 0
         self._params = checked_params(
@@ -116,13 +127,12 @@ class NixlTransport:
         self._device = device
         self._scatter_lists, self._quiet = scatter_lists, quiet
         self._incarnation = secrets.token_bytes(16)
-        self._agent: Any = None
-        self._errors: tuple[type[Exception], ...] = ()
-        self._disconnected: tuple[type[Exception], ...] = ()
-        self._empty_list: Any = None
+        self._agent: _Agent | None = None
+        self._c: Capi
+        self._pieces: Callable[[Capi, str, NDArray[np.int64], int], Owned]
+        self._heard: Owned
         self._known: dict[str, bytes] = {}
         self._lost: set[str] = set()
-        self._stuck: list[Any] = []
         self._closed = False
         self._lanes = LaneBook(None, name)
 
@@ -155,11 +165,11 @@ class NixlTransport:
         return self._lanes.told(peer)
 
     def setup(self) -> None:
-        """Make the CUDA device current, import nixl and create the agent, on the fabric's thread.
+        """Make the CUDA device current, open NIXL's library and create the agent, on the fabric's thread.
 
         Raises:
-            FabricError: The agent or a backend cannot be created.
-            MissingExtraError: nixl cannot be imported.
+            FabricError: The library or the agent does not what it should, or a backend cannot be created.
+            MissingExtraError: numba is missing.
         """
         if self._device is not None:
             _make_current(self._device)
@@ -168,42 +178,57 @@ class NixlTransport:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
             os.environ.setdefault(*_QUIET)
-        nixl = _import_nixl()
-        bindings = importlib.import_module("nixl._bindings")
-        self._errors, self._disconnected = _error_types(bindings), (bindings.nixlRemoteDisconnectError,)
-        self._empty_list = bindings.nixlRegDList(bindings.DRAM_SEG)
-        self._agent = self._created(nixl, self._name)
+        from kvxfer.fabric.lists import listed  # with numba, which takes a second to import
+
+        self._pieces = listed
+        self._c = capi.opened(self._wheel)
+        self._heard = self._c.made("notif_map")
+        agent = self._created(self._name)
         self._lanes = LaneBook(ucx_log(), self._name)
+        if "UCX" in agent.backends:
+            try:
+                self._c.prove(agent.handle, self._name)
+            except FabricError:
+                self._destroy(agent)
+                raise
+            self._lanes.tried()
+        self._agent = agent
 
-    def _created(self, nixl: Any, name: str) -> Any:
+    def _created(self, name: str) -> _Agent:
         with ucx_log().telling(os.environ, quiet=self._quiet):
-            return self._made(nixl, name)
-
-    def _made(self, nixl: Any, name: str) -> Any:
-        try:
-            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-            agent = nixl.nixl_agent(name, config)
-            available: list[str] = agent.get_plugin_list()
-            for backend, params in self._params.items():
-                if backend not in available:
-                    raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
-                agent.create_backend(backend, params)
-        except self._errors as error:
-            raise self._translated(error, f"create agent {name!r} with {shown_params(self._params)}") from error
+            try:
+                agent = _Agent(self._c.agent(name))
+                try:
+                    params = self._furnish(agent)
+                except BaseException:
+                    self._destroy(agent)
+                    raise
+            except CallError as error:
+                raise self._translated(error, f"create agent {name!r} with {shown_params(self._params)}") from error
         _log.info(
             "nixl_agent_created",
             name=name,
-            backend=shown_params({backend: agent.get_backend_params(backend) for backend in self._params}),
+            backend=shown_params(params),
             device=self._device,
             fields={key: value for key, value in os.environ.items() if key.startswith(("UCX_", "NIXL_"))},
         )
         return agent
 
+    def _furnish(self, agent: _Agent) -> dict[str, dict[str, str]]:
+        """Create the backends of an agent; returns their parameters, as they have them."""
+        available = self._c.plugins(agent.handle)
+        for backend, params in self._params.items():
+            if backend not in available:
+                raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
+            agent.backends[backend] = self._c.backend(agent.handle, backend, params)
+        return {backend: self._c.backend_params(agent.handle, made) for backend, made in agent.backends.items()}
+
     def plugins(self) -> list[str]:
         """Backends that NIXL could load, by name."""
+        agent = self._open()
         try:
-            return sorted(self._open().get_plugin_list())
-        except self._errors as error:
+            return sorted(self._c.plugins(agent.handle))
+        except CallError as error:
             raise self._translated(error, "list its plugins") from error
 
     def register(self, memories: Sequence[Memory]) -> object:
@@ -217,9 +242,10 @@ class NixlTransport:
         try:
             for kind in sorted({memory.kind for memory in memories}):
                 rows = _memory_rows([memory for memory in memories if memory.kind == kind], kind)
-                token.lists[kind] = agent.register_memory(rows, kind)
-                token.rows[kind] = rows
-        except self._errors as error:
+                listed = self._c.memories(kind, rows)
+                self._c.register_mem(agent.handle, listed.handle, None)
+                token.lists[kind], token.rows[kind] = listed, rows
+        except CallError as error:
             self.deregister(token)
             raise self._translated(error, f"register {list(memories)}") from error
         return token
@@ -229,13 +255,13 @@ class NixlTransport:
         agent = self._open()
         if not isinstance(token, _Registration):
             raise FabricError(f"{token!r} is no registration of this transport")
-        failed: Exception | None = None
+        failed: CallError | None = None
         while token.lists:
-            kind, descriptors = token.lists.popitem()
+            kind, listed = token.lists.popitem()
             token.rows.pop(kind, None)
             try:
-                agent.deregister_memory(descriptors)
-            except self._errors as error:
+                self._c.deregister_mem(agent.handle, listed.handle, None)
+            except CallError as error:
                 failed = error
         if failed is not None:
             raise self._translated(failed, "deregister memory") from failed
@@ -243,20 +269,16 @@ class NixlTransport:
     def metadata(self, tokens: Sequence[object]) -> bytes:
         """Connection information and the keys of these registrations; with no tokens, how to reach this agent only."""
         agent = self._open()
-        rows: dict[str, list[NDArray[np.uint64]]] = {}
+        rows: dict[str, list[tuple[int, int, int]]] = {}
         for token in tokens:
             if not isinstance(token, _Registration) or not token.lists:
                 raise FabricError("metadata was asked for memory that is not registered (any more)")
             for kind, part in token.rows.items():
-                rows.setdefault(kind, []).append(part)
-        backends = list(self._params)
+                rows.setdefault(kind, []).extend(part)
+        lists = [self._c.memories("DRAM", []), *(self._c.memories(kind, part) for kind, part in sorted(rows.items()))]
         try:
-            lists = [agent.get_reg_descs(np.concatenate(parts), kind) for kind, parts in sorted(rows.items())]
-            blobs: list[bytes] = [
-                agent.get_partial_agent_metadata(descriptors, True, backends)
-                for descriptors in lists or [self._empty_list]
-            ]
-        except self._errors as error:
+            blobs = [self._c.metadata(agent.handle, listed) for listed in lists]
+        except CallError as error:
             raise self._translated(error, "make metadata") from error
         return pack(self._incarnation, self._name, blobs)
 
@@ -276,12 +298,12 @@ class NixlTransport:
         named: set[str] = set()
         try:
             for blob in blobs:
-                named.add(agent.add_remote_agent(blob).decode(errors="replace"))
-        except self._errors as error:
-            self._forget(named)
+                named.add(self._c.load(agent.handle, blob).decode(errors="replace"))
+        except CallError as error:
+            self._forget(agent, named)
             raise self._translated(error, "load a peer's metadata") from error
         if named != {peer}:
-            self._forget(named)
+            self._forget(agent, named)
             raise FabricError(f"metadata of {peer!r} carries that of {sorted(named)}")
         self._known[peer] = incarnation
         self._lanes.strays(ours=False)
@@ -296,8 +318,8 @@ class NixlTransport:
         if peer == self._name:
             return
         try:
-            agent.remove_remote_agent(peer)
-        except self._errors as error:
+            self._c.forget(agent.handle, peer)
+        except CallError as error:
             raise self._translated(error, f"disconnect {peer}") from error
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
@@ -310,23 +332,21 @@ class NixlTransport:
         if peer in self._lost:
             raise FabricError(f"{peer} is disconnected", disconnected=True)
         try:
-            here, there = _listed(agent, local), _listed(agent, remote)
-            handle = _Handle(peer, agent.initialize_xfer(operation.upper(), here, there, peer, b""))
-        except self._errors as error:
-            raise self._translated(error, f"prepare a {operation.value} to {peer}", peer=peer) from error
+            here, there = self._listed(local), self._listed(remote)
+            request = self._c.request(agent.handle, _OPERATIONS[operation], here, there, peer)
+        except CallError as error:
+            raise self._translated(error, f"prepare a {operation.value} to {peer}") from error
+        handle = _Handle(peer, request)
+        agent.posted.add(handle)
         what = self._lanes.posting(peer, operation, local.kind, remote.kind)
         try:
-            state: str = agent.transfer(handle.transfer)
-        except self._errors as error:
+            handle.done = self._c.post_xfer_req(agent.handle, request, None) != capi.IN_PROGRESS
+        except CallError as error:
             self._lanes.failed(peer, what)
+            gone = self._is_gone(agent, handle)
             self._drop(handle)
-            raise self._translated(error, f"post a {operation.value} to {peer}", peer=peer, in_doubt=True) from error
-        if state == "ERR":
-            self._lanes.failed(peer, what)
-            self._drop(handle)
-            raise FabricError(f"NIXL failed to post a {operation.value} to {peer}", in_doubt=True)
+            raise self._translated(error, f"post a {operation.value} to {peer}", gone=gone, in_doubt=True) from error
         self._lanes.posted(peer, what)
-        handle.done = state == "DONE"
         return handle
 
     def poll(self, handle: Handle) -> bool:
@@ -335,32 +355,36 @@ class NixlTransport:
         part = _handle(handle)
         if not part.done:
             try:
-                state: str = agent.check_xfer_state(part.transfer)
-            except self._errors as error:
-                raise self._translated(error, f"write to or read from {part.peer}", part.peer, in_doubt=True) from error
-            if state == "ERR":
-                raise FabricError(f"NIXL lost a write to or a read from {part.peer}", in_doubt=True)
-            part.done = state == "DONE"
+                part.done = self._c.get_xfer_status(agent.handle, part.request) != capi.IN_PROGRESS
+            except CallError as error:
+                gone = self._is_gone(agent, part)
+                doing = f"write to or read from {part.peer}"
+                raise self._translated(error, doing, gone=gone, in_doubt=True) from error
         if part.done:
             self._lanes.connected(part.peer)
         return part.done
 
     def release(self, handle: Handle) -> None:
         """Give back a handle, once. If it is still in flight NIXL tries to cancel it, which recalls nothing."""
+        agent = self._open()
         part = _handle(handle)
-        transfer, part.transfer = part.transfer, None
+        request, part.request = part.request, 0
+        agent.posted.discard(part)
         try:
-            transfer.release()
-        except self._errors as error:
-            self._stuck.append(transfer)  # keeps NIXL's wrapper from trying again whenever it is collected
+            self._c.give_back(agent.handle, request)
+        except CallError as error:
+            agent.stuck.append(request)
             raise self._translated(error, "release a transfer") from error
 
     def progress(self) -> None:
         """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not used."""
+        agent = self._open()
         try:
-            self._open().get_new_notifs()
-        except self._errors as error:
+            self._c.get_notifs(agent.handle, self._heard.handle, None)
+        except CallError as error:
             raise self._translated(error, "make progress") from error
+        finally:
+            self._c.notif_map_clear(self._heard.handle)
 
     def renew(self) -> bool:
         """Create another agent, whose name nobody has met, and destroy the old one; False if either cannot be.
@@ -368,13 +392,16 @@ class NixlTransport:
         In this order, since there may be no network just now. Over TCP nothing lands after it, over CMA a peer goes on.
         """
         old, name = self._open(), f"{self._first_name}.{self._renewals + 1}"
+        if old.posted:
+            return False
         try:
-            new = self._created(_import_nixl(), name)
+            new = self._created(name)
         except FabricError as error:
             _log.warning("nixl_agent_not_created", name=name, error=str(error))
             self._lanes.strays(ours=False)
             return False
-        if not self._destroyed(old):
+        if not self._destroy(old):
+            self._destroy(new)
             self._lanes.strays(ours=False)
             return False
         self._lanes.close()
@@ -386,33 +413,54 @@ class NixlTransport:
     def close(self) -> None:
         """Destroy the agent. Idempotent; over TCP this fences what peers still write, over CMA it does not."""
         self._closed = True
-        if self._agent is not None:
-            self._destroyed(self._agent)
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            for part in agent.posted:
+                agent.stuck.append(part.request)
+                part.request = 0
+            self._destroy(agent)
         self._lanes.close()
-        self._agent = None
 
-    def _destroyed(self, wrapper: Any) -> bool:
-        """Destroy NIXL's agent, which lives as long as anything refers to it; False if something does."""
-        self._agent, self._stuck = None, []
-        agent = weakref.ref(wrapper.agent)
-        del wrapper.agent  # frames of errors that somebody keeps refer to the wrapper, and to nothing below
-        if agent() is not None:
-            gc.collect()
-        if (left := agent()) is None:
-            return True
-        wrapper.agent, self._agent = left, wrapper
-        return False
+    def _destroy(self, agent: _Agent) -> bool:
+        """Destroy NIXL's agent; False if that fails. A request that it still does not take back is left as it is."""
+        for request in agent.stuck:
+            with contextlib.suppress(CallError):
+                self._c.give_back(agent.handle, request)
+        agent.backends.clear()
+        try:
+            self._c.destroy_agent(agent.handle)
+        except CallError as error:
+            _log.warning("nixl_agent_not_destroyed", name=self._name, error=str(error))
+            return False
+        return True
 
-    def _open(self) -> Any:
+    def _open(self) -> _Agent:
         if self._agent is None:
             raise FabricError(f"agent {self._name!r} is {'closed' if self._closed else 'not set up'}")
         return self._agent
 
-    def _forget(self, named: set[str]) -> None:
+    def _listed(self, descriptors: Descriptors) -> Owned:
+        """NIXL's list of the pieces of one side: addresses, bytes, device. It knows of no agent."""
+        found = descriptors.kept.get(__name__)
+        if found is None:
+            if descriptors.kind not in capi.KINDS:
+                raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
+            found = self._pieces(self._c, descriptors.kind, descriptors.pieces, descriptors.device)
+            descriptors.kept[__name__] = found
+        return found
+
+    def _forget(self, agent: _Agent, named: set[str]) -> None:
         """Unload what a failed `connect` had loaded, but nobody who was known before."""
         for peer in named - set(self._known):
-            with contextlib.suppress(*self._errors):
-                self._agent.remove_remote_agent(peer)
+            with contextlib.suppress(CallError):
+                self._c.forget(agent.handle, peer)
+
+    def _is_gone(self, agent: _Agent, handle: _Handle) -> bool:
+        """Whether a post failed since its peer is gone; then no further one is made."""
+        gone = self._c.is_gone(agent.handle, handle.request)
+        if gone:
+            self._lost.add(handle.peer)
+        return gone
 
     def _drop(self, handle: _Handle) -> None:
         try:
@@ -420,19 +468,10 @@ class NixlTransport:
         except FabricError as error:
             _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
-    def _translated(self, error: Exception, doing: str, peer: str = "", *, in_doubt: bool = False) -> FabricError:
+    def _translated(self, error: CallError, doing: str, *, gone: bool = False, in_doubt: bool = False) -> FabricError:
         self._lanes.strays()
-        error.__traceback__ = None  # its frames hold NIXL's handles, which hold the agent, and somebody may keep it
-        disconnected = isinstance(error, self._disconnected)
-        if disconnected and peer:
-            self._lost.add(peer)
-        words = f"{type(error).__name__}: {error}".rstrip(": ")
-        hint = "" if disconnected else " (NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more)"
-        return FabricError(f"NIXL could not {doing}: {words}{hint}", disconnected=disconnected, in_doubt=in_doubt)
-
-
-def _missing() -> MissingExtraError:
-    return MissingExtraError("transfers between processes need NIXL: pip install nixl")
+        hint = "the peer is gone" if gone else "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more"
+        return FabricError(f"NIXL could not {doing}: {error} ({hint})", disconnected=gone, in_doubt=in_doubt)
 
 
 def _make_current(device: int) -> None:
@@ -446,47 +485,16 @@ def _make_current(device: int) -> None:
         raise FabricError(f"CUDA device {device} cannot be made current: {error}") from error
 
 
-def _import_nixl() -> Any:
-    """Import nixl without what its import does to logging: it sets `logging.raiseExceptions` for the whole process."""
-    with _IMPORTING:  # else the second of two would keep what the first one's import has set
-        kept = logging.raiseExceptions
-        try:
-            return importlib.import_module("nixl")
-        except ImportError as error:
-            raise _missing() from error
-        finally:
-            logging.raiseExceptions = kept
-
-
-def _error_types(bindings: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exception types, and those into which its bindings turn what C++ throws."""
-    named = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
-    return (*named, RuntimeError, ValueError)
-
-
-def _memory_rows(memories: Sequence[Memory], kind: str) -> NDArray[np.uint64]:
+def _memory_rows(memories: Sequence[Memory], kind: str) -> list[tuple[int, int, int]]:
     """NIXL's rows (address, bytes, device) of memories of one kind."""
-    if kind not in _KINDS:
-        raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {kind!r}")
+    if kind not in capi.KINDS:
+        raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {kind!r}")
     if any(memory.address <= 0 or memory.nbytes <= 0 or memory.device < 0 for memory in memories):
         raise FabricError(f"memory needs an address, a length and a device: {list(memories)}")
-    return np.array([(memory.address, memory.nbytes, memory.device) for memory in memories], dtype=np.uint64)
-
-
-def _listed(agent: Any, descriptors: Descriptors) -> Any:
-    """NIXL's list of the pieces of one side: addresses, bytes, device. It knows of no agent."""
-    found = descriptors.kept.get(__name__)
-    if found is None:
-        if descriptors.kind not in _KINDS:
-            raise FabricError(f"memory is of kind {' or '.join(_KINDS)}, not {descriptors.kind!r}")
-        rows = np.empty((len(descriptors.pieces), 3), dtype=np.uint64)
-        rows[:, :2] = descriptors.pieces
-        rows[:, 2] = descriptors.device
-        found = descriptors.kept[__name__] = agent.get_xfer_descs(rows, descriptors.kind)
-    return found
+    return [(memory.address, memory.nbytes, memory.device) for memory in memories]
 
 
 def _handle(handle: Handle) -> _Handle:
-    if not isinstance(handle, _Handle) or handle.transfer is None:
+    if not isinstance(handle, _Handle) or not handle.request:
         raise FabricError(f"{handle!r} is no posted part, or was released")
     return handle

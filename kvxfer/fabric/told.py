@@ -227,6 +227,7 @@ class LaneBook:
         self._agent: Final = agent
         self._tables: Final = tables if tables is not None else deque[Table]()
         self._chosen: dict[_What, dict[str, None]] = {}
+        self._own: dict[_What, tuple[str, ...]] = {}
         self._peers: dict[str, dict[_What, Told]] = {}
         self._connecting: set[str] = set()
         self._told: dict[str, tuple[Told, ...]] = {}
@@ -253,7 +254,8 @@ class LaneBook:
         first = what not in known
         if not first and not self._tables:
             return
-        before = tuple(self._chosen.get(what, ()))
+        before = self._own.get(what) if peer == self._agent else None
+        before = before or tuple(self._chosen.get(what, ()))
         own = self._take()
         for table in own:
             self._add(peer, table, sure=True)
@@ -272,6 +274,14 @@ class LaneBook:
             known = self._peers.setdefault(peer, {})
             self._add(peer, table, sure=True)
             self._told[peer] = tuple(known.values())
+
+    def tried(self) -> None:
+        """The agent wrote to itself: what UCX says of that is of no other peer, since it tells itself from others."""
+        if self._log is None:
+            return
+        self._log.read()
+        for table in self._take():
+            self._own[table.operation, table.near, table.far] = (table.lane,)
 
     def strays(self, *, ours: bool = True) -> None:
         """What was written since the last post is about whoever is being connected.

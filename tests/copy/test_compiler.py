@@ -12,6 +12,7 @@ import pytest
 from kvxfer.copy import compiler
 from kvxfer.errors import MissingExtraError
 
+COMPILED = Path(compiler.__file__).parent
 COPY = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -93,16 +94,16 @@ def test_a_folder_in_whose_place_others_may_put_one_is_not_used(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder() is None
+        assert compiler._folder(COMPILED) is None
     assert f"others than this user may write to {parent}" in caplog.text
     parent.chmod(0o1777)  # as that for temporary files: what is there is its owner's
     compiler._folder.cache_clear()
-    found = compiler._folder()
+    found = compiler._folder(COMPILED)
     assert found is not None
     assert found.stat().st_mode & 0o777 == 0o700
     found.chmod(0o777)
     compiler._folder.cache_clear()
-    assert compiler._folder() is None
+    assert compiler._folder(COMPILED) is None
     compiler._folder.cache_clear()
 
 
@@ -112,7 +113,7 @@ def test_a_user_without_a_home_compiles_anew(monkeypatch, caplog):
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder() is None
+        assert compiler._folder(COMPILED) is None
     compiler._folder.cache_clear()
     assert "no home" in caplog.text
 
@@ -127,12 +128,24 @@ def test_code_with_checks_of_bounds_is_other_code(tmp_path, monkeypatch):
     compiler._folder.cache_clear()
     monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler._config, "BOUNDSCHECK", None)
-    folders = {compiler._folder()}
+    folders = {compiler._folder(COMPILED)}
     compiler._folder.cache_clear()
     monkeypatch.setattr(compiler._config, "BOUNDSCHECK", 1)
-    folders.add(compiler._folder())
+    folders.add(compiler._folder(COMPILED))
     compiler._folder.cache_clear()
     assert len(folders) == 2
+
+
+def test_code_of_a_package_that_has_changed_is_other_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path / "kept"))
+    folders = {compiler._folder(COMPILED)}
+    source = tmp_path / "source.py"
+    for text in ("LINE = 1", "LINE = 2"):
+        source.write_text(text)
+        compiler._folder.cache_clear()
+        folders.add(compiler._folder(tmp_path))
+    compiler._folder.cache_clear()
+    assert len(folders) == 3
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeypatch, caplog):
@@ -140,7 +153,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeyp
     monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path / "file"))
     compiler._folder.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert compiler._folder() is None
+        assert compiler._folder(COMPILED) is None
     compiler._folder.cache_clear()
     assert "NUMBA_CACHE_DIR" in caplog.text
     assert str(tmp_path / "file") in caplog.text

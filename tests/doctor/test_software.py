@@ -34,7 +34,8 @@ def test_what_is_supported_is_what_the_package_requires():
     (least, beyond) = re.findall(r'^requires-python = ">=(\d+\.\d+),<(\d+\.\d+)"', text, re.MULTILINE)[0]
     assert tuple(tuple(map(int, one.split("."))) for one in (least, beyond)) == software.PYTHONS
     for name, wanted in software.LEAST.items():
-        assert f'"{name}>={".".join(map(str, wanted))}"' in text
+        beyond = f",<{'.'.join(map(str, software.BEYOND[name]))}" if name in software.BEYOND else ""
+        assert f'"{name}>={".".join(map(str, wanted))}{beyond}"' in text
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,9 @@ def test_torch_and_its_cuda(make_machine, torch, cuda, gpu, expected):
     [
         ("", "1.23.0", {"nixl": "fail"}),
         ("1.4.9", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
-        ("1.10.0rc1", "", {"nixl": "ok", "ucx": "warn"}),
+        ("1.6.0rc1", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
+        ("1.10.0", "1.23.0", {"nixl": "fail", "ucx": "ok"}),
+        ("1.5.9", "", {"nixl": "ok", "ucx": "warn"}),
         ("1.5.1", "1.23.0", {"nixl": "ok", "ucx": "ok"}),
     ],
 )

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from ends import SIZE, TCP, Agent, descriptors, finish, memory, two_processes, write
 
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import envelope
+from kvxfer.fabric import capi, envelope
 from kvxfer.fabric import nixl as port
 from kvxfer.fabric.backends import device_params, shown_params
+from kvxfer.fabric.capi import CallError
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation, Outcome
 
@@ -35,18 +37,9 @@ def pair() -> Iterator[tuple[Agent, Agent]]:
 
 @needs_nixl
 def test_pieces_are_listed_once_for_all_posts_and_agents(pair):
-    class Counting:
-        listed = 0
-
-        def get_xfer_descs(self, rows, kind):
-            self.listed += 1
-            return rows.tolist(), kind
-
-    agents = Counting(), Counting()
     side = Descriptors("DRAM", 3, np.array([[4096, 8], [8192, 16]], np.int64))
-    made = [port._listed(agent, side) for agent in (*agents, *agents)]
-    assert made == [([[4096, 8, 3], [8192, 16, 3]], "DRAM")] * 4
-    assert [agent.listed for agent in agents] == [1, 0]
+    made = {one.transport._listed(side) for one in (*pair, *pair)}
+    assert len(made) == 1
     a, b = pair
     peer = a.transport.connect(b.transport.metadata(b.tokens))
     here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (64, 64))
@@ -87,7 +80,7 @@ def test_metadata_covers_only_the_registrations_asked_for(pair):
     here, arena, other = (descriptors(buffer, (0, 64)) for buffer in (*a.buffers, *b.buffers))
     finish(a.transport.post(peer, Operation.WRITE, here, arena), a, b)
     for operation in Operation:
-        with pytest.raises(FabricError, match="nixlNotFoundError") as caught:
+        with pytest.raises(FabricError, match="ERROR_BACKEND") as caught:
             a.transport.post(peer, operation, here, other)
         assert not caught.value.in_doubt
     assert b.buffers[0][:64].tolist() == [5] * 64
@@ -125,14 +118,14 @@ def test_errors_before_posting_are_translated_and_not_in_doubt(pair):
     here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (0, 64))
     stranger = np.zeros(64, dtype=np.uint8)
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("nixlNotFoundError", lambda: a.transport.post("nobody", Operation.WRITE, here, there)),
-        ("nixlNotFoundError", lambda: a.transport.post(peer, Operation.WRITE, descriptors(stranger), there)),
-        ("nixlNotFoundError", lambda: a.transport.post(peer, Operation.WRITE, here, descriptors(stranger))),
+        ("ERROR_BACKEND", lambda: a.transport.post("nobody", Operation.WRITE, here, there)),
+        ("ERROR_BACKEND", lambda: a.transport.post(peer, Operation.WRITE, descriptors(stranger), there)),
+        ("ERROR_BACKEND", lambda: a.transport.post(peer, Operation.WRITE, here, descriptors(stranger))),
         (
-            "nixlInvalidParamError",
+            "ERROR_BACKEND",
             lambda: a.transport.post(peer, Operation.WRITE, here, descriptors(b.buffers[0], (0, 63))),
         ),
-        ("nixlBackendError", lambda: a.transport.register([Memory("VRAM", 0, stranger.ctypes.data, 64)])),
+        ("ERROR_BACKEND", lambda: a.transport.register([Memory("VRAM", 0, stranger.ctypes.data, 64)])),
         ("not 'FILE'", lambda: a.transport.register([Memory("FILE", 0, stranger.ctypes.data, 64)])),
         ("needs an address", lambda: a.transport.register([Memory("DRAM", 0, 0, 64)])),
         ("not 'FILE'", lambda: a.transport.post(peer, Operation.WRITE, Descriptors("FILE", 0, here.pieces), there)),
@@ -142,45 +135,75 @@ def test_errors_before_posting_are_translated_and_not_in_doubt(pair):
             call()
         assert not caught.value.in_doubt
         assert not caught.value.disconnected
-        if words.startswith("nixl"):
-            assert caught.value.__cause__ is not None
+        assert isinstance(caught.value.__cause__, CallError) is words.isupper()
     finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
 
 
 @needs_nixl
-def test_every_exception_type_of_nixl_becomes_a_fabric_error(pair):
-    a, b = pair
-    bindings = sys.modules["nixl._bindings"]
-    types = [kind for name, kind in vars(bindings).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert len(types) == 12, "NIXL's exception types changed: look at what the new ones mean"
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize(
+    ("call", "in_doubt"), [("create_xfer_req", False), ("post_xfer_req", True), ("get_xfer_status", True)]
+)
+def test_what_fails_becomes_a_fabric_error(call, in_doubt, gone, monkeypatch):
+    a, b = Agent("a", backend_params=TCP), Agent("b", backend_params=TCP)
     peer = a.transport.connect(b.transport.metadata(b.tokens))
-    here, there = descriptors(a.buffers[0], (0, 64)), descriptors(b.buffers[0], (0, 64))
-    agent = a.transport._agent
+    here, there = descriptors(a.buffers[0]), descriptors(b.buffers[0])
 
-    class Fails:
-        """NIXL's agent with one call that raises."""
+    def fail(*_: object) -> int:
+        raise CallError(call, -2)
 
-        def __init__(self, call: str, error: type[Exception]) -> None:
-            self.call, self.error = call, error
+    with monkeypatch.context() as patch:
+        patch.setattr(a.transport._c, call, fail)
+        patch.setattr(a.transport._c, "is_gone", lambda *_: gone)
+        handles: list[object] = []
 
-        def __getattr__(self, name: str) -> Any:
-            return self.fail if name == self.call else getattr(agent, name)
+        def go() -> None:
+            handles.append(a.transport.post(peer, Operation.WRITE, here, there))
+            a.transport.poll(handles[0])
 
-        def fail(self, *_: object) -> None:
-            raise self.error("as told")
+        with pytest.raises(FabricError, match=f"{call}: NIXL_CAPI_ERROR_BACKEND") as caught:
+            go()
+        gone = gone and in_doubt  # before anything is posted there is nothing to ask
+        assert (caught.value.disconnected, caught.value.in_doubt) == (gone, in_doubt)
+        assert isinstance(caught.value.__cause__, CallError)
+    for handle in handles:
+        a.transport.release(handle)
+    assert a.transport._agent is not None
+    assert not a.transport._agent.posted
+    if gone:
+        with pytest.raises(FabricError, match="disconnected") as caught:
+            a.transport.post(peer, Operation.WRITE, here, there)
+        assert not caught.value.in_doubt
+    else:
+        finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+    a.close()
+    b.close()
 
-    for error in types:
-        gone = error.__name__ == "nixlRemoteDisconnectError"
-        for call, in_doubt in (("initialize_xfer", False), ("transfer", True), ("check_xfer_state", True)):
-            a.transport._lost.clear()
-            a.transport._agent = Fails(call, error)
-            with pytest.raises(FabricError, match=error.__name__) as caught:
-                a.transport.poll(a.transport.post(peer, Operation.WRITE, here, there))
-            assert (caught.value.disconnected, caught.value.in_doubt) == (gone, in_doubt)
-            assert isinstance(caught.value.__cause__, error)
-    a.transport._lost.clear()
-    a.transport._agent = agent
-    finish(a.transport.post(peer, Operation.WRITE, here, there), a, b)
+
+@needs_nixl
+def test_a_request_that_nixl_does_not_take_back_is_kept_until_the_agent_ends(pair, monkeypatch):
+    a, b = pair
+    peer = a.transport.connect(b.transport.metadata(b.tokens))
+    here, there = descriptors(a.buffers[0]), descriptors(b.buffers[0])
+    handle = a.transport.post(peer, Operation.WRITE, here, there)
+
+    def refuse(*_: object) -> int:
+        raise CallError("release_xfer_req", -2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.transport._c, "release_xfer_req", refuse)
+        with pytest.raises(FabricError, match="release"):
+            a.transport.release(handle)
+    with pytest.raises(FabricError, match="was released"):
+        a.transport.release(handle)
+    (stuck,) = a.transport._agent.stuck
+    again: list[int] = []
+    with monkeypatch.context() as patch:
+        take_back = a.transport._c.give_back
+        patch.setattr(a.transport._c, "give_back", lambda agent, one: (again.append(one), take_back(agent, one)))
+        assert a.transport.renew() is True
+    assert again == [stuck]
+    a.tokens = []
 
 
 @needs_nixl
@@ -190,12 +213,12 @@ def test_metadata_that_was_cut_or_edited_is_refused(pair):
     for bad in (b"", good[:10], good[:-1], good + b"x", b"zzzz" + good[4:], good[:20] + b"\xff\xff" + good[22:]):
         with pytest.raises(FabricError, match="metadata"):
             a.transport.connect(bad)
-    with pytest.raises(FabricError, match="nixlMismatchError"):
+    with pytest.raises(FabricError, match="ERROR_BACKEND"):
         a.transport.connect(envelope.pack(bytes(16), "b", [b"not what NIXL makes"]))
     blob = envelope.unpack(good)[2]
     with pytest.raises(FabricError, match="carries that of"):
         a.transport.connect(envelope.pack(bytes(16), "somebody else", blob))
-    with pytest.raises(FabricError, match="NotFound"):
+    with pytest.raises(FabricError, match="ERROR_BACKEND"):
         a.transport.post("b", Operation.WRITE, descriptors(a.buffers[0]), descriptors(b.buffers[0]))
     assert a.transport.connect(good) == "b"
 
@@ -314,7 +337,7 @@ def test_devices_reach_the_backend(monkeypatch):
     transport.setup()
     transport.close()
     for absent in ("nonsense0", "nonsense0:1"):
-        with pytest.raises(FabricError, match="nixlBackendError"):
+        with pytest.raises(FabricError, match="ERROR_BACKEND"):
             NixlTransport("a", devices=[absent]).setup()
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     with pytest.raises(ConfigError, match="eth7 would win"):
@@ -328,21 +351,44 @@ def test_a_backend_that_nixl_does_not_have_is_named():
 
 
 def test_without_nixl_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="pip install nixl"):
+    monkeypatch.setattr(capi, "_installed", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install 'nixl"):
         NixlTransport("a")
 
 
-def test_a_nixl_that_does_not_import_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(MissingExtraError, match="pip install nixl"):
-        port._import_nixl()
+@needs_nixl
+def test_an_agent_that_does_not_do_what_it_is_told_is_not_used(monkeypatch):
+    def fail(*_: object) -> None:
+        raise FabricError("it wrote other bytes")
+
+    transport = NixlTransport("a")
+    destroyed: list[int] = []
+    library = capi.opened(capi.find())
+    destroy = library.destroy_agent
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "prove", fail)
+        patch.setattr(library, "destroy_agent", lambda agent: (destroyed.append(agent), destroy(agent)))
+        with pytest.raises(FabricError, match="other bytes"):
+            transport.setup()
+    assert len(destroyed) == 1
+    with pytest.raises(FabricError, match="not set up"):
+        transport.progress()
+    transport.close()
 
 
 @needs_nixl
-def test_logging_of_the_program_is_left_alone():
-    code = "import logging; from kvxfer.fabric import nixl; nixl._import_nixl(); assert logging.raiseExceptions"
-    subprocess.run([sys.executable, "-c", code], check=True)  # here nixl may have been imported before
+def test_nothing_of_nixls_python_package_is_imported():
+    code = """
+        import sys
+        from kvxfer.fabric.nixl import NixlTransport
+        assert not {"numba", "torch"} & set(sys.modules), "both take seconds"
+        transport = NixlTransport("a")
+        assert "numba" not in sys.modules
+        transport.setup()
+        transport.close()
+        assert not [name for name in sys.modules if name.startswith("nixl")]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
@@ -452,27 +498,28 @@ def test_what_is_logged_and_raised_of_an_agent_has_no_keys(caplog, refused):
     caplog.set_level(logging.DEBUG, "kvxfer")
     params = {"OBJ": {"secret_key": "wJalrXUtnFEMI"}}
     transport = NixlTransport("shy", backends=["UCX", "OBJ"], backend_params=params)
-    transport._errors = (OSError,)
+    destroyed: list[int] = []
 
-    class Agent:
-        def __init__(self, *_): ...
+    def backend(agent, name, params):
+        if refused and name == "OBJ":
+            raise CallError("create_backend", -2)
+        return name
 
-        def get_plugin_list(self):
-            return ["UCX", "OBJ"]
-
-        def create_backend(self, backend, params):
-            if refused and backend == "OBJ":
-                raise OSError("it does not answer")
-
-        def get_backend_params(self, backend):
-            return params.get(backend, {})
-
-    nixl = SimpleNamespace(nixl_agent_config=dict, nixl_agent=Agent)
+    library: Any = SimpleNamespace(
+        agent=lambda name: 7,
+        plugins=lambda agent: ["UCX", "OBJ"],
+        backend=backend,
+        backend_params=lambda agent, name: params.get(name, {}),
+        destroy_agent=destroyed.append,
+    )
+    transport._c = library
     if refused:
         with pytest.raises(FabricError, match="secret_key") as caught:
-            transport._created(nixl, "shy")
+            transport._created("shy")
         assert "wJal" not in str(caught.value)
+        assert destroyed == [7]
     else:
-        transport._created(nixl, "shy")
+        transport._created("shy")
         assert "secret_key" in caplog.text
+        assert not destroyed
     assert "wJal" not in caplog.text

@@ -219,6 +219,17 @@ def test_a_table_belongs_to_whom_was_posted_to(ucx):
     assert post(book, "t", operation=Operation.READ) == over(sure=False, operation="read"), "nothing was written"
 
 
+def test_what_an_agent_writes_to_itself_goes_a_way_of_its_own(ucx):
+    book = LaneBook(ucx.log, "agent")
+    ucx.write("self/memory")
+    book.tried()
+    assert post(book, "p") == over(sure=False), "no peer takes that way"
+    assert post(book, "agent") == over("self/memory")
+    book.forget("agent")
+    assert post(book, "q", lambda: ucx.write(CMA)) == over(CMA)
+    assert post(book, "agent") == over("self/memory"), "UCX tells its own endpoint from others"
+
+
 def test_what_is_written_between_posts_belongs_to_who_is_being_connected(ucx):
     book = LaneBook(ucx.log, "agent")
     post(book, "p", lambda: ucx.write(CMA))

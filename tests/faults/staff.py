@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
 import itertools
 import os
 import threading
@@ -29,6 +28,7 @@ from steps import STEPS
 from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
 from kvxfer.ahead import Ahead
 from kvxfer.fabric import pump
+from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.incoming import Incoming
 from kvxfer.landing import Landing
 from kvxfer.tickets import EngineCard, Issuer
@@ -563,8 +563,9 @@ class _Late:
 def _meet_gpus() -> None:
     """Make an agent and drop it: where there is a GPU, its driver opens files for the first one and keeps them."""
     if Path("/dev/nvidiactl").exists():
-        api = importlib.import_module("nixl._api")
-        api.nixl_agent("first", api.nixl_agent_config(enable_prog_thread=False))
+        first = NixlTransport("first")
+        first.setup()
+        first.close()
 
 
 def held() -> Counter[str]:

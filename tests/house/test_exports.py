@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "kvxfer").rglob("*.py"))
 NEEDS = {  # where the package may be missing
     "kvxfer.copy.kernel": "triton",
-    "kvxfer.fabric.nixl": "nixl",
     "kvxfer.integrations.sglang": "sglang",
     "kvxfer.integrations.sglang.conn": "sglang",
     "kvxfer.integrations.vllm": "vllm",

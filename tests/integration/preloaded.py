@@ -18,9 +18,16 @@ import torch
 
 __all__ = ["CONTEXT", "Context", "process"]
 
-_IMPORTED = ["torch", "nixl", "kvxfer.worker", "kvxfer.fabric.nixl", "kvxfer.copy.machine", "kvxfer.mapped.shared"]
-_SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "NIXL_LOG_LEVEL": "ERROR"}
-"""Of the server alone: threads would be forked without their locks, and nixl reads its level when it is imported."""
+_IMPORTED = [
+    "torch",
+    "kvxfer.worker",
+    "kvxfer.fabric.nixl",
+    "kvxfer.fabric.lists",
+    "kvxfer.copy.machine",
+    "kvxfer.mapped.shared",
+]
+_SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Of the server alone: threads would be forked without their locks."""
 
 CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 

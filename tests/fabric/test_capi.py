@@ -1,0 +1,265 @@
+"""NIXL's C library: which wheel is taken, what is refused, and lists of descriptors that compiled code makes."""
+
+import ctypes
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import FabricError, MissingExtraError
+from kvxfer.fabric import capi
+from kvxfer.fabric.capi import TABLE, CallError, Capi, Owned, Wheel
+from kvxfer.fabric.lists import list_pieces, listed
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+# ---- which wheel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Pretend that wheels are installed, by their versions, and that torch is built for some CUDA."""
+
+    def pretend(cuda="", **versions):
+        library = tmp_path / "libnixl_capi.so"
+        library.touch()
+        wheels = {name: Wheel(f"nixl-{name}", version, library) for name, version in versions.items()}
+        monkeypatch.setattr(capi, "_installed", lambda name: wheels.get(name.removeprefix("nixl-")))
+        monkeypatch.setattr(capi, "_cuda_major", lambda: cuda)
+        return library
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cuda", "versions", "found"),
+    [
+        ("13", {"cu12": "1.5.1", "cu13": "1.5.1"}, "nixl-cu13"),
+        ("12", {"cu12": "1.5.1", "cu13": "1.5.1"}, "nixl-cu12"),
+        ("12", {"cu12": "1.5.0", "cu13": "1.6.0"}, "nixl-cu12"),
+        ("", {"cu12": "1.5.1"}, "nixl-cu12"),
+        ("", {"cu12": "1.5.1", "cu13": "1.5.12"}, "nixl-cu13"),
+    ],
+)
+def test_the_wheel_is_that_of_torchs_cuda_or_any_without(install, cuda, versions, found):
+    install(cuda, **versions)
+    assert capi.find().name == found
+
+
+@pytest.mark.parametrize(
+    ("cuda", "versions", "words"),
+    [
+        ("13", {}, r"pip install 'nixl>=1\.5,<1\.6'"),
+        ("13", {"cu12": "1.5.1"}, r"CUDA 13, and of NIXL only nixl-cu12 is installed: pip install 'nixl-cu13"),
+        ("12", {"cu12": "1.6.0"}, r"knows .* NIXL 1\.5, and nixl-cu12 1\.6\.0 is installed \(.*libnixl_capi\.so\)"),
+        ("", {"cu12": "1.50.0"}, r"nixl-cu12 1\.50\.0"),
+        ("", {"cu13": "0.9.0"}, r"nixl-cu13 0\.9\.0 .*: pip install 'nixl>=1\.5,<1\.6'"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(install, cuda, versions, words):
+    install(cuda, **versions)
+    with pytest.raises(MissingExtraError, match=words):
+        capi.find()
+
+
+def test_a_wheel_without_the_library_is_named_with_its_place(install):
+    install(cu13="1.5.1").unlink()
+    with pytest.raises(MissingExtraError, match=r"nixl-cu13 1\.5\.1 .*libnixl_capi\.so: pip install --force-reinstall"):
+        capi.find()
+
+
+def test_the_version_that_is_known_is_the_one_that_the_package_requires():
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    major, minor = capi.KNOWN
+    assert f'"nixl>={major}.{minor},<{major}.{minor + 1}"' in text
+    assert f"nixl>={major}.{minor},<{major}.{minor + 1}" in capi._INSTALL
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+
+def test_a_library_without_its_functions_is_refused_with_their_names():
+    with pytest.raises(FabricError, match=r"libm\.so\.6 \(nixl-cu13 1\.5\.1\) lacks nixl_capi_create_configured_agent"):
+        Capi(Wheel("nixl-cu13", "1.5.1", Path("libm.so.6")))
+
+
+def test_a_library_that_lacks_one_function_is_refused_with_its_name(monkeypatch):
+    monkeypatch.setattr(capi, "_CALLS", {})
+    monkeypatch.setattr(capi, "_BRIEF", {})
+    monkeypatch.setattr(capi, "_XFER_STATUS", "nixl_status_of_tomorrow")
+    with pytest.raises(FabricError, match=r"lacks nixl_status_of_tomorrow; .* pip install --force-reinstall nixl-cu12"):
+        Capi(Wheel("nixl-cu12", "1.5.1", Path("libm.so.6")))
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path):
+    file = tmp_path / "libnixl_capi.so"
+    file.write_text("not ELF")
+    with pytest.raises(FabricError, match=r"cannot be opened: .*libnixl_capi\.so"):
+        Capi(Wheel("nixl-cu12", "1.5.1", file))
+
+
+@pytest.fixture
+def library():
+    """The library, with one agent."""
+    made = Capi(capi.find())
+    agent = made.agent("a")
+    backend = made.backend(agent, "UCX", {})
+    yield made, agent
+    del backend
+    made.destroy_agent(agent)
+
+
+@needs_nixl
+def test_an_agent_proves_that_it_writes(library):
+    made, agent = library
+    for _ in range(2):
+        made.prove(agent, "a")
+
+
+def refused(*_):
+    raise CallError("call", -2)
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (lambda made, agent: {"post_xfer_req": refused}, r"failed \(call: NIXL_CAPI_ERROR_BACKEND\)"),
+        (lambda made, agent: {"register_mem": refused}, "failed"),
+        (lambda made, agent: {"create_xfer_req": refused}, "failed"),
+        (lambda made, agent: {"get_xfer_status": lambda *_: capi.IN_PROGRESS}, "took over 0.2 s"),
+        (lambda made, agent: {"opt_args_set_has_notif": lambda *_: 0}, "took over 0.2 s"),
+        (lambda made, agent: {"_cause": lambda *_: 0}, "was at 0 before it was posted"),
+        (
+            lambda made, agent: {
+                "post_xfer_req": lambda *_: made.gen_notif(agent, b"a", capi._PROOF, 64, None),
+                "get_xfer_status": lambda *_: 0,
+            },
+            "wrote other bytes",
+        ),
+        (
+            lambda made, agent: {
+                "opt_args_set_notif_msg": lambda options, *_, call=made.opt_args_set_notif_msg: call(options, b"no", 2)
+            },
+            r"was announced as \(b'a', b'no'\)",
+        ),
+    ],
+)
+def test_an_agent_that_does_something_else_is_found_out(library, monkeypatch, does, words):
+    made, agent = library
+    monkeypatch.setattr(capi, "_PROOF_S", 0.2)
+    with monkeypatch.context() as patch:
+        for name, function in does(made, agent).items():
+            patch.setattr(made, name, function)
+        with pytest.raises(FabricError, match=rf"libnixl_capi\.so .*to itself {words}.*pip install --force-reinstall"):
+            made.prove(agent, "a")
+    made.prove(agent, "a")
+
+
+@needs_nixl
+def test_parameters_are_read_back_and_unknown_peers_forgotten(library):
+    made, agent = library
+    other = made.agent("b")
+    backend = made.backend(other, "UCX", {"num_workers": "2", "ucx_error_handling_mode": "peer"})
+    params = made.backend_params(other, backend)
+    assert (params["num_workers"], params["ucx_error_handling_mode"]) == ("2", "peer")
+    assert "UCX" in made.plugins(agent)
+    made.forget(agent, "nobody")
+    del backend
+    made.destroy_agent(other)
+
+
+def test_what_is_owned_is_given_back_once():
+    given: list[int] = []
+    one = Owned(7, given.append)
+    two = one
+    del one
+    assert given == []
+    del two
+    assert given == [7]
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """Functions for lists, which note what they are called with."""
+
+    def __init__(self, refuse: int = -1, create: int = 0) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.added: list[tuple[int, ...]] = []
+        self._refuse, self._status = refuse, create
+        self._kept: list[object] = []
+        self.table = np.zeros(len(TABLE), np.int64)
+        for name, count in (("xfer_dlist_resize", 2), ("xfer_dlist_clear", 1), ("destroy_xfer_dlist", 1)):
+            self._put(name, count, self._note(name))
+        self._put("create_xfer_dlist", 2, self._create)
+        self._put("xfer_dlist_add_desc", 4, self._add)
+
+    def _put(self, name, count, function):
+        made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(function)
+        self._kept.append(made)
+        self.table[TABLE.index(name)] = ctypes.cast(made, ctypes.c_void_p).value or 0
+
+    def _note(self, name):
+        def called(*given):
+            self.calls.append((name, given))
+            return 0
+
+        return called
+
+    def _create(self, kind, out):
+        self.calls.append(("create_xfer_dlist", (kind,)))
+        ctypes.c_int64.from_address(out).value = 4711
+        return self._status
+
+    def _add(self, *given):
+        self.added.append(given)
+        return -1 if len(self.added) - 1 == self._refuse else 0
+
+
+NUMBERS = st.integers(0, 2**63 - 1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(0, 1), st.integers(0, 7), st.booleans())
+def test_a_list_is_what_was_asked_for(rows, kind, device, frozen):
+    recording = Recording()
+    pieces = np.array(rows, np.int64).reshape(-1, 2)
+    pieces.flags.writeable = not frozen
+    assert list_pieces(recording.table, kind, pieces, device) == 4711
+    assert recording.added == [(4711, address, nbytes, device) for address, nbytes in rows]
+    assert recording.calls[0] == ("create_xfer_dlist", (kind,))
+    assert "destroy_xfer_dlist" not in dict(recording.calls)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_a_list_of_which_a_piece_is_refused_is_none(count, data):
+    recording = Recording(refuse=data.draw(st.integers(0, count - 1)))
+    assert list_pieces(recording.table, 0, np.ones((count, 2), np.int64), 0) < 0
+    assert recording.calls.count(("destroy_xfer_dlist", (4711,))) == 1
+
+
+def test_a_list_that_is_not_made_is_not_filled():
+    recording = Recording(create=-4)
+    assert list_pieces(recording.table, 0, np.ones((3, 2), np.int64), 0) == -4
+    assert recording.added == []
+    assert recording.calls == [("create_xfer_dlist", (0,))]
+
+
+@needs_nixl
+def test_pieces_that_lie_apart_in_an_array_are_listed_as_they_are(library, monkeypatch):
+    made, _ = library
+    recording, refusing = Recording(), Recording(refuse=1)
+    monkeypatch.setattr(made, "table", recording.table)
+    monkeypatch.setattr(made, "destroy_xfer_dlist", lambda handle: None)
+    wide = np.arange(12, dtype=np.int64).reshape(3, 4)
+    listed(made, "DRAM", wide[:, ::2], 1)
+    assert recording.added == [(4711, 0, 2, 1), (4711, 4, 6, 1), (4711, 8, 10, 1)]
+    monkeypatch.setattr(made, "table", refusing.table)
+    with pytest.raises(CallError, match="xfer_dlist_add_desc: NIXL_CAPI_ERROR_INVALID_PARAM"):
+        listed(made, "DRAM", wide[:, :2], 1)

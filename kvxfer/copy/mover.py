@@ -140,6 +140,7 @@ class Mover:
         self._copies: Final[dict[int, Copy]] = {}  # by slot: the machine has them
         self._free: Final = list(range(records.JOBS))
         self._queue: Final[deque[Copy]] = deque()  # for which there is no slot
+        self._behind: Final[dict[Hashable, deque[Copy]]] = {}  # by owner, those that wait for one that is prepared
         self._unfired: list[Copy] = []  # whose events need the interpreter
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._untold = 0  # copies of which nobody was told yet
@@ -294,9 +295,13 @@ class Mover:
     def _prepare(self, copy: Copy) -> None:
         """Make what the record points to: at once, or in a worker thread what would take a while."""
         job, gpu = copy.job, self._gpu
-        if gpu is None or (job.sums is None and gpu.is_prepared(job.tables)):
+        behind = self._behind.get(job.owner)
+        if behind is not None:  # those of one owner keep their order
+            behind.append(copy)
+        elif gpu is None or (job.sums is None and gpu.is_prepared(job.tables)):
             self._send(copy)
         else:
+            self._behind[job.owner] = deque()
             copy.kept.append(self._loop.create_task(self._prepare_off_loop(copy, gpu), name="kvxfer prepare a copy"))
 
     async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu") -> None:
@@ -313,6 +318,12 @@ class Mover:
             self._tell(copy, self._outcome(_error("a copy could not be prepared", error)))
         else:
             self._send(copy)
+        behind = self._behind.pop(job.owner)
+        while behind:
+            self._prepare(behind.popleft())
+            if (again := self._behind.get(job.owner)) is not None:  # which had to be prepared too
+                again.extend(behind)
+                return
 
     def _send(self, copy: Copy) -> None:
         """Give it to the machine, if that has room."""

@@ -258,18 +258,18 @@ class StubGpu(cuda.Gpu):
     """
 
     def __init__(self, driver: Driver, *, ring_bytes: int = 4096, warm: bool = True) -> None:
-        self.device = torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+        self.device = torch.device("cpu")  # pyright: ignore[reportGeneralTypeIssues]
         self.driver = driver
-        self.functions = driver.functions  # pyright: ignore[reportAttributeAccessIssue]
-        self.context = 1  # pyright: ignore[reportAttributeAccessIssue]
+        self.functions = driver.functions  # pyright: ignore[reportGeneralTypeIssues]
+        self.context = 1  # pyright: ignore[reportGeneralTypeIssues]
         self.handles = (11, 12)
         streams: Any = [SimpleNamespace(cuda_stream=handle, priority=-n) for n, handle in enumerate(self.handles)]
-        self.streams = streams  # pyright: ignore[reportAttributeAccessIssue]
+        self.streams = streams  # pyright: ignore[reportGeneralTypeIssues]
         words = ring_bytes // 8
-        self._rings = [(self._on_device(words), self._on_device(words)) for _ in (0, 1)]  # pyright: ignore[reportAttributeAccessIssue]
-        self._marks = [[100 * lane + n + 1 for n in range(records.QUEUE)] for lane in (1, 2)]  # pyright: ignore[reportAttributeAccessIssue]
-        self._ring_words = words  # pyright: ignore[reportAttributeAccessIssue]
-        self.kernel: Any = StubKernel(driver)
+        self._rings = [(self._on_device(words), self._on_device(words)) for _ in (0, 1)]  # pyright: ignore[reportGeneralTypeIssues]
+        self._marks = [[100 * lane + n + 1 for n in range(records.QUEUE)] for lane in (1, 2)]  # pyright: ignore[reportGeneralTypeIssues]
+        self._ring_words = words  # pyright: ignore[reportGeneralTypeIssues]
+        self.kernel: Any = StubKernel(driver)  # pyright: ignore[reportGeneralTypeIssues]
         self._arrival = None
         if warm:
             for width in (16, 8, 4, 2, 1):

@@ -89,6 +89,7 @@ class Model:
         self.windows = list(range(WINDOWS))
         self.number = self.steps = self.told = 0
         self.sent: list[bytes] = []
+        self.unwanted: list[Job] = []  # of which a record says so that is not taken yet
         self.away = 0  # steps for which nobody reads
         self.really_writes = int(self.ports[records.WRITE])
         self.outcomes = dict.fromkeys((records.DONE, records.STOPPED, records.FAILED), 0)
@@ -145,6 +146,8 @@ class Model:
         else:
             slot = self.rng.choice((-1, records.JOBS, 1 << 40, self.rng.randrange(records.JOBS)))
         self.sent.append(_RECORD.pack(records.CANCEL, slot, *[0] * 26))
+        if slot in self.jobs:  # who comes later, also in the same row, is not meant
+            self.unwanted.append(self.jobs[slot])
 
     def nonsense(self) -> None:
         """A record of no kind that there is, or of a row that there is not."""
@@ -177,11 +180,10 @@ class Model:
 
     def step(self) -> int:
         """Let it take its records and do what is ready; look at all that came of it."""
-        for record in self.sent:
-            kind, slot = np.frombuffer(record, np.int64, 2).tolist()
-            if kind == records.CANCEL and slot in self.jobs:
-                self.jobs[slot].cancelled = True
-                self.jobs[slot].reasons.add("cancelled")
+        for job in self.unwanted:
+            job.cancelled = True
+            job.reasons.add("cancelled")
+        self.unwanted.clear()
         if self.sent:
             os.write(self.machine._commands, b"".join(self.sent))
             self.sent.clear()

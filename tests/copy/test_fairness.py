@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepped import World
 
-from kvxfer.copy import records
+from kvxfer.copy import Direction, records
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def test_both_directions_of_a_gpu_take_turns_by_themselves():
     driver = Driver()
     world = World(StubGpu(driver))
     for number in range(3):
-        for direction in ("gather", "scatter"):
+        for direction in Direction:
             world.submit((direction, number), direction=direction, owner=direction, nbytes=1 << 20)
     await world.settle()
     world.step()

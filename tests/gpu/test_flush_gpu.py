@@ -5,20 +5,27 @@
 prints the attributes.
 """
 
+import ctypes
 import queue
+import sys
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvxfer.copy import CopyJob, CopyOutcome, Direction, cuda  # noqa: E402
-from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
+
+from copy_plans import contiguous_rows  # noqa: E402  # pyright: ignore[reportMissingImports]
+from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.copy import CopyOutcome, Direction, cuda, records  # noqa: E402
 from kvxfer.geometry.copyplan import CopyPlan  # noqa: E402
 from kvxfer.memory.driver import call, load  # noqa: E402
-from kvxfer.memory.flush import Arrival, arrival, flush  # noqa: E402
-from kvxfer.runtime import ThreadRuntime  # noqa: E402
+from kvxfer.memory.flush import Arrival, arrival  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,24 +57,34 @@ def test_the_attributes_are_there_and_agree_with_what_is_made_of_them():
 @pytest.mark.skipif(
     torch.cuda.is_available() and arrival(0) is Arrival.UNKNOWN, reason="the device cannot be flushed from here"
 )
-def test_a_flush_is_made_on_the_thread_of_the_executor(monkeypatch):
-    """The real call, as if the device needed it, in front of jobs with and without anything to copy."""
+def test_a_flush_is_made_on_the_thread_of_the_mover(monkeypatch):
+    """The real call, as if the device needed it, in front of copies with and without anything to copy."""
     took = []
-
-    def timed():
-        began = time.perf_counter()
-        flush()
-        took.append((threading.current_thread().name, time.perf_counter() - began))
-
     monkeypatch.setattr(cuda, "arrival", lambda device: Arrival.FLUSHED)
-    monkeypatch.setattr(cuda, "flush", timed)
-    executor = CudaExecutor(ThreadRuntime(), 0)
+    gpu = cuda.Gpu(0)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    flush = function(gpu.functions[records.FLUSH])
+
+    def timed(target, scope):
+        began = time.perf_counter()
+        code = flush(target, scope)
+        took.append((threading.current_thread().name, code, time.perf_counter() - began))
+        return code
+
+    watched = function(timed)
+    gpu.functions[records.FLUSH] = ctypes.cast(watched, ctypes.c_void_p).value or 0
+    mover = Threaded(gpu=gpu)
+    memory = torch.zeros(2, 64, dtype=torch.uint8, device="cuda:0")
+    at = memory[0].data_ptr(), memory[1].data_ptr()
+    torch.cuda.synchronize()
+    copying = contiguous_rows(*at, rows=1, regions=1, row_bytes=64, pool=1)
     try:
-        for _ in range(100):
+        for plan in [CopyPlan((), from_nic=True), replace(copying, from_nic=True)] * 50:
             outcomes: queue.SimpleQueue[CopyOutcome] = queue.SimpleQueue()
-            executor.submit(CopyJob(CopyPlan((), from_nic=True), outcomes.put), Direction.SCATTER)
+            mover.submit(plan, outcomes.put, Direction.SCATTER)
             assert outcomes.get(timeout=60).error is None
     finally:
-        assert executor.close(30)
-    assert {name for name, _ in took} == {"kvxfer-copy-cuda:0"}
-    print(f"\na flush takes {min(seconds for _, seconds in took) * 1e6:.1f} us at best, of {len(took)}")
+        assert mover.close(30)
+    assert {(name, code) for name, code, _ in took} == {("kvxfer-mover", 0)}
+    assert len(took) == 100
+    print(f"\na flush takes {min(seconds for _, _, seconds in took) * 1e6:.1f} us at best, of {len(took)}")

@@ -7,8 +7,10 @@ import contextlib
 import multiprocessing as mp
 import os
 import select
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,11 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
 
-from kvxfer.copy import READY, CopyJob, Direction  # noqa: E402
-from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+sys.path.append(str(Path(__file__).parent.parent / "copy"))
+
+from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
 from kvxfer.gates import GATE_BYTES, first_words  # noqa: E402
@@ -26,7 +31,6 @@ from kvxfer.mapped import Export, export, open_window  # noqa: E402
 from kvxfer.mapped.descriptors import Descriptors  # noqa: E402
 from kvxfer.memory import Backing, allocate  # noqa: E402
 from kvxfer.memory.driver import call, load, upload  # noqa: E402
-from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,10 +55,10 @@ def plan(src, dst, nbytes=SIZE, row=64 << 10):
 
 
 class Copies:
-    """An executor, and copies that are waited for."""
+    """A mover, and copies that are waited for."""
 
     def __init__(self, device, ctas=24):
-        self.executor = CudaExecutor(ThreadRuntime(), device, ctas=ctas)
+        self.mover = Threaded(device, ctas=ctas)
 
     def begin(self, what, gate=None, after=READY):
         ended, outcomes = threading.Event(), []
@@ -63,7 +67,7 @@ class Copies:
             outcomes.append(outcome)
             ended.set()
 
-        self.executor.submit(CopyJob(what, done, after, gate=gate), Direction.GATHER)
+        self.mover.submit(what, done, after=after, gate=gate)
         return ended, outcomes
 
     def run(self, what, gate=None):
@@ -77,7 +81,7 @@ class Copies:
 def copies(device):
     made = Copies(device)
     yield made
-    assert made.executor.close(20)
+    assert made.mover.close(20)
 
 
 def flipped(memory, row=64 << 10):
@@ -137,7 +141,7 @@ def test_a_gate_that_is_raised_lets_those_inside_end_and_nobody_else_in():
     words = gate_words(1)
     address, what = words.address + 5 * GATE_BYTES, plan(source.data_ptr(), target.data_ptr())
     with copies(0) as writing, copies(1) as owning:
-        owner = owning.executor
+        owner = owning.mover
         assert owner.inside(address, raised=False) == 0  # and is compiled
         under_way = [writing.begin(what, Gate(address, GENERATION)) for _ in range(200)]
         assert under_way[5][0].wait(20)
@@ -182,7 +186,7 @@ def test_what_the_gate_costs():
                 times[name] = sorted(took)[len(took) // 2] * 1e6
             without, gated = times["without"], times["with"]
             print(f"\n{ctas} CTAs, {nbytes / MIB:g} MiB: {without:.1f} us without a gate, {gated:.1f} with one")
-        assert made.executor.close(20)
+        assert made.mover.close(20)
     words.close()
 
 

@@ -4,8 +4,8 @@ python -m pytest tests/gpu/test_rows_gpu.py
 """
 
 import os
+import queue
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +16,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 TESTS = Path(__file__).parent.parent
-for folder in ("rows", "geometry"):
+for folder in ("rows", "geometry", "copy"):
     sys.path.append(str(TESTS / folder))
 
 from catalogue import CASES  # noqa: E402  # pyright: ignore[reportMissingImports]
 from ranks import World  # noqa: E402  # pyright: ignore[reportMissingImports]
+from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import CopyJob, Direction  # noqa: E402
-from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+from kvxfer.copy import CopyOutcome, Direction  # noqa: E402
 from kvxfer.geometry import CacheGeometry, PairPlan, resolve  # noqa: E402
-from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,30 +52,26 @@ class Side:
 
 
 @pytest.fixture(scope="module")
-def executors():
+def movers():
     """One for each GPU in use: two, if there are two."""
-    made = [CudaExecutor(ThreadRuntime(), device) for device in range(min(2, torch.cuda.device_count()))]
+    made = [Threaded(device) for device in range(min(2, torch.cuda.device_count()))]
     yield made
-    for executor in made:
-        executor.close(10)
+    for one in made:
+        assert one.close(10)
 
 
-def copy(executor, plan, direction):
-    ended, outcomes = threading.Event(), []
-
-    def done(outcome):
-        outcomes.append(outcome)
-        ended.set()
-
-    executor.submit(CopyJob(plan, done), direction)
-    assert ended.wait(60)
-    assert outcomes[0].error is None, outcomes[0].error
+def copy(mover, plan, direction):
+    ended: queue.SimpleQueue[CopyOutcome] = queue.SimpleQueue()
+    mover.submit(plan, ended.put, direction)
+    outcome = ended.get(timeout=60)
+    assert outcome.error is None, outcome.error
+    assert not outcome.stopped
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_byte_of_a_row_on_gpus(executors, name):
+def test_every_byte_of_a_row_on_gpus(movers, name):
     world = World.of(CASES[name])
-    prefill, decode = Side(world.prefill, 0), Side(world.decode, len(executors) - 1)
+    prefill, decode = Side(world.prefill, 0), Side(world.decode, len(movers) - 1)
     tokens = world.request.tokens
     for number, (target, need) in enumerate(zip(world.decode, decode.geometries, strict=True)):
         for source, have, selections in zip(
@@ -92,10 +87,10 @@ def test_every_byte_of_a_row_on_gpus(executors, name):
                 if not part.bytes:
                     continue
                 staging = torch.empty(part.staged_bytes, dtype=torch.uint8, device=f"cuda:{prefill.device}")
-                copy(executors[0], part.gather(staging.data_ptr()), Direction.GATHER)
+                copy(movers[0], part.gather(staging.data_ptr()), Direction.GATHER)
                 carried = staging.to(f"cuda:{decode.device}", copy=True)
                 torch.cuda.synchronize(decode.device)
-                copy(executors[-1], part.scatter(carried.data_ptr()), Direction.SCATTER)
+                copy(movers[-1], part.scatter(carried.data_ptr()), Direction.SCATTER)
     for target, memory in zip(world.decode, decode.memory, strict=True):
         assert np.array_equal(memory.cpu().numpy(), world.expected(target))
     for source, memory in zip(world.prefill, prefill.memory, strict=True):

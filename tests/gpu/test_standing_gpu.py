@@ -2,8 +2,8 @@
 
     python -m pytest tests/gpu/test_standing_gpu.py -x --tb=short
 
-A stream of the executor is held up, by a wait for a word in pinned memory or by a kernel that runs for some seconds.
-The same tests run on CPU memory, where the thread that copies is held up.
+A stream of the mover is held up, by a wait for a word in pinned memory or by a kernel that runs for some seconds.
+The same tests run on CPU memory, where copies are held up before they begin.
 """
 
 import asyncio

@@ -19,12 +19,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 sys.path.append(str(Path(__file__).parent.parent / "copy"))
 
 from sum_plans import pair_of  # noqa: E402  # pyright: ignore[reportMissingImports]
+from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from kvxfer.copy import READY, CopyJob, Direction, host  # noqa: E402
-from kvxfer.copy.cuda import CudaExecutor  # noqa: E402
+from kvxfer.copy import Direction  # noqa: E402
 from kvxfer.copy.sums import total  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor, CopyPlan, PairPlan, Span, SumPlan, common, damage  # noqa: E402
-from kvxfer.runtime import ThreadRuntime  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +38,7 @@ GIB = 1 << 30
 @pytest.fixture
 def run():
     """Run a job on the first GPU, and give its outcome."""
-    executor = CudaExecutor(ThreadRuntime(), 0)
+    copies = Threaded(0)
 
     def job(plan, sums=None, direction=Direction.GATHER):
         ended, outcomes = threading.Event(), []
@@ -48,15 +47,15 @@ def run():
             outcomes.append(outcome)
             ended.set()
 
-        executor.submit(CopyJob(plan, done, READY, sums=sums), direction)
+        copies.submit(plan, done, direction, sums=sums)
         assert ended.wait(60)
         if outcomes[0].error is not None:
             raise outcomes[0].error
         return outcomes[0]
 
-    job.executor = executor  # type: ignore[attr-defined]
+    job.copies = copies  # type: ignore[attr-defined]
     yield job
-    assert executor.close(30)
+    assert copies.close(30)
 
 
 @pytest.mark.parametrize("converting", [False, True], ids=["bytes", "converted"])
@@ -65,7 +64,7 @@ def test_random_layouts_add_up_as_on_a_cpu(run, converting):
         *here, expected = pair_of(seed, converting=converting)
         *there, chunk = pair_of(seed, converting=converting, device="cuda:0")
         torch.cuda.synchronize()
-        want = total(SumPlan.at_source(expected), host.run)
+        want = total(SumPlan.at_source(expected))
         assert run(NOTHING, SumPlan.at_source(chunk)).sums == want, seed
         # the copy and the sums of what it wrote are one job
         assert run(chunk.copy(), SumPlan.at_destination(chunk), Direction.SCATTER).sums == want, seed
@@ -117,7 +116,7 @@ def test_sums_and_copies_under_way_together(run):
         plan = SumPlan.at_source(chunk) if number % 3 else SumPlan.at_destination(chunk)
         direction = Direction.GATHER if number % 2 else Direction.SCATTER
         done = lambda outcome, number=number: note(number, outcome)  # noqa: E731
-        run.executor.submit(CopyJob(NOTHING, done, sums=plan, owner=number % 5), direction)
+        run.copies.submit(NOTHING, done, direction, sums=plan, owner=number % 5)
     assert ended.wait(60)
     assert all(error is None and sums == want[number % 8] for number, error, sums in found)
 
@@ -133,7 +132,7 @@ def test_how_fast(run, side):
     torch.cuda.synchronize()
     assert chunk.bytes == GIB
     for ctas in (24, 132):
-        run.executor.occupy(ctas)
+        run.copies.occupy(ctas)
         run(chunk.copy(), plan)  # compiled
         took = {}
         for name, copy, sums in (("copy", chunk.copy(), None), ("sums", NOTHING, plan)):

@@ -179,7 +179,7 @@ async def test_what_arrived_is_compared_with_its_source(far, near, there, here, 
             cache.view(1)[1, INTO[0], 11, 2, 0] += 1
             if here != "cpu":
                 torch.cuda.synchronize(here)
-        submit(job, direction)
+        return submit(job, direction)
 
     begin_copies_by(decode, spoil_and_submit)
     await far.offer(0, "s", IDS, tokens=len(IDS) * 16)

@@ -1,0 +1,193 @@
+"""A mover on an event loop in a thread of its own: what tests ask of it that are not coroutines, from any thread."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from functools import partial
+from typing import Any
+
+from kvxfer.copy.mover import Mover
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate
+from kvxfer.copy.tables import Tables, pack
+from kvxfer.geometry.copyplan import CopyPlan
+from kvxfer.geometry.sums import SumPlan
+from kvxfer.runtime import ThreadRuntime
+
+_START_SECONDS = 300
+"""For a GPU that nobody used yet, and for what is compiled."""
+_GRACE_SECONDS = 30
+"""For what is asked of the loop."""
+
+
+class Threaded:
+    """A mover, and its loop.
+
+    Args:
+        device: The GPU that copies; None for CPU memory, or where `gpu` is given.
+        gpu: What the mover needs of a GPU, if it is there already.
+        ring_bytes: Of the GPU's rings.
+        options: Of the mover.
+
+    Attributes:
+        mover: It.
+        gpu: What it was given.
+        broken: What the loop complained of.
+    """
+
+    def __init__(self, device: Any = None, *, gpu: Any = None, ring_bytes: int | None = None, **options: Any) -> None:
+        self.broken: list[dict[str, Any]] = []
+        self.gpu = gpu
+        self._lock = threading.Lock()  # from the first call of `close` on, copies are refused in the caller's thread
+        self._closing = self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda _, context: self.broken.append(context))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="loop of a test", daemon=True)
+        self._thread.start()
+        try:
+            self.mover: Mover = self._wait(self._open(device, ring_bytes, options), _START_SECONDS)
+        except BaseException:
+            self._end()
+            raise
+
+    async def _open(self, device: Any, ring_bytes: int | None, options: dict[str, Any]) -> Mover:
+        runtime = ThreadRuntime()
+        if device is not None:
+            from kvxfer.copy.cuda import Gpu
+
+            size = {} if ring_bytes is None else {"ring_bytes": ring_bytes}
+            self.gpu = await runtime.in_thread(partial(Gpu, device, **size))
+        return Mover(runtime, gpu=self.gpu, **options)
+
+    def _wait(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        """What a coroutine on the loop returns."""
+        assert threading.current_thread() is not self._thread, "the loop cannot wait for itself"
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def submit(
+        self,
+        plan: CopyPlan,
+        done: Callable[[CopyOutcome], None],
+        direction: Direction = Direction.GATHER,
+        *,
+        after: Event = READY,
+        gate: Gate | None = None,
+        sums: SumPlan | None = None,
+        owner: Hashable = None,
+        nbytes: int | None = None,
+    ) -> None:
+        """Pack a plan now, and ask for the copy, in the order of the calls. `done` is called on the loop's thread.
+
+        Raises:
+            ClosedError: As the mover says it.
+        """
+        tables = pack(plan)
+        nbytes = tables.nbytes if nbytes is None else nbytes
+        job = CopyJob(tables, done, after, gate=gate, nbytes=nbytes, owner=owner, sums=sums)
+        with self._lock:
+            if not self._closing:
+                self._loop.call_soon_threadsafe(self.mover.submit, job, direction)
+                return
+            closed = self._closed
+        if closed:
+            self.mover.submit(job, direction)  # refuses it, and touches nothing of its loop
+        else:
+            self._wait(self._submit(job, direction), _GRACE_SECONDS)
+
+    def seconds(self, plan: CopyPlan, count: int, direction: Direction = Direction.GATHER) -> list[float]:
+        """How long each of so many copies takes, one after the other, from the loop that asks to the loop that hears.
+
+        Packing the plan, and waking a thread that waits, are no part of that.
+        """
+        return list(self._wait(self._seconds(pack(plan), count, direction), _START_SECONDS))
+
+    async def _seconds(self, tables: Tables, count: int, direction: Direction) -> list[float]:
+        took: list[float] = []
+        for _ in range(count):
+            ended: asyncio.Future[CopyOutcome] = self._loop.create_future()
+            began = time.perf_counter()
+            self.mover.submit(CopyJob(tables, ended.set_result, nbytes=tables.nbytes), direction)
+            outcome = await ended
+            took.append(time.perf_counter() - began)
+            if outcome.error is not None:
+                raise outcome.error
+            assert not outcome.stopped
+        return took
+
+    async def _submit(self, job: CopyJob, direction: Direction) -> None:
+        self.mover.submit(job, direction)
+
+    def close(self, timeout: float) -> bool:
+        """As the mover's; and nobody may have complained. May be repeated."""
+        with self._lock:
+            self._closing = True
+            if self._closed:
+                return True
+        ended: bool = self._wait(self.mover.close(timeout), timeout + _GRACE_SECONDS)
+        assert not self.broken, self.broken
+        if ended:
+            with self._lock:
+                self._closed = True
+            self._end()
+        return ended
+
+    def _end(self) -> None:
+        """Stop the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_SECONDS)
+        assert not self._thread.is_alive(), "the loop does not end"
+        self._loop.close()
+
+    # --- what may be asked in any thread
+
+    @property
+    def kernel(self) -> Any:
+        """Variants of the kernel."""
+        return self.gpu.kernel
+
+    @property
+    def compiles(self) -> int:
+        """Kernel variants compiled so far."""
+        compiled: int = self.kernel.compiles
+        return compiled
+
+    def stream(self, direction: Direction) -> Any:
+        """The stream of a direction, as torch knows it."""
+        return self.gpu.streams[list(Direction).index(direction)]
+
+    def inside(self, gate: int, *, raised: bool) -> int:
+        return self.mover.inside(gate, raised=raised)
+
+    def warm(self, plans: Iterable[CopyPlan]) -> None:
+        self.mover.warm(plans)
+
+    def warm_sums(self, plans: Iterable[SumPlan]) -> None:
+        self.mover.warm_sums(plans)
+
+    def occupy(self, ctas: int) -> None:
+        self.mover.occupy(ctas)
+
+
+class Outcome:
+    """How one copy ended, for whoever waits for it: pass it as `done`."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._outcomes: list[CopyOutcome] = []
+
+    def __call__(self, outcome: CopyOutcome) -> None:
+        self._outcomes.append(outcome)
+        self._ended.set()
+
+    def wait(self, timeout: float = 60) -> CopyOutcome:
+        """It, whatever it is."""
+        assert self._ended.wait(timeout)
+        assert len(self._outcomes) == 1, "it was reported twice"
+        return self._outcomes[0]
+
+    def get(self, timeout: float = 60) -> CopyOutcome:
+        """It; its error is raised."""
+        outcome = self.wait(timeout)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome

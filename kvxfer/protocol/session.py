@@ -138,7 +138,7 @@ class PeerInfo:
 
     wire: int
     identity: Identity
-    told: bytes = field(repr=False)
+    told: bytes | memoryview = field(repr=False)
     process: int = 0
 
     @lazy
@@ -452,7 +452,7 @@ class Session:
     def _agent(self, theirs: Hello | Welcome) -> Agent:
         proof = self._proof(Role.CLIENT) if self.role is Role.CLIENT else b""
         self.proved_to = theirs.incarnation
-        return Agent(list(self._terms.facts), self._terms.body, self._same(theirs, self.role), proof)
+        return Agent(list(self._terms.facts), memoryview(self._terms.body), self._same(theirs, self.role), proof)
 
     def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
         ours = dict(self._terms.facts)

@@ -111,7 +111,7 @@ def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
     async def scenario(one):
         await one.pair(prefill={"handshake_timeout": 7})
         hello = encode(Hello(1, 1, "x", "decode", b"e" * 32, b"i" * 32, 0, 1, 0, bytes(32), 2000))
-        agent = encode(Agent([("model", "m")], b"", bytes(32)))
+        agent = encode(Agent([("model", "m")], memoryview(b""), bytes(32)))
         began = one.now
         reader, writer = await asyncio.open_unix_connection(one.prefill.card.endpoint.removeprefix("unix:"))
         for data in (hello, agent[:7])[:says]:

@@ -21,7 +21,7 @@ from kvxfer.protocol.framing import (
     encode,
     peek_tag,
 )
-from kvxfer.protocol.messages import Cancel, Goodbye, Ping, Release, TicketRef, Want
+from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, TicketRef, Want
 from kvxfer.protocol.packing import pack_u32
 from proto.frames import valid
 
@@ -31,6 +31,10 @@ DEEP = b"\x92\x04" + b"\x91" * 100_000 + b"\x01"
 
 def frame(payload):
     return struct.pack("<I", len(payload)) + payload
+
+
+def agent(size):
+    return Agent([("model", "m")], memoryview(b"b" * size), b"s" * 32, b"p" * 32)
 
 
 def wants(count):
@@ -87,6 +91,18 @@ def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
 def test_a_frame_of_exactly_the_limit_passes():
     payload = encode(Goodbye(reason="x" * 80))[4:]
     assert list(FrameReader(limit=len(payload)).feed(frame(payload))) == [Goodbye(reason="x" * 80)]
+
+
+def test_a_long_body_is_not_copied_out_of_its_frame():
+    reader, data = FrameReader(SESSION_FRAME_LIMIT), encode(agent(200_000)) + encode(Ping())
+    assert list(reader.feed(data[:150_000])) == []
+    assert reader._long is not None
+    memory = reader._long.obj
+    got, ping = reader.feed(data[150_000:])
+    assert (got, ping) == (agent(200_000), Ping())
+    assert isinstance(got, Agent)
+    assert got.body.obj is memory
+    assert reader.buffered_bytes == 0
 
 
 def test_limits():

@@ -80,7 +80,7 @@ SAMPLES = {
     for message in (
         Hello(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
         Welcome(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
-        Agent([], encode_body(BODY), b"s" * 32),
+        Agent([], memoryview(encode_body(BODY)), b"s" * 32),
         Ping(),
         Claim([TICKET]),
         Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
@@ -405,7 +405,7 @@ def test_a_proof_cannot_be_sent_back():
     list(server.receive(client.take_output(), 0.0))
     stolen = decode(server.take_output()[4:]).proof
     with pytest.raises(UnreachableError):
-        list(server.receive(encode(Agent(FACTS, encode_body(BODY), stolen)), 0.0))
+        list(server.receive(encode(Agent(FACTS, memoryview(encode_body(BODY)), stolen)), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -727,7 +727,7 @@ def test_garbage_closes_or_waits_for_more(data, role, state, cuts):
 
 
 def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
-    large = encode(Agent([], b"x" * 100_000, b"s" * 32))
+    large = encode(Agent([], memoryview(bytes(100_000)), b"s" * 32))
     for role in Role:
         with pytest.raises(ProtocolError, match="over the limit"):
             list(in_state(role, State.NEW).receive(large[:4], 0.0))

@@ -1,7 +1,7 @@
 """Frames: a 4-byte little-endian length and one MessagePack array (PROTOCOL.md section 2).
 
 Sans-I/O: bytes in, messages out. Lengths are checked before anything is buffered for them. The body of an `Agent` may
-be long, and is not copied out of its frame.
+be long, and is copied neither into its frame nor out of it.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody, Message
+from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
 from kvxfer.protocol.scan import ScanError, fits, head
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "decode_body",
     "encode",
     "encode_body",
+    "encode_in_parts",
     "peek_tag",
 ]
 
@@ -38,6 +39,8 @@ MAX_DEPTH: Final = 64
 _LONG_BYTES: Final = 64 * 1024
 """A longer frame that comes in pieces is put together in memory of its own: a buffer would be moved as it grows."""
 _LENGTH: Final = struct.Struct("<I")
+_BIN_32: Final = struct.Struct(">BI")
+_NO_BODY: Final = b"\xc4\x00"
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 _body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
@@ -55,8 +58,18 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return b"".join(encode_in_parts(message))
+
+
+def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
+    """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
+    if not isinstance(message, Agent) or len(message.body) <= 0xFFFF:  # a longer one has its length in 32 bits
+        payload = _encoder.encode(message)
+        return (_LENGTH.pack(len(payload)) + payload,)
+    behind = _encoder.encode((message.same, message.proof))[1:]
+    without = _encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
+    ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))
+    return _LENGTH.pack(len(ahead) + len(message.body) + len(behind)) + ahead, message.body, behind
 
 
 def encode_body(body: AgentBody) -> bytes:
@@ -132,7 +145,7 @@ class FrameReader:
         if not self._broken:
             if len(self._buffer) > self.limit + _LENGTH.size:
                 raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
-            self._buffer += data[self._fill(data) :]
+            self._buffer += data if self._long is None else data[self._fill(data) :]
         return self._messages()
 
     def _messages(self) -> Iterator[Message]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from kvxfer.protocol.framing import (
     decode,
     decode_body,
     encode,
+    encode_in_parts,
     peek_tag,
 )
 from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, TicketRef, Want
@@ -93,13 +95,22 @@ def test_a_frame_of_exactly_the_limit_passes():
     assert list(FrameReader(limit=len(payload)).feed(frame(payload))) == [Goodbye(reason="x" * 80)]
 
 
-def test_a_long_body_is_not_copied_out_of_its_frame():
-    reader, data = FrameReader(SESSION_FRAME_LIMIT), encode(agent(200_000)) + encode(Ping())
+@pytest.mark.parametrize("size", [0, 255, 256, 65_535, 65_536, 200_000])
+def test_the_parts_of_a_frame_are_what_msgspec_makes_of_the_message(size):
+    assert b"".join(encode_in_parts(agent(size))) == frame(msgspec.msgpack.encode(agent(size)))
+
+
+def test_a_long_body_is_copied_neither_into_its_frame_nor_out_of_it():
+    sent, reader = agent(200_000), FrameReader(SESSION_FRAME_LIMIT)
+    parts = encode_in_parts(sent)
+    assert parts[1] is sent.body
+    assert sum(map(len, parts)) < 200_100
+    data = b"".join(parts) + encode(Ping())
     assert list(reader.feed(data[:150_000])) == []
     assert reader._long is not None
     memory = reader._long.obj
     got, ping = reader.feed(data[150_000:])
-    assert (got, ping) == (agent(200_000), Ping())
+    assert (got, ping) == (sent, Ping())
     assert isinstance(got, Agent)
     assert got.body.obj is memory
     assert reader.buffered_bytes == 0

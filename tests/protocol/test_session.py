@@ -735,6 +735,32 @@ def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
             list(in_state(role, State.GREETED).receive(large, 0.0))
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 100)))
+def test_output_may_be_taken_in_slices_of_any_size(sizes):
+    frames = [Want(1, pack_u32(range(50))), Ping(), Cancel(3)]
+    _, server = opened()
+    for message in frames:
+        server.send(message, 1.0)
+    whole, taken = b"".join(map(encode, frames)), []
+    assert server.unsent_bytes == len(whole)
+    for most in sizes:
+        taken.append(server.take_output(most))
+        assert len(taken[-1]) == min(most, len(whole) - sum(map(len, taken[:-1])))
+        assert server.unsent_bytes == len(whole) - sum(map(len, taken))
+    assert b"".join((*taken, server.take_output())) == whole
+    assert server.unsent_bytes == 0
+
+
+def test_a_long_body_comes_in_slices():
+    long = msgspec.structs.replace(BODY, metadata=bytes(range(256)) * 1000)
+    client, server = pair(body=encode_body(long))
+    while slices := [(side, data) for side in (client, server) if (data := side.take_output(7_000))]:
+        for side, data in slices:
+            list((server if side is client else client).receive(data, 0.0))
+    assert client.peer.body == server.peer.body == long
+
+
 def test_unknown_messages_that_may_be_ignored_are():
     _, server = opened()
     assert list(server.receive(b"\x05\x00\x00\x00\x94\xcc\x80\xc0\xc0", 1.0)) == []

@@ -1,8 +1,8 @@
 """A control stream on the event loop: the thin asyncio shell around a sans-I/O `Session`.
 
 `asyncio.Protocol` rather than streams: a frame is handled in the callback that received it, which halves latency
-of a small transfer. A reader never waits for a writer: replies go to the transport's buffer, and a peer that lets the
-buffer grow beyond its bound is dropped.
+of a small transfer. A reader never waits for a writer: replies wait in the session, a slice of them is written a turn,
+and a peer that lets them grow beyond their bound is dropped.
 """
 
 import asyncio
@@ -27,7 +27,9 @@ from kvxfer.telemetry import logger
 
 __all__ = ["Link", "LinkHandler", "admitted", "succeeded"]
 
-_WRITE_BUFFER_LIMIT: Final = 64 * 1024 * 1024
+_UNSENT_BYTES: Final = 64 * 1024 * 1024
+_SLICE_BYTES: Final = 64 * 1024
+"""That are written in a turn: to encrypt them, or to copy them to the system, takes about a tenth of a millisecond."""
 _HEARD_BYTES: Final = 1024 * 1024
 """That are read while a peer is looked at; more of them wait in the stream."""
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -118,6 +120,8 @@ class Link(asyncio.Protocol):
         self._heard = bytearray()  # meanwhile
         self._known = False  # whether the handler was told that it is open
         self._handling = False
+        self._writable = True  # the stream takes more
+        self._slicing = False  # the loop has a turn before more is written
         self._end: KvxferError | None = None
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
@@ -203,7 +207,6 @@ class Link(asyncio.Protocol):
         """Say goodbye and close the stream. Idempotent."""
         if self.is_open:
             self.send(Goodbye(Code.DRAINING, reason))
-            self._flush()
         self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
 
     async def wait_gone(self, timeout: float) -> None:
@@ -218,9 +221,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The stream is connected; begin the handshake."""
-        stream = cast("asyncio.Transport", transport)  # uvloop's transports derive from nothing of asyncio's
-        stream.set_write_buffer_limits(high=_WRITE_BUFFER_LIMIT)
-        self._transport = stream
+        self._transport = stream = cast("asyncio.Transport", transport)  # uvloop's derive from nothing of asyncio's
         if self._failure is not None:  # it was closed while TLS was being agreed upon
             stream.abort()
             return
@@ -271,7 +272,6 @@ class Link(asyncio.Protocol):
                 _log.warning("protocol_violated", peer=self.endpoint, error=str(error))
             elif not self.ready.done():
                 _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
-            self._flush()
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a defect ends the session that it is in, and no other
             _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
@@ -337,10 +337,13 @@ class Link(asyncio.Protocol):
             self.ready.set_result(peer)
 
     def pause_writing(self) -> None:
-        """The peer does not read what it asked for."""
-        self._fail(ProtocolError(f"the peer let {_WRITE_BUFFER_LIMIT} bytes of replies pile up", peer=self.endpoint))
-        if self._transport is not None:
-            self._transport.abort()  # a plain close would wait for the peer to read
+        """The peer has yet to read what was written."""
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._writable = True
+        self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The stream is gone."""
@@ -363,12 +366,25 @@ class Link(asyncio.Protocol):
             )
 
     def _flush(self) -> None:
+        """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
-        if session is None or transport is None:
+        if session is None or transport is None or transport.is_closing():
             return
-        data = session.take_output()
-        if data and not transport.is_closing():
+        if session.unsent_bytes and self._writable and not self._slicing:
+            data = session.take_output(_SLICE_BYTES)
+            if session.unsent_bytes:
+                self._slicing = True
+                self._loop.call_soon(self._write_on)
             transport.write(data)
+        if self._failure is not None and not session.unsent_bytes:
+            transport.close()
+        elif session.unsent_bytes > _UNSENT_BYTES:
+            error = ProtocolError(f"the peer let {_UNSENT_BYTES} bytes of replies pile up", peer=self.endpoint)
+            self._fail(error, cut=True)  # who reads nothing does not read what is left to send either
+
+    def _write_on(self) -> None:
+        self._slicing = False
+        self._flush()
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -388,14 +404,13 @@ class Link(asyncio.Protocol):
         try:
             session.tick(now)
         except KvxferError as error:
-            self._fail(error)
-            if self._transport is not None:
-                self._transport.abort()  # who is silent does not read what is left to send either
+            self._fail(error, cut=True)  # who is silent does not read what is left to send either
             return
         self._flush()
         self._arm()
 
-    def _fail(self, error: KvxferError) -> None:
+    def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
+        """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
         if self._failure is not None:
             return
         self._failure = error
@@ -403,8 +418,11 @@ class Link(asyncio.Protocol):
             self._timer.cancel()
         if self._session is not None:
             self._session.close()
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and cut:
+            self._transport.abort()
+        elif self._transport is not None and self._session is None:
             self._transport.close()
+        self._flush()
         if not self.ready.done():
             self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
             self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect

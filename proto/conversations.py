@@ -118,10 +118,10 @@ _BARE = Welcome(*_greeting(PREFILL, 0x10))
 WELCOME = msgspec.structs.replace(_BARE, proof=_proof(b"server", HELLO, _BARE))
 
 
-def _body(base: int, staging: Iterable[MemorySpan]) -> bytes:
+def _body(base: int, staging: Iterable[MemorySpan]) -> memoryview:
     tensor = TensorFrame("attention", "", "", "block layer head token dim", [64, 2, 8, 16, 128],
                          [65536, 32768, 4096, 256, 2], LAYERS, 0, 8, "bfloat16", 2, base)  # fmt: skip
-    return encode_body(AgentBody("loopback", b"metadata", [tensor], list(staging)))
+    return memoryview(encode_body(AgentBody("loopback", b"metadata", [tensor], list(staging))))
 
 
 _STAGING = [MemorySpan("DRAM", 0, 0x1000_0000, 1 << 20)]

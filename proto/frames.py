@@ -100,10 +100,14 @@ def _pieces() -> list[MappedMemory]:
     ]
 
 
+def _agent(facts: list[tuple[str, str]], body: AgentBody, proof: bytes = b"") -> Agent:
+    return Agent(facts, memoryview(encode_body(body)), SAME, proof)
+
+
 def _through_gates() -> Iterator[tuple[str, Message]]:
     """Messages that name gates, or who passes them."""
     gate = 6 << 32 | 2
-    yield "agent_with_locks", Agent([], encode_body(msgspec.structs.replace(BODY, locks=bytes(range(24)))), SAME)
+    yield "agent_with_locks", _agent([], msgspec.structs.replace(BODY, locks=bytes(range(24))))
     fetch = Fetch(1, TICKET, [], GROUPS, 0, 48, [Route.PULL], 33_554_432, 10_000)
     yield "fetch_that_may_read_through_gates", msgspec.structs.replace(fetch, fenced=True)
     yield "accept_that_passes_gates", Accept(1, Route.STAGED, 8192, GROUPS, 2, 32, 1, DIGEST, "", False, 64, 9, True)
@@ -122,10 +126,10 @@ def _greetings() -> Iterator[tuple[str, Message]]:
     yield "welcome", Welcome(*hello, able, bytes(range(32)), 2000, bytes(range(32, 64)))
     yield "welcome_without_secret", Welcome(*hello, able, bytes(range(32)), 2000)
     facts = [("attention/k.dtype", "bfloat16"), ("model", "m")]
-    yield "agent", Agent(facts, encode_body(BODY), SAME, bytes(range(32)))
-    yield "agent_without_secret", Agent(facts, encode_body(BODY), SAME)
-    yield "agent_with_pieces_of_memory", Agent([], encode_body(msgspec.structs.replace(BODY, mapped=_pieces())), SAME)
-    yield "agent_of_a_rank_that_holds_nothing", Agent([], encode_body(AgentBody("", b"", [])), SAME)
+    yield "agent", _agent(facts, BODY, bytes(range(32)))
+    yield "agent_without_secret", _agent(facts, BODY)
+    yield "agent_with_pieces_of_memory", _agent([], msgspec.structs.replace(BODY, mapped=_pieces()))
+    yield "agent_of_a_rank_that_holds_nothing", _agent([], AgentBody("", b"", []))
 
 
 def _messages() -> Iterator[tuple[str, Message]]:

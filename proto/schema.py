@@ -28,7 +28,7 @@ _NOTE = (
 def to_json(value: Any) -> Any:
     """Write a value as decoded from MessagePack as JSON data: bytes become base64 strings."""
     match value:
-        case bytes():
+        case bytes() | memoryview():
             return base64.b64encode(value).decode()
         case list() | tuple():
             return [to_json(entry) for entry in value]

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.errors import MismatchError, PeerLostError, ProtocolError, UnreachableError
-from kvxfer.link import Link
+from kvxfer.link import _SLICE_BYTES, Link
 from kvxfer.protocol.liveness import Liveness
+from kvxfer.protocol.messages import Goodbye
 from kvxfer.protocol.session import Opened, Received, Role, State
 from kvxfer.runtime import TURN_SECONDS
 
@@ -25,14 +26,16 @@ class Clock:
 
 
 PEER = SimpleNamespace(name="peer", body=SimpleNamespace(renewals=3))
+LONG = bytes(range(256)) * (_SLICE_BYTES // 64)  # four slices
+GOODBYE = b"goodbye"
 
 
 class Frames:
-    """Stands for an open session in which every byte is a message."""
+    """Stands for an open session in which every byte is a message that comes in, and what is sent stands for itself."""
 
     def __init__(self, peer):
         self.state, self.peer, self.draining = State.OPEN, peer, False
-        self.unread_bytes = 0
+        self.unread_bytes, self.unsent = 0, b""
         self.liveness = Liveness(TURN_SECONDS, PEER_TIMEOUT, 0.0, 0.0, 0.0)
 
     def receive(self, data, now):
@@ -55,10 +58,16 @@ class Frames:
             raise PeerLostError("the peer was silent")
 
     def send(self, message, now):
-        del message, now
+        del now
+        self.unsent += GOODBYE if isinstance(message, Goodbye) else message
 
-    def take_output(self):
-        return b""
+    @property
+    def unsent_bytes(self):
+        return len(self.unsent)
+
+    def take_output(self, most):
+        taken, self.unsent = self.unsent[:most], self.unsent[most:]
+        return taken
 
     def next_deadline(self):
         return 1e9
@@ -70,10 +79,10 @@ class Frames:
 class Stream(asyncio.Transport):
     def __init__(self):
         super().__init__()
-        self.reading, self.closed = True, False
+        self.reading, self.closed, self.cut, self.wrote = True, False, False, []
 
-    def set_write_buffer_limits(self, high=None, low=None):
-        del high, low
+    def write(self, data):
+        self.wrote.append(data)
 
     def get_extra_info(self, name, default=None):
         del name
@@ -91,7 +100,8 @@ class Stream(asyncio.Transport):
     def close(self):
         self.closed = True
 
-    abort = close
+    def abort(self):
+        self.closed = self.cut = True
 
 
 class Handler:
@@ -310,6 +320,66 @@ async def test_a_defect_in_a_later_turn_closes_the_link_too(link):
     assert link.handler.got == [0, 1, 2]
     assert isinstance(link.handler.lost_with[0], PeerLostError)
     assert link.stream.closed
+
+
+async def test_what_is_long_goes_out_a_slice_a_turn_and_the_next_behind_it(link):
+    wrote = link.stream.wrote
+    link.send(LONG)
+    link.send(b"next")
+    assert len(wrote) == 1
+    await asyncio.sleep(0)
+    assert len(wrote) == 2
+    await turns()
+    assert b"".join(wrote) == LONG + b"next"
+    assert max(map(len, wrote)) == _SLICE_BYTES
+    link.send(
+        b"one",
+    )
+    link.send(b"by one")
+    assert wrote[-2:] == [b"one", b"by one"]
+
+
+async def test_what_the_stream_does_not_take_waits(link):
+    wrote = link.stream.wrote
+    link.pause_writing()
+    link.send(b"later")
+    await turns()
+    assert wrote == []
+    link.resume_writing()
+    assert wrote == [b"later"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_link_that_is_closed_says_what_it_had_to_say(link, paused):
+    link.send(LONG)
+    await asyncio.sleep(0)
+    if paused:
+        link.pause_writing()
+    link.close("enough")
+    assert not link.stream.closed
+    assert isinstance(link.handler.lost_with[0], PeerLostError)
+    await turns()
+    assert link.stream.closed is not paused
+    if paused:
+        link.resume_writing()
+        await turns()
+    assert b"".join(link.stream.wrote) == LONG + GOODBYE
+    assert link.stream.closed
+    assert not link.stream.cut
+
+
+async def test_who_reads_nothing_of_what_was_asked_for_is_dropped(link, monkeypatch):
+    monkeypatch.setattr("kvxfer.link._UNSENT_BYTES", 4)
+    link.pause_writing()
+    link.send(b"1234")
+    assert link.is_open
+    link.send(b"5")
+    assert link.stream.cut
+    (error,) = link.handler.lost_with
+    assert isinstance(error, ProtocolError)
+    assert "let 4 bytes of replies pile up" in str(error)
+    link.resume_writing()
+    assert link.stream.wrote == []
 
 
 async def test_a_handshake_is_timed_from_when_the_stream_was_opened():

@@ -1,8 +1,10 @@
 """Frames: a 4-byte little-endian length and one MessagePack array (PROTOCOL.md section 2).
 
-Sans-I/O: bytes in, messages out. Lengths are checked before anything is buffered for them.
+Sans-I/O: bytes in, messages out. Lengths are checked before anything is buffered for them. The body of an `Agent` may
+be long, and is copied neither into its frame nor out of it.
 """
 
+import mmap
 import struct
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Final
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody, Message
+from kvxfer.protocol.messages import IGNORABLE_TAG, Agent, AgentBody, Message
 from kvxfer.protocol.scan import ScanError, fits, head
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "decode_body",
     "encode",
     "encode_body",
+    "encode_in_parts",
     "peek_tag",
 ]
 
@@ -33,7 +36,11 @@ SESSION_FRAME_LIMIT: Final = 16 * 1024 * 1024
 MAX_DEPTH: Final = 64
 """Containers around one value, at most. A receiver may refuse more, and refuses 16,384 for certain."""
 
+_LONG_BYTES: Final = 64 * 1024
+"""A longer frame that comes in pieces is put together in memory of its own: a buffer would be moved as it grows."""
 _LENGTH: Final = struct.Struct("<I")
+_BIN_32: Final = struct.Struct(">BI")
+_NO_BODY: Final = b"\xc4\x00"
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 _body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
@@ -51,8 +58,18 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return b"".join(encode_in_parts(message))
+
+
+def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
+    """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
+    if not isinstance(message, Agent) or len(message.body) <= 0xFFFF:  # a longer one has its length in 32 bits
+        payload = _encoder.encode(message)
+        return (_LENGTH.pack(len(payload)) + payload,)
+    behind = _encoder.encode((message.same, message.proof))[1:]
+    without = _encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
+    ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))
+    return _LENGTH.pack(len(ahead) + len(message.body) + len(behind)) + ahead, message.body, behind
 
 
 def encode_body(body: AgentBody) -> bytes:
@@ -60,7 +77,7 @@ def encode_body(body: AgentBody) -> bytes:
     return _encoder.encode(body)
 
 
-def decode_body(data: bytes) -> AgentBody:
+def decode_body(data: bytes | memoryview) -> AgentBody:
     """Inverse of `encode_body`.
 
     Raises:
@@ -106,12 +123,14 @@ class FrameReader:
     def __init__(self, limit: int = HANDSHAKE_FRAME_LIMIT) -> None:
         self.limit = limit
         self._buffer = bytearray()
+        self._long: memoryview | None = None  # the frame that is under way, if it is long, in front of the buffer
+        self._filled = 0  # of it
         self._broken = ""
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes received that were not yet yielded as messages."""
-        return len(self._buffer)
+        return len(self._buffer) + self._filled
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Take in bytes at once, and yield every message that is complete, each decoded only when it is asked for.
@@ -126,7 +145,7 @@ class FrameReader:
         if not self._broken:
             if len(self._buffer) > self.limit + _LENGTH.size:
                 raise BufferError(f"{len(self._buffer)} bytes were fed, but their messages were not taken out")
-            self._buffer += data
+            self._buffer += data if self._long is None else data[self._fill(data) :]
         return self._messages()
 
     def _messages(self) -> Iterator[Message]:
@@ -139,11 +158,16 @@ class FrameReader:
             if message is not None:
                 yield message
 
-    def _next_payload(self) -> bytes | None:
+    def _next_payload(self) -> bytes | memoryview | None:
         """Take one whole frame out of the buffer, so that it is consistent whenever a message is yielded."""
         if self._broken:
             raise ProtocolError(f"the stream is unusable: {self._broken}")
-        buffer = self._buffer
+        buffer, long = self._buffer, self._long
+        if long is not None:
+            if self._filled < len(long):
+                return None
+            self._long, self._filled = None, 0
+            return long.toreadonly()
         if len(buffer) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(buffer)
@@ -157,11 +181,24 @@ class FrameReader:
             raise ProtocolError(self._broken)
         end = _LENGTH.size + size
         if len(buffer) < end:
+            if size > _LONG_BYTES:
+                self._long = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))  # takes memory as bytes come
+                self._fill(buffer[_LENGTH.size :])
+                buffer.clear()
             return None
         with memoryview(buffer) as view:
             payload = bytes(view[_LENGTH.size : end])
         del buffer[:end]
         return payload
+
+    def _fill(self, data: bytes | bytearray) -> int:
+        """Put the first of these bytes where they belong to a long frame that is under way; how many they were."""
+        if self._long is None:
+            return 0
+        begin, end = self._filled, min(self._filled + len(data), len(self._long))
+        self._long[begin:end] = memoryview(data)[: end - begin]
+        self._filled = end
+        return end - begin
 
     def _break(self, reason: str) -> None:
         self._broken = reason

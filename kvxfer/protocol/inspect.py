@@ -128,7 +128,7 @@ def _frame(payload: bytes, begin: int) -> Generator[str, None, bool]:
     _, entries, _ = head(payload, 0)
     yield from _struct(message, payload, entries - 1, (1,), "  ")
     if isinstance(message, Agent):
-        return (yield from _body(message.body, "    "))
+        return (yield from _body(bytes(message.body), "    "))
     return True
 
 
@@ -178,6 +178,8 @@ def _value(name: str, value: object, data: bytes = b"", path: tuple[int, ...] = 
     match value:
         case bytes():
             shown = _bytes(name, value)
+        case memoryview():
+            shown = _bytes(name, value.tobytes())
         case bool():
             shown = "yes" if value else "no"
         case IntEnum():

@@ -267,7 +267,7 @@ class Agent(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """
 
     facts: Annotated[list[tuple[Name, Reason]], msgspec.Meta(max_length=MAX_FACTS)]
-    body: bytes
+    body: memoryview  # of the frame that it came in, which may be long: it is not copied out of it
     same: Bytes32
     proof: Hash = b""
 

@@ -10,6 +10,8 @@ anything else is a `ProtocolError`, after which the session is closed.
 import hashlib
 import hmac
 import math
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,7 +31,7 @@ from kvxfer.errors import (
 )
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
-from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode
+from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode, encode_in_parts
 from kvxfer.protocol.incarnation import IdentityKey, check_place, check_same, same
 from kvxfer.protocol.liveness import Liveness
 from kvxfer.protocol.messages import (
@@ -138,7 +140,7 @@ class PeerInfo:
 
     wire: int
     identity: Identity
-    told: bytes = field(repr=False)
+    told: bytes | memoryview = field(repr=False)
     process: int = 0
 
     @lazy
@@ -229,6 +231,7 @@ class Session:
         self.draining = False
         self.claimed = b""  # the incarnation that the peer says to be, and may still have to prove
         self.proved_to = b""  # the incarnation to which this side has shown who it is
+        self.unsent_bytes = 0  # for `take_output`
         self._identity = identity
         self._terms = terms
         self._nonce = nonce
@@ -236,7 +239,7 @@ class Session:
         self._reader = FrameReader()
         self._began = now
         self._liveness = Liveness(terms.heartbeat, terms.peer_timeout, now, now, now)
-        self._pending: list[bytes] = []
+        self._unsent: deque[bytes | memoryview] = deque()
         self._transcript = b""
         self._theirs: Hello | Welcome | None = None
         self._hello: Hello | None = None
@@ -292,10 +295,23 @@ class Session:
         self._liveness.look(now)
         self._write(message, now)
 
-    def take_output(self) -> bytes:
-        """Bytes to write to the stream now."""
-        pending, self._pending = self._pending, []
-        return b"".join(pending)
+    def take_output(self, most: int = sys.maxsize) -> bytes:
+        """Bytes to write to the stream now, so many at most: there may be more (`unsent_bytes`)."""
+        unsent = self._unsent
+        if self.unsent_bytes <= most:  # as nearly always
+            whole, self.unsent_bytes = b"".join(unsent), 0
+            unsent.clear()
+            return whole
+        taken: list[bytes | memoryview] = []
+        while most:
+            part = unsent.popleft()
+            if len(part) > most:
+                unsent.appendleft(memoryview(part)[most:])
+                part = memoryview(part)[:most]
+            taken.append(part)
+            most -= len(part)
+            self.unsent_bytes -= len(part)
+        return b"".join(taken)
 
     @property
     def heard(self) -> float:
@@ -452,7 +468,7 @@ class Session:
     def _agent(self, theirs: Hello | Welcome) -> Agent:
         proof = self._proof(Role.CLIENT) if self.role is Role.CLIENT else b""
         self.proved_to = theirs.incarnation
-        return Agent(list(self._terms.facts), self._terms.body, self._same(theirs, self.role), proof)
+        return Agent(list(self._terms.facts), memoryview(self._terms.body), self._same(theirs, self.role), proof)
 
     def _compare(self, facts: Sequence[tuple[str, str]]) -> None:
         ours = dict(self._terms.facts)
@@ -496,7 +512,9 @@ class Session:
             raise
 
     def _write(self, message: Message, now: float) -> None:
-        self._pending.append(encode(message))
+        for part in encode_in_parts(message):
+            self._unsent.append(part)
+            self.unsent_bytes += len(part)
         self._liveness.spoke = now
 
 

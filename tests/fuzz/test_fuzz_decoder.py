@@ -200,7 +200,7 @@ def test_deep_frames_with_a_raised_recursion_limit():
 def test_bodies_are_bodies_or_a_protocol_error():
     from kvxfer.protocol.framing import decode_body
 
-    bodies = [m.body for m in map(decoded, [*VALID, *SPOKEN]) if type(m).__name__ == "Agent"]  # type: ignore[union-attr]
+    bodies = [bytes(m.body) for m in map(decoded, [*VALID, *SPOKEN]) if type(m).__name__ == "Agent"]  # type: ignore[union-attr]
     mutator = Mutator(bodies)
     draw = Random(campaign.SEED)
     taken = 0

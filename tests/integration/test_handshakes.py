@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
+import time
 
 import inside
 import pytest
+from certificates import Authority
 from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, sessions
+from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
 
@@ -111,7 +115,7 @@ def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
     async def scenario(one):
         await one.pair(prefill={"handshake_timeout": 7})
         hello = encode(Hello(1, 1, "x", "decode", b"e" * 32, b"i" * 32, 0, 1, 0, bytes(32), 2000))
-        agent = encode(Agent([("model", "m")], b"", bytes(32)))
+        agent = encode(Agent([("model", "m")], memoryview(b""), bytes(32)))
         began = one.now
         reader, writer = await asyncio.open_unix_connection(one.prefill.card.endpoint.removeprefix("unix:"))
         for data in (hello, agent[:7])[:says]:
@@ -289,6 +293,31 @@ async def test_what_peers_are_told_is_encoded_in_a_thread(stage, monkeypatch):
     await stage.worker("prefill", Cache())
     assert threads
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+async def test_what_a_large_rank_says_of_itself_takes_many_turns(stage, monkeypatch, tmp_path, tls):
+    """It is written, read and decoded a slice at a time, at both ends."""
+    encoded, turns = assembly.encode_body, []
+    monkeypatch.setattr(assembly, "encode_body", lambda body: encoded(replace(body, metadata=bytes(12 << 20))))
+    over = {"listen": "tcp:127.0.0.1:0", "tls": Authority(tmp_path).issue()} if tls else {}
+    prefill, decode = await stage.pair(Cache(), Cache(), **over)
+
+    async def watch():
+        while True:
+            began = time.thread_time()  # of the loop alone: others decode, and look
+            await asyncio.sleep(0)
+            turns.append(time.thread_time() - began)
+
+    gc.disable()  # it may walk all that torch has, in any turn
+    watching = asyncio.create_task(watch())
+    try:
+        await connect(decode, prefill.card.endpoint)
+        await eventually(lambda: len(sessions(prefill)) == 1)
+    finally:
+        watching.cancel()
+        gc.enable()
+    assert max(turns) < 0.01
 
 
 async def test_a_small_cache_is_looked_at_here(stage, monkeypatch):

@@ -43,7 +43,7 @@ def session(role, greeting, secret):
     own = messages(CONVERSATIONS[0], "decode" if role is Role.CLIENT else "prefill")
     agent = next(message for message in own if isinstance(message, Agent))
     key = IdentityKey(bytes.fromhex(SAME[f"{role.value}_private"]))
-    terms = Terms([tuple(pair) for pair in SETTING["facts"]], agent.body, key, secret=secret)
+    terms = Terms([tuple(pair) for pair in SETTING["facts"]], bytes(agent.body), key, secret=secret)
     return Session(role, identity, terms, nonce=greeting.nonce, now=0.0)
 
 

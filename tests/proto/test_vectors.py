@@ -61,6 +61,8 @@ def builtins(value):
         return [*([] if tag is None else [tag]), *(builtins(getattr(value, f)) for f in value.__struct_fields__)]
     if isinstance(value, list | tuple):
         return [builtins(entry) for entry in value]
+    if isinstance(value, memoryview):
+        return bytes(value)
     return int(value) if type(value).__name__ in {"Code", "Route", "Status"} else value
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +20,10 @@ from kvxfer.protocol.framing import (
     decode,
     decode_body,
     encode,
+    encode_in_parts,
     peek_tag,
 )
-from kvxfer.protocol.messages import Cancel, Goodbye, Ping, Release, TicketRef, Want
+from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, TicketRef, Want
 from kvxfer.protocol.packing import pack_u32
 from proto.frames import valid
 
@@ -31,6 +33,10 @@ DEEP = b"\x92\x04" + b"\x91" * 100_000 + b"\x01"
 
 def frame(payload):
     return struct.pack("<I", len(payload)) + payload
+
+
+def agent(size):
+    return Agent([("model", "m")], memoryview(b"b" * size), b"s" * 32, b"p" * 32)
 
 
 def wants(count):
@@ -87,6 +93,27 @@ def test_a_length_over_the_limit_is_refused_before_its_bytes_come():
 def test_a_frame_of_exactly_the_limit_passes():
     payload = encode(Goodbye(reason="x" * 80))[4:]
     assert list(FrameReader(limit=len(payload)).feed(frame(payload))) == [Goodbye(reason="x" * 80)]
+
+
+@pytest.mark.parametrize("size", [0, 255, 256, 65_535, 65_536, 200_000])
+def test_the_parts_of_a_frame_are_what_msgspec_makes_of_the_message(size):
+    assert b"".join(encode_in_parts(agent(size))) == frame(msgspec.msgpack.encode(agent(size)))
+
+
+def test_a_long_body_is_copied_neither_into_its_frame_nor_out_of_it():
+    sent, reader = agent(200_000), FrameReader(SESSION_FRAME_LIMIT)
+    parts = encode_in_parts(sent)
+    assert parts[1] is sent.body
+    assert sum(map(len, parts)) < 200_100
+    data = b"".join(parts) + encode(Ping())
+    assert list(reader.feed(data[:150_000])) == []
+    assert reader._long is not None
+    memory = reader._long.obj
+    got, ping = reader.feed(data[150_000:])
+    assert (got, ping) == (sent, Ping())
+    assert isinstance(got, Agent)
+    assert got.body.obj is memory
+    assert reader.buffered_bytes == 0
 
 
 def test_limits():

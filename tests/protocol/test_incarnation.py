@@ -47,8 +47,8 @@ class Meeting:
         self.opened = {role for role in Role if seen[role]}
 
     def tapped(self, role, take, change):
-        def tap():
-            frames = list(FrameReader(1 << 20).feed(take()))
+        def tap(most=1 << 20):
+            frames = list(FrameReader(1 << 20).feed(take(most)))
             data = b"".join(encode(change(frame) if change else frame) for frame in frames)
             self.wrote[role] += data
             return data

@@ -82,7 +82,7 @@ def test_frames_that_cannot_be_decoded_are_counted():
     ping, bad, body = (
         encode(Ping()),
         bytes.fromhex("0200000091c1"),
-        encode(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90", SECRET)),
+        encode(Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)),
     )
     ignorable = struct.pack("<I", 3) + bytes.fromhex("91cc80")
     assert damaged(ping + bad + ignorable + body + ping) == [1, 3]
@@ -131,7 +131,7 @@ def test_a_result():
 
 
 def test_an_agent_shows_its_body():
-    text = "\n".join(lines(Agent([("model", "m")], encode_body(BODY), SECRET)))
+    text = "\n".join(lines(Agent([("model", "m")], memoryview(encode_body(BODY)), SECRET)))
     assert "facts             [['model', 'm']]" in text
     assert "tensors           3 entries" in text
     assert "scale=0.5, 0.03125" in text
@@ -140,7 +140,7 @@ def test_an_agent_shows_its_body():
 
 
 def test_a_damaged_body_does_not_hide_the_facts():
-    text = "\n".join(lines(Agent([("model", "m")], b"\x93\xa1f\xa1x\x90", SECRET)))
+    text = "\n".join(lines(Agent([("model", "m")], memoryview(b"\x93\xa1f\xa1x\x90"), SECRET)))
     assert "['model', 'm']" in text
     assert "! cannot be decoded at byte 3: Expected `bytes`, got `str`" in text
 
@@ -156,7 +156,7 @@ def secrets():
     greeting = (1, 1, "p", "e", b"", bytes(32), 0, 1, 0, SECRET, 0)
     yield Hello(*greeting)
     yield Welcome(*greeting, SECRET)
-    yield Agent([], encode_body(AgentBody("f", SECRET, [])), SECRET, SECRET)
+    yield Agent([], memoryview(encode_body(AgentBody("f", SECRET, []))), SECRET, SECRET)
     yield Release(ticket)
     yield Fetch(1, ticket, [], [], 0, 1, [], 0, 0)
     yield KvAgentResult(1, WHOLE, Status.OK, 0, last=True, payload=SECRET)

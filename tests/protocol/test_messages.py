@@ -66,8 +66,8 @@ def values(kind, meta=None):
         return st.integers(meta.ge, meta.le) | st.sampled_from([meta.ge, meta.le])
     if kind is str:
         return st.text(min_size=low, max_size=min(high or 8, 8))
-    if kind is bytes:
-        return st.binary(min_size=low, max_size=max(low, min(high or 8, 8)))
+    if kind in {bytes, memoryview}:
+        return st.binary(min_size=low, max_size=max(low, min(high or 8, 8))).map(kind)
     if get_origin(kind) is list:
         return st.lists(values(get_args(kind)[0]), max_size=3)
     if get_origin(kind) is tuple:

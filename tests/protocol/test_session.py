@@ -80,7 +80,7 @@ SAMPLES = {
     for message in (
         Hello(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
         Welcome(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
-        Agent([], encode_body(BODY), b"s" * 32),
+        Agent([], memoryview(encode_body(BODY)), b"s" * 32),
         Ping(),
         Claim([TICKET]),
         Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
@@ -405,7 +405,7 @@ def test_a_proof_cannot_be_sent_back():
     list(server.receive(client.take_output(), 0.0))
     stolen = decode(server.take_output()[4:]).proof
     with pytest.raises(UnreachableError):
-        list(server.receive(encode(Agent(FACTS, encode_body(BODY), stolen)), 0.0))
+        list(server.receive(encode(Agent(FACTS, memoryview(encode_body(BODY)), stolen)), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -727,12 +727,38 @@ def test_garbage_closes_or_waits_for_more(data, role, state, cuts):
 
 
 def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
-    large = encode(Agent([], b"x" * 100_000, b"s" * 32))
+    large = encode(Agent([], memoryview(bytes(100_000)), b"s" * 32))
     for role in Role:
         with pytest.raises(ProtocolError, match="over the limit"):
             list(in_state(role, State.NEW).receive(large[:4], 0.0))
         with pytest.raises(IdentityError):
             list(in_state(role, State.GREETED).receive(large, 0.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 100)))
+def test_output_may_be_taken_in_slices_of_any_size(sizes):
+    frames = [Want(1, pack_u32(range(50))), Ping(), Cancel(3)]
+    _, server = opened()
+    for message in frames:
+        server.send(message, 1.0)
+    whole, taken = b"".join(map(encode, frames)), []
+    assert server.unsent_bytes == len(whole)
+    for most in sizes:
+        taken.append(server.take_output(most))
+        assert len(taken[-1]) == min(most, len(whole) - sum(map(len, taken[:-1])))
+        assert server.unsent_bytes == len(whole) - sum(map(len, taken))
+    assert b"".join((*taken, server.take_output())) == whole
+    assert server.unsent_bytes == 0
+
+
+def test_a_long_body_comes_in_slices():
+    long = msgspec.structs.replace(BODY, metadata=bytes(range(256)) * 1000)
+    client, server = pair(body=encode_body(long))
+    while slices := [(side, data) for side in (client, server) if (data := side.take_output(7_000))]:
+        for side, data in slices:
+            list((server if side is client else client).receive(data, 0.0))
+    assert client.peer.body == server.peer.body == long
 
 
 def test_unknown_messages_that_may_be_ignored_are():

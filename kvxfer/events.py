@@ -39,7 +39,7 @@ def as_event(after: Any, geometry: CacheGeometry) -> Event:
     if not callable(getattr(after, "query", None)):
         raise EventError(f"after= must be an event, a stream or kvxfer.READY, not {type(after).__name__}")
     # torch makes the CUDA event when it is first recorded; until then its handle is 0 and query() says True
-    if getattr(after, "cuda_event", None) == 0:
+    if getattr(after, "cuda_event", None) == 0 or getattr(after, "event_id", None) == 0:
         raise EventError("the event passed as after= was never recorded")
     recorded: Event = after
     return recorded

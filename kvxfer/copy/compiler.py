@@ -309,7 +309,8 @@ def _call(result: Any, *, variadic: bool = False) -> Callable[..., Any]:
             found = builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
             return found if result.width == _I64.width else builder.sext(found, _I64)
 
-        return numba.int64(numba.int64, numba.types.StarArgTuple.from_types([numba.int64] * len(arguments))), code
+        numbers: Any = numba.types.StarArgTuple.from_types([numba.int64] * len(arguments))
+        return numba.int64(numba.int64, numbers), code
 
     return call
 

@@ -39,7 +39,6 @@ I64: TypeAlias = NDArray[np.int64]
 _log: Final = logger("kvxfer.receive")
 _cuda: Final[Any] = torch.cuda  # some versions of torch leave its streams untyped
 _PURPOSE: Final = "copying on a GPU"
-_NO_TIMING: Final = 2  # CU_EVENT_DISABLE_TIMING
 _NEAR_WORDS: Final = 512
 _NEAR_TILES: Final = 64
 """Tables of so few words for so few tiles are read from pinned memory: copying them to the device takes longer."""
@@ -80,11 +79,9 @@ class Gpu:
             last, first = _cuda.Stream.priority_range()  # the greatest priority is the least number
             self.streams: Final = [_cuda.Stream(self.device, priority=urgency) for urgency in (first, last)]
             self._rings: Final = [(_pinned(ring_bytes // 8), self._on_device(ring_bytes // 8)) for _ in self.streams]
-            torch.cuda.synchronize(self.device)
             self.context: Final = int(call(driver, "cuCtxGetCurrent"))
-            self._marks: Final = [
-                [call(driver, "cuEventCreate", _NO_TIMING) for _ in range(records.QUEUE)] for _ in self.streams
-            ]
+            self._marks: Final = [[_mark(stream) for _ in range(records.QUEUE)] for stream in self.streams]
+            torch.cuda.synchronize(self.device)
         self._ring_words: Final = ring_bytes // 8
         self.kernel: Final = _load_kernel(self._rings[0][1])
         self._arrival: Arrival | None = None  # once it had to be known
@@ -99,7 +96,7 @@ class Gpu:
             host, device = self._rings[number]
             lane[records.STREAM], lane[records.RING_WORDS] = int(stream.cuda_stream), self._ring_words
             lane[records.RING_HOST], lane[records.RING_DEVICE] = host.data_ptr(), device.data_ptr()
-            lane[records.ORDER + records.QUEUE :] = [int(mark) for mark in self._marks[number]]
+            lane[records.ORDER + records.QUEUE :] = [int(mark.cuda_event) for mark in self._marks[number]]
 
     def warm(self, plans: Iterable[CopyPlan]) -> None:
         """Compile every variant that these plans, or the same with other tokens, need. Takes seconds the first time."""
@@ -116,7 +113,7 @@ class Gpu:
         warm = all(self.kernel.has(one.variant) for one in tables.launches)
         return warm and self._fits(len(tables.words)) and not (tables.from_nic and self._arrival is None)
 
-    def prepare(self, tables: Tables, sums: SumTables | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def prepare(self, tables: Tables, sums: SumTables | None, lane: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See to all that launching a copy needs and that takes a while: call it from a worker thread.
 
         Returns:
@@ -130,7 +127,7 @@ class Gpu:
         words = len(tables.words) + (0 if sums is None else len(sums.words))
         if self._fits(words):
             return None
-        return _pinned(words + _SPARE_WORDS), self._on_device(words + _SPARE_WORDS)
+        return self._room(words + _SPARE_WORDS, lane)
 
     def launches(self, tables: Tables, sums: SumTables | None) -> I64:
         """What the machine launches, LAUNCH_WORDS each. What is not compiled is compiled now.
@@ -159,6 +156,10 @@ class Gpu:
         few = len(tables.words) <= _NEAR_WORDS and sum([one.tiles for one in tables.launches]) <= _NEAR_TILES
         return few and sums is None
 
+    def _room(self, words: int, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with _cuda.stream(self.streams[lane]):  # whose memory nothing else uses: its last user may not have run yet
+            return _pinned(words), self._on_device(words)
+
     def _on_device(self, words: int) -> torch.Tensor:
         return torch.empty(words, dtype=torch.int64, device=self.device)
 
@@ -171,6 +172,13 @@ class Gpu:
         except ValueError:
             name = f"code {code}"
         return TransferFailedError(f"a copy failed on the device: {name}")
+
+
+def _mark(stream: Any) -> Any:
+    """An event of CUDA, which is made as it is first recorded."""
+    mark = _cuda.Event()
+    mark.record(stream)
+    return mark
 
 
 def _pinned(words: int) -> torch.Tensor:

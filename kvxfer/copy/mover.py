@@ -310,7 +310,7 @@ class Mover:
         def make() -> None:
             if job.sums is not None:
                 copy.sums = pack_sums(job.sums)
-            copy.room = gpu.prepare(job.tables, copy.sums)
+            copy.room = gpu.prepare(job.tables, copy.sums, copy.lane)
 
         try:
             await self._runtime.in_thread(make)

@@ -8,11 +8,9 @@ their reader is found out.
 import ctypes
 import itertools
 from collections import deque
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -243,13 +241,6 @@ class StubKernel:
         return seen & 0xFFFF_FFFF
 
 
-@contextmanager
-def plain_memory():
-    """What would be pinned memory is not, where there is no CUDA."""
-    with mock.patch.object(cuda, "_pinned", lambda words: torch.zeros(words, dtype=torch.int64)):
-        yield
-
-
 class StubGpu(cuda.Gpu):
     """A GPU on a stub of the driver: all but its making is as of a real one.
 
@@ -267,7 +258,8 @@ class StubGpu(cuda.Gpu):
         self.streams = streams  # pyright: ignore[reportGeneralTypeIssues]
         words = ring_bytes // 8
         self._rings = [(self._on_device(words), self._on_device(words)) for _ in (0, 1)]  # pyright: ignore[reportGeneralTypeIssues]
-        self._marks = [[100 * lane + n + 1 for n in range(records.QUEUE)] for lane in (1, 2)]  # pyright: ignore[reportGeneralTypeIssues]
+        marks = [[SimpleNamespace(cuda_event=100 * lane + n + 1) for n in range(records.QUEUE)] for lane in (1, 2)]
+        self._marks = marks  # pyright: ignore[reportGeneralTypeIssues]
         self._ring_words = words  # pyright: ignore[reportGeneralTypeIssues]
         self.kernel: Any = StubKernel(driver)  # pyright: ignore[reportGeneralTypeIssues]
         self._arrival = None
@@ -275,9 +267,9 @@ class StubGpu(cuda.Gpu):
             for width in (16, 8, 4, 2, 1):
                 self.kernel.compile(Variant(width))
 
-    def prepare(self, tables, sums):
-        with plain_memory():
-            return super().prepare(tables, sums)
+    def _room(self, words, lane):
+        del lane
+        return self._on_device(words), self._on_device(words)
 
     def warm(self, plans) -> None:
         for variant in variants(plans):

@@ -8,6 +8,7 @@ words in memory whose code is what the driver says of them, so asking costs no c
 import os
 import random
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -301,7 +302,8 @@ class GpuModel(Model):
         self.words = np.zeros(EVENT_COUNT + 64, np.int64)  # events: first those of the machine
         gpu = StubGpu(self.driver, ring_bytes=ring_bytes)
         at = self.words.ctypes.data
-        gpu._marks = [[at + 8 * (lane * records.QUEUE + n) for n in range(records.QUEUE)] for lane in (0, 1)]  # type: ignore[misc]
+        places = [range(at + 8 * lane * records.QUEUE, at + 8 * (lane + 1) * records.QUEUE, 8) for lane in (0, 1)]
+        gpu._marks = [[SimpleNamespace(cuda_event=place) for place in lane] for lane in places]  # type: ignore[misc]
         super().__init__(seed, gpu)
         self.ports[records.QUERY] = _query.address
         self.driver.watch = self.called

@@ -3,7 +3,7 @@
     python -m pytest tests/gpu/test_standing_gpu.py -x --tb=short
 
 A stream of the mover is held up, by a wait for a word in pinned memory or by a kernel that runs for some seconds.
-The same tests run on CPU memory, where copies are held up before they begin.
+The same tests run on CPU memory, where what is launched moves nothing until it may go on.
 """
 
 import asyncio

@@ -12,11 +12,9 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
-import math
 import os
 import struct
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -339,7 +337,7 @@ class Mover:
     def _record(self, copy: Copy) -> bytes:
         job, kept = copy.job, copy.kept
         tables, passage = job.tables, job.passage
-        until = _FOREVER_NS if job.until == math.inf else int(job.until * _NS)
+        until = _FOREVER_NS if job.until >= _FOREVER_NS / _NS else int(job.until * _NS)
         lock = _NO_LOCK if passage is None else passage.lend()
         events = blanks = _NOWHERE
         if copy.handles:
@@ -417,7 +415,7 @@ class Mover:
 
     def _deliver(self) -> None:
         """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
-        until = time.monotonic() + TURN_SECONDS
+        until = self._runtime.now() + TURN_SECONDS
         while self._news:
             slot, outcome, code, started, finished = self._news.popleft()
             copy = self._copies.pop(slot)
@@ -438,7 +436,7 @@ class Mover:
                 copy.kept.append(self._loop.create_task(self._add_up(copy, told), name="kvxfer add up"))
             else:
                 self._tell(copy, told)
-            if self._news and time.monotonic() >= until:
+            if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return
 

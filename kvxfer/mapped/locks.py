@@ -44,6 +44,7 @@ _FORKED: Final = -2
 """Behind the gates, as a u32 from the end."""
 _NO_FILE: Final = 1 << 30
 """More than any descriptor is: nothing is locked by it, so nobody gets in."""
+_NOBODY: Final = np.zeros(1, np.int64)
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
 
 
@@ -245,7 +246,7 @@ class Key:
         with self._mutex:
             self._borrowers += 1
             if self._pages.closed:
-                return _NO_FILE, number, generation, 0, self._users_at(number)
+                return _NO_FILE, number, generation, 0, int(_NOBODY.ctypes.data)
             granted = 0 if self._closing else generation  # which no gate has ever had
             return self._descriptor, number, granted, self._at(number), self._users_at(number)
 

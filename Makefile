@@ -25,10 +25,13 @@ test: check unit
 unit: $(STAMP)
 	$(SPREAD) $(ARGS)
 
-# ten times the schedules of `make test`; SEED=1234 replays that one of each, and says what was done in it
+# ten times the schedules of `make test`, and the mover's machine against its model, also with its bounds checked;
+# SEED=1234 replays that one of each, and says what was done in it
 simulate: $(STAMP)
 	SIMULATE_TIMES=10 $(if $(SEED),SIMULATE_SEED=$(SEED)) $(SPREAD) tests/simulation \
 		$(if $(SEED),-n 0 -k test_schedules -s) $(ARGS)
+	$(if $(SEED),,MACHINE_STEPS=1000000 $(SPREAD) tests/copy/test_model.py)
+	$(if $(SEED),,NUMBA_BOUNDSCHECK=1 MACHINE_STEPS=100000 $(SPREAD) tests/copy/test_model.py)
 
 # every scene on every route; `make test` plays a part of them
 network: $(STAMP)

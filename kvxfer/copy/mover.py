@@ -270,6 +270,8 @@ class Mover:
         """Ask each event that is waited for."""
         self._look = None
         asked, self._unfired = self._unfired, []
+        fired: list[tuple[int, int, Copy]] = []
+        turns: Counter[Hashable] = Counter()
         for copy in asked:
             if copy.cancelled:  # by whoever was told of one before it
                 self._tell(copy, self._outcome(stopped=True))
@@ -283,7 +285,10 @@ class Mover:
                 if copy.waits:
                     self._unfired.append(copy)
                 else:
-                    self._prepare(copy)
+                    turns[copy.job.owner] += 1
+                    fired.append((turns[copy.job.owner], len(fired), copy))
+        for _, _, copy in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
+            self._prepare(copy)
         self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
         if self._unfired and self._look is None:
             self._look = self._loop.call_later(self._delay, self._ask)

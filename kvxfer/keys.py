@@ -3,11 +3,9 @@
 from itertools import chain
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from kvxfer.errors import FabricError
 from kvxfer.mapped import check_process, unlike
-from kvxfer.mapped.locks import Key
+from kvxfer.mapped.locks import SHUT, Key
 from kvxfer.mapped.locks import Passage as _Open
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.telemetry import logger
@@ -28,8 +26,8 @@ class _Shut:
         """Nobody is inside."""
 
     def lend(self) -> tuple[int, int, int, int, int]:
-        """No file is locked by it, so nobody gets in."""
-        return _NO_FILE, 0, 0, 0, _NOBODY.ctypes.data
+        """What nobody gets through."""
+        return SHUT
 
     def give_back(self) -> None:
         """Nobody has it."""
@@ -38,9 +36,6 @@ class _Shut:
 Passage: TypeAlias = _Open | _Shut
 """A way through a gate."""
 _SHUT: Final = _Shut()
-_NO_FILE: Final = 1 << 30
-"""More than any descriptor is."""
-_NOBODY: Final = np.zeros(1, np.int64)
 
 
 class Keys:

@@ -32,7 +32,7 @@ import numpy as np
 from kvxfer.errors import FabricError
 from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
 
-__all__ = ["FIRST_GENERATION", "Key", "Lineage", "LockFile", "Passage", "Revoked"]
+__all__ = ["FIRST_GENERATION", "SHUT", "Key", "Lineage", "LockFile", "Passage", "Revoked"]
 
 FIRST_GENERATION: Final = 1
 _NAME: Final = "kvxfer-gates"
@@ -42,9 +42,9 @@ _LAST_GENERATION: Final = 0xFFFF_FFFF
 _GATE_BYTES: Final = 8
 _FORKED: Final = -2
 """Behind the gates, as a u32 from the end."""
-_NO_FILE: Final = 1 << 30
-"""More than any descriptor is: nothing is locked by it, so nobody gets in."""
 _NOBODY: Final = np.zeros(1, np.int64)
+SHUT: Final = (1 << 30, 0, 0, 0, int(_NOBODY.ctypes.data))
+"""What a passage lends that nobody gets through: more than any descriptor is, so nothing is locked by it."""
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EACCES})
 
 
@@ -246,7 +246,7 @@ class Key:
         with self._mutex:
             self._borrowers += 1
             if self._pages.closed:
-                return _NO_FILE, number, generation, 0, int(_NOBODY.ctypes.data)
+                return SHUT
             granted = 0 if self._closing else generation  # which no gate has ever had
             return self._descriptor, number, granted, self._at(number), self._users_at(number)
 

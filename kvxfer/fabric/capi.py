@@ -132,6 +132,7 @@ _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
     "destroy_xfer_dlist": (_HANDLE,),
     "destroy_xfer_req": (_HANDLE,),
     "create_opt_args": (_OUT,),
+    "opt_args_add_backend": (_HANDLE, _HANDLE),
     "opt_args_set_notif_msg": (_HANDLE, c_char_p, c_size_t),
     "opt_args_set_has_notif": (_HANDLE, c_bool),
     "destroy_opt_args": (_HANDLE,),
@@ -374,10 +375,13 @@ class Capi:
             if error.status != _NOT_FOUND:
                 raise
 
-    def request(self, agent: int, operation: int, here: Owned, there: Owned, peer: str) -> int:
+    def request(
+        self, agent: int, operation: int, here: Owned, there: Owned, peer: str, options: Owned | None = None
+    ) -> int:
         """Make a request that can be posted, and has to be given back."""
         out = c_void_p()
-        self.create_xfer_req(agent, operation, here.handle, there.handle, peer.encode(), byref(out), None)
+        given = options.handle if options else None
+        self.create_xfer_req(agent, operation, here.handle, there.handle, peer.encode(), byref(out), given)
         return out.value or 0
 
     def is_gone(self, agent: int, request: int) -> bool:
@@ -392,8 +396,8 @@ class Capi:
         self.release_xfer_req(agent, request)
         self.destroy_xfer_req(request)
 
-    def prove(self, agent: int, name: str) -> None:
-        """See that an agent does what it is told, by a write to itself that notifies it.
+    def prove(self, agent: int, name: str, backend: Owned) -> None:
+        """See that an agent does what it is told, by a write to itself through this backend that notifies it.
 
         Raises:
             FabricError: It does not.
@@ -405,7 +409,7 @@ class Capi:
         try:
             self.register_mem(agent, registered.handle, None)
             try:
-                told = self._written(agent, name, address, half)
+                told = self._written(agent, name, backend, address, half)
             finally:
                 self.deregister_mem(agent, registered.handle, None)
         except CallError as error:
@@ -415,15 +419,17 @@ class Capi:
         if told != (name.encode(), _PROOF):
             raise FabricError(self._unproven(f"was announced as {told}" if told else f"took over {_PROOF_S:g} s"))
 
-    def _written(self, agent: int, name: str, address: int, half: int) -> tuple[bytes, bytes] | None:
+    def _written(self, agent: int, name: str, backend: Owned, address: int, half: int) -> tuple[bytes, bytes] | None:
         """Write one half into the other; returns who says so and what, None if nobody does in time."""
         here, there = (self.made("xfer_dlist", KINDS["DRAM"]) for _ in range(2))
         self.xfer_dlist_add_desc(here.handle, address, half, 0)
         self.xfer_dlist_add_desc(there.handle, address + half, half, 0)
         options, heard = self.made("opt_args"), self.made("notif_map")
+        # For itself an agent would take any backend that takes the memory, and not all of them reach memory.
+        self.opt_args_add_backend(options.handle, backend.handle)
+        request = self.request(agent, WRITE, here, there, name, options)
         self.opt_args_set_notif_msg(options.handle, _PROOF, len(_PROOF))
         self.opt_args_set_has_notif(options.handle, True)
-        request = self.request(agent, WRITE, here, there, name)
         size, until, done = c_size_t(), time.monotonic() + _PROOF_S, False
         try:
             if (cause := self._cause(agent, request)) != _NOT_POSTED:

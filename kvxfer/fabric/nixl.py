@@ -187,7 +187,7 @@ class NixlTransport:
         self._lanes = LaneBook(ucx_log(), self._name)
         if "UCX" in agent.backends:
             try:
-                self._c.prove(agent.handle, self._name)
+                self._c.prove(agent.handle, self._name, agent.backends["UCX"])
             except FabricError:
                 self._destroy(agent)
                 raise

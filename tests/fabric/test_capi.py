@@ -103,20 +103,35 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 
 @pytest.fixture
 def library():
-    """The library, with one agent."""
+    """The library, with one agent and its backend."""
     made = Capi(capi.find())
     agent = made.agent("a")
     backend = made.backend(agent, "UCX", {})
-    yield made, agent
+    yield made, agent, backend
     del backend
     made.destroy_agent(agent)
 
 
 @needs_nixl
 def test_an_agent_proves_that_it_writes(library):
-    made, agent = library
+    made, agent, backend = library
     for _ in range(2):
-        made.prove(agent, "a")
+        made.prove(agent, "a", backend)
+
+
+@needs_nixl
+@pytest.mark.parametrize("order", [("POSIX", "UCX"), ("UCX", "POSIX")])
+def test_an_agent_proves_it_by_the_backend_that_was_named(order):
+    made = Capi(capi.find())
+    agent = made.agent("a")
+    try:
+        if "POSIX" not in made.plugins(agent):
+            pytest.skip("this NIXL is packed without a second backend that takes memory of the host")
+        backends = {name: made.backend(agent, name, {}) for name in order}
+        made.prove(agent, "a", backends["UCX"])
+        del backends
+    finally:
+        made.destroy_agent(agent)
 
 
 def refused(*_):
@@ -149,19 +164,19 @@ def refused(*_):
     ],
 )
 def test_an_agent_that_does_something_else_is_found_out(library, monkeypatch, does, words):
-    made, agent = library
+    made, agent, backend = library
     monkeypatch.setattr(capi, "_PROOF_S", 0.2)
     with monkeypatch.context() as patch:
         for name, function in does(made, agent).items():
             patch.setattr(made, name, function)
         with pytest.raises(FabricError, match=rf"libnixl_capi\.so .*to itself {words}.*pip install --force-reinstall"):
-            made.prove(agent, "a")
-    made.prove(agent, "a")
+            made.prove(agent, "a", backend)
+    made.prove(agent, "a", backend)
 
 
 @needs_nixl
 def test_parameters_are_read_back_and_unknown_peers_forgotten(library):
-    made, agent = library
+    made, agent, _ = library
     other = made.agent("b")
     backend = made.backend(other, "UCX", {"num_workers": "2", "ucx_error_handling_mode": "peer"})
     params = made.backend_params(other, backend)
@@ -253,7 +268,7 @@ def test_a_list_that_is_not_made_is_not_filled():
 
 @needs_nixl
 def test_pieces_that_lie_apart_in_an_array_are_listed_as_they_are(library, monkeypatch):
-    made, _ = library
+    made, *_ = library
     recording, refusing = Recording(), Recording(refuse=1)
     monkeypatch.setattr(made, "table", recording.table)
     monkeypatch.setattr(made, "destroy_xfer_dlist", lambda handle: None)

@@ -9,7 +9,7 @@ from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.planning import LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never
@@ -106,9 +106,9 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
     except GeometryError as error:
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
     check_state(pair, tokens, offer.tokens)
-    plan = pair.bind(offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
+    plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     _check_agreement(fetch, plan)
-    nbytes, peer = plan.outline.bytes, asked.peer.identity.incarnation
+    nbytes, peer = plan.nbytes, asked.peer.identity.incarnation
 
     def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
         chunks = chunks or usual_chunks(site.config, route, nbytes)
@@ -166,12 +166,12 @@ def _covers(site: Site, asked: Asked, route: Route, plan: TransferPlan, chunks: 
         return False
     if not fetch.staging_lease_ms:
         return route in IN_PLACE
-    return route is Route.STAGED and chunks == 1 and plan.outline.staged_bytes <= fetch.staging_bytes
+    return route is Route.STAGED and chunks == 1 and plan.staged_bytes <= fetch.staging_bytes
 
 
 def _grid(site: Site, fetch: Fetch, offer: Draft, route: Route, plan: TransferPlan) -> ChunkGrid:
     """How it is cut."""
-    nbytes = plan.outline.bytes
+    nbytes = plan.nbytes
     target, limit = _chunk_sizes(site, fetch, route, plan)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))

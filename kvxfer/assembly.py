@@ -41,8 +41,8 @@ __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensor
 
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
-_MACHINE: Final = "kvxfer.copy.machine"
-"""What copies. It imports a compiler, and compiles on a machine where nobody has done that before."""
+_COMPILED: Final = ("kvxfer.copy.machine", "kvxfer.copy.template")
+"""What copies and what packs. They import a compiler, and compile on a machine where nobody has done that before."""
 _UNDO_SECONDS: Final = 1.0
 """Several times as long as it takes to forget peers and memory and to destroy an agent."""
 _leaked: Final[list[object]] = []
@@ -210,7 +210,8 @@ async def assemble(parts: Assembly) -> Site:
     fabric: Fabric | None = None
     mover: Mover | None = None
     try:
-        await runtime.in_thread(partial(import_module, _MACHINE))
+        for name in _COMPILED:
+            await runtime.in_thread(partial(import_module, name))
         transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
         fabric = _fabric(config, transport, runtime)
         mover = await _mover(config, geometry, runtime, placement)

@@ -22,7 +22,7 @@ from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.need import Need, Owner
 from kvxfer.ownwork import MakePost, OwnWork
-from kvxfer.planning import Bound
+from kvxfer.planning import Bound, bind
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
@@ -309,12 +309,12 @@ class Incoming(Steps):
 
         def make() -> Bound:
             pair = site.plans.incoming(self.peer, need.selections)
-            plan = pair.bind(spans, need.spans, need.tokens, covered=0)
+            plan = bind(pair, spans, need.spans, need.tokens, covered=0)
             grid = ChunkGrid(
                 pair.layers, message.layers_per_chunk, message.tokens_per_chunk, need.tokens.start, need.tokens.stop
             )
             same = len(grid) == message.chunks and plan.digest(grid) == message.digest
-            if not same or plan.outline.bytes != message.bytes:
+            if not same or plan.nbytes != message.bytes:
                 raise _plan_differs(message)
             return Bound.of(plan, grid)
 

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from kvxfer.copy.port import CopyOutcome
-from kvxfer.copy.tables import NOTHING, Tables, pack
+from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkPlan, Pieces, SumPlan
+from kvxfer.geometry import Pieces, SumPlan
 from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.ownwork import MakePost
-from kvxfer.planning import Bound, block_pieces
+from kvxfer.planning import Bound, Part, block_pieces
 from kvxfer.protocol.messages import Grant, KvAgentResult, Message, Status
 from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.sending import Failure
@@ -122,7 +122,7 @@ class Landing:
         self._chunk: Final = chunk
         self._desk: Final = desk
         self._staged: Final = staged
-        self._part: ChunkPlan | None = None
+        self._part: Part | None = None
         self._asked_at = host.site.now()
         self._granted_at = self._asked_at
         self._request: Request | None = None
@@ -137,7 +137,7 @@ class Landing:
 
     def begin(self, bound: Bound) -> None:
         """The chunk is ready at the peer, and the window has room."""
-        self._host.plan(partial(bound.chunk, self._chunk), self._planned, rows=bound.chunk_rows)
+        self._host.plan(partial(bound.part, self._chunk), self._planned, rows=bound.part_rows)
 
     def arrived(self, message: KvAgentResult) -> None:
         """Its bytes are in the memory that was granted."""
@@ -180,7 +180,7 @@ class Landing:
         elif extent.state is not ExtentState.QUARANTINED:
             self._desk.quarantine(extent, f"{self._host.peer.name} is silent")
 
-    def _planned(self, part: ChunkPlan) -> None:
+    def _planned(self, part: Part) -> None:
         self._part = part
         if self._extent is not None:
             if part.staged_bytes > self._extent.nbytes:
@@ -233,10 +233,10 @@ class Landing:
             self._drop()
             return
         try:
-            plan = part.scatter(extent.address)
+            tables = part.scatter(extent.address)
             if _by_nic(self._host, staged=True):
-                plan = replace(plan, from_nic=True)
-            self._host.write(pack(plan), part.bytes, self._scattered)
+                tables = replace(tables, from_nic=True)
+            self._host.write(tables, part.bytes, self._scattered)
         except KvxferError:
             self._drop()
             raise

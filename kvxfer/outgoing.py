@@ -16,10 +16,10 @@ from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, RefusedError, Step
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Cell, Outcome
-from kvxfer.geometry import BlockLists, ChunkPlan, SumPlan, selected
+from kvxfer.geometry import BlockLists, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.offers import Offer
-from kvxfer.planning import Bound
+from kvxfer.planning import Bound, Part
 from kvxfer.protocol.messages import (
     FOREVER_MS,
     Fetch,
@@ -111,7 +111,7 @@ class Outgoing(Steps):
     @property
     def _chunk_bytes(self) -> int:
         """About so many, once there is a plan."""
-        return max(1, self._bound.plan.outline.bytes // len(self._bound.grid)) if self._bound is not None else 1
+        return max(1, self._bound.plan.nbytes // len(self._bound.grid)) if self._bound is not None else 1
 
     @property
     def name(self) -> str:
@@ -274,7 +274,7 @@ class Outgoing(Steps):
         for chunk in self.machine.landed(message):
             if bound is None or offer is None:
                 continue
-            part = bound.chunk(chunk)
+            part = bound.part(chunk)
             self.tally.bytes += part.bytes
             self._readable -= 1
             self._confirm(chunk, part, Timings())
@@ -465,7 +465,7 @@ class Outgoing(Steps):
                     self.offer.left(self)
             self._ended(self)
 
-    def _confirm(self, chunk: int, part: ChunkPlan | None, timings: Timings) -> None:
+    def _confirm(self, chunk: int, part: Part | None, timings: Timings) -> None:
         """A chunk has been moved: say so, once it is added up where that is wanted."""
         nbytes = 0 if part is None else part.bytes
         wanted = self._sums_every and selected(self.machine.transfer, chunk, self._sums_every)
@@ -481,7 +481,7 @@ class Outgoing(Steps):
                 self._say(self.machine.moved(chunk, nbytes, timings, outcome.sums))
 
         try:
-            self.copy(NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part))
+            self.copy(NOTHING, Direction.GATHER, summed, nbytes=nbytes, sums=SumPlan.at_source(part.plan))
             self._summing += 1
         except KvxferError as error:
             self._not_summed(chunk, error)

@@ -3,14 +3,16 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Final
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.config import Config
+from kvxfer.copy.tables import Kind, Tables, pack
 from kvxfer.encoding import geometry_from_wire, selection_from_wire
-from kvxfer.errors import Code, GeometryError, MismatchError, ProtocolError, RefusedError
+from kvxfer.errors import Code, GeometryError, MismatchError, MissingExtraError, ProtocolError, RefusedError
 from kvxfer.fabric.port import Descriptors
 from kvxfer.geometry import (
     BlockLists,
@@ -19,9 +21,11 @@ from kvxfer.geometry import (
     ChunkPlan,
     CopyPlan,
     PairPlan,
+    Pieces,
     Selection,
     SumPlan,
     TransferPlan,
+    check_tokens,
     common,
     converts,
     differences,
@@ -34,11 +38,16 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means
 from kvxfer.telemetry import hears_debug, logger
 
+if TYPE_CHECKING:
+    from kvxfer.copy.template import Cut, Template
+
 __all__ = [
     "LISTED",
     "Agreed",
     "Bound",
     "PairPlans",
+    "Part",
+    "bind",
     "block_pieces",
     "choose_and_cut",
     "fit_grid",
@@ -46,6 +55,8 @@ __all__ = [
     "staging_pieces",
     "usual_chunks",
 ]
+
+I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.plan"
 _log: Final = logger(_NAME)
@@ -312,6 +323,7 @@ def _planned(
     """A plan, and a line in the log that explains it."""
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
+    _template(pair)
     if hears_debug(_NAME):
         role, told = "sending" if sending else "receiving", str(pair.explain())
         _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
@@ -335,6 +347,39 @@ class Agreed:
     converts: bool
     common: tuple[Selection, ...]
     pair: PairPlan | None
+
+
+@cache
+def _templates() -> "type[Template] | None":
+    """Where numba compiles nothing, all is planned by the planner."""
+    try:
+        from kvxfer.copy.template import Template
+    except MissingExtraError as error:
+        _log.warning("requests_not_compiled", reason=str(error))
+        return None
+    return Template
+
+
+def _template(pair: PairPlan) -> "Template | None":
+    """What all requests of a pair have in common, if it has such."""
+    templates = _templates()
+    return None if templates is None else templates.of(pair)
+
+
+def bind(
+    pair: PairPlan, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
+) -> TransferPlan:
+    """As `PairPlan.bind`: by compiled code, and where that has something to object by the planner, which says what.
+
+    Raises:
+        BlocksError: As `PairPlan.bind`.
+        TokensError: Likewise.
+    """
+    check_tokens(tokens, may_be_empty=True)
+    covered = tokens.stop if covered is None else min(covered, tokens.stop)
+    template = _template(pair)
+    fitted = None if template is None else template.bind(src_spans, dst_spans, tokens, covered)
+    return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
 
 
 @dataclass(frozen=True)
@@ -364,6 +409,11 @@ class Bound:
         return -(-self.rows // self.grid.windows)
 
     @property
+    def part_rows(self) -> int:
+        """As many rows as take the planner the time of `part`."""
+        return self.chunk_rows if self.cut is None else 0
+
+    @property
     def chunk_pieces(self) -> int:
         """About how many of the pieces are in a chunk."""
         return -(-self.pieces // len(self.grid))
@@ -371,7 +421,7 @@ class Bound:
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
         """Count once what every chunk asks for."""
-        return cls(plan, grid, max(map(len, plan.rows), default=0), plan.outline.copy().pieces)
+        return cls(plan, grid, plan.most_rows, plan.pieces)
 
     def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
         """The same, now that the source's lists reach further.
@@ -380,12 +430,87 @@ class Bound:
             BlocksError: If the ids are outside their pools, or do not reach up to `covered`.
         """
         plan = self.plan
-        further = plan.pair.bind(src_spans, plan.dst_spans, plan.tokens, covered=covered)
+        further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
         return replace(self, plan=further)
 
+    @lazy
+    def cut(self) -> "Cut | None":
+        """The chunks as compiled code makes them; None where the planner does."""
+        templates = _templates()
+        if templates is None:
+            return None
+        from kvxfer.copy.template import Cut
+
+        return Cut.of(self.plan, self.grid)
+
+    def part(self, number: int) -> "Part":
+        """One chunk of it.
+
+        Raises:
+            BlocksError: If a source block is not known yet.
+        """
+        if self.cut is not None:
+            nbytes, staged_bytes = self.cut.sizes[number]
+            if nbytes >= 0:
+                return Part(self, number, nbytes, staged_bytes)
+        plan = self.chunk(number)
+        return Part(self, number, plan.bytes, plan.staged_bytes)
+
     def chunk(self, number: int) -> ChunkPlan:
-        """One chunk of it."""
+        """The planner's part of it, for what needs more than tables."""
         return self.plan.chunk(self.grid, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One chunk of a request.
+
+    Attributes:
+        bound: The request.
+        number: Which chunk.
+        bytes: Bytes that it carries.
+        staged_bytes: Room that it takes in staging.
+    """
+
+    bound: Bound
+    number: int
+    bytes: int
+    staged_bytes: int
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """The planner's part of it."""
+        return self.bound.chunk(self.number)
+
+    def listed(self) -> Pieces:
+        """As of `ChunkPlan`."""
+        return self.plan.listed()
+
+    def copy(self, reached: Callable[[I64], I64] | None = None) -> Tables:
+        """Source blocks straight into destination blocks.
+
+        Args:
+            reached: Makes its regions where this process addresses the destination differently.
+        """
+        cut = self.bound.cut
+        if cut is not None:
+            regions = None if reached is None else reached(cut.regions)
+            if found := cut.tables(Kind.COPY, self.number, regions=regions):
+                return found[0]
+        plan = self.plan.copy()
+        return pack(plan if reached is None else plan.elsewhere(reached))
+
+    def gather(self, staging: int) -> Tables:
+        """Source blocks into staging at an address, every byte of which is written."""
+        cut = self.bound.cut
+        found = None if cut is None else cut.tables(Kind.GATHER, self.number, (staging,))
+        return found[0] if found else pack(self.plan.gather(staging))
+
+    def scatter(self, staging: int) -> Tables:
+        """Staging at an address into destination blocks."""
+        cut = self.bound.cut
+        found = None if cut is None else cut.tables(Kind.SCATTER, self.number, (staging,))
+        return found[0] if found else pack(self.plan.scatter(staging))
 
 
 def fit_grid(
@@ -418,7 +543,7 @@ def fit_grid(
             f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    need = plan.outline.staged_bytes if len(grid) == 1 else plan.largest_chunk_bytes(grid)
+    need = plan.staged_bytes if len(grid) == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
@@ -463,8 +588,7 @@ def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
     """Bytes at which chunks of a route that needs no staging memory aim; `most` where nothing lists their pieces."""
     if route not in LISTED:
         return most
-    whole = plan.outline.copy()
-    return min(most, max(1, whole.bytes * _LISTED_PIECES // max(1, whole.pieces)))
+    return min(most, max(1, plan.nbytes * _LISTED_PIECES // max(1, plan.pieces)))
 
 
 def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
@@ -484,11 +608,7 @@ def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descript
     return Descriptors(span.kind, span.device, np.asarray([[address, nbytes]], np.int64))
 
 
-def block_pieces(
-    geometry: CacheGeometry,
-    addresses: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]",
-    nbytes: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]",
-) -> Descriptors:
+def block_pieces(geometry: CacheGeometry, addresses: I64, nbytes: I64) -> Descriptors:
     """Pieces of cache blocks as a post's descriptors."""
     kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
     return Descriptors(kind, geometry.device if kind == "VRAM" else 0, np.stack([addresses, nbytes], axis=1))

@@ -9,13 +9,13 @@ from typing import Final
 
 from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
-from kvxfer.copy.tables import NOTHING, Tables, pack
+from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
 from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
-from kvxfer.geometry import ChunkPlan, Pieces
+from kvxfer.geometry import Pieces
 from kvxfer.keys import Passage
 from kvxfer.memory import Extent, ExtentState, Request
-from kvxfer.planning import Bound, block_pieces, staging_pieces
+from kvxfer.planning import Bound, Part, block_pieces, staging_pieces
 from kvxfer.protocol.messages import Grant, Route, Timings
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import runs_on, want_end
@@ -102,7 +102,7 @@ class Shipment(Steps):
         self.way_in: Final = self.passage(site, peer, terms.generation)
         self.cell: Final = Cell(terms.until, self.way_in)
         self.tally: Final = tally
-        self.part: ChunkPlan | None = None
+        self.part: Part | None = None
         self._report: Callable[[int, Moved], None] | None = report
         self._late: Final = late
         self._began: Final = site.now()
@@ -124,7 +124,7 @@ class Shipment(Steps):
     def begin(self) -> None:
         """Go: a step."""
         bound = self.bound
-        self.plan(partial(bound.chunk, self.grant.chunk), self._planned, rows=bound.chunk_rows)
+        self.plan(partial(bound.part, self.grant.chunk), self._planned, rows=bound.part_rows)
 
     def kill(self) -> bool:
         """Copy and post nothing more. True if nothing was posted, and so nothing is in flight but a copy."""
@@ -146,7 +146,7 @@ class Shipment(Steps):
         else:
             self.end(Moved(Outcome.FAILED if killed else Outcome.IN_DOUBT, error))
 
-    def _planned(self, part: ChunkPlan) -> None:
+    def _planned(self, part: Part) -> None:
         self.part = part
         if part.bytes == 0:  # a window in which no group has a row
             self.end(Moved(Outcome.DONE))
@@ -164,7 +164,7 @@ class Shipment(Steps):
         """Keep the way to the peer open, for all chunks of a transfer, until the returned function is called."""
 
     @abstractmethod
-    def prepare(self, part: ChunkPlan) -> None:
+    def prepare(self, part: Part) -> None:
         """The plan is made, and the chunk carries something."""
 
     def give_back(self, moved: Moved) -> None:
@@ -210,17 +210,17 @@ class _OverFabric(Shipment):
         """Keep the lane to the peer."""
         return site.lanes.hold(peer)
 
-    def prepare(self, part: ChunkPlan) -> None:
+    def prepare(self, part: Part) -> None:
         """Connect."""
         self.when(self.site.lanes.connect(self.peer, self.terms.renewals), partial(self._connected, part))
 
-    def _connected(self, part: ChunkPlan, lane: str) -> None:
+    def _connected(self, part: Part, lane: str) -> None:
         self._lane = lane
         if not self.over:
             self.connected(part)
 
     @abstractmethod
-    def connected(self, part: ChunkPlan) -> None:
+    def connected(self, part: Part) -> None:
         """There is a lane to the peer."""
 
     def go(self, gather: Tables, local: Descriptors, remote: Descriptors) -> None:
@@ -279,7 +279,7 @@ class StagedShipment(_OverFabric):
     _extent: Extent | None = None
     _unwant: Callback = staticmethod(no_hold)
 
-    def connected(self, part: ChunkPlan) -> None:
+    def connected(self, part: Part) -> None:
         """Ask for memory to gather into."""
         if not self.peer.body.staging or self.grant.length < part.staged_bytes:
             raise ProtocolError(f"{self.grant.length} bytes were granted for a chunk of {part.staged_bytes}")
@@ -292,7 +292,7 @@ class StagedShipment(_OverFabric):
         if self.over and self._request is not None:  # somebody ended it who was told in the same round of decisions
             desk.withdraw(self._request)
 
-    def _admitted(self, part: ChunkPlan, answer: Extent | KvxferError) -> None:
+    def _admitted(self, part: Part, answer: Extent | KvxferError) -> None:
         self._request = None
         if isinstance(answer, KvxferError):
             raise answer
@@ -301,13 +301,13 @@ class StagedShipment(_OverFabric):
         else:
             self._gather(part, answer)
 
-    def _gather(self, part: ChunkPlan, extent: Extent) -> None:
+    def _gather(self, part: Part, extent: Extent) -> None:
         site = self.site
         self._extent = extent
         site.send_desk.share.write(extent)
         local = staging_pieces(site.arena, extent.address, part.staged_bytes)
         remote = staging_pieces(self.peer.body.staging[0], self.grant.address, part.staged_bytes)
-        self.go(pack(part.gather(extent.address)), local, remote)
+        self.go(part.gather(extent.address), local, remote)
 
     def give_back(self, moved: Moved) -> None:
         """Give the memory back, unless our own post may still read it."""
@@ -330,7 +330,7 @@ class StagedShipment(_OverFabric):
 class DirectShipment(_OverFabric):
     """A chunk whose pieces the fabric writes where they belong, each by a descriptor of its own."""
 
-    def connected(self, part: ChunkPlan) -> None:
+    def connected(self, part: Part) -> None:
         """List the pieces."""
         self.plan(part.listed, self._listed, rows=self.bound.chunk_pieces)
 
@@ -354,11 +354,11 @@ class MappedShipment(Shipment):
         """Keep the peer's memory mapped."""
         return site.mappings.hold(peer)
 
-    def prepare(self, part: ChunkPlan) -> None:
+    def prepare(self, part: Part) -> None:
         """Copy."""
         site = self.site
         windows, gate = site.mappings.way(self.peer, self.terms.generation)
-        tables, terms = pack(part.copy().elsewhere(windows.reached)), self.terms
+        tables, terms = part.copy(windows.reached), self.terms
         moved = partial(self.run, self._moved)
         self.submit(CopyJob(tables, moved, terms.after, terms.until, self.way_in, gate, part.bytes, self.tally))
 

@@ -46,6 +46,7 @@ __all__ = [
     "exchange",
     "float_of",
     "inlined",
+    "inlined_once",
     "load",
     "load_word",
     "prefetch",
@@ -57,14 +58,19 @@ __all__ = [
 _log: Final = logger("kvxfer.compiler")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_OPTIONS: Final[dict[str, Any]] = {"nogil": True, "error_model": "numpy"}
+_OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy"}
+_UNWRAPPED: Final[dict[str, Any]] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _SLOW_S: Final = 0.5
 _I64: Final = ir.IntType(64)
 _config: Final[Any] = numba.config  # pyright: ignore[reportPrivateImportUsage]
 
 
-def compiled(signature: str) -> Callable[[_F], _F]:
+def compiled(signature: str, *, nogil: bool = True) -> Callable[[_F], _F]:
     """Compile a function for these types as it is defined, or load what was compiled before.
+
+    Args:
+        signature: Of numbers and arrays of them.
+        nogil: Whether others may use the interpreter meanwhile. Who calls it then waits for them when it returns.
 
     Raises:
         MissingExtraError: If numba is told to compile nothing.
@@ -75,12 +81,12 @@ def compiled(signature: str) -> Callable[[_F], _F]:
     def make(function: _F) -> _F:
         began, folder = time.monotonic(), _folder(Path(function.__code__.co_filename).parent)
         try:
-            made = _made(function, signature, folder)
+            made = _made(function, signature, folder, nogil=nogil)
         except Exception as error:
             if folder is None:
                 raise
             _not_kept(folder, f"{type(error).__name__}: {error}; remove the folder if it is damaged")
-            made = _made(function, signature, None)
+            made = _made(function, signature, None, nogil=nogil)
         took = time.monotonic() - began
         if took > _SLOW_S:
             _log.info("function_compiled", name=function.__name__, duration=took, path=str(folder or ""))
@@ -89,11 +95,11 @@ def compiled(signature: str) -> Callable[[_F], _F]:
     return make
 
 
-def _made(function: _F, signature: str, folder: Path | None) -> _F:
+def _made(function: _F, signature: str, folder: Path | None, *, nogil: bool) -> _F:
     elsewhere = _config.CACHE_DIR
     _config.CACHE_DIR = str(folder or elsewhere)  # read as a function is defined, and at no other time
     try:
-        return cast("_F", numba.njit(signature, cache=folder is not None, **_OPTIONS)(function))
+        return cast("_F", numba.njit(signature, cache=folder is not None, nogil=nogil, **_OPTIONS)(function))
     finally:
         _config.CACHE_DIR = elsewhere
 
@@ -101,6 +107,18 @@ def _made(function: _F, signature: str, folder: Path | None) -> _F:
 def inlined(function: _F) -> _F:
     """A function that compiled ones call: it is compiled with each of them."""
     return cast("_F", numba.njit(**_OPTIONS)(function))
+
+
+def inlined_once(function: _F) -> _F:
+    """The same, for what works on arrays: compiled once in each, whatever numbers stand written where it is called.
+
+    For each of those numba would compile another one, and all that it calls along with it. It also has nothing by which
+    Python or C could call it.
+    """
+    made: Any = numba.njit(**_UNWRAPPED, **_OPTIONS)(function)
+    typed = made.get_call_template
+    made.get_call_template = lambda given, named: typed(tuple(map(numba.types.unliteral, given)), named)
+    return cast("_F", made)
 
 
 @cache

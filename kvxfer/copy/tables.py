@@ -18,6 +18,7 @@ item have 31 bits (checked here), offsets and addresses 64.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
@@ -33,11 +34,13 @@ __all__ = [
     "AXIS_WORDS",
     "HEADER_WORDS",
     "KINDS",
+    "LIMIT",
     "NOTHING",
     "PART_BYTES",
     "PART_WORDS",
     "TILE_WORDS",
     "WIDTHS",
+    "Kind",
     "Launch",
     "Tables",
     "Variant",
@@ -45,6 +48,7 @@ __all__ = [
     "pack",
     "parts_of",
     "region_words",
+    "usable",
     "variants",
 ]
 
@@ -74,10 +78,19 @@ at the destination, items in a part, and parts of it and of those before it."""
 PART_BYTES: Final = 1 << 20
 """Of the largest parts that a copy is cut into, if no item is larger; to wake a thread costs as much as a tenth."""
 
-_LIMIT: Final = 2**31 - 2 * TILE_WORDS
+LIMIT: Final = 2**31 - 2 * TILE_WORDS
+"""Items, words of an item, and tiles of a launch are fewer."""
 _NO_WORDS: Final = np.zeros(0, np.int64)
 _MINE: Final = __name__
 """Keys of what is kept of a stencil here begin with it."""
+
+
+class Kind(IntEnum):
+    """What the tables of a chunk do: copy in place, gather into staging, scatter out of it."""
+
+    COPY = 0
+    GATHER = 1
+    SCATTER = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -239,15 +252,15 @@ def variants(plans: Iterable[CopyPlan]) -> set[Variant]:
         for segment in plan.segments:
             own = {part.width for part in _parts(segment)}
             box, elements = segment.stencil.box, segment.stencil.box.elements
-            usable = _usable(elements)
-            widest = max(own, default=usable[0])
+            widths = usable(elements)
+            widest = max(own, default=widths[0])
             token = box.src_token // elements.src_bytes | box.dst_token // elements.dst_bytes
-            narrowest = _widest(min(own, default=widest) | box.run | token, usable[0])
-            needed |= {Variant(width, elements) for width in usable if width in own or narrowest <= width <= widest}
+            narrowest = _widest(min(own, default=widest) | box.run | token, widths[0])
+            needed |= {Variant(width, elements) for width in widths if width in own or narrowest <= width <= widest}
     return needed
 
 
-def _usable(elements: Elements) -> tuple[int, ...]:
+def usable(elements: Elements) -> tuple[int, ...]:
     """Widths of an access, the widest first. Staging is aligned to 16 bytes, so no wider one may be counted on."""
     if not elements.converts:
         return WIDTHS
@@ -263,7 +276,7 @@ def _widest(bits: int, most: int) -> int:
 def _parts(segment: Segment) -> list[_Part]:
     """Split regions and rows by the access width that they allow; nearly always there is one part."""
     stencil, elements = segment.stencil, segment.stencil.box.elements
-    most = _usable(elements)[0]
+    most = usable(elements)[0]
     if not len(stencil.offsets) or not len(segment.regions) or not stencil.box.token_bytes:
         return []
     regions = region_words(segment)
@@ -382,9 +395,9 @@ def _framed(parts: list[_Part], variant: Variant) -> _Frame:
 def _check(size: int, items: int, tiles: int, variant: Variant) -> None:
     width = variant.width * variant.elements.dst_bytes
     for what, count in (("words in a row", size), ("rows times regions", items), ("tiles in a launch", tiles)):
-        if count >= _LIMIT:
+        if count >= LIMIT:
             raise GeometryError(
-                f"a copy with {width}-byte accesses has {count} {what}, but at most {_LIMIT - 1} can be numbered: "
+                f"a copy with {width}-byte accesses has {count} {what}, but at most {LIMIT - 1} can be numbered: "
                 "cut it into smaller ones"
             )
 

@@ -19,7 +19,7 @@ from kvxfer.geometry.intersect import SegmentKey
 from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.lazy import lazy
 
-__all__ = ["STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
+__all__ = ["MOST_BLANKS", "STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]
@@ -27,7 +27,7 @@ F32: TypeAlias = NDArray[np.float32]
 STAGING_ALIGNMENT: Final = 16
 """Segments begin at multiples of this many bytes in staging, so that the widest accesses stay aligned."""
 
-_MOST_BLANKS: Final = 8
+MOST_BLANKS: Final = 8
 """Where more places would have to be zeroed, all of a chunk is: each costs a call."""
 
 
@@ -325,4 +325,4 @@ class ChunkPlan:
         """What of staging no segment of a gather writes, or more."""
         placed = zip(self.parts, self._offsets, strict=True)
         found = [blank for part, offset in placed for blank in part.blanks(staging + offset)]
-        return tuple(found) if len(found) <= _MOST_BLANKS else (Blank(staging, self.staged_bytes),)
+        return tuple(found) if len(found) <= MOST_BLANKS else (Blank(staging, self.staged_bytes),)

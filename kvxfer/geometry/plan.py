@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,9 @@ class PairPlan:
         selections: What goes from one to the other.
         convert: Whether the decode rank asked for conversion of dtypes and scales that differ.
 
+    Attributes:
+        kept: What others have made of it, by a key of theirs.
+
     Raises:
         GeometryError: If a selection is not held by both sides, two of them overlap, or the two sides store it in
             different ways that cannot be copied (dim, state against tokens, dtype unless it is to be converted).
@@ -63,6 +66,7 @@ class PairPlan:
         self.selections: Final = tuple(sorted(selections))
         self.classes: Final = intersect(src, dst, self.selections, convert=convert)
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
+        self.kept: Final[dict[str, Any]] = {}
         self._slices: dict[tuple[int, int], list[Slice]] = {}
 
     def prepare(self) -> None:
@@ -110,18 +114,9 @@ class PairPlan:
         """
         check_tokens(tokens, may_be_empty=True)
         covered = tokens.stop if covered is None else min(covered, tokens.stop)
-        groups = self.groups
-        for spans, geometry, receiving in ((src_spans, self.src, False), (dst_spans, self.dst, True)):
-            missing = [name for name in groups if name not in spans]
-            if missing:
-                side = "destination" if receiving else "source"
-                raise BlocksError(f"group {missing[0]!r} has no block list at the {side}")
-            check_spans({name: spans[name] for name in groups}, geometry, receiving=receiving)
-        rows = tuple(
-            meet(group, src, dst, src_spans[group], dst_spans[group], tokens, covered=covered)
-            for group, src, dst in self.meetings
-        )
-        return TransferPlan(self, dst_spans, tokens, covered, rows)
+        plan = TransferPlan(self, src_spans, dst_spans, tokens, covered)
+        _ = plan.rows  # which raises
+        return plan
 
     def grid(
         self,
@@ -328,18 +323,58 @@ class TransferPlan:
 
     Attributes:
         pair: The plan of the pair.
+        src_spans: Source blocks by group.
         dst_spans: Destination blocks by group.
         tokens: Token range.
         covered: Up to this token the source's blocks are known.
-        rows: Of each of the pair's meetings; with those of padding and of unknown blocks.
     """
 
     pair: PairPlan
+    src_spans: BlockLists
     dst_spans: BlockLists
     tokens: range
     covered: int
-    rows: tuple[Rows, ...]
     _windows: dict[tuple[int, int, bool], Sequence[Rows | None]] = field(default_factory=dict, init=False)
+
+    @lazy
+    def rows(self) -> tuple[Rows, ...]:
+        """Of each of the pair's meetings; with those of padding and of unknown blocks.
+
+        Raises:
+            BlocksError: As `PairPlan.bind`.
+            TokensError: Likewise.
+        """
+        pair, groups = self.pair, self.pair.groups
+        for spans, geometry, receiving in ((self.src_spans, pair.src, False), (self.dst_spans, pair.dst, True)):
+            missing = [name for name in groups if name not in spans]
+            if missing:
+                side = "destination" if receiving else "source"
+                raise BlocksError(f"group {missing[0]!r} has no block list at the {side}")
+            check_spans({name: spans[name] for name in groups}, geometry, receiving=receiving)
+        return tuple(
+            meet(group, src, dst, self.src_spans[group], self.dst_spans[group], self.tokens, covered=self.covered)
+            for group, src, dst in pair.meetings
+        )
+
+    @lazy
+    def nbytes(self) -> int:
+        """Bytes that it carries, if no source block is padding."""
+        return self.outline.bytes
+
+    @lazy
+    def staged_bytes(self) -> int:
+        """Staging that all of it takes as one chunk, if no source block is padding."""
+        return self.outline.staged_bytes
+
+    @lazy
+    def pieces(self) -> int:
+        """Contiguous runs of copies in place, if no source block is padding; before neighbours are merged."""
+        return self.outline.copy().pieces
+
+    @lazy
+    def most_rows(self) -> int:
+        """Rows of the longest table."""
+        return max(map(len, self.rows), default=0)
 
     @lazy
     def whole(self) -> ChunkPlan:

@@ -1,0 +1,421 @@
+"""What all requests of a pair have in common, and what a request adds: as arrays, which compiled code reads.
+
+    Template     boxes, regions, axes and row addressing of a pair; made once a pair and kept with it
+      .bind(...) with block lists and a token range: `Fitted`, a plan whose numbers are known, and whose rows are made
+                 only if somebody asks for them
+        Cut      the same with a grid: sizes and tables of its chunks
+
+`Template.of` and `bind` answer None where the planner is to be asked: for a pair with nothing in it or with numbers
+beyond all memory, and for lists that are not as they should be, of which it knows to say what is wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.copy import binding
+from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Kind, Launch, Tables, Variant, usable
+from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Blank
+from kvxfer.geometry.elements import BYTES, Elements
+from kvxfer.geometry.plan import PairPlan, TransferPlan
+from kvxfer.geometry.rows import BlockLists, row_grid
+from kvxfer.geometry.side import RowSide
+from kvxfer.lazy import lazy
+
+__all__ = ["Cut", "Fitted", "Template"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+_LARGEST: Final = 1 << 60
+"""Numbers of a pair that are no larger can be added and compared without a thought."""
+_SPARE: Final = 8
+"""Regions more than an even share that a class of a chunk may have before its tables are written again."""
+_KEPT: Final = "template"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shapes:
+    """A pair, as copies of one kind see it.
+
+    Attributes:
+        words: As `binding` reads them.
+        regions: int64 (R, 2): bases, or on the side of staging what is added to a place there.
+        variants: What the kernel is compiled for, by the number of its elements and by its width.
+        told: Numbers that are said of a chunk.
+        slack: Words of a chunk at most that are neither of regions nor of rows, where no class is split.
+    """
+
+    words: I64
+    regions: I64
+    variants: Mapping[tuple[int, int], Variant]
+    told: int
+    slack: int
+
+    @classmethod
+    def of(cls, kind: Kind, common: Sequence[I64], slices: Sequence[Slice]) -> "_Shapes":
+        """Look at each class."""
+        meetings, groups, classes, edges = common
+        groups_at = binding.HEAD + meetings.size
+        classes_at = groups_at + groups.size
+        axes_at = classes_at + len(classes) * (binding.EDGES + edges.shape[1])
+        known: list[Elements] = [BYTES]
+        boxes: list[list[int]] = []
+        axes: list[int] = []
+        regions: list[I64] = []
+        factors: list[I64] = []
+        for of in slices:
+            folded = (of.in_place, of.gathered, of.scattered)[kind]
+            if folded.box.elements not in known:
+                known.append(folded.box.elements)
+            outer = sorted((axis.dst, axis.src, axis.count) for axis in folded.box.outer if axis.count > 1)
+            first = axes_at + len(axes)
+            where = (sum(map(len, regions)), first, first + binding.OUTER_WORDS * len(outer))
+            boxes.append(_box_words(kind, of, outer, known.index(folded.box.elements), where))
+            axes += [number for dst, src, count in outer for number in (count, src, dst)]
+            regions.append(folded.regions)
+            both = np.zeros(len(folded.regions), np.int64)
+            if folded.factors is not None:
+                both[:] = np.ascontiguousarray(folded.factors, "<f4").view("<i8")[:, 0]
+            factors.append(both)
+        counts = [len(meetings), len(groups), len(classes), edges.shape[1] - 1]
+        head = [*counts, groups_at, classes_at, axes_at, axes_at + len(axes)]
+        tables = [head, meetings, groups, np.hstack([np.asarray(boxes, np.int64), classes, edges]), axes, *factors]
+        return cls(
+            np.concatenate([np.asarray(table, np.int64).ravel() for table in tables]),
+            np.concatenate(regions),
+            {(n, width): Variant(width, elements) for n, elements in enumerate(known) for width in usable(elements)},
+            binding.told_words(sum(len(usable(elements)) for elements in known)),
+            len(classes) * (HEADER_WORDS + 3 * _SPARE + AXIS_WORDS * (MAX_OUTER_AXES + 2)),
+        )
+
+    def read(self, told: list[int], words: I64) -> Tables:
+        """What compiled code says of a chunk."""
+        each, launches = binding.LAUNCH_WORDS, list[Launch]()
+        for at in range(binding.TOLD, binding.TOLD + each * told[binding.T_LAUNCHES], each):
+            elements, width, first, headers, tiles = told[at : at + each]
+            launches.append(Launch(self.variants[elements, width], first, headers, tiles))
+        blanks: tuple[Blank, ...] = ()
+        if many := told[binding.T_BLANKS]:
+            first, each = self.told - binding.BLANK_WORDS * MOST_BLANKS, binding.BLANK_WORDS
+            blanks = tuple([Blank(*told[at : at + each]) for at in range(first, first + each * many, each)])
+        begin, stop = told[binding.T_BEGIN], told[binding.T_STOP]
+        return Tables(words[begin:stop], tuple(launches), told[binding.T_WRITTEN], blanks)
+
+
+def _box_words(
+    kind: Kind, of: Slice, outer: Sequence[tuple[int, int, int]], number: int, where: tuple[int, int, int]
+) -> list[int]:
+    """What a class is in copies of one kind.
+
+    Args:
+        kind: Which.
+        of: All of the class.
+        outer: Its axes: destination stride, source stride, count.
+        number: Of its elements.
+        where: Its first region, its first axis, and one past its last.
+    """
+    folded = (of.in_place, of.gathered, of.scattered)[kind]
+    box, elements, key = folded.box, folded.box.elements, of.key
+    most = usable(elements)[0]
+    source = (of.row_bytes, 0, 0) if kind is Kind.SCATTER else (0, key.src_block, box.src_token)
+    target = (of.row_bytes, 0, 0) if kind is Kind.GATHER else (0, key.dst_block, box.dst_token)
+    common = 0 if box.token_in_run else box.run
+    for dst, src, _ in outer:
+        common |= src // elements.src_bytes | dst // elements.dst_bytes
+    steps = [step // elements.src_bytes for step in source] + [step // elements.dst_bytes for step in target]
+    steady = not any(step % most for step in (*steps, box.run))
+    shifts = [(size - 1).bit_length() for size in (elements.src_bytes, elements.dst_bytes)]
+    return [
+        *source,
+        *target,
+        box.src_token,
+        box.dst_token,
+        box.run,
+        int(box.token_in_run),
+        *shifts,
+        most,
+        number,
+        Variant(most, elements).tile,
+        elements.src_bytes,
+        elements.dst_bytes,
+        box.token_bytes,
+        common,
+        int(steady),
+        len(folded.regions) // len(of.bases),
+        *where,
+        prod(axis.count for axis in box.outer),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """What all requests of a pair have in common.
+
+    Attributes:
+        pair: The plan of the pair.
+        names: Its groups.
+        layers: Number of its layers.
+        classes: Of each class, its meeting.
+        row_tokens: Of each meeting, tokens of a row; 0 of state.
+        padded: Whether a group has a null block at the source.
+        shapes: By kind.
+    """
+
+    pair: PairPlan
+    names: tuple[str, ...]
+    layers: int
+    classes: tuple[int, ...]
+    row_tokens: tuple[int, ...]
+    padded: bool
+    shapes: Mapping[Kind, _Shapes]
+
+    @classmethod
+    def of(cls, pair: PairPlan) -> "Template | None":
+        """The template of a pair, the same each time; None if it has nothing, or numbers beyond all memory."""
+        if _KEPT not in pair.kept:
+            pair.kept[_KEPT] = cls._made(pair)
+        found: Template | None = pair.kept[_KEPT]
+        return found
+
+    @classmethod
+    def _made(cls, pair: PairPlan) -> "Template | None":
+        names, meetings = pair.groups, pair.meetings
+        if not pair.classes or not all(c.key.token_bytes for c in pair.classes):
+            return None
+        slices = [Slice(number, c.key, c.bases, c.factors, c.places) for number, c in enumerate(pair.classes)]
+        layers = np.asarray(pair.layers, np.int64)
+        try:
+            common = (
+                np.asarray([_meeting_words(names.index(group), src, dst) for group, src, dst in meetings], np.int64),
+                np.asarray([_limits(pair.src, name) + _limits(pair.dst, name) for name in names], np.int64),
+                np.asarray(
+                    [[at, of.token_bytes, of.row_bytes] for at, of in zip(pair.meeting_of, slices, strict=True)],
+                    np.int64,
+                ),
+                np.stack([np.append(np.searchsorted(c.layers, layers), len(c.layers)) for c in pair.classes]),
+            )
+            shapes = {kind: _Shapes.of(kind, common, slices) for kind in Kind}
+        except OverflowError:  # a peer may declare what no memory has room for
+            return None
+        if any(np.abs(found).max() > _LARGEST for one in shapes.values() for found in (one.regions, *common)):
+            return None
+        tokens = tuple(src.grid and src.tokens_per_row * row_grid(src, dst) for _, src, dst in meetings)
+        padded = any(src.null_block is not None for _, src, _ in meetings)
+        return cls(pair, names, len(layers), pair.meeting_of, tokens, padded, shapes)
+
+    def bind(self, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, covered: int) -> "Fitted | None":
+        """Add block lists and a token range, both in normal form; None where the planner is to be asked."""
+        src_ids, dst_ids = list[I64](), list[I64]()
+        request = [tokens.start, tokens.stop, covered, *(0,) * binding.TOTALS]
+        from_src = from_dst = marks = 0
+        for name in self.names:
+            source, target = src_spans.get(name), dst_spans.get(name)
+            if source is None or target is None:
+                return None
+            theirs, ours = np.asarray(source.ids, np.int64), np.asarray(target.ids, np.int64)
+            request += (from_src, len(theirs), source.first_token, from_dst, len(ours), target.first_token)
+            src_ids.append(theirs)
+            dst_ids.append(ours)
+            from_src, from_dst = from_src + len(theirs), from_dst + len(ours)
+            marks += binding.marks(len(ours), self.pair.dst.pool_ids[name])
+        request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
+        lists = _Lists(np.array(request, np.int64), _joined(src_ids), _joined(dst_ids))
+        words = self.shapes[Kind.COPY].words
+        code = binding.bind(words, lists.request, lists.src_ids, lists.dst_ids, np.zeros(marks, np.int64))
+        if code != binding.FITS:
+            return None
+        return Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists)
+
+
+def _meeting_words(group: int, src: RowSide, dst: RowSide) -> list[int]:
+    null = binding.PADDING if src.null_block is None else src.null_block
+    sides = ([at.block_tokens, at.block_ratio, at.tokens_per_row, at.rank, at.of, at.chunk] for at in (src, dst))
+    return [group, row_grid(src, dst), null, *chain.from_iterable(sides)]
+
+
+def _limits(geometry: CacheGeometry, group: str) -> list[int]:
+    side = geometry.sides[group]
+    null = binding.PADDING if side.null_block is None else side.null_block
+    return [geometry.pool_ids[group], null, int(side.is_state)]
+
+
+def _joined(ids: Sequence[I64]) -> I64:
+    """The ids of all groups; compiled code takes no array that has gaps or cannot be written to."""
+    return ids[0] if len(ids) == 1 and ids[0].flags.carray else np.concatenate(ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lists:
+    """The block lists of a request.
+
+    Attributes:
+        request: As `binding` reads it, and what it has counted.
+        src_ids: int64 (N,): of all groups.
+        dst_ids: int64 (M,): likewise.
+    """
+
+    request: I64
+    src_ids: I64
+    dst_ids: I64
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted(TransferPlan):
+    """A plan of a request whose numbers and tables are made by compiled code; its rows only if somebody asks for them.
+
+    Attributes:
+        template: Of its pair.
+        lists: Its block lists.
+    """
+
+    template: Template
+    lists: _Lists
+
+    @lazy
+    def _counted(self) -> list[int]:
+        found: list[int] = self.lists.request.tolist()
+        return found
+
+    @lazy
+    def nbytes(self) -> int:
+        """Bytes that it carries, if no source block is padding."""
+        return self._counted[binding.TOTAL]
+
+    @lazy
+    def staged_bytes(self) -> int:
+        """Staging that all of it takes as one chunk, if no source block is padding."""
+        return self._counted[binding.TOTAL + 1]
+
+    @lazy
+    def pieces(self) -> int:
+        """Contiguous runs of copies in place, if no source block is padding."""
+        return self._counted[binding.TOTAL + 2]
+
+    @lazy
+    def most_rows(self) -> int:
+        """Rows of the longest table."""
+        return self._counted[binding.TOTAL + 3]
+
+    @lazy
+    def meeting_rows(self) -> Sequence[int]:
+        """Rows of each meeting."""
+        met = binding.LISTS + binding.LIST_WORDS * len(self.template.names)
+        return self._counted[met + binding.M_CELLS :: binding.MET_WORDS]
+
+    def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
+        """Staging that the largest chunk of a grid takes, if no source block is padding."""
+        cut = Cut.of(self, grid)
+        return super().largest_chunk_bytes(grid) if cut is None else int(cut.measured(outline=True)[:, 1].max())
+
+
+class Cut:
+    """A request as it is cut: how large its chunks are, and their tables.
+
+    Args:
+        plan: The request.
+        grid: Of its tokens and of all layers of its pair.
+    """
+
+    def __init__(self, plan: Fitted, grid: ChunkGrid) -> None:
+        self._plan: Final = plan
+        self._grid: Final = grid
+
+    @classmethod
+    def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Cut | None":
+        """A plan so cut; None if it is the planner's, or the grid another's."""
+        if not isinstance(plan, Fitted) or grid.layers != plan.pair.layers:
+            return None
+        return cls(plan, grid) if (grid.start, grid.stop) == (plan.tokens.start, plan.tokens.stop) else None
+
+    @property
+    def regions(self) -> I64:
+        """Of copies in place: int64 (R, 2), source and destination; the same array for all requests of the pair."""
+        return self._plan.template.shapes[Kind.COPY].regions
+
+    @lazy
+    def sizes(self) -> Sequence[Sequence[int]]:
+        """Of each chunk, bytes that it carries and staging that it takes; -1 where a source block is not known yet."""
+        plan = self._plan
+        if len(self._grid) == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
+            return [(plan.nbytes, plan.staged_bytes)]
+        found: list[list[int]] = self.measured(outline=False).tolist()
+        return found
+
+    def measured(self, *, outline: bool) -> I64:
+        """The same, int64 (chunks, 2); of an outline, if no source block is padding and all are known."""
+        chunks = len(self._grid)
+        out = np.empty(binding.SIZES * chunks, np.int64)
+        self._fill(Kind.COPY, binding.OUTLINE if outline else binding.SIZE, 0, chunks, binding.SIZES, out)
+        return out.reshape(chunks, binding.SIZES)
+
+    @lazy
+    def _most_rows(self) -> Sequence[int]:
+        """Rows of each meeting in a window, at most."""
+        plan, step = self._plan, self._grid.tokens_per_chunk
+        if self._grid.windows == 1:
+            return plan.meeting_rows
+        most = zip(plan.meeting_rows, plan.template.row_tokens, strict=True)
+        return [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in most]
+
+    @lazy
+    def _scratch(self) -> I64:
+        most = self._most_rows
+        found = np.empty(binding.scratch_words(len(most), len(self._plan.template.classes), sum(most)), np.int64)
+        found[0] = 0
+        return found
+
+    def tables(
+        self, kind: Kind, chunk: int, addresses: Sequence[int] = (0,), *, regions: I64 | None = None
+    ) -> list[Tables] | None:
+        """The tables of chunks that follow each other, whose words lie behind each other; None: ask the planner.
+
+        Args:
+            kind: What they do.
+            chunk: The first of them.
+            addresses: For each of them its place in staging; of copies in place any number.
+            regions: Of copies in place, where this process addresses destinations differently.
+        """
+        template, grid = self._plan.template, self._grid
+        shapes, chunks, most = template.shapes[kind], len(addresses), self._most_rows
+        said = chunks * shapes.told
+        room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
+        room += 3 * sum([most[meeting] for meeting in template.classes])
+        while True:
+            out = np.empty(said + chunks * room, np.int64)
+            out[: said : shapes.told] = addresses
+            code = self._fill(kind, kind.value, chunk, chunks, shapes.told, out, regions)
+            if code != binding.FULL:
+                break
+            room *= 2
+        if code != binding.FITS:
+            return None
+        told: list[int] = out[:said].tolist()
+        return [shapes.read(told[at : at + shapes.told], out) for at in range(0, said, shapes.told)]
+
+    def _fill(
+        self, of: Kind, what: int, chunk: int, chunks: int, told: int, out: I64, regions: I64 | None = None
+    ) -> int:
+        """Have compiled code do something about chunks that follow each other; returns its code."""
+        shapes, lists, grid = self._plan.template.shapes[of], self._plan.lists, self._grid
+        return binding.fill(
+            what,
+            shapes.words,
+            shapes.regions if regions is None else regions,
+            lists.request,
+            lists.src_ids,
+            lists.dst_ids,
+            grid.layers_per_chunk,
+            grid.tokens_per_chunk,
+            chunk,
+            chunks,
+            self._scratch,
+            told,
+            out,
+        )

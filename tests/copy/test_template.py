@@ -1,0 +1,347 @@
+"""What compiled code makes of requests, against the planner: the same numbers, the same words, the same refusals."""
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from agree import plain
+from decoded import accesses
+from execute import by_destination, table_pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import Rank, contiguous, make_world
+
+from kvxfer.copy import binding, walk
+from kvxfer.copy.tables import Kind, Tables, pack
+from kvxfer.copy.template import Cut, Fitted, Template
+from kvxfer.errors import BlocksError, KvxferError
+from kvxfer.geometry import CacheGeometry, ChunkGrid, PairPlan, Span, TensorSpec, common, resolve
+from kvxfer.planning import Bound, bind
+
+STAGING = 1 << 46
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@dataclass
+class Case:
+    """A request of a pair."""
+
+    pair: PairPlan
+    src: dict[str, Span]
+    dst: dict[str, Span]
+    tokens: range
+
+
+def cases(seed):
+    """The requests of all ranks of a random world; every third one converts."""
+    rng, mixed = Random(seed), seed % 3 == 0
+    world = make_world(rng, mixed=mixed)
+    for number, target in enumerate(world.decode):
+        parts = resolve(target.geometry, [rank.geometry for rank in world.prefill], rank=number)
+        for source, selections in zip(world.prefill, parts, strict=True):
+            if selections:
+                pair = PairPlan(source.geometry, target.geometry, selections, convert=mixed)
+                yield Case(pair, source.spans, target.spans, range(*world.tokens))
+
+
+def whole(case):
+    return ChunkGrid(case.pair.layers, len(case.pair.layers), case.tokens.stop, case.tokens.start, case.tokens.stop)
+
+
+def drawn_grid(case, rng):
+    layers, tokens = rng.randint(1, len(case.pair.layers)), rng.choice([1, 3, 4, 8, 16, 100])
+    return replace(whole(case), layers_per_chunk=layers, tokens_per_chunk=tokens)
+
+
+def fitted(case, covered=None) -> Any:
+    template = Template.of(case.pair)
+    return template and template.bind(case.src, case.dst, case.tokens, case.tokens.stop if covered is None else covered)
+
+
+def cut_of(plan, grid) -> Any:
+    return Cut.of(plan, grid)
+
+
+def packed(chunk, kind, at):
+    """The planner's tables of a chunk."""
+    return pack(chunk.copy() if kind is Kind.COPY else (chunk.gather if kind is Kind.GATHER else chunk.scatter)(at))
+
+
+def same(found, expected):
+    assert found.launches == expected.launches
+    np.testing.assert_array_equal(found.words, expected.words)
+    assert (found.nbytes, found.blanks, found.from_nic) == (expected.nbytes, expected.blanks, expected.from_nic)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS)
+def test_numbers_and_words_are_the_planners(seed):
+    rng = Random(seed)
+    for case in cases(seed):
+        plan, fit = case.pair.bind(case.src, case.dst, case.tokens), fitted(case)
+        assert fit is not None
+        for name in ("nbytes", "staged_bytes", "pieces", "most_rows", "agreement"):
+            assert getattr(fit, name) == getattr(plan, name), name
+        for grid in (whole(case), drawn_grid(case, rng)):
+            assert fit.largest_chunk_bytes(grid) == plan.largest_chunk_bytes(grid)
+            assert fit.digest(grid) == plan.digest(grid)
+            cut = cut_of(fit, grid)
+            at = STAGING + 16 * rng.randint(0, 9)
+            together = {kind: cut.tables(kind, 0, [at] * len(grid)) for kind in Kind}
+            for number in range(len(grid)):
+                chunk = plan.chunk(grid, number)
+                assert tuple(cut.sizes[number]) == (chunk.bytes, chunk.staged_bytes)
+                for kind in Kind:
+                    expected = packed(chunk, kind, at)
+                    same(together[kind][number], expected)
+                    same(cut.tables(kind, number, (at,))[0], expected)
+
+
+def test_the_words_say_which_bytes_go_where():
+    """The planner's tables by the formula of its docstring, the compiled ones by that of theirs: nothing is shared."""
+    for seed in range(1, 60, 3):
+        for case in cases(seed):
+            plan, cut = case.pair.bind(case.src, case.dst, case.tokens), cut_of(fitted(case), whole(case))
+            for made, expected in (
+                (cut.tables(Kind.COPY, 0)[0], plan.whole.copy()),
+                (cut.tables(Kind.GATHER, 0, [STAGING])[0], plan.whole.gather(STAGING)),
+                (cut.tables(Kind.SCATTER, 0, [STAGING])[0], plan.whole.scatter(STAGING)),
+            ):
+                np.testing.assert_array_equal(said(made), by_destination(table_pairs(expected)))
+
+
+def said(tables):
+    """Every byte that tables copy without converting it, read word by word."""
+    found = [np.zeros((0, 2), np.int64)]
+    for one in accesses(tables):
+        inside = np.arange(one.dst_bytes)
+        found.append(np.stack([(side[:, None] + inside).ravel() for side in (one.src, one.dst)], axis=1))
+    return by_destination(np.concatenate(found))
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=SEEDS)
+def test_memory_is_as_the_planner_and_the_oracle_would_have_it(seed):
+    """Both tables run on real memory: in place, and chunk by chunk through staging."""
+    rng, random = Random(seed), np.random.default_rng(seed)
+    world = make_world(rng)
+    for rank in (*world.prefill, *world.decode):
+        rank.memory[:] = random.integers(0, 256, len(rank.memory), np.uint8)
+    for number, target in enumerate(world.decode):
+        parts = resolve(target.geometry, [rank.geometry for rank in world.prefill], rank=number)
+        before = target.memory.copy()
+        for source, selections in zip(world.prefill, parts, strict=True):
+            if not selections:
+                continue
+            pair = PairPlan(source.geometry, target.geometry, selections)
+            case = Case(pair, source.spans, target.spans, range(*world.tokens))
+            plan, fit = pair.bind(case.src, case.dst, case.tokens), fitted(case)
+            read, written = oracle.byte_pairs(
+                source.tensors, target.tensors, plain(selections), source.blocks, target.blocks, world.tokens
+            ).T
+            expected = before.copy()
+            expected[written] = source.memory[read]
+            for copied in (
+                lambda: walk.copy(pack(plan.whole.copy())),  # noqa: B023
+                lambda: walk.copy(cut_of(fit, whole(case)).tables(Kind.COPY, 0)[0]),  # noqa: B023
+                lambda: through_staging(case, plan, fit, drawn_grid(case, rng)),  # noqa: B023
+            ):
+                target.memory[:] = before
+                copied()
+                np.testing.assert_array_equal(target.memory, expected)
+            target.memory[:] = before
+
+
+def through_staging(case, plan, fit, grid):
+    """All chunks by compiled tables; what they leave in staging is what the planner's do."""
+    room = np.zeros(fit.largest_chunk_bytes(grid) + 16, np.uint8)
+    at = -(-room.ctypes.data // 16) * 16
+    cut = cut_of(fit, grid)
+    for number, (_, nbytes) in enumerate(cut.sizes):
+        staged = room[at - room.ctypes.data :][:nbytes]
+        staged[:] = 0xA5
+        walk.copy(pack(plan.chunk(grid, number).gather(at)))
+        theirs, staged[:] = staged.copy(), 0x5A
+        walk.copy(cut.tables(Kind.GATHER, number, [at])[0])
+        np.testing.assert_array_equal(staged, theirs)
+        walk.copy(cut.tables(Kind.SCATTER, number, [at])[0])
+
+
+def ranks(tensors, ids, null=None, *, seed=0):
+    """A rank with this memory, filled with random bytes, and the block list of a request."""
+    rank = Rank(tensors, {"default": (ids, 0)}, {} if null is None else {"default": null}, (0, 1, 1))
+    rank.memory[:] = np.random.default_rng(seed).integers(0, 256, len(rank.memory), np.uint8)
+    return rank
+
+
+def between(source, target):
+    """The plan of all that both hold."""
+    return PairPlan(source, target, common(source, target))
+
+
+SIZES = {"block": 24, "token": 16, "head": 2, "dim": 8}
+NHD, HND = "block token head dim", "block head token dim"
+
+
+def pair_of(src_axes=NHD, dst_axes=HND, src_ids=range(8), dst_ids=range(8, 16), null=None, **sizes):
+    source = ranks([contiguous(src_axes, SIZES | sizes)], list(src_ids), null, seed=1)
+    target = ranks([contiguous(dst_axes, SIZES)], list(dst_ids), seed=2)
+    pair = between(source.geometry, target.geometry)
+    return source, target, Case(pair, source.spans, target.spans, range(3, 117))
+
+
+def changed(case, rng):
+    """A request in which something is not as it should be, or is after all."""
+    src, dst, tokens = dict(case.src), dict(case.dst), case.tokens
+    lists = rng.choice([src, dst])
+    name = rng.choice(sorted(lists))
+    ids, first = np.array(lists[name].ids), lists[name].first_token
+    pool = (case.pair.src if lists is src else case.pair.dst).pool_ids[name]
+    kind = rng.choice(["large", "negative", "huge", "twice", "null", "short", "long", "empty", "first", "tokens", "no"])
+    if kind == "no":
+        del lists[name]
+    elif kind == "tokens":
+        tokens = range(rng.randint(0, 3), tokens.stop + rng.randint(0, 40))
+    else:
+        at = rng.randrange(len(ids)) if len(ids) else 0
+        if len(ids) and kind in ("large", "negative", "huge", "twice", "null"):
+            null = (case.pair.src if lists is src else case.pair.dst).sides[name].null_block
+            ids[at] = {"large": pool, "negative": -1 - rng.randint(0, 3), "huge": 2**62, "twice": ids[0],
+                       "null": 0 if null is None else null}[kind]  # fmt: skip
+        elif kind == "short":
+            ids = ids[: rng.randint(0, len(ids))]
+        elif kind == "long":
+            ids = np.append(ids, rng.randrange(pool))
+        elif kind == "empty":
+            ids = ids[:0]
+        else:
+            first = first + rng.randint(0, 20)
+        lists[name] = Span(ids, first)
+    return Case(case.pair, src, dst, tokens)
+
+
+def outcome(make) -> Any:
+    try:
+        return make()
+    except KvxferError as error:
+        return type(error), str(error)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=SEEDS)
+def test_what_is_refused_is_refused_with_the_planners_words(seed):
+    rng = Random(seed)
+    for case in cases(seed):
+        for _ in range(4):
+            odd = changed(case, rng)
+            covered = rng.choice([None, rng.randint(0, odd.tokens.stop)])
+            plan = outcome(lambda: odd.pair.bind(odd.src, odd.dst, odd.tokens, covered=covered))  # noqa: B023
+            found = outcome(lambda: bind(odd.pair, odd.src, odd.dst, odd.tokens, covered=covered))  # noqa: B023
+            if isinstance(plan, tuple):
+                assert found == plan
+                continue
+            assert isinstance(found, Fitted)  # the planner has nothing to object, so it is not asked
+            grid = drawn_grid(odd, rng)
+            theirs, ours = Bound.of(plan, grid), Bound.of(found, grid)
+            assert (theirs.rows, theirs.pieces) == (ours.rows, ours.pieces)
+            for number in range(len(grid)):
+                expected = outcome(lambda: theirs.chunk(number))  # noqa: B023
+                part = outcome(lambda: ours.part(number))  # noqa: B023
+                if isinstance(expected, tuple):  # a block of it is not known yet
+                    assert part == expected
+                else:
+                    same(part.gather(STAGING), pack(expected.gather(STAGING)))
+
+
+def test_many_ids_are_told_apart_in_pools_of_any_size():
+    for blocks, pool in ((5000, 5001), (5000, 10**6), (40, 10**9), (1, 1)):
+        sides = [[contiguous(NHD, SIZES | {"block": pool}, base=base)] for base in (1 << 44, 1 << 50)]
+        geometries = [described(side) for side in sides]
+        pair = between(*geometries)
+        ids = np.asarray(Random(blocks).sample(range(pool), blocks), np.int64)
+        tokens = range(16 * blocks)
+        spans = {"default": Span(ids)}
+        assert isinstance(bind(pair, spans, spans, tokens), Fitted)
+        if blocks > 1:
+            twice = ids.copy()
+            twice[-1] = twice[blocks // 2]
+            assert isinstance(bind(pair, {"default": Span(twice)}, spans, tokens), Fitted)
+            with pytest.raises(BlocksError, match="is named twice, at positions"):
+                bind(pair, spans, {"default": Span(twice)}, tokens)
+
+
+def described(tensors):
+    """A geometry of memory that nobody has."""
+    return CacheGeometry(
+        tuple(
+            TensorSpec(
+                t["group"], t["part"], t["kv"], t["layers"], range(*t["heads"]), t["axes"], t["shape"], t["strides"],
+                "bfloat16", t["item"], base=t["base"],
+            )
+            for t in tensors
+        )
+    )  # fmt: skip
+
+
+def test_ids_that_were_made_to_collide_are_told_apart_all_the_same():
+    """A peer names the ids: it must not be able to make this side look for long."""
+    pool, number = 1 << 24, 2048
+    geometries = [described([contiguous(NHD, SIZES | {"block": pool}, base=base)]) for base in (1 << 44, 1 << 50)]
+    pair = between(*geometries)
+    ids, size = np.arange(pool), binding.marks(number, pool)
+    place = (ids * binding.GOLDEN >> (64 - size.bit_length())) & (size - 1)
+    ids = ids[place == 0][:number]
+    assert len(ids) == number
+    spans, tokens = {"default": Span(ids)}, range(16 * number)
+    assert fitted(Case(pair, spans, spans, tokens)) is None
+    assert bind(pair, spans, spans, tokens).rows[0].table[:, 2].tolist() == ids.tolist()
+
+
+def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
+    _, _, case = pair_of()
+    grid = ChunkGrid(case.pair.layers, 1, 32, case.tokens.start, case.tokens.stop)
+    ours = Bound.of(bind(case.pair, case.src, case.dst, case.tokens), grid)
+    theirs = case.pair.bind(case.src, case.dst, case.tokens)
+
+    def reached(regions):
+        return regions + np.asarray([0, 1 << 30])
+
+    for number in range(len(grid)):
+        same(ours.part(number).copy(reached), pack(theirs.chunk(grid, number).copy().elsewhere(reached)))
+
+
+def test_a_pair_with_nothing_in_it_has_no_template():
+    _, _, case = pair_of()
+    assert Template.of(PairPlan(case.pair.src, case.pair.dst, ())) is None
+    assert Template.of(case.pair) is Template.of(case.pair) is not None
+
+
+def test_numbers_beyond_all_memory_have_no_template():
+    near, far = (described([contiguous(NHD, SIZES, base=base)]) for base in (1 << 20, (1 << 62) + 64))
+    pair = between(near, far)
+    assert Template.of(pair) is None
+    spans = {"default": Span(np.arange(4))}
+    assert not isinstance(bind(pair, spans, spans, range(64)), Fitted)
+
+
+def test_a_grid_of_other_tokens_or_layers_is_the_planners():
+    _, _, case = pair_of()
+    fit, grid = fitted(case), whole(case)
+    assert cut_of(fit, replace(grid, start=0)) is None
+    assert cut_of(fit, replace(grid, layers=(0, 1))) is None
+    assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
+    assert isinstance(Bound.of(fit, replace(grid, start=0)).part(0).copy(), Tables)
+
+
+def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name():
+    axes = "block token head dim"
+    sizes = {"block": 2, "token": 1 << 20, "head": 1, "dim": 1 << 13}
+    wide = [described([contiguous(axes, sizes, base=base)]) for base in (1, 1 << 50)]
+    pair = between(*wide)
+    spans = {"default": Span(np.asarray([1]))}
+    bound = Bound.of(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
+    with pytest.raises(KvxferError, match="can be numbered"):
+        bound.part(0).copy()

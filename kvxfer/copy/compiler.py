@@ -168,7 +168,13 @@ def _instruction(make: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", intrinsic(prefer_literal=True)(make))
 
 
+_ANYWHERE: Final = "null_pointer_is_valid"
+"""An attribute of functions, which llvmlite does not know. LLVM may make of a number that is an address a step from
+null; nobody may read there, so that it leaves out what depends on what is read, unless it is told this."""
+
+
 def _pointer(builder: Any, address: Any, bits: int) -> Any:
+    set.add(builder.function.attributes, _ANYWHERE)
     return builder.inttoptr(address, ir.IntType(bits).as_pointer())
 
 
@@ -216,7 +222,7 @@ def store_word(typing: Any, address: Any, number: Any, width: Any) -> Any:
     kind = ir.IntType(8 * width.literal_value)
 
     def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        builder.store(builder.trunc(given[1], kind), builder.inttoptr(given[0], kind.as_pointer())).align = 1
+        builder.store(builder.trunc(given[1], kind), _pointer(builder, given[0], kind.width)).align = 1
         return context.get_dummy_value()
 
     return numba.void(numba.int64, numba.int64, width), code

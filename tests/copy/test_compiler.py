@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvxfer.copy import compiler
+from kvxfer.copy.compiler import compiled, inlined_once, load
 from kvxfer.errors import MissingExtraError
 
 COMPILED = Path(compiler.__file__).parent
@@ -169,3 +171,28 @@ def test_without_numba_the_error_names_it(tmp_path):
 def test_words_are_of_any_width_and_numbers_of_32_bits():
     assert compiler.inlined(lambda: compiler.bits_of(compiler.float_of(0x1_3F80_0000)))() == 0x3F80_0000
     assert compiler.inlined(lambda: compiler.float_of(0x3F80_0000))() == pytest.approx(1.0)
+
+
+@inlined_once
+def _entry(table, at, count, instead):
+    if at >= count:
+        return 1, 0
+    entry = table + at * 48
+    return instead if load(entry + 40) else load(entry), load(entry + 24)
+
+
+@compiled("int64(int64, int64, int64)")
+def _first_entry(table, count, instead):
+    length, step = _entry(table, 0, count, instead)
+    further = 1
+    for at in range(1, count):
+        further *= _entry(table, at, count, instead)[0]
+    return (length * 100 + step) * further
+
+
+def test_numbers_are_addresses_wherever_they_come_from():
+    """LLVM takes them for steps from no object, which nobody may read, unless it is told otherwise."""
+    words = np.array([3, 0, 0, 7, 0, 0], np.int64)
+    assert _first_entry(words.ctypes.data, 1, 5) == 307
+    words[5] = 1
+    assert _first_entry(words.ctypes.data, 1, 5) == 507

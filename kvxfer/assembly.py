@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover, usual_threads
@@ -13,9 +13,9 @@ from kvxfer.desk import Desk
 from kvxfer.encoding import geometry_to_wire
 from kvxfer.errors import ConfigError, FabricError, GeometryError
 from kvxfer.exports import Exports
+from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.envelope import agent_name
 from kvxfer.fabric.port import Memory, Transport
-from kvxfer.fabric.pump import Fabric
 from kvxfer.gates import Gates
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group
 from kvxfer.lanes import Lanes
@@ -36,6 +36,9 @@ from kvxfer.runtime import Home, Runtime, ThreadRuntime
 from kvxfer.site import Site, Tasks
 from kvxfer.staging import Staging
 from kvxfer.telemetry import logger
+
+if TYPE_CHECKING:
+    from kvxfer.copy.cuda import Gpu
 
 __all__ = ["Assembly", "assemble", "given_config", "given_groups", "given_tensors"]
 
@@ -90,9 +93,9 @@ class Assembly:
     async def abandon(self, fabric: Fabric | None, mover: Mover | None) -> None:
         """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
         timeout = self.config.close_timeout
-        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
         if mover is not None:
             await mover.close(timeout)
+        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
         if quiet:
             self.staging.close()
         else:
@@ -102,7 +105,7 @@ class Assembly:
         self.exports.close()
 
     async def dismantle(self, site: Site, timeout: float) -> None:
-        """Stop the threads, each within `timeout` seconds, and give the memory back.
+        """Stop the threads within `timeout` seconds, and give the memory back.
 
         What is not quiescent is leaked, never freed.
         """
@@ -110,11 +113,13 @@ class Assembly:
         site.send_desk.close()
         site.receive_desk.close()
         threads = self.runtime  # those of the site may all be waiting
-        closing = _closed(site.fabric, timeout, threads)
-        quiet, stopped = await asyncio.gather(closing, site.mover.close(timeout))  # a GPU may hold up both
+        stopped = await site.mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
+        quiet = await _closed(site.fabric, timeout, threads)
         if stopped:  # else a copy may still write to what is mapped
             await threads.in_thread(site.mappings.close)
-        site.keys.close(forced=quiet and stopped)
+        if quiet and stopped:
+            site.mover.give_back()
+        site.keys.close()
         site.processes.close()
         doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
         safe = quiet and stopped
@@ -131,10 +136,9 @@ class Assembly:
 async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
     """Whether a fabric was closed, and nothing is in flight any more.
 
-    Posts are given up in time to undo the rest within `timeout` seconds, by calls that may never return: a driver waits
-    in some of them for all that is queued on a GPU.
+    Calls of it may never return: a driver waits in some of them for all that is queued on a GPU.
     """
-    closing = asyncio.wrap_future(fabric.close(max(timeout - _UNDO_SECONDS, timeout / 2)))
+    closing = asyncio.ensure_future(fabric.close())
     await asyncio.wait({closing}, timeout=max(timeout, _UNDO_SECONDS))
     if not closing.done():
         closing.cancel()
@@ -213,10 +217,9 @@ async def assemble(parts: Assembly) -> Site:
         for name in _COMPILED:
             await runtime.in_thread(partial(import_module, name))
         transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
-        fabric = _fabric(config, transport, runtime)
         mover = await _mover(config, geometry, runtime, placement)
-        fabric.start()
-        await asyncio.wrap_future(fabric.metadata(()))  # a transport that does not work is told from refused memory
+        fabric = Fabric(transport, runtime, mover)
+        await fabric.open()  # a transport that does not work is told from refused memory
         await staging.open(config, geometry, fabric, metrics, place=placement.run)
         reachable = await _reachable(parts, fabric, geometry, metrics)
         body = await _body(parts, fabric, geometry, reachable, name=transport.name)
@@ -373,23 +376,21 @@ def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> lis
     return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
 
 
-def _fabric(config: Config, transport: Transport, runtime: Runtime) -> Fabric:
-    return Fabric(
-        transport,
+async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:
+    gpu: Gpu | None = None
+    if geometry.kind == "cuda":
+        cuda = import_module("kvxfer.copy.cuda")
+        gpu = await runtime.in_thread(lambda: placement.run(lambda: cuda.Gpu(geometry.device)))
+    return Mover(
         runtime,
+        gpu=gpu,
+        ctas=config.copy_ctas,
+        threads=config.copy_threads or usual_threads(),
+        cpus=placement.cpus,
         max_descriptors=config.fabric.max_descriptors,
         max_post_bytes=config.fabric.max_post_bytes,
         no_progress_timeout=config.no_progress_timeout,
     )
-
-
-async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:
-    if geometry.kind != "cuda":
-        return Mover(runtime, threads=config.copy_threads or usual_threads(), cpus=placement.cpus)
-    from kvxfer.copy.cuda import Gpu
-
-    gpu = await runtime.in_thread(lambda: placement.run(lambda: Gpu(geometry.device)))
-    return Mover(runtime, gpu=gpu, ctas=config.copy_ctas)
 
 
 def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:

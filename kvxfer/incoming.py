@@ -15,7 +15,6 @@ from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.encoding import joined_spans
 from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Cell, PostResult
 from kvxfer.geometry import BlockLists, ChunkGrid, SumPlan
 from kvxfer.landing import Copied, Landing, Reading
 from kvxfer.lazy import lazy
@@ -280,7 +279,7 @@ class Incoming(Steps):
         """Make progress for what the peer posts: over TCP the target moves the data."""
         self._awake()
         if self.route is not Route.MAPPED:
-            self._awake = self.site.fabric.hold_awake(needed=self.route not in self.link.proved)
+            self._awake = self.site.mover.hold_awake(needed=self.route not in self.link.proved)
 
     # --- accepting
 
@@ -353,7 +352,7 @@ class Incoming(Steps):
             chunk, until, generation = self._queue.popleft()
             if self.route is Route.PULL:
                 passage = site.keys.passage(self.peer, generation)
-                begun: Landing | Reading = Reading(self, chunk, Cell(until, passage), self.link.renewals)
+                begun: Landing | Reading = Reading(self, chunk, until, passage, self.link.renewals)
             elif self.route is Route.STAGED:
                 begun = Landing(self, chunk, site.receive_desk, staged=True)
             else:
@@ -417,9 +416,9 @@ class Incoming(Steps):
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
         self._own.copy(self, self._settle, tables, nbytes, then, sums)
 
-    def read(self, post: MakePost, then: Callable[[PostResult], None]) -> None:
+    def read(self, post: MakePost, then: Copied) -> Copy:
         """Post a read into the caller's blocks."""
-        self._own.read(self, self._settle, post, then)
+        return self._own.read(self, self._settle, post, then)
 
     def _became_writable(self, outcome: CopyOutcome) -> None:
         waiting, self._when_writable = self._when_writable, []

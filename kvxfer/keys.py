@@ -1,6 +1,5 @@
 """The gates of peers on this host, opened once per incarnation: what leads into their memory."""
 
-from itertools import chain
 from typing import Final, TypeAlias
 
 from kvxfer.errors import FabricError
@@ -17,13 +16,6 @@ _log: Final = logger("kvxfer.worker")
 
 class _Shut:
     """A passage that is never granted: none has it."""
-
-    def enter(self) -> bool:
-        """Nobody gets in."""
-        return False
-
-    def leave(self) -> None:
-        """Nobody is inside."""
 
     def lend(self) -> tuple[int, int, int, int, int]:
         """What nobody gets through."""
@@ -43,7 +35,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, Key | None] = {}
-        self._late: dict[bytes, list[Key]] = {}  # of peers that were forgotten with something of this rank inside
+        self._late: list[Key] = []  # of peers that were forgotten with something of this rank inside
 
     def __len__(self) -> int:
         return sum(key is not None for key in self._keys.values())
@@ -85,32 +77,20 @@ class Keys:
         except FabricError:
             return _SHUT
 
-    def forget(self, peer: PeerInfo) -> bool:
-        """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside.
-
-        Returns:
-            Whether something is: then `abandon` closes them when the peer's process has ended.
-        """
-        incarnation = peer.identity.incarnation
-        key = self._keys.pop(incarnation, None)
+    def forget(self, peer: PeerInfo) -> None:
+        """The last link to this peer is gone: its gates are closed here when nothing of this rank is inside."""
+        key = self._keys.pop(peer.identity.incarnation, None)
         if key is None:
-            return False
+            return
         key.close()
-        late = {which: [one for one in keys if one.is_open] for which, keys in self._late.items()}
-        self._late = {which: keys for which, keys in late.items() if keys}
+        self._late = [late for late in self._late if late.is_open]
         if key.is_open:  # one a session, each with what was begun in it
-            self._late.setdefault(incarnation, []).append(key)
-        return key.is_open
+            self._late.append(key)
 
-    def abandon(self, peer: PeerInfo) -> None:
-        """The process of a forgotten peer has ended: nobody is left whose memory its gates would guard."""
-        for late in self._late.pop(peer.identity.incarnation, ()):
-            late.close(forced=True)
-
-    def close(self, *, forced: bool) -> None:
-        """Close all of them, each when nothing of this rank is inside; or at once, if nothing of it moves any more."""
-        for key in [*self._keys.values(), *chain.from_iterable(self._late.values())]:
+    def close(self) -> None:
+        """Close all of them, each when the mover has none of it."""
+        for key in [*self._keys.values(), *self._late]:
             if key is not None:
-                key.close(forced=forced)
+                key.close()
         self._keys.clear()
         self._late.clear()

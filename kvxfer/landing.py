@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from kvxfer.copy.port import CopyOutcome
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import CopyJob, CopyOutcome, Outcome, Passage, Post
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.desk import Desk
 from kvxfer.errors import Code, KvxferError, ProtocolError
-from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.port import Operation
 from kvxfer.geometry import Pieces, SumPlan
 from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
@@ -93,7 +94,7 @@ class Host(Protocol):
         """Copy about so many bytes into the caller's blocks, or add up what is there."""
         ...
 
-    def read(self, post: MakePost, then: Callable[[PostResult], None]) -> None:
+    def read(self, post: MakePost, then: Copied) -> Copy:
         """Post a read into the caller's blocks."""
         ...
 
@@ -261,17 +262,19 @@ class Reading:
     Args:
         host: Its transfer.
         chunk: Its number.
-        cell: Decides whether the read is posted.
+        until: When it may be read no more, by the runtime's clock.
+        passage: What leads to what is read.
         renewals: How often the prefill rank had made its agent anew when it announced the chunk.
     """
 
-    def __init__(self, host: Host, chunk: int, cell: Cell, renewals: int) -> None:
+    def __init__(self, host: Host, chunk: int, until: float, passage: Passage | None, renewals: int) -> None:
         self._host: Final = host
         self._chunk: Final = chunk
-        self._cell: Final = cell
+        self._until: Final = until
+        self._passage: Final = passage
         self._renewals: Final = renewals
         self._pieces: Pieces | None = None
-        self._posted = False
+        self._posted: Copy | None = None
         self._release: Callable[[], None] = no_hold
 
     @property
@@ -299,9 +302,10 @@ class Reading:
 
     def give_up(self) -> None:
         """Post nothing any more."""
-        self._cell.kill()
-        if not self._posted:
+        if self._posted is None:
             self._release()
+        else:
+            self._host.site.mover.cancel(self._posted)
 
     def settle(self, *, lost: bool) -> None:
         """It holds no memory."""
@@ -328,18 +332,22 @@ class Reading:
         local = block_pieces(host.site.geometry, pieces.dst, pieces.nbytes)
         remote = block_pieces(host.site.plans.geometry(host.peer), pieces.src, pieces.nbytes)
         host.tally.descriptors += len(pieces)
-        self._posted = True
         stays = runs_on(host.site, host.peer)
-        host.read(
-            lambda done, late: Post(lane, Operation.READ, local, remote, self._cell, done, stays, late), self._has_read
-        )
 
-    def _has_read(self, result: PostResult) -> None:
-        host = self._host
+        def job(done: Copied, late: Callable[[bool], None]) -> CopyJob:
+            post = Post(lane, Operation.READ, local, remote, stays, late)
+            return CopyJob(
+                NOTHING, done, until=self._until, passage=self._passage, owner=host.machine.transfer, post=post
+            )
+
+        self._posted = host.read(job, self._has_read)
+
+    def _has_read(self, result: CopyOutcome) -> None:
+        host, self._posted = self._host, None
         self._release()
-        if result.first:
-            host.tally.spent("posting", result.first, result.first + result.posting)
-            host.tally.spent("wire", result.first, result.finished)
+        if result.posted:
+            host.tally.spent("posting", result.posted, result.posted + result.posting)
+            host.tally.spent("wire", result.posted, result.finished)
         if result.outcome is not Outcome.DONE:
             reason = str(result.error or "the lease ran out before the chunk was read")
             host.stop(Failure(Status.FAILED, Code.FABRIC if result.error else Code.TIMEOUT, reason))

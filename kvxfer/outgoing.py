@@ -10,12 +10,11 @@ from msgspec.structs import replace
 
 from kvxfer.answer import Answer, Asked, Draft, answer
 from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import READY, CopyOutcome, Direction, Event, join
+from kvxfer.copy.port import READY, CopyOutcome, Direction, Event, Outcome, join
 from kvxfer.copy.tables import NOTHING
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, RefusedError, Step
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Cell, Outcome
 from kvxfer.geometry import BlockLists, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.offers import Offer
@@ -97,7 +96,7 @@ class Outgoing(Steps):
         self._announcing: dict[int, Copy] = {}  # chunks that will be announced when their events have fired (`pull`)
         self._readable = self._summing = 0  # chunks announced and not yet read (`pull`); being added up
         self._unsure: dict[int, bool] = {}  # chunks in doubt, and whether our own work on them is over
-        self._cells: dict[int, Cell] = {}  # of these
+        self._copies: dict[int, Copy] = {}  # of these
         self._unwant: Callable[[], None] = no_hold
         self._exposure: Exposure | None = None  # route pull
         self._revoke: asyncio.TimerHandle | None = None
@@ -179,8 +178,6 @@ class Outgoing(Steps):
         self._stopped_at = self._stopped_at or self.step
         for waiting in self._announcing.values():
             self.site.mover.cancel(waiting)
-        for shipment in self._shipments.values():
-            shipment.kill()
         messages = self.machine.stop(failure)
         for shipment in list(self._shipments.values()):
             shipment.stop()
@@ -223,9 +220,9 @@ class Outgoing(Steps):
         return bool(self._unsure) and all(self._unsure.values()) and not runs_on(self.site, self.peer)
 
     @property
-    def cells(self) -> list[Cell]:
-        """Of what is in doubt."""
-        return list(self._cells.values())
+    def copies(self) -> list[Copy]:
+        """What is in doubt."""
+        return list(self._copies.values())
 
     def help_to_read(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
@@ -235,7 +232,7 @@ class Outgoing(Steps):
         """
         if self.machine.route is Route.PULL:
             self._way()
-            self._way = self.site.fabric.hold_awake()
+            self._way = self.site.mover.hold_awake()
             self.site.at(self.site.now() + self.site.config.no_progress_timeout, self._way)
 
     def unread_at_last(self) -> None:
@@ -323,7 +320,7 @@ class Outgoing(Steps):
             self.site.metrics.fell_back(choice.fallback)
             _log.warning("route_fell_back", peer=self.peer.name, transfer=message.transfer, reason=choice.fallback)
         if choice.route is Route.PULL:
-            self._way = self.site.fabric.hold_awake()  # a target that others read from must make progress
+            self._way = self.site.mover.hold_awake()  # a target that others read from must make progress
             self._exposure = Exposure(self.site, self.link, self.name, self.unread_at_last, {Route.PULL})
         else:
             self._way = SHIPMENTS[choice.route].hold(self.site, self.peer)
@@ -445,8 +442,8 @@ class Outgoing(Steps):
         else:
             code = moved.error.code if moved.error is not None else Code.FAILED
             failure = Failure(Status.FAILED, code, str(moved.error or "the chunk could not be moved"))
-        if moved.outcome is Outcome.IN_DOUBT:
-            self._unsure[chunk], self._cells[chunk] = not moved.may_read, shipment.cell
+        if moved.outcome is Outcome.IN_DOUBT and shipment.move is not None:
+            self._unsure[chunk], self._copies[chunk] = not moved.may_read, shipment.move
         if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is one of those that are
             self.stop(failure)
         self._say(self.machine.dropped(chunk, in_doubt=moved.outcome is Outcome.IN_DOUBT))
@@ -454,7 +451,7 @@ class Outgoing(Steps):
     def _late(self, chunk: int, ended: bool) -> None:
         """A chunk in doubt has ended after all; or our agent has, and what had left it may still land."""
         if ended:
-            del self._unsure[chunk], self._cells[chunk]
+            del self._unsure[chunk], self._copies[chunk]
             self.machine.settled(chunk)
         else:
             self._unsure[chunk] = True

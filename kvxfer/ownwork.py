@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias
 
-from kvxfer.copy.port import CopyOutcome, Direction
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.copy.tables import Tables
-from kvxfer.fabric.port import Outcome, Post, PostResult
 from kvxfer.geometry import SumPlan
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import want_end
@@ -15,8 +15,8 @@ from kvxfer.steps import Steps
 
 __all__ = ["MakePost", "OwnWork"]
 
-MakePost: TypeAlias = Callable[[Callable[[PostResult], None], Callable[[bool], None]], Post]
-"""A post of `done` and `late`."""
+MakePost: TypeAlias = Callable[[Callable[[CopyOutcome], None], Callable[[bool], None]], CopyJob]
+"""What is to be read, from `done` and `late`."""
 
 
 class OwnWork:
@@ -72,16 +72,18 @@ class OwnWork:
         steps: Steps,
         changed: Callable[[], None],
         post: MakePost,
-        then: Callable[[PostResult], None],
-    ) -> None:
-        """Post a read into the caller's blocks."""
+        then: Callable[[CopyOutcome], None],
+    ) -> Copy:
+        """Post a read into the caller's blocks.
+
+        Raises:
+            KvxferError: If no more is posted.
+        """
         site, unwant = steps.site, no_hold
 
-        def ended(result: PostResult) -> None:
+        def ended(result: CopyOutcome) -> None:
             nonlocal unwant
-            # where the transport says that the peer is gone, it has ended its own work too
-            gone = result.error is not None and result.error.disconnected
-            if result.outcome is Outcome.IN_DOUBT and not gone:
+            if result.may_move:
                 self._doubts += 1
                 unwant = want_end(site, self._peer, urgent=True)
             self._reads -= 1
@@ -93,9 +95,9 @@ class OwnWork:
             self._doubts -= 1
             changed()
 
-        wanted = post(partial(site.hand_over, steps.run, ended), partial(site.hand_over, steps.run, over))
+        copy = site.mover.submit(post(partial(steps.run, ended), partial(steps.run, over)), Direction.SCATTER)
         self._reads += 1
-        site.fabric.post(wanted)
+        return copy
 
     def _copied(self, changed: Callable[[], None], then: Callable[[CopyOutcome], None], outcome: CopyOutcome) -> None:
         self._copies -= 1

@@ -14,13 +14,15 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Final
 
 from kvxfer.config import Config
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Outcome, Post
+from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import Code, KvxferError, ProtocolError, TransferFailedError
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Cell, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.port import Operation
 from kvxfer.link import Link
 from kvxfer.mapped import unlike
 from kvxfer.memory import Extent, ExtentState, peek, poke
@@ -164,7 +166,7 @@ class Prover:
             return found == _repeated(nonce, len(found)) and pause.intact  # asked last: it was so all the while
         finally:
             if pause is not None:
-                pause.until = -inf
+                pause.end()
             loan.end()
 
     def _possible(self, link: Link) -> bool:
@@ -250,7 +252,7 @@ class Loan:
         if message.status is Status.IN_DOUBT:
             self.lost()
             if self.is_lost:  # the peer is there, and its write may need this side to end
-                self._awake = self._site.fabric.hold_awake()
+                self._awake = self._site.mover.hold_awake()
                 self.exposure.told_in_doubt()
         elif message.status is Status.OK and self._extent.state is ExtentState.WRITING and not self.written.done():
             self.written.set_result(True)
@@ -277,7 +279,7 @@ class Loan:
     def _ask(self, code: Code) -> None:
         """Ask what became of it, while it may land. Without an answer in time it is in doubt (again)."""
         self._awake()
-        self._awake = self._site.fabric.hold_awake()
+        self._awake = self._site.mover.hold_awake()
         self.link.send(Cancel(self.transfer, code))
         self._timer = self._site.at(self._site.now() + self._site.config.revoke_timeout, self.lost)
 
@@ -312,7 +314,7 @@ class Showing:
         self.renewals: Final = link.renewals  # of the decode rank's agent, when it lent that
         self.failure: Failure | None = None
         self.in_doubt = self.severed = False  # a write may be under way; and has left this side
-        self.cells: list[Cell] = []  # of the last write
+        self.copies: list[Copy] = []  # the last write
         self._site: Final = site
         self._ended: Final = ended  # called after the answer, and again if more is known of what ended in doubt
         self._until: Final = site.now() + probe.lease_ms / 1000
@@ -329,8 +331,8 @@ class Showing:
     def stop(self, failure: Failure) -> None:
         """Post nothing more; it is answered when what is posted has ended."""
         self.failure = self.failure or failure
-        for cell in self.cells:
-            cell.kill()
+        for copy in self.copies:
+            self._site.mover.cancel(copy)
 
     async def _run(self) -> None:
         site, desk, peer, nbytes = self._site, self._site.send_desk, self.link.peer, self.probe.bytes
@@ -375,19 +377,17 @@ class Showing:
         if self.failure is not None:
             raise TransferFailedError(self.failure.reason)
 
-        def posted(result: PostResult) -> None:  # and not after `await`: what comes late may come before that goes on
-            self.in_doubt = result.outcome is Outcome.IN_DOUBT
-            # where the transport says that the peer is gone, it has ended its own work
-            self._reading = self.in_doubt and not (result.error is not None and result.error.disconnected)
+        def posted(result: CopyOutcome) -> None:  # and not after `await`: what comes late may come before that goes on
+            self.in_doubt, self._reading = result.in_doubt, result.may_move
             resolve(done, result)
 
-        cell = Cell(self._until, site.keys.passage(self.link.peer, self.probe.generation))
+        passage = site.keys.passage(self.link.peer, self.probe.generation)
         local = staging_pieces(site.arena, address + offset, nbytes)
         remote = staging_pieces(self._theirs, self.probe.address + offset, nbytes)
-        heard, late = partial(site.hand_over, posted), partial(site.hand_over, self._late)
-        self.cells, self.in_doubt, self._reading = [cell], True, True
-        site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, heard, runs_on(site, self.link.peer), late))
-        result: PostResult = await done
+        post = Post(lane, Operation.WRITE, local, remote, runs_on(site, self.link.peer), self._late)
+        job = CopyJob(NOTHING, posted, until=self._until, passage=passage, owner=self, post=post)
+        self.copies, self.in_doubt, self._reading = [site.mover.submit(job, Direction.GATHER)], True, True
+        result: CopyOutcome = await done
         if result.outcome is not Outcome.DONE:
             raise result.error or TransferFailedError("the lease of what was lent ran out, or it was asked for")
 

@@ -148,7 +148,7 @@ class Rebuilding:
             since = site.now()
             if await self._ended(lambda: site.mover.standing(since)):
                 left = max(0.0, since + site.config.revoke_timeout / _STEPS - site.now())
-                done = await asyncio.wrap_future(site.fabric.rebuild(left))
+                done = await site.fabric.rebuild(left)
             else:
                 why = "a copy of our own stands still on the GPU: it is tried again when that has ended"
             if done:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvxfer.fabric.port import Cell
+from kvxfer.copy.mover import Copy
 from kvxfer.link import Link
 from kvxfer.mapped import elsewhere
 from kvxfer.outgoing import Outgoing
@@ -42,7 +42,7 @@ class Doubt:
         reader: Route `pull`: the transfer whose blocks the peer may be reading.
         watched: Whether the end of the peer's process will be seen.
         placed: Whether it has a place.
-        cells: Of what may move: they keep the peer's gates until it is over.
+        copies: What may move: they keep the peer's gates until it is over.
         unwatch: Ends the watch over the peer's process.
         unwant: Says that it needs no new agent.
     """
@@ -53,7 +53,7 @@ class Doubt:
     reader: Outgoing | None
     watched: bool
     placed: bool
-    cells: Sequence[Cell] = ()
+    copies: Sequence[Copy] = ()
     unwatch: Callback = no_hold
     unwant: Callback = no_hold
 
@@ -89,7 +89,7 @@ class Remembered:
         *,
         here: Link | None,
         severed: bool,
-        cells: Sequence[Cell] = (),
+        copies: Sequence[Copy] = (),
         placed: bool = True,
         reader: Outgoing | None = None,
     ) -> None:
@@ -102,13 +102,13 @@ class Remembered:
             renewals: As of a `Doubt`.
             here: The link to the peer, if it is connected.
             severed: As of a `Doubt`.
-            cells: As of a `Doubt`.
+            copies: As of a `Doubt`.
             placed: Whether it comes with a place.
             reader: As of a `Doubt`.
         """
         who, processes = link.peer.identity.incarnation, self._site.processes
         far = severed or elsewhere(link.peer.body.host)
-        doubt = Doubt(failure, renewals, far, reader, processes.ended(link.peer) is not None, placed, cells)
+        doubt = Doubt(failure, renewals, far, reader, processes.ended(link.peer) is not None, placed, copies)
         if severed and not elsewhere(link.peer.body.host):  # so that the peer hears that only its own agent is left
             doubt.unwant = self._site.rebuilds.want(urgent=False)
         self._unplaced += not placed
@@ -142,9 +142,7 @@ class Remembered:
             for transfer, doubt in self._doubts.get(who, {}).items()
             if doubt.severed and doubt.reader is None and doubt.renewals < link.renewals
         }
-        for transfer, doubt in over.items():
-            for cell in doubt.cells:
-                cell.end()
+        for transfer in over:
             self.forget(who, transfer)
         return over
 
@@ -156,6 +154,8 @@ class Remembered:
             return
         if not doubts:
             del self._doubts[incarnation]
+        for copy in doubt.copies:
+            self._site.mover.forget(copy)
         doubt.unwatch()
         doubt.unwant()
         if doubt.placed:

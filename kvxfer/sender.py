@@ -315,7 +315,7 @@ class Sender:
                 showing.renewals,
                 here=here,
                 severed=showing.severed,
-                cells=showing.cells,
+                copies=showing.copies,
                 placed=placed,
             )
             if here is not None:
@@ -340,7 +340,7 @@ class Sender:
                 outgoing.renewals,
                 here=here,
                 severed=outgoing.severed,
-                cells=outgoing.cells,
+                copies=outgoing.copies,
                 reader=reader,
             )
             if here is not None:

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Event, Outcome, Post
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.errors import FabricError, KvxferError, ProtocolError
-from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.port import Descriptors, Operation
 from kvxfer.geometry import Pieces
 from kvxfer.keys import Passage
 from kvxfer.memory import Extent, ExtentState, Request
@@ -100,15 +100,13 @@ class Shipment(Steps):
         self.grant: Final = grant
         self.terms: Final = terms
         self.way_in: Final = self.passage(site, peer, terms.generation)
-        self.cell: Final = Cell(terms.until, self.way_in)
         self.tally: Final = tally
         self.part: Part | None = None
         self._report: Callable[[int, Moved], None] | None = report
         self._late: Final = late
         self._began: Final = site.now()
-        self._in_doubt = False  # as it was reported
-        self._submitted = False  # the mover or the fabric has it, and will answer
-        self._copy: Copy | None = None  # which the mover has
+        self.move: Copy | None = None  # which the mover has, or had
+        self._answered = False
         self._error: KvxferError | None = None  # of a step, while the mover had it
 
     @property
@@ -118,33 +116,28 @@ class Shipment(Steps):
 
     @property
     def copying(self) -> bool:
-        """Whether the mover has it: nothing but the end of that copy tells that the blocks are not read any more."""
-        return self._copy is not None
+        """Whether it is being copied: nothing but the end of that tells that the blocks are not read any more."""
+        return self.move is not None and not self._answered and self.site.mover.may_copy(self.move)
 
     def begin(self) -> None:
         """Go: a step."""
         bound = self.bound
         self.plan(partial(bound.part, self.grant.chunk), self._planned, rows=bound.part_rows)
 
-    def kill(self) -> bool:
-        """Copy and post nothing more. True if nothing was posted, and so nothing is in flight but a copy."""
-        if self._copy is not None:
-            self.site.mover.cancel(self._copy)
-        return self.cell.kill()
-
     def stop(self) -> None:
         """Copy and post nothing more, and end; what is under way is waited for."""
-        killed = self.kill()
-        if killed and not self._submitted:
+        if self.move is None:
             self.end(Moved(Outcome.STOPPED))
+        else:
+            self.site.mover.cancel(self.move)
 
     def failed(self, error: KvxferError) -> None:
-        """A step raised: nothing was posted, or it cannot be said what became of it."""
-        killed = self.kill()
-        if self.copying:
-            self._error = error
+        """A step raised: nothing more is copied or posted."""
+        self._error = self._error or error
+        if self.move is not None and not self._answered:
+            self.stop()
         else:
-            self.end(Moved(Outcome.FAILED if killed else Outcome.IN_DOUBT, error))
+            self.end(Moved(Outcome.FAILED, error))
 
     def _planned(self, part: Part) -> None:
         self.part = part
@@ -176,25 +169,23 @@ class Shipment(Steps):
     def submit(self, job: CopyJob) -> None:
         """Hand it to the mover."""
         self.tally.spent("queued", self._began, self.site.now())
-        self._copy = self.site.mover.submit(job, Direction.GATHER)  # what is refused ends with `failed`
-        self._submitted = True
+        self.move = self.site.mover.submit(job, Direction.GATHER)  # what is refused ends with `failed`
 
-    def copied(self, outcome: CopyOutcome) -> bool:
-        """The mover is through with it. Whether every byte was copied; else it is over."""
-        self._copy = None
-        error = self._error or outcome.error
-        if error is not None:  # what was launched before it has ended
-            self.cell.kill()
-            self.end(Moved(Outcome.FAILED, error))
-        elif outcome.stopped:
-            self.end(Moved(Outcome.STOPPED))
-        return not self.over
+    def moved(self, outcome: CopyOutcome, timings: Timings) -> None:
+        """The mover is through with it."""
+        self._answered = True
+        if not outcome.in_doubt:
+            self.move = None  # which knows this shipment: without a cycle, it is freed at once
+        nbytes = self.part.bytes if self.part else 0
+        if self._error is not None and not outcome.in_doubt:
+            self.end(Moved(Outcome.FAILED, self._error))
+        else:
+            self.end(Moved(outcome.outcome, outcome.error, nbytes, timings))
 
     def end(self, moved: Moved) -> None:
         """Give everything back and report, once."""
         report, self._report = self._report, None
         if report is not None:
-            self._in_doubt = moved.outcome is Outcome.IN_DOUBT
             self.give_back(moved)
             report(self.grant.chunk, moved)
 
@@ -203,7 +194,6 @@ class _OverFabric(Shipment):
     """A chunk that the fabric writes."""
 
     _lane = ""
-    _gathered = (0.0, 0.0)
 
     @staticmethod
     def hold(site: Site, peer: PeerInfo) -> Callable[[], None]:
@@ -225,47 +215,24 @@ class _OverFabric(Shipment):
 
     def go(self, gather: Tables, local: Descriptors, remote: Descriptors) -> None:
         """Gather, then write."""
-        site, cell, lane = self.site, self.cell, self._lane
+        terms, late = self.terms, partial(self.run, self._posted_late)
         self.tally.descriptors += len(local.pieces)
-        posted = partial(site.hand_over, self.run, self._posted)  # on the fabric's thread
-        late = partial(site.hand_over, self.run, self._posted_late)  # likewise
-        stays = runs_on(site, self.peer)
-
-        def post() -> None:
-            site.fabric.post(Post(lane, Operation.WRITE, local, remote, cell, posted, stays, late))
-
-        def gathered(outcome: CopyOutcome) -> None:
-            if gather is not NOTHING:
-                self._gathered = (outcome.started, outcome.finished)
-            if self.copied(outcome):
-                post()
-
-        if gather is NOTHING and self.terms.after is READY:
-            self.tally.spent("queued", self._began, self.site.now())
-            self._submitted = True
-            post()
-            return
-        nbytes = self.part.bytes if self.part else 0
-        done = partial(self.run, gathered)
-        self.submit(CopyJob(gather, done, self.terms.after, nbytes=nbytes, owner=self.tally))
-
-    def _posted(self, result: PostResult) -> None:
-        if self.over:  # a step raised meanwhile, so that it was said to be in doubt
-            if self._in_doubt and result.outcome is not Outcome.IN_DOUBT:
-                self._posted_late(ended=True)
-            return
-        tally, gathered = self.tally, self._gathered
-        tally.spent("gathering", *gathered)
-        if result.first:
-            tally.began(result.first)
-            tally.spent("wire", result.first, result.finished)
-            tally.spent("posting", result.first, result.first + result.posting)
-        timings = Timings(
-            gather_us=_us(gathered[1] - gathered[0]),
-            post_us=_us(result.posting),
-            wire_us=_us(result.finished - result.first),
+        post = Post(self._lane, Operation.WRITE, local, remote, runs_on(self.site, self.peer), late)
+        done, nbytes = partial(self.run, self._posted), self.part.bytes if self.part else 0
+        self.submit(
+            CopyJob(gather, done, terms.after, terms.until, self.way_in, nbytes=nbytes, owner=self.tally, post=post)
         )
-        self.end(Moved(result.outcome, result.error, self.part.bytes if self.part else 0, timings))
+
+    def _posted(self, outcome: CopyOutcome) -> None:
+        tally, gathered = self.tally, outcome.copied - outcome.started
+        tally.spent("gathering", outcome.started, outcome.copied)
+        wire = 0.0
+        if outcome.posted:
+            wire = outcome.finished - outcome.posted
+            tally.began(outcome.posted)
+            tally.spent("wire", outcome.posted, outcome.finished)
+            tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
+        self.moved(outcome, Timings(gather_us=_us(gathered), post_us=_us(outcome.posting), wire_us=_us(wire)))
 
     def _posted_late(self, ended: bool) -> None:
         self.give_back_late()
@@ -363,12 +330,10 @@ class MappedShipment(Shipment):
         self.submit(CopyJob(tables, moved, terms.after, terms.until, self.way_in, gate, part.bytes, self.tally))
 
     def _moved(self, outcome: CopyOutcome) -> None:
-        took = outcome.finished - outcome.started
-        nbytes = self.part.bytes if self.part else 0
-        if self.copied(outcome):
+        if outcome.outcome is Outcome.DONE:
             self.tally.began(outcome.started)
             self.tally.spent("wire", outcome.started, outcome.finished)
-            self.end(Moved(Outcome.DONE, None, nbytes, Timings(wire_us=_us(took))))
+        self.moved(outcome, Timings(wire_us=_us(outcome.finished - outcome.started)))
 
 
 SHIPMENTS: Final[Mapping[Route, type[Shipment]]] = MappingProxyType(

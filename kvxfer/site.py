@@ -10,7 +10,7 @@ from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.desk import Desk
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
-from kvxfer.fabric.pump import Fabric
+from kvxfer.fabric.calls import Fabric
 from kvxfer.gates import SHARED_GATE, Gates
 from kvxfer.geometry import CacheGeometry
 from kvxfer.keys import Keys
@@ -429,8 +429,7 @@ class Site:
         self.here.discard(key)
         self.lanes.forget(peer)
         self.mappings.forget(peer)
-        if self.keys.forget(peer):
-            self.processes.when_gone(peer, partial(self.keys.abandon, peer))
+        self.keys.forget(peer)
         self.processes.forget(peer)
         self.fenced.discard(key)
         self.plans.forget(peer)

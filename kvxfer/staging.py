@@ -12,8 +12,8 @@ from typing import Final
 
 from kvxfer.config import Config
 from kvxfer.errors import ArenaError, ConfigError, FabricError
+from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.port import Memory
-from kvxfer.fabric.pump import Fabric
 from kvxfer.geometry import CacheGeometry
 from kvxfer.memory import Arena, Backing, Kind, allocate
 from kvxfer.metrics import Metrics

@@ -1,6 +1,5 @@
 """Which memory the arena gets when some of it is refused, by CUDA or by the transport. CUDA is a stand-in."""
 
-import asyncio
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,8 +9,9 @@ import pytest
 
 from kvxfer import staging as module
 from kvxfer.config import Config
+from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric.pump import Fabric
+from kvxfer.fabric.calls import Fabric
 from kvxfer.memory import Backing
 from kvxfer.metrics import Metrics
 from kvxfer.runtime import ThreadRuntime
@@ -68,13 +68,16 @@ class World:
     async def open(self, kind="auto", device="cuda", nbytes=BYTES):
         geometry: Any = SimpleNamespace(kind=device, device=3 if device == "cuda" else 0)
         config = Config(arena_kind=kind, arena_bytes=nbytes, chunk_bytes=4096)
-        fabric = Fabric(self.transport, ThreadRuntime())
-        fabric.start()
+        runtime = ThreadRuntime()
+        mover = Mover(runtime)
+        fabric = Fabric(self.transport, runtime, mover)
+        await fabric.open()
         try:
             await self.staging.open(config, geometry, fabric, self.metrics, place=lambda work: work())
             self.kept = dict(self.transport.registered)
         finally:
-            assert await asyncio.wrap_future(fabric.close(5))
+            assert await mover.close(5)
+            assert await fabric.close()
 
     @property
     def spans(self):

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.copy.compiler import compiled, inlined_once
+from kvxfer.copy.compiler import compiled, inlined
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, WIDTHS, Kind
 from kvxfer.geometry.chunks import MOST_BLANKS, STAGING_ALIGNMENT
 from kvxfer.limits import MAX_ROWS
@@ -90,7 +90,7 @@ PROBES = 16
 # --- rows
 
 
-@inlined_once
+@inlined
 def _local(pair: Any, side: Any, token: Any) -> Any:
     """How many tokens before this one a side holds."""
     own = pair[side + TURN]
@@ -98,19 +98,19 @@ def _local(pair: Any, side: Any, token: Any) -> Any:
     return token // turn * own + min(max(token % turn - pair[side + RANK] * own, 0), own)
 
 
-@inlined_once
+@inlined
 def _holds(pair: Any, side: Any, token: Any) -> Any:
     return token // pair[side + TURN] % pair[side + OF] == pair[side + RANK]
 
 
-@inlined_once
+@inlined
 def _origin(pair: Any, side: Any, first_token: Any) -> Any:
     """The position of a list's first block among the tokens that its side holds."""
     rows = pair[side + RATIO] * pair[side + BLOCK]
     return _local(pair, side, first_token // pair[side + UNIT]) // rows * rows
 
 
-@inlined_once
+@inlined
 def _meet(
     pair: Any, m: Any, request: Any, src_ids: Any, dst_ids: Any, low: Any, high: Any, join: Any, outline: Any, out: Any,
     met: Any, at: Any,
@@ -209,12 +209,12 @@ def _meet(
 # --- binding
 
 
-@inlined_once
+@inlined
 def _aligned(nbytes: Any) -> Any:
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-@inlined_once
+@inlined
 def _within(ids: Any, limit: Any, null: Any) -> Any:
     """Whether all ids are of the pool, and none is the null block."""
     wrong = False
@@ -223,7 +223,7 @@ def _within(ids: Any, limit: Any, null: Any) -> Any:
     return not wrong
 
 
-@inlined_once
+@inlined
 def _distinct(ids: Any, limit: Any, marks: Any, first: Any) -> Any:
     """Where the marks of a list end, which begin at `first` and are all 0; -1 if an id is there twice."""
     size, shift, left = 1, 63, PROBES * (len(ids) + 4)
@@ -248,7 +248,7 @@ def _distinct(ids: Any, limit: Any, marks: Any, first: Any) -> Any:
     return first + size
 
 
-@inlined_once
+@inlined
 def _reaches(pair: Any, m: Any, side: Any, request: Any, own: Any, first: Any, last: Any, covered: Any) -> Any:
     """Whether a list holds its tokens up to `covered` of those from the token row `first` to before `last`.
 
@@ -344,18 +344,18 @@ def bind(pair: I64, request: I64, src_ids: I64, dst_ids: I64, marks: I64) -> int
 # --- tables
 
 
-@inlined_once
+@inlined
 def _lowest(bits: Any) -> Any:
     return bits & -bits
 
 
-@inlined_once
+@inlined
 def _width(src: Any, dst: Any, src_shift: Any, dst_shift: Any, bits: Any) -> Any:
     """The widest access that two places allow, counted in elements, and whatever else decides."""
     return _lowest(src >> src_shift | dst >> dst_shift | bits)
 
 
-@inlined_once
+@inlined
 def _divide(out: Any, at: Any, number: Any) -> None:
     """How to divide by a number, as `kvxfer.copy.tables.divisor` has it."""
     shift = 0
@@ -365,7 +365,7 @@ def _divide(out: Any, at: Any, number: Any) -> None:
     out[at + 1] = shift
 
 
-@inlined_once
+@inlined
 def _axis(out: Any, at: Any, count: Any, src: Any, dst: Any, cut: Any) -> Any:
     """Write an axis; returns where it ends."""
     out[at] = count
@@ -374,7 +374,7 @@ def _axis(out: Any, at: Any, count: Any, src: Any, dst: Any, cut: Any) -> Any:
     return at + AXIS_WORDS
 
 
-@inlined_once
+@inlined
 def _after(pair: Any, axis: Any, src_token: Any, dst_token: Any, tokens: Any) -> Any:
     """Whether an axis comes after the one of tokens: by destination, then source, then count."""
     if pair[axis + 2] != dst_token:
@@ -384,7 +384,7 @@ def _after(pair: Any, axis: Any, src_token: Any, dst_token: Any, tokens: Any) ->
     return pair[axis] > tokens
 
 
-@inlined_once
+@inlined
 def _shape(pair: Any, c: Any, width: Any, tokens: Any, out: Any, head: Any, at: Any) -> Any:
     """Write the axes of a part, and into its header how many they are; returns where they end.
 
@@ -415,7 +415,7 @@ def _shape(pair: Any, c: Any, width: Any, tokens: Any, out: Any, head: Any, at: 
     return at
 
 
-@inlined_once
+@inlined
 def _lay_out(
     kind: Any, pair: Any, regions: Any, c: Any, low: Any, high: Any, staging: Any, scratch: Any, met: Any, parts: Any,
     many: Any,
@@ -460,7 +460,7 @@ def _lay_out(
     return many
 
 
-@inlined_once
+@inlined
 def _write(
     kind: Any, pair: Any, regions: Any, scratch: Any, parts: Any, many: Any, launch: Any, out: Any, say: Any,
     start: Any,
@@ -527,7 +527,7 @@ def _write(
     return at
 
 
-@inlined_once
+@inlined
 def _blank(out: Any, blanks: Any, number: Any, address: Any, width: Any, lines: Any, pitch: Any) -> Any:
     """Write one of the blanks, if it is one of those that are named; returns how many there are."""
     if number < BLANKS:
@@ -537,7 +537,7 @@ def _blank(out: Any, blanks: Any, number: Any, address: Any, width: Any, lines: 
     return number + 1
 
 
-@inlined_once
+@inlined
 def _blanks(pair: Any, begin: Any, stop: Any, scratch: Any, staging: Any, staged: Any, out: Any, blanks: Any) -> Any:
     """What of a chunk's staging no row fills, as `ChunkPart.blanks` names it; returns how many there are."""
     many, place, c = 0, staging, pair[CLASSES_AT]

@@ -46,7 +46,6 @@ __all__ = [
     "exchange",
     "float_of",
     "inlined",
-    "inlined_once",
     "load",
     "load_word",
     "prefetch",
@@ -105,12 +104,7 @@ def _made(function: _F, signature: str, folder: Path | None, *, nogil: bool) -> 
 
 
 def inlined(function: _F) -> _F:
-    """A function that compiled ones call: it is compiled with each of them."""
-    return cast("_F", numba.njit(**_OPTIONS)(function))
-
-
-def inlined_once(function: _F) -> _F:
-    """The same, for what works on arrays: compiled once in each, whatever numbers stand written where it is called.
+    """A function that compiled ones call: compiled with each of them, once, whatever numbers stand written in a call.
 
     For each of those numba would compile another one, and all that it calls along with it. It also has nothing by which
     Python or C could call it.

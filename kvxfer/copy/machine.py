@@ -36,20 +36,41 @@ from kvxfer.copy.compiler import (
     store,
     store_word,
 )
+from kvxfer.copy.posts import (
+    begin_part,
+    caught,
+    drop_parts,
+    ended_late,
+    enter_agent,
+    give_back,
+    leave_agent,
+    look,
+    make_progress,
+    measured,
+    prepared,
+    settled,
+    turn,
+)
 from kvxfer.copy.records import (
+    AGENT,
+    AGENT_AT,
     ARGUMENTS,
+    ASLEEP,
     BLANK_COUNT,
     BLANKS,
     BYTES,
     CANCEL,
     CANCELLED,
     CAPTURE_MODE,
+    CATCH,
+    CATCHING,
     CLEAR,
     CLEAR_LINES,
     CLOCK_GETTIME,
     CODE,
     COMMANDS,
     CONTEXT,
+    COPIED,
     COPY,
     COUNT,
     CTAS,
@@ -70,19 +91,34 @@ from kvxfer.copy.records import (
     FINISHED,
     FIRED,
     FIRST,
+    FIRST_POST,
     FIXED,
     FLUSH,
+    FLUSH_DUE,
     FLUSHED,
+    FLUSHING,
+    FLYING,
+    FORGET,
+    FORGOTTEN,
     FREE,
     GATE,
     GATE_GENERATION,
     GENERATION,
+    GONE,
     GPU,
+    HALT,
+    HALTED,
     HEAD,
+    HELD,
     HELPERS,
     HERE,
+    HUSH,
+    IN_DOUBT,
     INBOX,
     INBOX_RECORDS,
+    IS_GONE,
+    IS_LEFT,
+    IS_LINGERING,
     JOB_WORDS,
     JOBS,
     LANE,
@@ -92,21 +128,33 @@ from kvxfer.copy.records import (
     LAST_END,
     LAUNCH,
     LAUNCH_WORDS,
+    LEFT,
+    LEFT_COUNT,
+    LINGERING,
+    LINGERS,
     LISTED,
     LIVE,
+    LIVED,
     LOCK,
     LOCK_BYTE,
     LOCK_USERS,
     LOCK_WORDS,
     LOCKED,
+    LOOKED,
     MARKED,
     MOST_OWNERS,
     NEAR,
+    NEEDED,
     NEWS,
+    NOBODY,
+    NOTICES_AT,
     NOW,
+    OFF,
+    OFTEN,
     ORDER,
     OUT,
     OUTCOME,
+    OVER,
     OWN_DEVICE,
     OWN_HOST,
     OWNER,
@@ -114,11 +162,18 @@ from kvxfer.copy.records import (
     PARAMETERS,
     PART_COUNT,
     PARTS,
+    PATIENCE,
+    PEER_NUMBER,
+    PIECE,
+    PIECES,
     POLLED,
+    POST,
+    POSTING,
     PPOLL,
     QUERY,
     QUEUE,
     READ,
+    READS,
     RECORD,
     RECORD_WORDS,
     RING_DEVICE,
@@ -126,14 +181,24 @@ from kvxfer.copy.records import (
     RING_WORDS,
     ROOM_END,
     ROOM_START,
+    ROWS_AT,
     RUNNING,
+    SELDOM,
     SEM_POST,
+    SENDING,
+    SENDING_COUNT,
+    SERVED,
+    SERVES,
     SET_CONTEXT,
+    SEVERED,
     SINCE,
     SLOT,
     SPIN,
     STARTED,
     STATE,
+    STAYS,
+    STEPPED,
+    STIRRED,
     STOP,
     STOPPED,
     STOPPING,
@@ -152,7 +217,9 @@ from kvxfer.copy.records import (
     UNDERWAY,
     UNTIL,
     UPLOAD,
+    VERDICT,
     WAITING,
+    WATCHED,
     WRITE,
 )
 from kvxfer.copy.walk import copy_part
@@ -164,7 +231,13 @@ _READ_LOCK, _UNLOCK, _SET_LOCK = 0, 2, 37  # F_RDLCK, F_UNLCK, F_OFD_SETLK
 _FIRST_GENERATION: Final = 1
 _AHEAD_BYTES: Final = 512 << 20
 """Bytes that are launched ahead on a GPU, by two copies at least: more than a millisecond of the fastest."""
-_SHORTEST_NS, _LONGEST_NS = 20_000, 1_000_000
+_SHORTEST_NS: Final = 20_000
+_LOOK_BACK_NS: Final = 10_000_000
+"""Between two looks at what was given up: over TCP it goes on in these alone."""
+_GROWTH: Final = 10_000
+"""Where the library may need this side to go on, a sleep is at most this fraction of the wait, but may be `OFTEN`."""
+_LONGEST_STEP_NS: Final = 1_000_000_000
+"""What one step counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
 _FOREVER: Final = -1
 
 
@@ -223,12 +296,31 @@ def _leave(state: Any, ports: Any, job: Any) -> None:
 
 @inlined
 def _end(state: Any, jobs: Any, ports: Any, slot: Any, outcome: Any, now: Any) -> None:
-    """A copy is over."""
+    """A copy is over, and with it all but what is posted then."""
     job = jobs[slot]
-    _leave(state, ports, job)
-    job[STATE], job[OUTCOME], job[FINISHED] = ENDED, outcome, now
     if job[STARTED] == 0:
         job[STARTED] = now
+    if job[STATE] == SENDING:
+        state[SENDING_COUNT] -= 1
+    else:
+        job[COPIED] = now
+        if job[POST] != 0 and outcome == DONE:
+            job[STATE], state[STIRRED] = SENDING, 1
+            state[SENDING_COUNT] += 1
+            state[SERVES] += 1
+            job[SERVED] = state[SERVES]
+            return
+    # what was read from a peer that is gone brings nothing any more; what was written may still be under way to it
+    if outcome != IN_DOUBT or (job[POST] == READS and job[LINGERS] == 0):
+        _leave(state, ports, job)
+    job[STATE], job[OUTCOME], job[FINISHED] = ENDED, outcome, now
+    _owe(state, slot)
+
+
+@inlined
+def _owe(state: Any, slot: Any) -> None:
+    """Its event is owed."""
+    state[STIRRED] = 1
     state[DUE + (state[DUE_FIRST] + state[DUE_COUNT]) % JOBS] = slot
     state[DUE_COUNT] += 1
 
@@ -236,27 +328,113 @@ def _end(state: Any, jobs: Any, ports: Any, slot: Any, outcome: Any, now: Any) -
 @inlined
 def _tell(state: Any, jobs: Any, ports: Any) -> None:
     """Write the events that are owed, as far as the pipe takes them."""
+    if state[CATCHING] == 2:
+        state[OUT] = NOBODY
+        if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) == 8 * EVENT_WORDS:
+            state[CATCHING] = 0
     while state[DUE_COUNT] > 0:
         slot = state[DUE + state[DUE_FIRST]]
         job = jobs[slot]
-        state[OUT], state[OUT + 1], state[OUT + 2] = slot, job[OUTCOME], job[CODE]
-        state[OUT + 3], state[OUT + 4] = job[STARTED], job[FINISHED]
+        stays = job[OUTCOME] != OVER and (job[LINGERS] != 0 or job[ENTERED] != 0)  # what it may move, or keeps
+        state[OUT], state[OUT + 2], state[OUT + 7] = slot, job[CODE], job[POSTING]
+        flags = (job[GONE] != 0) * IS_GONE | (job[LINGERS] != 0) * IS_LINGERING | stays * IS_LEFT
+        state[OUT + 1] = job[OUTCOME] | flags
+        state[OUT + 3], state[OUT + 4] = job[STARTED], job[COPIED]
+        state[OUT + 5], state[OUT + 6] = job[FIRST_POST], job[FINISHED]
         job[STARTED] = 0  # before: who reads the event may look at the row of what takes its place
         if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) != 8 * EVENT_WORDS:
             job[STARTED] = state[OUT + 3]
             return
-        job[STATE] = FREE
         state[DUE_FIRST] = (state[DUE_FIRST] + 1) % JOBS
         state[DUE_COUNT] -= 1
-        state[LIVE] -= 1
-        at = 0
-        while state[LISTED + at] != slot:
-            at += 1
-        for rest in range(at, state[LIVE]):  # they stay in the order in which they came
-            state[LISTED + rest] = state[LISTED + rest + 1]
+        if stays:
+            job[STATE] = LEFT
+            state[LEFT_COUNT] += 1
+            state[LINGERING] += job[LINGERS]
+        else:
+            _free(state, job, slot)
+
+
+@inlined
+def _free(state: Any, job: Any, slot: Any) -> None:
+    """A row is free again."""
+    job[STATE] = FREE
+    state[LIVE] -= 1
+    at = 0
+    while state[LISTED + at] != slot:
+        at += 1
+    for rest in range(at, state[LIVE]):  # they stay in the order in which they came
+        state[LISTED + rest] = state[LISTED + rest + 1]
 
 
 # --- what begins one
+
+
+@inlined
+def _accept(state: Any, job: Any, at: Any, slot: Any) -> None:
+    """Take a copy whose record lies there."""
+    owner, peer = state[at + OWNER], state[at + PEER_NUMBER]
+    known = -MOST_OWNERS <= owner < MOST_OWNERS and -MOST_OWNERS <= peer < MOST_OWNERS
+    if job[STATE] != FREE or not known:
+        return
+    for word in range(RECORD_WORDS):
+        job[word] = state[at + word]
+    for word in range(RECORD_WORDS, JOB_WORDS):
+        job[word] = 0
+    job[STATE], job[TAG] = WAITING, -1
+    if owner < 0:
+        job[OWNER] = ~owner
+        state[TAGS + ~owner] = 0
+    if peer < 0:
+        job[PEER_NUMBER] = ~peer
+        state[TAGS + ~peer] = 0
+    state[LISTED + state[LIVE]] = slot
+    state[LIVE] += 1
+
+
+@inlined
+def _over(state: Any, job: Any, slot: Any, outcome: Any, code: Any) -> None:
+    """More is known of what is left of a post: no byte of this side is moved by it any more."""
+    state[LEFT_COUNT] -= 1
+    state[LINGERING] -= job[LINGERS]
+    job[LINGERS] = 0
+    job[STATE], job[OUTCOME], job[CODE] = ENDED, outcome, code
+    _owe(state, slot)
+
+
+@inlined
+def _forget(state: Any, ports: Any, job: Any, slot: Any) -> None:
+    """Nobody asks any more for what is left of a post."""
+    if job[STATE] == LEFT and job[FLYING] != 0:
+        job[CANCELLED] = FORGOTTEN  # its parts are given back where the agent is called
+    elif job[STATE] == LEFT:
+        _leave(state, ports, job)
+        _over(state, job, slot, OVER, 0)
+    elif job[STATE] == ENDED and job[OUTCOME] == SEVERED:
+        _leave(state, ports, job)
+
+
+@inlined
+def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
+    """There is another agent, or the same one goes on, or there is none any more."""
+    state[AGENT_AT], state[NOTICES_AT], anew = state[at + 1], state[at + 2], state[at + 3]
+    state[HALTED] = 0
+    for number in range(state[LIVE]):
+        slot = state[LISTED + number]
+        job = jobs[slot]
+        ended = anew != 0 and job[STAYS] == 0  # but for what goes on without an agent
+        if job[STATE] == SENDING and job[CUT] != 0:
+            if ended:
+                job[LINGERS], job[GONE] = 0, 1
+            _end(state, jobs, ports, slot, IN_DOUBT, now)
+        elif job[STATE] == ENDED and job[OUTCOME] == IN_DOUBT and ended:  # which nobody was told of yet
+            job[LINGERS], job[GONE] = 0, 1
+            if job[POST] == READS:
+                _leave(state, ports, job)
+        elif job[STATE] == LEFT and job[LINGERS] != 0 and ended:
+            if job[POST] == READS:
+                _leave(state, ports, job)
+            _over(state, job, slot, SEVERED, 0)
 
 
 @inlined
@@ -270,24 +448,22 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             kind, slot = state[at], state[at + SLOT]
             if kind == STOP:
                 state[STOPPING] = 1
+            elif kind == HALT:
+                state[HALTED] = 1
+            elif kind == CATCH:
+                state[CATCHING] = 1
+            elif kind == AGENT:
+                _renewed(state, jobs, ports, at, now)
             elif 0 <= slot < JOBS:
                 job = jobs[slot]
-                owner = state[at + OWNER]
-                if kind == COPY and job[STATE] == FREE and -MOST_OWNERS <= owner < MOST_OWNERS:
-                    for word in range(RECORD_WORDS):
-                        job[word] = state[at + word]
-                    for word in range(RECORD_WORDS, JOB_WORDS):
-                        job[word] = 0
-                    job[STATE], job[TAG] = WAITING, -1
-                    if owner < 0:
-                        job[OWNER] = ~owner
-                        state[TAGS + ~owner] = 0
-                    state[LISTED + state[LIVE]] = slot
-                    state[LIVE] += 1
-                elif kind == CANCEL and job[STATE] == WAITING:
+                if kind == COPY:
+                    _accept(state, job, at, slot)
+                elif kind == CANCEL and (job[STATE] == WAITING or job[STATE] == OFF):
                     _end(state, jobs, ports, slot, STOPPED, now)
-                elif kind == CANCEL:
+                elif kind == CANCEL and job[CANCELLED] == 0:
                     job[CANCELLED] = 1
+                elif kind == FORGET:
+                    _forget(state, ports, job, slot)
             taken = True
         if got < 8 * INBOX_RECORDS * RECORD_WORDS:
             return taken
@@ -304,6 +480,21 @@ def _fired(ports: Any, job: Any) -> Any:
             return -code
         job[FIRED] += 1
     return 1
+
+
+@inlined
+def _may_begin(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
+    """Whether a copy begins: its lease has not ended, and nobody keeps it out. Else it is over."""
+    job = jobs[slot]
+    if now >= job[UNTIL] or (job[POST] == 0 and not _enter(state, ports, job)):
+        _end(state, jobs, ports, slot, STOPPED, now)
+        return False
+    # before it is launched: a call that does that may stand still itself
+    if not exchange(state[ROWS_AT] + 8 * (slot * JOB_WORDS + STATE), WAITING, RUNNING):
+        _leave(state, ports, job)
+        return False
+    job[STARTED] = now
+    return True
 
 
 @inlined
@@ -325,6 +516,10 @@ def _next(state: Any, jobs: Any, ports: Any, lane: Any, now: Any) -> Any:
                 _end(state, jobs, ports, slot, FAILED, now)
             if fired <= 0:
                 continue
+            if job[PART_COUNT] + job[BLANK_COUNT] + job[FLUSHED] == 0:  # what is to be posted, or told of its events
+                if _may_begin(state, jobs, ports, slot, now):
+                    _end(state, jobs, ports, slot, DONE, now)
+                continue
             # behind the last one of its owner, and not before what is copied now: waiting has gained it nothing
             job[TAG] = max(state[TURN], state[TAGS + job[OWNER]])
             state[TAGS + job[OWNER]] = job[TAG] + max(1, job[BYTES])
@@ -340,17 +535,6 @@ def _served(state: Any, job: Any) -> None:
     state[TURN] = max(state[TURN], job[TAG]) + (job[BYTES] + owners - 1) // owners
 
 
-@inlined
-def _may_begin(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
-    """Whether a copy begins: its lease has not ended, and nobody keeps it out. Else it is over."""
-    job = jobs[slot]
-    if now >= job[UNTIL] or not _enter(state, ports, job):
-        _end(state, jobs, ports, slot, STOPPED, now)
-        return False
-    job[STATE], job[STARTED] = RUNNING, now  # before it is launched: a call that does that may stand still itself
-    return True
-
-
 # --- on a CPU
 
 
@@ -359,8 +543,9 @@ def _step_host(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     """Copy a part of what is copied now, beside helpers who do the same; whether anything moved on."""
     team = state[HERE] + 8 * TEAM
     slot = state[CURRENT]
+    following = _next(state, jobs, ports, -1, now)
     if slot < 0:
-        slot = _next(state, jobs, ports, -1, now)
+        slot = following
         if slot < 0:
             return False
         job = jobs[slot]
@@ -515,12 +700,8 @@ def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     for number in range(LANES):
         lane = state[LANE_AT + number * LANE_WORDS : LANE_AT + (number + 1) * LANE_WORDS]
         full = lane[COUNT] == QUEUE or (lane[COUNT] > 1 and lane[UNDERWAY] >= _AHEAD_BYTES)
-        slot = -1 if full else _next(state, jobs, ports, number, now)
-        if slot >= 0 and jobs[slot][PART_COUNT] + jobs[slot][BLANK_COUNT] + jobs[slot][FLUSHED] == 0:
-            if _may_begin(state, jobs, ports, slot, now):  # who asks for nothing but to be told of its events
-                _end(state, jobs, ports, slot, DONE, now)
-            moved = True
-        elif slot >= 0 and _room(lane, jobs[slot]):
+        slot = _next(state, jobs, ports, number, now)
+        if not full and slot >= 0 and _room(lane, jobs[slot]):
             _launch(state, jobs, ports, lane, slot, now)
             moved = True
         if _reap(state, jobs, ports, lane):
@@ -528,7 +709,116 @@ def _step_gpu(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
     return moved
 
 
+# --- over the transport
+
+
+@inlined
+def _stop_cancelled(state: Any, jobs: Any, ports: Any, now: Any) -> None:
+    """Post nothing more that nobody wants any more; what has nothing under way is over, also without an agent."""
+    for at in range(state[LIVE]):
+        slot = state[LISTED + at]
+        job = jobs[slot]
+        if job[STATE] == SENDING and job[CANCELLED] != 0 and job[VERDICT] == DONE and job[PIECE] < job[PIECES]:
+            job[VERDICT] = STOPPED
+            if job[FLYING] == 0:
+                _end(state, jobs, ports, slot, STOPPED, now)
+
+
+@inlined
+def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 - one pass, in order
+    """Post a part, look at all that are under way, let the library work; whether anything moved on.
+
+    One part at a time: where the call that posts it copies, it takes a while, and others have ended meanwhile.
+    """
+    if state[CATCHING] == 1 and state[AGENT_AT] == 0:
+        state[CATCHING] = 2
+    if state[SENDING_COUNT] + state[WATCHED] + state[HELD] + state[CATCHING] == 0:
+        return False
+    if state[SENDING_COUNT] != 0:
+        _stop_cancelled(state, jobs, ports, now)
+    if not enter_agent(state):
+        return False
+    moved = False
+    slot = -1 if state[HALTED] else turn(state, jobs)
+    if slot >= 0:
+        _post(state, ports, jobs[slot])
+        moved = True
+    if state[SENDING_COUNT] != 0:
+        now = _now(state, ports)
+        for at in range(state[LIVE]):
+            slot = state[LISTED + at]
+            job = jobs[slot]
+            if job[STATE] == SENDING and job[CUT] == 0:
+                if look(state, ports, job):
+                    moved = True
+                if settled(state, ports, job):
+                    _end(state, jobs, ports, slot, job[VERDICT], now)
+    if state[WATCHED] != 0 and now - state[LOOKED] >= _LOOK_BACK_NS:
+        state[LOOKED] = now
+        for at in range(state[LIVE]):
+            slot = state[LISTED + at]
+            job = jobs[slot]
+            if job[STATE] == LEFT and job[FLYING] != 0:
+                ended = ended_late(state, ports, job)
+                if ended or job[CANCELLED] == FORGOTTEN:
+                    drop_parts(state, ports, job)
+                    _leave(state, ports, job)
+                    _over(state, job, slot, OVER, 1 if ended else 0)
+    if state[HELD] != 0 and now >= state[HUSH]:
+        make_progress(state, ports)
+    if state[CATCHING] == 1:
+        for at in range(state[LIVE]):
+            job = jobs[state[LISTED + at]]
+            if job[STATE] == SENDING and caught(state, ports, job):
+                job[CUT] = 1
+            elif job[STATE] == LEFT or job[STATE] == ENDED:
+                drop_parts(state, ports, job)
+        state[CATCHING], state[AGENT_AT] = 2, 0  # whose end may be next: it is not called before there is one again
+    leave_agent(state)
+    return moved
+
+
+@inlined
+def _post(state: Any, ports: Any, job: Any) -> None:
+    """Post the next part of a post, unless it may not go on."""
+    began, flush = _now(state, ports), job[FLUSHING] == FLUSH_DUE
+    request = prepared(state, ports, job, measured(state, job))
+    if request == 0:
+        return
+    # a flush touches nothing that is not touched already
+    if not flush and (_now(state, ports) >= job[UNTIL] or (job[ENTERED] == 0 and not _enter(state, ports, job))):
+        give_back(state, ports, request)
+        job[VERDICT] = STOPPED
+        return
+    begin_part(state, ports, job, request, began)
+    if not flush:
+        job[POSTING] += _now(state, ports) - began
+
+
 # --- all of it
+
+
+@inlined
+def _delay(state: Any, now: Any) -> Any:
+    """Nanoseconds until something may have to be done, where nothing moves on."""
+    waited = now - state[SINCE]
+    longest = state[SELDOM]
+    often = min(max(waited // _GROWTH, state[OFTEN]), longest)  # where the library may need us to go on
+    delay = _FOREVER
+    if state[LIVE] > state[LEFT_COUNT]:
+        if waited < state[SPIN]:
+            return 0
+        delay = min(max(waited // 8, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
+    if state[HELD] != 0:
+        held = often if state[NEEDED] != 0 else longest
+        held = max(held, state[HUSH] - now)
+        delay = held if delay < 0 else min(delay, held)
+    if state[WATCHED] != 0:
+        delay = _LOOK_BACK_NS if delay < 0 else min(delay, _LOOK_BACK_NS)
+    if state[CATCHING] != 0:
+        delay = _SHORTEST_NS
+    state[ASLEEP] = 1 if delay < 0 else 0
+    return delay
 
 
 @compiled("int64(int64[::1], int64[:,::1], int64[::1])")
@@ -539,20 +829,23 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
         Nanoseconds after which it wants to run again, unless a record comes before; -1: then only.
     """
     now = _now(state, ports)
+    state[LIVED] += min(now - state[STEPPED], _LONGEST_STEP_NS, state[PATIENCE] // 4)
+    state[STEPPED], state[STIRRED], state[ASLEEP] = now, 0, 0
     state[TURNS] += 1
     moved = _take(state, jobs, ports, now)
-    if state[LIVE] == 0:
+    if state[LIVE] + state[HELD] + state[CATCHING] == 0:
+        state[ASLEEP] = 1
         return _FOREVER
     if _step_gpu(state, jobs, ports, now) if state[GPU] else _step_host(state, jobs, ports, now):
         moved = True
+    if _step_posts(state, jobs, ports, now):
+        moved = True
+    moved = moved or state[STIRRED] != 0
     _tell(state, jobs, ports)
     if moved:
         state[SINCE] = now
         return 0
-    waited = now - state[SINCE]
-    if waited < state[SPIN]:
-        return 0
-    return min(max(waited // 8, _SHORTEST_NS), _LONGEST_NS)
+    return _delay(state, now)
 
 
 @compiled("void(int64[::1], int64[:,::1], int64[::1])")

@@ -1,8 +1,10 @@
-"""The mover as the event loop sees it: copies go in as records, and come back as events.
+"""The mover as the event loop sees it: copies and posts go in as records, and come back as events.
 
 Two pipes join the loop and the machine (`machine.py`). A record is the whole of what was decided: which bytes, until
 when, past which lock or gate. From then on the machine alone knows how it stands, and the loop, which may cancel it, is
 told once how it ended. What a record points to (tables, handles of events) is kept here until then.
+
+What ended in doubt stays in the machine as long as it may move bytes, or keeps the lock in front of a peer's memory.
 
 On a machine with a GPU the events of CUDA that a copy waits for are asked by the machine. Anything else that may be
 waited for has a method `query`, which needs the interpreter, so it is asked here; the record goes when it has happened.
@@ -16,7 +18,7 @@ import os
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -26,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event
+from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post
 from kvxfer.copy.sum_tables import SumTables, pack_sums
 from kvxfer.copy.tables import PART_BYTES, parts_of
-from kvxfer.errors import ClosedError, KvxferError, TransferFailedError
+from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
 from kvxfer.runtime import TURN_SECONDS, Runtime, allowed_cpus, settle
@@ -43,14 +45,28 @@ I64: TypeAlias = NDArray[np.int64]
 
 _NS: Final = 1_000_000_000
 _FOREVER_NS: Final = (1 << 63) - 1
+_FOREVER_S: Final = 1e9
 _RECORD: Final = struct.Struct(f"<{records.RECORD_WORDS}q")
-_CANCEL: Final = struct.Struct(f"<2q{8 * records.RECORD_WORDS - 16}s")
+_BRIEF: Final = struct.Struct(f"<4q{8 * records.RECORD_WORDS - 32}s")
+_POKE: Final = _BRIEF.pack(records.POKE, 0, 0, 0, b"")
 _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
 _NOWHERE: Final = (0, 0)
 _NO_LAUNCH: Final = (0,) * 10
+_NO_POST: Final = (0,) * (records.RECORD_WORDS - records.POST)
+_MEMORIES: Final = {"DRAM": 0, "VRAM": 1}
+_BROKEN: Final = frozenset({records.FAILED, records.IN_DOUBT})
+_PEER: Final = "peer"
+"""What makes a peer, among owners, another than an owner of its name."""
+_DOING: Final = {Operation.READ: "read from", Operation.WRITE: "write to"}
+_WAYS: Final = {Operation.READ: records.READS, Operation.WRITE: records.WRITES}
+_UNBOUNDED: Final = 1 << 62
+_LISTED_MORE: Final = 16
+"""How many times as many pieces a part has where they are taken as one list."""
+_CATCH_S: Final = 0.5
+"""Seconds that a machine which works needs at most to let go of what it has posted."""
 _LIBC: Final = {
     records.READ: "read",
     records.WRITE: "write",
@@ -61,6 +77,9 @@ _LIBC: Final = {
 }
 _SPIN_NS: Final = 200_000
 """For how long the machine looks without a pause for what may end at any moment."""
+_OFTEN_NS, _SELDOM_NS = 100_000, 1_000_000
+"""For how long it sleeps at most: where the transport may need it to go on; else. Over TCP, where the target moves the
+data, 1 ms costs two thirds of the speed."""
 _SPINS_FROM_CPUS: Final = 3
 """With fewer CPUs whoever spins keeps somebody from working for whom it waits."""
 _SEMAPHORE_WORDS: Final = 8
@@ -96,6 +115,7 @@ class Copy:
         slot: Its row in the machine; -1 if it is not there.
         cancelled: Whether nobody wants it any more.
         closed: Whether that is because the worker is closing.
+        left: Whether it ended in doubt, and the machine still has it.
     """
 
     job: CopyJob
@@ -109,6 +129,7 @@ class Copy:
     slot: int = -1
     cancelled: bool = False
     closed: bool = False
+    left: bool = False
 
 
 class Mover:
@@ -120,6 +141,12 @@ class Mover:
         ctas: Thread blocks that a copy occupies at most, so that other work keeps its share of the GPU.
         threads: How many may work on one copy between CPU memory.
         cpus: Where they are kept; anywhere if there are none.
+        max_descriptors: Pieces in one part of a post at most.
+        max_post_bytes: Bytes in one part at most where host memory is involved; a larger piece is split. Between GPUs a
+            post only starts a copy engine, so bytes need no bound there: what the bound protects against is a post that
+            copies, with the thread inside it.
+        no_progress_timeout: Seconds without any part of a post posted or ended until it is given up as `IN_DOUBT`. They
+            count while the machine runs: a process that stood still does not doubt its peers for it.
     """
 
     def __init__(
@@ -130,7 +157,12 @@ class Mover:
         ctas: int = 24,
         threads: int = 1,
         cpus: frozenset[int] = frozenset(),
+        max_descriptors: int = 1024,
+        max_post_bytes: int = 4 << 20,
+        no_progress_timeout: float = 30.0,
     ) -> None:
+        if min(max_descriptors, max_post_bytes) < 1 or no_progress_timeout <= 0:
+            raise ConfigError("max_descriptors, max_post_bytes and no_progress_timeout must be > 0")
         self._loop: Final = asyncio.get_running_loop()
         self._runtime: Final = runtime
         self._gpu: Final = gpu
@@ -148,7 +180,17 @@ class Mover:
         self._delay = _LOOK_S
         self._refusing = self._closing = False
         self._idle: Final = self._loop.create_future()
+        self._limits: Final = max_descriptors, max_post_bytes
+        self._native: Native | None = None  # of the agent that the machine has, or had last
+        self._listed = 1  # times as many pieces between GPUs
+        self._firm = False  # whether the agent is let be whoever is held awake for
+        self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
+        self._caught: asyncio.Future[None] | None = None
+        self._deaf = False  # whether it hears of the machine no more
+        self.ready: Callable[[str], asyncio.Future[Any] | None] = lambda _: None
+        """Whoever knows peers: what is to be waited for before something is posted to one of them, if anything."""
         self._machine: Final = _Machine(runtime, gpu, threads, cpus, self._loop, self._copies)
+        self._machine.state[records.PATIENCE] = int(min(no_progress_timeout, _FOREVER_S) * _NS)
         self._loop.add_reader(self._machine.news, self._read)
 
     # --- asking
@@ -158,9 +200,12 @@ class Mover:
 
         Raises:
             ClosedError: If it is closed; `job.done` is not called then.
+            FabricError: If the two sides of what is to be posted do not fit; likewise.
         """
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
+        if job.post is not None:
+            _check(job.post)
         self._untold += 1
         copy = Copy(job, _LANES[direction])
         if job.after is not READY:
@@ -186,7 +231,7 @@ class Mover:
             self._queue.remove(copy)
         else:
             if self._copies.get(copy.slot) is copy:
-                self._machine.tell(_CANCEL.pack(records.CANCEL, copy.slot, b""))
+                self._machine.tell(_BRIEF.pack(records.CANCEL, copy.slot, 0, 0, b""))
             return
         self._loop.call_soon(self._tell, copy, self._outcome(stopped=True))
 
@@ -214,11 +259,162 @@ class Mover:
 
     def standing(self, since: float) -> bool:
         """Whether a copy that was launched before `since` still runs where calls of a driver would wait for it."""
-        return self._gpu is not None and any(0 < self._machine.started(slot) < since * _NS for slot in self._copies)
+        return self._gpu is not None and any(self._machine.runs_since(slot, since * _NS) for slot in self._copies)
 
     def waiting(self, direction: Direction) -> int:
         """How many copies wait for events that need the interpreter."""
         return sum(copy.lane == _LANES[direction] for copy in self._unfired)
+
+    # --- the transport
+
+    def attach(self, native: Native | None, *, orderly: bool = False, listed: bool = False, anew: bool = False) -> None:
+        """Post by this agent from now on; by none if there is none.
+
+        Args:
+            native: The agent.
+            orderly: As of its transport.
+            listed: Whether it takes pieces between GPUs as one list.
+            anew: Whether the one before has ended, and with it all that was posted by it and needs it.
+        """
+        self._native = native or self._native
+        self._listed = _LISTED_MORE if listed else 1
+        self._machine.attach(native, orderly=orderly, anew=anew)
+
+    def hold_awake(self, *, needed: bool = True) -> Callable[[], None]:
+        """Keep the transport progressing, for peers that write into our memory, until the returned function is called.
+
+        Args:
+            needed: False where they were seen to move their bytes without it: then it progresses seldom, in case.
+
+        Returns:
+            Releases this hold; further calls do nothing.
+        """
+        holder = [needed]
+        self._hold(1, needed)
+
+        def release() -> None:
+            if holder:
+                self._hold(-1, holder.pop())
+
+        return release
+
+    def _hold(self, count: int, needed: bool) -> None:
+        state = self._machine.state
+        state[records.HELD] += count
+        state[records.NEEDED] += count * needed
+        if count > 0:
+            state[records.HUSH] *= self._firm
+            self._machine.poke()
+
+    @property
+    def held_awake(self) -> int:
+        """For how many reasons the transport progresses though nothing of our own is under way."""
+        return int(self._machine.state[records.HELD])
+
+    @property
+    def lingering(self) -> int:
+        """Posts that were given up, and may still touch memory."""
+        return int(self._machine.state[records.LINGERING])
+
+    @property
+    def calls(self) -> int:
+        """How often the agent was called that may have moved bytes by it."""
+        return int(self._machine.state[records.CALLS])
+
+    @property
+    def posting(self) -> int:
+        """Posts whose turn has come, and parts that were given up and are still looked at. From any thread."""
+        state = self._machine.state
+        return int(state[records.SENDING_COUNT] + state[records.WATCHED])
+
+    def hush(self, until: float, *, firm: bool) -> None:
+        """Let the agent be until then, unless something is posted, or somebody is held awake for and it is not `firm`.
+
+        From any thread that has claimed the agent.
+        """
+        self._firm = firm
+        self._machine.state[records.HUSH] = int(until * _NS)
+
+    def unhush(self) -> None:
+        """Let it progress again."""
+        self._machine.state[records.HUSH] = 0
+        self._machine.poke()
+
+    def claim(self) -> bool:
+        """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""
+        return self._machine.claim()
+
+    def release_claim(self) -> None:
+        """The machine may call the agent again. From any thread."""
+        self._machine.release_claim()
+
+    def broken(self) -> FabricError | None:
+        """Why the agent does not work, if it said so where nobody waits for an answer."""
+        code, native = int(self._machine.state[records.BROKEN]), self._native
+        return native.error(code, "make progress", False, False) if code and native is not None else None
+
+    def late(self) -> float:
+        """For how many seconds the machine has owed a step."""
+        owing = self.held_awake > 0 or any(not copy.left for copy in self._copies.values())
+        return self._machine.late(self._runtime.now()) if owing else 0.0
+
+    def halt(self) -> None:
+        """Post nothing more until there is an agent (again)."""
+        self._machine.tell(_BRIEF.pack(records.HALT, 0, 0, 0, b""))
+
+    def under_way(self, *, stays: bool) -> bool:
+        """Whether parts of posts are under way.
+
+        Args:
+            stays: Count those too that were given up and go on without the agent, as far as they are looked at.
+        """
+        state = self._machine.state
+        left = stays and state[records.WATCHED] > 0
+        runs_on = left and any(copy.left and copy.job.post and copy.job.post.runs_on for copy in self._copies.values())
+        return bool(state[records.FLYING_COUNT] > 0 or runs_on)
+
+    async def catch(self) -> None:
+        """Give up what is under way, whose end is told when `attach` was called. Nothing is once this has ended."""
+        if self._deaf:
+            return
+        if self._caught is None:
+            self._caught = self._loop.create_future()
+            self._machine.tell(_BRIEF.pack(records.CATCH, 0, 0, 0, b""))
+        await asyncio.shield(self._caught)
+
+    @property
+    def peers(self) -> set[str]:
+        """To and from whom something is posted, or to be."""
+        return {copy.job.post.peer for copy in self._copies.values() if copy.job.post is not None and not copy.left}
+
+    def watches(self, peer: str) -> bool:
+        """Whether something to or from a peer was given up, and is still looked at."""
+        flying = self._machine.jobs[:, records.FLYING]
+        return any(
+            copy.left and copy.job.post is not None and copy.job.post.peer == peer and flying[slot]
+            for slot, copy in self._copies.items()
+        )
+
+    def when_unwatched(self, peer: str, then: Callable[[], None]) -> None:
+        """Call `then` when something that was given up is looked at no more."""
+        self._unwatched.setdefault(peer, []).append(then)
+
+    def may_copy(self, copy: Copy) -> bool:
+        """Whether a job's copy is under way, or may be yet: not of one that was cancelled before it began."""
+        if self._copies.get(copy.slot) is not copy:
+            return not copy.cancelled
+        return self._machine.may_copy(copy.slot, off=copy.cancelled)
+
+    def cancel_posts(self) -> None:
+        """Post nothing of all that is asked for."""
+        for copy in [*self._unfired, *self._queue, *self._copies.values()]:
+            if copy.job.post is not None and not copy.left:
+                self.cancel(copy)
+
+    def forget(self, copy: Copy) -> None:
+        """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
+        if copy.left:
+            self._machine.tell(_BRIEF.pack(records.FORGET, copy.slot, 0, 0, b""))
 
     # --- ending
 
@@ -240,7 +436,10 @@ class Mover:
             for copy in [*self._unfired, *self._queue, *self._copies.values()]:
                 copy.closed = True
                 self.cancel(copy)
-            return False
+            if any(copy.job.post is not None for copy in self._copies.values()):
+                await self._let_go()
+            if self._untold:
+                return False
         self._hang_up()
         while not self._machine.stop():
             if self._loop.time() >= deadline:
@@ -248,9 +447,29 @@ class Mover:
             await asyncio.sleep(_STOP_LOOK_S)
         return True
 
+    def give_back(self) -> None:
+        """It has ended, and the transport with it: give back what leads to memory of peers, still inside or not."""
+        for copy in self._copies.values():
+            if copy.job.passage is not None:
+                copy.job.passage.give_back()
+        self._copies.clear()
+
+    async def _let_go(self) -> None:
+        """Give up what was posted."""
+        catching = asyncio.ensure_future(self.catch())
+        await asyncio.wait({catching}, timeout=_CATCH_S)
+        if catching.done():
+            self.attach(None)
+            await asyncio.wait({self._idle}, timeout=_CATCH_S)
+        else:
+            catching.cancel()
+
     def _hang_up(self) -> None:
         """Nothing is awaited any more."""
+        self._deaf = True
         self._loop.remove_reader(self._machine.news)
+        if self._caught is not None and not self._caught.done():
+            self._caught.set_result(None)
         if self._look is not None:
             self._look.cancel()
 
@@ -301,22 +520,29 @@ class Mover:
         behind = self._behind.get(job.owner)
         if behind is not None:  # those of one owner keep their order
             behind.append(copy)
-        elif gpu is None or (job.sums is None and gpu.is_prepared(job.tables)):
+            return
+        met = None if job.post is None else self.ready(job.post.peer)
+        if met is None and (gpu is None or (job.sums is None and gpu.is_prepared(job.tables))):
             self._send(copy)
         else:
             self._behind[job.owner] = deque()
-            copy.kept.append(self._loop.create_task(self._prepare_off_loop(copy, gpu), name="kvxfer prepare a copy"))
+            preparing = self._prepare_off_loop(copy, gpu, met)
+            copy.kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
 
-    async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu") -> None:
+    async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu | None", met: "asyncio.Future[Any] | None") -> None:
         job = copy.job
 
         def make() -> None:
             if job.sums is not None:
                 copy.sums = pack_sums(job.sums)
-            copy.room = gpu.prepare(job.tables, copy.sums, copy.lane)
+            if gpu is not None:
+                copy.room = gpu.prepare(job.tables, copy.sums, copy.lane)
 
         try:
-            await self._runtime.in_thread(make)
+            if met is not None:
+                await asyncio.shield(met)
+            if gpu is not None:
+                await self._runtime.in_thread(make)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
             self._tell(copy, self._outcome(_error("a copy could not be prepared", error)))
         else:
@@ -371,6 +597,22 @@ class Mover:
             *events,
             *blanks,
             *copying,
+            *(_NO_POST if job.post is None else self._posting(copy, job.post)),
+        )
+
+    def _posting(self, copy: Copy, post: Post) -> tuple[int, ...]:
+        """What a record says from POST on."""
+        name, near, far = ctypes.create_string_buffer(post.peer.encode()), post.local, post.remote
+        here, there = (np.ascontiguousarray(side.pieces, np.int64) for side in (near, far))
+        copy.kept += [name, here, there]
+        pieces, nbytes = self._limits
+        if near.kind == far.kind == "VRAM":
+            pieces, nbytes = self._listed * pieces, _UNBOUNDED
+        return (
+            *(_WAYS[post.operation], ctypes.addressof(name), self._owner((_PEER, post.peer))),
+            *(_MEMORIES[near.kind], near.device, here.ctypes.data),
+            *(_MEMORIES[far.kind], far.device, there.ctypes.data),
+            *(len(here), pieces, nbytes, int(post.runs_on)),
         )
 
     def _launches(self, copy: Copy, gpu: "Gpu") -> tuple[int, ...]:
@@ -422,21 +664,34 @@ class Mover:
         """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
         until = self._runtime.now() + TURN_SECONDS
         while self._news:
-            slot, outcome, code, started, finished = self._news.popleft()
-            copy = self._copies.pop(slot)
-            self._free.append(slot)
-            self._sent[copy.job.owner] -= 1
-            if not self._sent[copy.job.owner]:
-                del self._sent[copy.job.owner]
-                self._machine.owners = len(self._sent)
-            if self._queue:
-                self._send(self._queue.popleft())
-            if copy.job.passage is not None:
-                copy.job.passage.give_back()
-            error = self._gpu.error(code) if outcome == records.FAILED and self._gpu is not None else None
+            slot, flags, code, started, copied, posted, finished, posting = self._news.popleft()
+            if slot == records.NOBODY:
+                caught, self._caught = self._caught, None
+                if caught is not None and not caught.done():
+                    caught.set_result(None)
+                continue
+            copy, outcome = self._copies[slot], flags & records.OUTCOMES
+            if not flags & records.IS_LEFT:
+                self._let_out(copy)
+            if copy.left:
+                copy.left = bool(flags & records.IS_LEFT)
+                self._tell_late(copy, outcome, code)
+                continue
+            copy.left = bool(flags & records.IS_LEFT)
+            error = self._error(copy.job, outcome, code, flags) if outcome in _BROKEN else None
             summed = copy.found is not None and outcome == records.DONE
             found = copy.found.astype("<i8").tobytes() if summed and copy.found is not None else b""
-            told = CopyOutcome(error, started / _NS, finished / _NS, outcome == records.STOPPED, found)
+            told = CopyOutcome(
+                error,
+                started / _NS,
+                finished / _NS,
+                stopped=outcome == records.STOPPED,
+                sums=found,
+                in_doubt=outcome == records.IN_DOUBT,
+                copied=copied / _NS,
+                posted=posted / _NS,
+                posting=posting / _NS,
+            )
             if copy.job.sums is not None and self._gpu is None and outcome == records.DONE:
                 copy.kept.append(self._loop.create_task(self._add_up(copy, told), name="kvxfer add up"))
             else:
@@ -444,6 +699,55 @@ class Mover:
             if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return
+
+    def _let_out(self, copy: Copy) -> None:
+        """The machine has nothing of it any more."""
+        job = copy.job
+        del self._copies[copy.slot]
+        self._free.append(copy.slot)
+        for owner in (job.owner,) if job.post is None else (job.owner, (_PEER, job.post.peer)):
+            self._sent[owner] -= 1
+            if not self._sent[owner]:
+                del self._sent[owner]
+        self._machine.owners = len(self._sent)
+        if job.passage is not None:
+            job.passage.give_back()
+        if self._queue:
+            self._send(self._queue.popleft())
+
+    def _error(self, job: CopyJob, outcome: int, code: int, flags: int) -> KvxferError | None:
+        """Why a job failed; a driver's codes are positive, a transport's are not."""
+        if code > 0 and self._gpu is not None:
+            return self._gpu.error(code)
+        post, native = job.post, self._native
+        if post is None or native is None:
+            return TransferFailedError(f"a copy failed with code {code}")
+        lingers, in_doubt = bool(flags & records.IS_LINGERING), outcome == records.IN_DOUBT
+        gone = bool(flags & records.IS_GONE) and not lingers  # else that is true of one part
+        if code == records.SILENT:
+            patience = self._machine.state[records.PATIENCE] / _NS
+            return FabricError(f"no progress for {patience:g} s to {post.peer}", in_doubt=in_doubt)
+        if code == records.CUT_OFF:
+            why = "the worker was closed" if self._closing else "the agent was rebuilt"
+            return FabricError(f"{why} while a post to {post.peer} was under way", disconnected=gone, in_doubt=in_doubt)
+        error = native.error(code, f"{_DOING[post.operation]} {post.peer}", gone, in_doubt)
+        if lingers and flags & records.IS_GONE:
+            error = FabricError(f"{error}, and not every part has ended", in_doubt=in_doubt)
+        return error
+
+    def _tell_late(self, copy: Copy, outcome: int, ended: int) -> None:
+        """More is known of what ended in doubt."""
+        post = copy.job.post
+        if not copy.left:
+            copy.kept.clear()
+        for then in self._unwatched.pop(post.peer, ()) if post is not None else ():
+            then()
+        if post is None or (outcome == records.OVER and not ended):  # as nobody asked any more
+            return
+        try:
+            post.late(outcome == records.OVER)
+        except Exception as error:  # noqa: BLE001 - as in `_tell`
+            self._loop.call_exception_handler({"message": "nobody took the end of a doubt", "exception": error})
 
     async def _add_up(self, copy: Copy, told: CopyOutcome) -> None:
         """Add up what CPU memory holds, in a worker thread."""
@@ -468,7 +772,8 @@ class Mover:
             copy.job.done(outcome)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - `done` must not raise: the others still hear
             self._loop.call_exception_handler({"message": "nobody took the end of a copy", "exception": error})
-        copy.kept.clear()
+        if not copy.left:
+            copy.kept.clear()
         self._untold -= 1
         if self._refusing and not self._untold:
             if not self._idle.done():
@@ -497,6 +802,7 @@ class _Machine:
         self._held: Final = copies  # by slot: what the records point to, as long as the machine may read it
         self._code: Final = import_module("kvxfer.copy.machine")  # compiled when it is first needed, and not before
         self._walk: Final = import_module("kvxfer.copy.walk")
+        self._posts: Final = import_module("kvxfer.copy.posts")
         self._sums: Final = import_module("kvxfer.copy.sums")
         self._runtime: Final = runtime
         self._loop: Final = loop
@@ -505,9 +811,11 @@ class _Machine:
         self._helpers: Final[list[threading.Thread]] = []
         self._stopping = False
         self._unsent: Final[deque[bytes]] = deque()  # records for which the pipe had no room
+        self._asked = 0.0  # when it was told something as it was asleep
         self.state: Final = np.zeros(records.STATE_WORDS, np.int64)
         self.jobs: Final = np.zeros((records.JOBS, records.JOB_WORDS), np.int64)
         self.ports: Final = np.zeros(records.PORTS, np.int64)
+        self._natives: Final[list[Native]] = []  # whose functions it may call
         self._semaphore: Final = np.zeros(_SEMAPHORE_WORDS, np.int64)
         commands, self._commands = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.news, news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -516,8 +824,9 @@ class _Machine:
         for port, name in _LIBC.items():
             self.ports[port] = _address(libc[name])
         libc.sem_init(ctypes.c_void_p(self._semaphore.ctypes.data), 0, 0)
-        state[records.HERE] = state.ctypes.data
+        state[records.HERE], state[records.ROWS_AT] = state.ctypes.data, self.jobs.ctypes.data
         state[records.COMMANDS], state[records.NEWS], state[records.CURRENT] = commands, news, -1
+        state[records.OFTEN], state[records.SELDOM] = _OFTEN_NS, _SELDOM_NS
         state[records.SPIN] = _SPIN_NS if len(allowed_cpus()) >= _SPINS_FROM_CPUS else 0
         state[records.TEAM + 4], state[records.TEAM + 5] = self._semaphore.ctypes.data, _address(libc.sem_wait)
         where = records.PARAMETERS
@@ -553,12 +862,49 @@ class _Machine:
     def owners(self, count: int) -> None:
         self.state[records.OWNERS] = count
 
-    def started(self, slot: int) -> int:
-        """When the copy in a slot was launched, in nanoseconds; 0 if it was not."""
-        return int(self.jobs[slot, records.STARTED])
+    def runs_since(self, slot: int, before: float) -> bool:
+        """Whether the copy in a slot runs, and was launched before that time in nanoseconds."""
+        job = self.jobs[slot]
+        return bool(job[records.STATE] == records.RUNNING and 0 < job[records.STARTED] < before)
+
+    def may_copy(self, slot: int, *, off: bool) -> bool:
+        """See `Mover.may_copy`."""
+        row = self.jobs[slot]
+        if off and self._posts.call_off(row.ctypes.data):
+            return False
+        return bool(row[records.STATE] in (records.WAITING, records.RUNNING))
+
+    def attach(self, native: Native | None, *, orderly: bool, anew: bool) -> None:
+        """See `Mover.attach`."""
+        self._natives[:] = [*self._natives[-1:], *([] if native is None else [native])]
+        if native is not None:
+            self.ports[records.AGENT_PORTS :] = native.table
+            self.state[records.ORDERLY] = orderly
+        agent, notices = (0, 0) if native is None else (native.agent, native.notices)
+        self.tell(_BRIEF.pack(records.AGENT, agent, notices, int(anew), b""))
+
+    def claim(self) -> bool:
+        """See `Mover.claim`."""
+        return bool(self._posts.claim(self.state.ctypes.data))
+
+    def release_claim(self) -> None:
+        """See `Mover.release_claim`."""
+        self._posts.release_claim(self.state.ctypes.data)
+
+    def late(self, now: float) -> float:
+        """For how long there was no step since one was asked for."""
+        return max(0.0, now - max(self._asked, int(self.state[records.STEPPED]) / _NS))
+
+    def poke(self) -> None:
+        """Have it look at what the loop has put into `state`."""
+        self.tell(_POKE)
 
     def tell(self, record: bytes) -> None:
-        """Put a record into the pipe, as soon as there is room."""
+        """Put a record into the pipe, as soon as there is room. Of no effect when it has ended."""
+        if not self._descriptors:
+            return
+        if self.state[records.ASLEEP] and self._asked <= int(self.state[records.STEPPED]) / _NS:
+            self._asked = self._runtime.now()
         if self._unsent or not self._write(record):
             if not self._unsent:
                 self._loop.add_writer(self._commands, self._send)
@@ -606,7 +952,7 @@ class _Machine:
             return True
         if not self._stopping:
             self._stopping = True
-            self.tell(_CANCEL.pack(records.STOP, 0, b""))
+            self.tell(_BRIEF.pack(records.STOP, 0, 0, 0, b""))
         if not self._service.stop(timeout):
             return False
         _machines.discard(self)
@@ -645,6 +991,24 @@ def _forget_all() -> None:
 
 atexit.register(_end_all)
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _check(post: Post) -> None:
+    """See that the two sides fit.
+
+    Raises:
+        FabricError: They do not.
+    """
+    near, far = post.local.pieces, post.remote.pieces
+    for side in (post.local, post.remote):
+        if side.kind not in _MEMORIES:
+            raise FabricError(f"memory is of kind {' or '.join(_MEMORIES)}, not {side.kind!r}")
+    if near.ndim != 2 or near.shape[1:] != (2,) or near.shape != far.shape:
+        raise FabricError(f"pieces must be two (N, 2) arrays of one shape, got {near.shape} and {far.shape}")
+    if not np.array_equal(near[:, 1], far[:, 1]):
+        raise FabricError("local and remote pieces differ in length")
+    if not near[:, 1].any() or int(near[:, 1].min()) < 0:
+        raise FabricError("pieces must have positive lengths and move at least one byte")
 
 
 @cache

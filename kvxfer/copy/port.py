@@ -1,19 +1,39 @@
-"""What is asked of the mover: a copy, when it may begin, and what guards the memory that it writes.
+"""What is asked of the mover: a copy, a post, or one after the other; when it may begin, and what guards the memory.
 
 A copy is reported once, after every byte is visible to work that is launched afterwards on any stream of the device.
+What is posted then cannot be recalled, but each of its parts can be kept from being posted.
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.copy.tables import Tables
-from kvxfer.errors import KvxferError
+from kvxfer.errors import FabricError, KvxferError
 from kvxfer.geometry.sums import SumPlan
+from kvxfer.lazy import lazy
 
-__all__ = ["READY", "AllOf", "CopyJob", "CopyOutcome", "Direction", "Event", "Gate", "Passage", "join"]
+__all__ = [
+    "READY",
+    "AllOf",
+    "CopyJob",
+    "CopyOutcome",
+    "Descriptors",
+    "Direction",
+    "Event",
+    "Gate",
+    "Native",
+    "Operation",
+    "Outcome",
+    "Passage",
+    "Post",
+    "join",
+]
 
 
 class Event(Protocol):
@@ -100,6 +120,15 @@ class Gate:
     generation: int
 
 
+class Outcome(StrEnum):
+    """How a job ended."""
+
+    DONE = "done"  # every byte is at its destination
+    STOPPED = "stopped"  # cancelled, past its lease, or kept out; nothing of it is under way
+    FAILED = "failed"  # it was refused, or failed and has ended since; nothing of it is under way
+    IN_DOUBT = "in_doubt"  # the transport failed after posting, or made no progress: bytes may still land
+
+
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
     """How a job ended.
@@ -107,10 +136,14 @@ class CopyOutcome:
     Attributes:
         error: None if every byte has been copied and is visible.
         started: When the copy was launched, by the runtime's clock.
-        finished: When it was seen to be complete.
+        finished: When it was seen to be complete, and what was posted then to have ended.
         stopped: Whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is
             under way.
         sums: What was added up, as it travels; empty if nothing was to be, or the job failed.
+        in_doubt: Whether something that was posted may still land. `error` says why.
+        copied: When the copy was seen to be complete.
+        posted: When the first part was posted; 0.0 if none was.
+        posting: Seconds in which parts were being posted.
     """
 
     error: KvxferError | None
@@ -118,23 +151,117 @@ class CopyOutcome:
     finished: float
     stopped: bool = False
     sums: bytes = b""
+    in_doubt: bool = False
+    copied: float = 0.0
+    posted: float = 0.0
+    posting: float = 0.0
+
+    @property
+    def outcome(self) -> Outcome:
+        """In a word."""
+        if self.in_doubt:
+            return Outcome.IN_DOUBT
+        if self.error is not None:
+            return Outcome.FAILED
+        return Outcome.STOPPED if self.stopped else Outcome.DONE
+
+    @property
+    def may_move(self) -> bool:
+        """Whether memory of this side may still be read or written for it; not where the peer is known to be gone."""
+        gone = isinstance(self.error, FabricError) and self.error.disconnected
+        return self.in_doubt and not gone
+
+
+class Operation(StrEnum):
+    """Direction of a post, seen from the side that makes it."""
+
+    WRITE = "write"
+    READ = "read"
+
+
+@dataclass(frozen=True, eq=False)
+class Descriptors:
+    """Contiguous pieces on one side of a post.
+
+    Attributes:
+        kind: As in `Memory`.
+        device: As in `Memory`.
+        pieces: int64 (N, 2): address and length in bytes.
+        kept: What transports have made of it, by a key of theirs; it must not depend on which of them made it.
+    """
+
+    kind: str
+    device: int
+    pieces: NDArray[np.int64]
+    kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
+
+    @lazy
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return int(self.pieces[:, 1].sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Native:
+    """A transport's agent as compiled code calls it.
+
+    Attributes:
+        table: int64: addresses of C functions, in the order of `kvxfer.copy.records` from `AGENT_PORTS` on.
+        agent: What they take as their first argument.
+        notices: Where notifications are put.
+        error: What a code means that one of them returned, from: the code, what was being done, whether the peer is
+            gone, whether something may still be under way.
+    """
+
+    table: NDArray[np.int64]
+    agent: int
+    notices: int
+    error: Callable[[int, str, bool, bool], FabricError]
+
+
+def _nobody(ended: bool) -> None:
+    """Nobody waits for the end of what was given up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Post:
+    """Pieces that the transport writes or reads.
+
+    Attributes:
+        peer: Name that `Fabric.connect` returned.
+        operation: Write local pieces into remote ones, or read remote into local.
+        local: Pieces here.
+        remote: Pieces there, piece by piece as long as the local ones.
+        runs_on: Whether it goes on without the agent that has it under way, as a copy between GPUs of one host does.
+        late: Called at most once after the job ended `IN_DOUBT`, when that is over for memory of this side: with True
+            if all of it has ended after all, with False if the agent was made anew, so that only what had left this
+            side may still land at the peer.
+    """
+
+    peer: str
+    operation: Operation
+    local: Descriptors
+    remote: Descriptors
+    runs_on: bool = False
+    late: Callable[[bool], None] = _nobody
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
-    """One copy to run.
+    """One copy to run, and what is to be posted when it has run; or only one of the two.
 
     Attributes:
         tables: What to copy. Its addresses must stay valid until `done` has been called.
         done: Called exactly once, on the loop; must return quickly and must not raise.
         after: The copy is launched when this has fired.
-        until: When its lease ends, by the runtime's clock: then it is not launched any more.
-        passage: Passed in the moment of the launch, where the memory that is written is another process's. It is kept
-            until nothing of the copy is under way.
-        gate: Where the memory that is written is another process's, and that is on a GPU.
+        until: When its lease ends, by the runtime's clock: then it is not launched, and nothing posted, any more.
+        passage: Passed right before anything is written to memory of another process. It is kept until nothing of the
+            job is under way, or in doubt.
+        gate: Where the memory that is copied to is another process's, and that is on a GPU.
         nbytes: About how many bytes it copies.
         owner: On whose behalf: owners take turns, by bytes.
         sums: What is added up when the copy has run. Its addresses must stay valid likewise.
+        post: What is posted then. Its addresses must stay valid until it has ended.
     """
 
     tables: Tables
@@ -146,3 +273,4 @@ class CopyJob:
     nbytes: int = 0
     owner: Hashable = None
     sums: SumPlan | None = None
+    post: Post | None = None

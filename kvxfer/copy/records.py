@@ -8,24 +8,41 @@ side (`mover.py`) and tests: there is no other description.
 from typing import Final
 
 __all__ = [
+    "ADD_PIECE",
+    "AGENT",
+    "AGENT_AT",
+    "AGENT_PORTS",
     "ARGUMENTS",
+    "ASLEEP",
+    "BEGIN",
     "BLANKS",
     "BLANK_COUNT",
+    "BROKEN",
+    "BUSY",
     "BYTES",
+    "CALLS",
     "CANCEL",
     "CANCELLED",
     "CAPTURE_MODE",
+    "CATCH",
+    "CATCHING",
+    "CAUSE",
     "CLEAR",
     "CLEAR_LINES",
     "CLOCK_GETTIME",
     "CODE",
     "COMMANDS",
     "CONTEXT",
+    "COPIED",
     "COPY",
     "COUNT",
+    "CREATE_LIST",
     "CTAS",
     "CURRENT",
     "CUT",
+    "CUT_OFF",
+    "DESTROY",
+    "DESTROY_LIST",
     "DONE",
     "DOWNLOAD",
     "DUE",
@@ -37,23 +54,45 @@ __all__ = [
     "EVENT_COUNT",
     "EVENT_WORDS",
     "FAILED",
+    "FAR_DEVICE",
+    "FAR_KIND",
+    "FAR_PIECES",
     "FCNTL",
     "FINISHED",
     "FIRED",
     "FIRST",
+    "FIRST_POST",
     "FIXED",
     "FLUSH",
     "FLUSHED",
+    "FLUSHED_ONCE",
+    "FLUSHING",
+    "FLUSH_DUE",
+    "FLUSH_FLIES",
+    "FLYING",
+    "FLYING_COUNT",
+    "FORGET",
+    "FORGET_NOTICES",
+    "FORGOTTEN",
     "FREE",
     "GATE",
     "GATE_GENERATION",
     "GENERATION",
+    "GONE",
     "GPU",
+    "HALT",
+    "HALTED",
     "HEAD",
+    "HELD",
     "HELPERS",
     "HERE",
+    "HUSH",
     "INBOX",
     "INBOX_RECORDS",
+    "IN_DOUBT",
+    "IS_GONE",
+    "IS_LEFT",
+    "IS_LINGERING",
     "JOBS",
     "JOB_WORDS",
     "KIND",
@@ -64,50 +103,100 @@ __all__ = [
     "LAST_END",
     "LAUNCH",
     "LAUNCH_WORDS",
+    "LEFT",
+    "LEFT_COUNT",
+    "LINGERING",
+    "LINGERS",
     "LISTED",
     "LIVE",
+    "LIVED",
+    "LIVELY",
     "LOCK",
     "LOCKED",
     "LOCK_BYTE",
     "LOCK_USERS",
     "LOCK_WORDS",
+    "LOOKED",
+    "MADE",
+    "MAKE",
     "MARKED",
+    "MOST_BYTES",
     "MOST_OWNERS",
+    "MOST_PARTS",
+    "MOST_PIECES",
     "NEAR",
+    "NEAR_DEVICE",
+    "NEAR_KIND",
+    "NEAR_PIECES",
+    "NEEDED",
     "NEWS",
+    "NEXT_PIECE",
+    "NEXT_WITHIN",
+    "NOBODY",
+    "NOTICES",
+    "NOTICES_AT",
     "NOW",
+    "NO_FLUSH",
+    "OFF",
+    "OFTEN",
     "ORDER",
+    "ORDERLY",
     "OUT",
     "OUTCOME",
+    "OUTCOMES",
+    "OVER",
     "OWNER",
     "OWNERS",
     "OWN_DEVICE",
     "OWN_HOST",
     "PARAMETERS",
     "PARTS",
+    "PARTS_AT",
     "PART_COUNT",
+    "PATIENCE",
+    "PEER",
+    "PEER_NUMBER",
+    "PIECE",
+    "PIECES",
+    "POKE",
     "POLLED",
     "PORTS",
+    "POST",
+    "POSTING",
     "PPOLL",
     "QUERY",
     "QUEUE",
     "READ",
+    "READS",
     "RECORD",
     "RECORD_WORDS",
+    "RELEASE",
     "RING_DEVICE",
     "RING_HOST",
     "RING_WORDS",
     "ROOM_END",
     "ROOM_START",
+    "ROWS_AT",
     "RUNNING",
+    "SELDOM",
     "SEM_POST",
+    "SENDING",
+    "SENDING_COUNT",
+    "SERVED",
+    "SERVES",
     "SET_CONTEXT",
+    "SEVERED",
+    "SILENT",
     "SINCE",
     "SLOT",
     "SPIN",
     "STARTED",
     "STATE",
     "STATE_WORDS",
+    "STATUS",
+    "STAYS",
+    "STEPPED",
+    "STIRRED",
     "STOP",
     "STOPPED",
     "STOPPING",
@@ -126,8 +215,13 @@ __all__ = [
     "UNDERWAY",
     "UNTIL",
     "UPLOAD",
+    "VERDICT",
     "WAITING",
+    "WANTED",
+    "WATCHED",
+    "WITHIN",
     "WRITE",
+    "WRITES",
 ]
 
 JOBS: Final = 1024
@@ -141,11 +235,14 @@ QUEUE: Final = 64
 
 READ, WRITE, PPOLL, CLOCK_GETTIME, FCNTL, SEM_POST = range(6)
 SET_CONTEXT, CAPTURE_MODE, LAUNCH, RECORD, QUERY, UPLOAD, DOWNLOAD, CLEAR, CLEAR_LINES, FLUSH = range(6, 16)
-PORTS: Final = 16
+AGENT_PORTS: Final = 16  # from here on those of a transport
+CREATE_LIST, ADD_PIECE, DESTROY_LIST, MAKE, BEGIN, STATUS, RELEASE, DESTROY, NOTICES, FORGET_NOTICES = range(16, 26)
+CAUSE: Final = 26
+PORTS: Final = 27
 
 # --- a record: what the loop asks for
 
-COPY, CANCEL, STOP = 1, 2, 3
+COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET = range(1, 9)
 KIND, SLOT = 0, 1
 # gather or scatter; whose it is (~: of whom nothing is known); how many; when its lease ends, in ns
 LANE, OWNER, BYTES, UNTIL = 2, 3, 4, 5
@@ -159,22 +256,47 @@ GATE, GATE_GENERATION = 21, 22  # of a `Gate`; 0: none
 FLUSHED: Final = 23  # whether what NICs have written must be flushed before
 OWN_HOST, OWN_DEVICE = 24, 25  # room for tables that are larger than the ring: pinned memory, and on the device
 SUMS_AT, SUMS = 26, 27  # words of the tables from which on they are results, and where those go; 0: none
-RECORD_WORDS: Final = 28
+# what the transport moves then: which way (0: nothing), to or from whom (a name, and its number among owners)
+POST, PEER, PEER_NUMBER = 28, 29, 30
+NEAR_KIND, NEAR_DEVICE, NEAR_PIECES = 31, 32, 33  # of the memory here, as NIXL has it; address and bytes of each piece
+FAR_KIND, FAR_DEVICE, FAR_PIECES = 34, 35, 36
+PIECES: Final = 37
+MOST_PIECES, MOST_BYTES = 38, 39  # of one part
+STAYS: Final = 40  # whether it goes on without the agent that has it under way
+RECORD_WORDS: Final = 41
+READS, WRITES = 1, 2
 
 # --- behind it, the machine's own
 
-STATE, STARTED, OUTCOME, CODE, CANCELLED, FIRED, ROOM_START, ROOM_END = range(28, 36)
-ENTERED, MARKED, FINISHED, CUT, TAG = range(36, 41)
-JOB_WORDS: Final = 41
-FREE, WAITING, RUNNING, ENDED = range(4)
+STATE, STARTED, OUTCOME, CODE, CANCELLED, FIRED, ROOM_START, ROOM_END = range(41, 49)
+ENTERED, MARKED, FINISHED, CUT, TAG, COPIED = range(49, 55)
+# of what is posted: where the next part begins, when and how the first one did, what has gone wrong, who was served
+PIECE, WITHIN, FIRST_POST, POSTING, SERVED, LIVELY, VERDICT, GONE, LINGERS, FLUSHING = range(55, 65)
+FLYING, PARTS_AT = 65, 66  # parts under way; a request of each
+MOST_PARTS: Final = 4
+JOB_WORDS: Final = PARTS_AT + MOST_PARTS
+FREE, WAITING, RUNNING, SENDING, ENDED, LEFT, OFF = range(7)
+"""LEFT: nobody waits for it, and it may still move bytes, or holds the lock in front of a peer's memory. OFF: the loop
+has seen to it, in one exchange for WAITING, that it never begins."""
+FORGOTTEN: Final = 2
+"""In CANCELLED: nobody asks any more for what is left of it."""
+NO_FLUSH, FLUSH_DUE, FLUSH_FLIES, FLUSHED_ONCE = range(4)
 
 LAUNCH_WORDS: Final = 7
 """A launch: function, threads, bytes of shared memory, first header, headers, tiles; whether it adds up."""
 
 # --- an event: how a copy ended (slot, outcome, code, started and finished in ns)
 
-EVENT_WORDS: Final = 5
-DONE, STOPPED, FAILED = range(3)
+EVENT_WORDS: Final = 8
+DONE, STOPPED, FAILED, IN_DOUBT, OVER, SEVERED = range(6)
+"""OVER: what was in doubt has ended, or is not asked for any more; SEVERED: the agent that had it under way has."""
+OUTCOMES: Final = 15
+IS_GONE, IS_LINGERING, IS_LEFT = 16, 32, 64
+"""Beside the outcome: the peer is gone; bytes of this side may still move; the row is kept."""
+SILENT, CUT_OFF = -1001, -1002
+"""Codes of what no function has said: nothing has moved for too long; the agent is no more."""
+NOBODY: Final = -1
+"""In place of a slot: what was under way is caught."""
 
 # --- state
 
@@ -185,9 +307,24 @@ OWNERS, DUE_FIRST, DUE_COUNT = 48, 49, 50  # who has any copy, as the loop says;
 FIXED, NOW = 8, 9  # whether the time is what NOW says (simulations), in ns
 SINCE, SPIN = 10, 11  # when anything last moved on; for how long nothing is slept for after that
 CONTEXT, GPU = 12, 13
-TIME, POLLED, LOCKED, ARGUMENTS, PARAMETERS, OUT = 14, 16, 17, 21, 29, 37  # room for what C functions take
+TIME, POLLED, LOCKED, ARGUMENTS, PARAMETERS = 14, 16, 17, 21, 29  # room for what C functions take
 TEAM: Final = 42  # what helpers share with the mover: see `kvxfer.copy.walk.TEAM_WORDS`
-LANE_AT: Final = 60
+AGENT_AT, NOTICES_AT = 51, 52  # the transport's agent, 0 if there is none; where it puts notifications
+WANTED, BUSY = 53, 54  # who is about to call it elsewhere, or does; whether the machine does
+HALTED, ORDERLY, PATIENCE = 55, 56, 57  # post nothing; as of `Transport`; for how long nothing need move, in ns
+LIVED, STEPPED = 58, 59  # time in which the machine ran; when it did so last
+HELD, NEEDED, HUSH = 60, 61, 62  # who counts on it to make progress, as the loop says; until when it makes none
+CALLS, SERVES = 63, 64  # calls of the agent that may move bytes; parts that had their turn
+SENDING_COUNT, FLYING_COUNT, LEFT_COUNT, LINGERING = 65, 66, 67, 68  # rows; parts; rows; those that may move bytes
+WATCHED, LOOKED = 69, 70  # parts of rows that are left; when they were looked at
+NEXT_PIECE, NEXT_WITHIN, MADE = 71, 72, 73  # where the part ends that was made last; what a function made
+OFTEN, SELDOM = 77, 78  # a sleep at most, in ns: where parts fly or somebody is held awake for; else
+ROWS_AT: Final = 80  # the address of all jobs
+ASLEEP: Final = 79  # whether it does nothing before a record comes
+BROKEN: Final = 76  # what the agent said first when it could not make progress
+STIRRED, CATCHING = 74, 75  # whether anything has ended in this step; 1: catch what is under way, 2: say so
+OUT: Final = 81  # room for an event
+LANE_AT: Final = OUT + EVENT_WORDS
 STREAM, RING_HOST, RING_DEVICE, RING_WORDS, HEAD, TAIL, FIRST, COUNT, UNDERWAY, LAST_END = range(10)
 ORDER: Final = 10  # slots in the order of the stream, from FIRST on; behind them CUDA events, one a place
 LANE_WORDS: Final = ORDER + 2 * QUEUE

@@ -1,24 +1,42 @@
-"""Calls to a transport that somebody waits for: made on the fabric's thread, answered through a future."""
+"""The fabric: owns a transport, makes the calls that may take long in a service of its own, and knows when it is over.
 
-from collections.abc import Callable
+    loop                                  the fabric's service
+    register, connect, ...  -> inbox ->   run in order, answered through a future
+
+What is posted is the mover's, which calls the same agent. One of the two calls it at a time: the service claims it
+first, and the mover goes on without it until the call has returned.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
+from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError
+from kvxfer.fabric.holdings import Holdings
+from kvxfer.fabric.pause import Pause
+from kvxfer.fabric.port import Memory, Told, Transport
+from kvxfer.runtime import Runtime, Service
+from kvxfer.telemetry import logger
 
-__all__ = ["Call", "Renewal", "broken_by"]
+__all__ = ["Fabric"]
 
+_log: Final = logger("kvxfer.fabric")
+_T = TypeVar("_T")
 
-def broken_by(error: Exception) -> FabricError:
-    """What everybody gets to hear after a defect."""
-    broken = FabricError(f"the fabric is broken by a defect: {error!r}")
-    broken.__cause__ = error
-    return broken
+_LEAKED: Final[list[Transport]] = []
+"""Transports left open because a write might be in flight: kept from being destroyed until the process ends."""
+_CLAIM_S: Final = 50e-6
+_LOOK_S: Final = 0.002
+_SLOW_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class _Call:
     """One call.
 
     Attributes:
@@ -38,7 +56,7 @@ class Call:
         except FabricError as error:
             self.future.set_exception(error)
         except Exception as error:
-            self.future.set_exception(broken_by(error))
+            self.future.set_exception(_broken_by(error))
             raise
         else:
             self.future.set_result(value)
@@ -49,21 +67,302 @@ class Call:
             self.future.set_exception(error)
 
 
-@dataclass(slots=True)
-class Renewal:
-    """That the agent is to be made anew, as soon as nothing is in flight or `until` has come; says whether it was.
+class Fabric:
+    """A transport, and the calls of it that may take long. None of the methods blocks.
 
-    It is done though nobody waits for the answer any more, which can therefore not be cancelled.
+    Those that return a future may be called from any thread; the others belong to the mover's loop.
+
+    Args:
+        transport: Owned from now on: nobody else may call it, and `close` closes it.
+        runtime: Clock and services.
+        mover: Posts by it.
     """
 
-    until: float
-    answer: Future[bool] = field(default_factory=Future[bool])
+    def __init__(self, transport: Transport, runtime: Runtime, mover: Mover) -> None:
+        self._transport: Final = transport
+        self._runtime: Final = runtime
+        self._mover: Final = mover
+        # shared with the callers' threads, under the lock
+        self._lock: Final = threading.Lock()
+        self._inbox: deque[_Call] = deque()
+        self._refusal: FabricError | None = None
+        self._closing: asyncio.Task[bool] | None = None
+        self._service: Service | None = None
+        # the service's own
+        self._holdings: Final = Holdings(transport)
+        self._defect: Exception | None = None
+        self._made = 0  # calls
+        self._gone = False  # the agent
+        self._due: float | None = None  # since when it owes a pass, or is in one
+        self._renewing = False
+        mover.ready = self._ready
 
-    def __post_init__(self) -> None:
-        self.answer.set_running_or_notify_cancel()
+    # ---- what others ask for ----------------------------------------------------------------------------------------
 
-    def refused(self, asked: Future[None]) -> None:
-        """The call that asks for it was answered: with an error, if it is not to be."""
-        error = asked.exception()
-        if error is not None:
-            self.answer.set_exception(error)
+    async def open(self) -> None:
+        """Start the service, set the transport up, and give its agent to the mover.
+
+        Raises:
+            FabricError: The transport does not work; every later call fails with the same.
+        """
+        if self._service is not None:
+            raise FabricError("a fabric is opened once")
+        self._service = self._runtime.start("kvxfer-fabric", self._step, setup=self._set_up)
+        await asyncio.wrap_future(self.metadata(()))
+        self._attach()
+
+    def register(self, memories: Sequence[Memory]) -> Future[object]:
+        """Make memory reachable. The owner keeps it allocated until `deregister` is done, or for ever if that fails.
+
+        Returns:
+            A token for `metadata` and `deregister`, or `FabricError`.
+        """
+        return self._submit(lambda: self._holdings.register(memories))
+
+    def deregister(self, token: object) -> Future[None]:
+        """Undo one `register`. This is no fence: what was posted may still land."""
+        return self._submit(lambda: self._holdings.deregister(token))
+
+    def metadata(self, tokens: Sequence[object]) -> Future[bytes]:
+        """What a peer needs to reach the memories of these registrations, and only those."""
+        return self._submit(lambda: self._holdings.metadata(tokens))
+
+    def connect(self, metadata: bytes) -> Future[str]:
+        """Learn about a peer, or about more of its memory; returns its name, for posts and for one `disconnect`."""
+        return self._submit(lambda: self._holdings.connect(metadata))
+
+    def disconnect(self, peer: str) -> None:
+        """Undo one `connect`, and with the last forget the peer; harmless if it is not known. This is no fence.
+
+        Whoever lies about how it is reached cannot have others forgotten so. While something that was posted to it is
+        looked at, it stays: else that could not be seen to end.
+        """
+        if self._mover.watches(peer):
+            self._mover.when_unwatched(peer, lambda: self.disconnect(peer))
+            return
+
+        def run() -> None:
+            if self._holdings.leave(peer):
+                self._holdings.disconnect(peer)
+
+        self._submit(run)
+
+    def pause(self, seconds: float, *, firm: bool = False) -> Future[Pause | None]:
+        """Let the transport be for so long at most, so that it can be seen what lands without its help.
+
+        Returns:
+            The pause once it has begun. It ends at once when something is posted or another call comes in, and when
+            somebody is to be held awake for, unless it is `firm`. None if something is under way that stands against
+            it, or if the transport works by itself, or a device may for which no process stands.
+        """
+        mover, transport = self._mover, self._transport
+
+        def run() -> Pause | None:
+            tells = transport.orderly and transport.attributable
+            if not tells or mover.posting or (mover.held_awake and not firm):
+                return None
+            return Pause(mover, self._runtime.now() + seconds, lambda: self._made, firm=firm)
+
+        return self._submit(run)
+
+    async def rebuild(self, timeout: float) -> bool:
+        """Destroy the agent and make another in its place, which peers reach by new metadata only.
+
+        Nothing is posted meanwhile. What is in flight has `timeout` seconds to end, and is `IN_DOUBT` if it does not,
+        with an error that says `disconnected`, since this side has ended its own work; but for what runs on without an
+        agent. All else goes on afterwards. Tokens and names of peers stay valid. It is not cancelled with the caller.
+
+        Returns:
+            True once it is done: what others have under way to the old agent does not land any more if it comes over a
+            network, and nothing that was posted here touches memory of this side, but for what runs on. False if it
+            cannot be done now: then nothing has changed, but for posts given up.
+        """
+        if self._refusal is not None:
+            raise _restated(self._refusal)
+        if self._renewing:
+            raise FabricError("the agent is being rebuilt already")
+        self._renewing = True
+        return await asyncio.shield(asyncio.ensure_future(self._rebuild(self._runtime.now() + timeout)))
+
+    def told(self) -> tuple[Told, ...] | str:
+        """Over which lanes posts go, as far as there were any; or why the transport does not say it."""
+        return self._transport.told()
+
+    @property
+    def agents(self) -> int:
+        """Agents of peers that it knows."""
+        return len(self._holdings)
+
+    def health(self) -> tuple[float, str]:
+        """For how many seconds a call of the transport was owed, and why the fabric is broken; 0.0 and "" if not."""
+        if self._refusal is None and (broken := self._mover.broken()) is not None:
+            self._break(broken)
+        due, refusal = self._due, self._refusal
+        late = 0.0 if due is None else max(0.0, self._runtime.now() - due)
+        if self._closing is not None:
+            return late, ""
+        return max(late, self._mover.late()), "" if refusal is None else str(refusal)
+
+    async def close(self) -> bool:
+        """Refuse new work, undo every connect and register once, and close the transport. Call it behind the mover's.
+
+        Returns:
+            True once the transport is closed. False if it was left open instead, because something may still be in
+            flight; then registered memory must never be freed. Further calls return the same. It is not cancelled with
+            the caller.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        return await asyncio.shield(self._closing)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end of the service, which comes when `close` is done. False if it has not within so long."""
+        return self._service is None or self._service.stop(timeout)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, *, anew: bool = False) -> None:
+        transport = self._transport
+        self._mover.attach(transport.native(), orderly=transport.orderly, listed=transport.takes_lists, anew=anew)
+
+    def _ready(self, peer: str) -> "asyncio.Future[Any] | None":
+        """What is to be waited for before something is posted to a peer."""
+        well = self._refusal is None  # else there may be no agent, and nobody would hear of what waits for one
+        return None if well and self._holdings.told(peer) else asyncio.wrap_future(self._tell(peer))
+
+    def _tell(self, peer: str) -> Future[None]:
+        return self._submit(lambda: self._holdings.tell(peer))
+
+    async def _rebuild(self, until: float) -> bool:
+        mover, done = self._mover, False
+        try:
+            mover.halt()
+            while mover.under_way(stays=True) and self._waits(until):  # noqa: ASYNC110 - nobody says it
+                await asyncio.sleep(_LOOK_S)
+            await mover.catch()
+            try:
+                done = await asyncio.wrap_future(self._submit(self._holdings.renew))
+            except FabricError as error:
+                if self._closing is None:  # else it was refused, and nobody posts any more
+                    self._break(error)
+                    mover.attach(None, anew=True)
+                    mover.cancel_posts()
+                raise
+            for peer in mover.peers if done else ():
+                try:
+                    await asyncio.wrap_future(self._tell(peer))
+                except FabricError as error:  # what is posted to it fails with its own error
+                    _log.warning("peer_not_met_again", peer=peer, error=str(error))
+            self._attach(anew=done)
+        finally:
+            self._renewing = False
+        return done
+
+    def _waits(self, until: float) -> bool:
+        """Whether there is time before the agent is made anew."""
+        return self._closing is None and self._runtime.now() < until
+
+    async def _close(self) -> bool:
+        with self._lock:
+            self._refusal = self._refusal or FabricError("the fabric is closed")
+        clean = not self._mover.lingering
+        if self._service is not None:
+            self._mover.attach(None)
+            clean = await asyncio.wrap_future(self._submit(lambda: self._shut(clean=clean), closing=True))
+            self._service.stop(0.0)
+        return clean
+
+    def _submit(self, run: Callable[[], _T], *, closing: bool = False) -> Future[_T]:
+        future: Future[_T] = Future()
+        with self._lock:
+            refusal = None if closing else self._refusal
+            if refusal is None:
+                self._inbox.append(_Call(run, future))
+        if refusal is not None:
+            future.set_exception(_restated(refusal))
+        elif self._service is not None:
+            self._due = self._due or self._runtime.now()
+            self._service.wake()
+        return future
+
+    # ---- the service ------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        try:
+            self._transport.setup()
+        except Exception as error:  # noqa: BLE001 - the first step reports it; raised here it would end the service unseen
+            self._defect = error
+
+    def _step(self) -> float | None:
+        """Make the calls that came in, in order."""
+        try:
+            if self._defect is not None:
+                defect, self._defect = self._defect, None
+                raise defect
+            if self._inbox:
+                if not self._mover.claim():
+                    return _CLAIM_S
+                self._take()
+        except Exception as error:  # noqa: BLE001 - the service is supervised here: a defect is named and answered
+            self._break(error if isinstance(error, FabricError) else _broken_by(error))
+        self._due = None
+        return None
+
+    def _take(self) -> None:
+        try:
+            while self._inbox:
+                call, began = self._inbox.popleft(), self._runtime.now()
+                self._made += 1
+                self._due = began
+                call.make()
+                if (took := self._runtime.now() - began) > _SLOW_S:
+                    _log.info("slow_call_ended", name=self._transport.name, duration=took)
+        finally:
+            if not self._gone:  # else the mover, if it still runs, must never call the agent again
+                self._mover.release_claim()
+
+    def _break(self, error: FabricError) -> None:
+        """Answer everybody, now and from now on, with what went wrong. The service goes on, for `close`."""
+        with self._lock:
+            self._refusal = self._refusal or error
+            refused, self._inbox = list(self._inbox), deque()
+        for call in refused:
+            call.refuse(_restated(self._refusal))
+        _log.error("fabric_broken", name=self._transport.name, error=str(error))
+
+    def _shut(self, *, clean: bool) -> bool:
+        """Undo everything once unless a write may be in flight."""
+        self._gone = True
+        if clean:
+            clean = self._undo()
+        if not clean:
+            _LEAKED.append(self._transport)
+            _log.warning("fabric_left_open", name=self._transport.name, reason="a transfer may still be in flight")
+        return clean
+
+    def _undo(self) -> bool:
+        """Disconnect, deregister, close: each once, even if one of them fails. False after a defect."""
+        clean = True
+        for step in [*self._holdings.undo(), self._transport.close]:
+            try:
+                step()
+            except FabricError as error:
+                _log.warning("fabric_undo_failed", name=self._transport.name, error=str(error))
+            except Exception as error:  # noqa: BLE001 - the last step of the service: nobody else would see it
+                _log.error("fabric_undo_failed", name=self._transport.name, error=repr(error))
+                clean = False
+        return clean
+
+
+def _broken_by(error: Exception) -> FabricError:
+    """What everybody gets to hear after a defect."""
+    broken = FabricError(f"the fabric is broken by a defect: {error!r}")
+    broken.__cause__ = error
+    return broken
+
+
+def _restated(error: FabricError) -> FabricError:
+    """The same error as an object of its own: one that is raised to many would collect all their tracebacks."""
+    again = FabricError(str(error), disconnected=error.disconnected)
+    again.__cause__ = error.__cause__
+    return again

@@ -126,8 +126,6 @@ _BRIEF: Final[dict[str, tuple[Any, ...]]] = {
     "reg_dlist_add_desc": (_HANDLE, c_size_t, c_size_t, c_uint64, c_char_p, c_size_t),
     "destroy_reg_dlist": (_HANDLE,),
     "create_xfer_dlist": (c_int, _OUT),
-    "xfer_dlist_resize": (_HANDLE, c_size_t),
-    "xfer_dlist_clear": (_HANDLE,),
     "xfer_dlist_add_desc": (_HANDLE, c_size_t, c_size_t, c_uint64),
     "destroy_xfer_dlist": (_HANDLE,),
     "destroy_xfer_req": (_HANDLE,),
@@ -151,8 +149,6 @@ _XFER_STATUS: Final = "_ZNK9nixlAgent13getXferStatusEP12nixlXferReqH"
 
 TABLE: Final = (
     "create_xfer_dlist",
-    "xfer_dlist_resize",
-    "xfer_dlist_clear",
     "xfer_dlist_add_desc",
     "destroy_xfer_dlist",
     "create_xfer_req",
@@ -161,14 +157,9 @@ TABLE: Final = (
     "release_xfer_req",
     "destroy_xfer_req",
     "get_notifs",
-    "notif_map_size",
-    "notif_map_get_agent_at",
-    "notif_map_get_notifs_size",
-    "notif_map_get_notif",
     "notif_map_clear",
-    "gen_notif",
 )
-"""What `Capi.table` has the addresses of. Every argument is 64 bits wide there, and each returns an int."""
+"""What `Capi.table` has the addresses of, and behind them that of C++'s function. Every argument is 64 bits wide."""
 
 
 class CallError(Exception):
@@ -297,8 +288,9 @@ class Capi:
                 function.argtypes, function.restype, function.errcheck = arguments, c_int, checked
                 setattr(self, name, function)
         self.wheel: Final = wheel
-        self.table: Final[NDArray[np.int64]] = np.array([_address(getattr(self, name)) for name in TABLE], np.int64)
         self._status: Final = waiting[_XFER_STATUS]
+        found = [*(getattr(self, name) for name in TABLE), self._status]
+        self.table: Final[NDArray[np.int64]] = np.array([_address(one) for one in found], np.int64)
         self._status.argtypes, self._status.restype = (c_void_p, c_void_p), c_int
         self._free: Final = ctypes.PyDLL(None).free
         self._free.argtypes, self._free.restype = (c_void_p,), None
@@ -353,6 +345,13 @@ class Capi:
         made = self.made("reg_dlist", KINDS[kind])
         for address, nbytes, device in rows:
             self.reg_dlist_add_desc(made.handle, address, nbytes, device, None, 0)
+        return made
+
+    def pieces(self, kind: str, rows: list[list[int]], device: int) -> Owned:
+        """A list of pieces of one side of a transfer: address and bytes of each."""
+        made = self.made("xfer_dlist", KINDS[kind])
+        for address, nbytes in rows:
+            self.xfer_dlist_add_desc(made.handle, address, nbytes, device)
         return made
 
     def metadata(self, agent: int, memories: Owned) -> bytes:
@@ -421,9 +420,7 @@ class Capi:
 
     def _written(self, agent: int, name: str, backend: Owned, address: int, half: int) -> tuple[bytes, bytes] | None:
         """Write one half into the other; returns who says so and what, None if nobody does in time."""
-        here, there = (self.made("xfer_dlist", KINDS["DRAM"]) for _ in range(2))
-        self.xfer_dlist_add_desc(here.handle, address, half, 0)
-        self.xfer_dlist_add_desc(there.handle, address + half, half, 0)
+        here, there = (self.pieces("DRAM", [[at, half]], 0) for at in (address, address + half))
         options, heard = self.made("opt_args"), self.made("notif_map")
         # For itself an agent would take any backend that takes the memory, and not all of them reach memory.
         self.opt_args_add_backend(options.handle, backend.handle)

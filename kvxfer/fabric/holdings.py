@@ -1,7 +1,7 @@
 """What an agent was told: which memory is registered, and who its peers are. Told again when the agent is made anew.
 
-What it hands out stays valid then: tokens of registrations, and names of peers. A peer is told of again when the next
-post goes to it, and not before: one that is gone may keep the caller waiting for seconds.
+What it hands out stays valid then: tokens of registrations, and names of peers. A peer is told of again when something
+is to be posted to it, and not before: one that is gone may keep the caller waiting for seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Transport
+from kvxfer.fabric.port import Memory, Transport
 
 __all__ = ["Holdings"]
 
@@ -45,6 +45,9 @@ class Holdings:
         self._registered: list[_Registered] = []
         self._peers: dict[str, _Peer] = {}
 
+    def __len__(self) -> int:
+        return len(self._peers)
+
     def register(self, memories: Sequence[Memory]) -> object:
         """Make memory reachable; returns a token."""
         held = _Registered(tuple(memories), self._transport.register(memories))
@@ -74,12 +77,8 @@ class Holdings:
             peer.metadata.append(metadata)
         return name
 
-    def stay(self, name: str) -> None:
-        """Keep a peer that is known until one more `leave`."""
-        self._peers[name].users += 1
-
     def leave(self, name: str) -> bool:
-        """Undo one `connect` or `stay`. True if it was the last that is not undone: then `disconnect`."""
+        """Undo one `connect`. True if it was the last that is not undone: then `disconnect`."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.users -= 1
@@ -90,14 +89,18 @@ class Holdings:
         if self._peers.pop(name).told:
             self._transport.disconnect(name)
 
-    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
-        """Begin to move pieces, by an agent that knows the peer."""
-        known = self._peers.get(peer)
-        if known is not None and not known.told:
-            for metadata in known.metadata:
+    def told(self, name: str) -> bool:
+        """Whether the present agent knows a peer, or nobody does. From any thread."""
+        peer = self._peers.get(name)
+        return peer is None or peer.told
+
+    def tell(self, name: str) -> None:
+        """Have the present agent know a peer."""
+        peer = self._peers.get(name)
+        if peer is not None and not peer.told:
+            for metadata in peer.metadata:
                 self._transport.connect(metadata)
-            known.told = True
-        return self._transport.post(peer, operation, local, remote)
+            peer.told = True
 
     def renew(self) -> bool:
         """Make the agent anew, with the same memory. False if that cannot be done now: nothing has changed.

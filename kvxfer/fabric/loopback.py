@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from kvxfer.errors import FabricError
 from kvxfer.fabric.faults import LogEntry, Part
 from kvxfer.fabric.network import EVERY_PEER, LoopbackNetwork
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation, Told
+from kvxfer.fabric.ported import ported
 
 __all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
 
@@ -70,9 +71,9 @@ class LoopbackTransport:
         """It has no devices."""
         return True
 
-    def told(self, peer: str) -> tuple[Told, ...] | str:
+    def told(self) -> tuple[Told, ...] | str:
         """It has one lane, and no name for it."""
-        return f"posts to {peer} stay within this process"
+        return "posts stay within this process"
 
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""
@@ -82,6 +83,10 @@ class LoopbackTransport:
         """Join the network."""
         self._network.attach(self)
         self._open = True
+
+    def native(self) -> Native:
+        """Its functions, for compiled code."""
+        return ported(self)
 
     def register(self, memories: Sequence[Memory]) -> object:
         """Note memory as reachable; its owner keeps it allocated until `deregister`."""

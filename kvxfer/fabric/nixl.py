@@ -13,20 +13,17 @@ What NIXL does and does not promise shapes this file:
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import capi
 from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
 from kvxfer.fabric.capi import CallError, Capi, Owned
 from kvxfer.fabric.envelope import is_of_worker, pack, unpack
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Operation, Told
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation, Told
 from kvxfer.fabric.told import LaneBook, ucx_log
 from kvxfer.telemetry import logger
 
@@ -129,7 +126,6 @@ class NixlTransport:
         self._incarnation = secrets.token_bytes(16)
         self._agent: _Agent | None = None
         self._c: Capi
-        self._pieces: Callable[[Capi, str, NDArray[np.int64], int], Owned]
         self._heard: Owned
         self._known: dict[str, bytes] = {}
         self._lost: set[str] = set()
@@ -160,9 +156,9 @@ class NixlTransport:
         """
         return spares_nics(self._params.get("UCX", {}), os.environ.get("UCX_TLS")) or not any(_NICS.glob("uverbs*"))
 
-    def told(self, peer: str) -> tuple[Told, ...] | str:
-        """Over which lanes UCX takes posts to a peer."""
-        return self._lanes.told(peer)
+    def told(self) -> tuple[Told, ...] | str:
+        """Over which lanes UCX takes posts."""
+        return self._lanes.told()
 
     def setup(self) -> None:
         """Make the CUDA device current, open NIXL's library and create the agent, on the fabric's thread.
@@ -178,9 +174,6 @@ class NixlTransport:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
             os.environ.setdefault(*_QUIET)
-        from kvxfer.fabric.lists import listed  # with numba, which takes a second to import
-
-        self._pieces = listed
         self._c = capi.opened(self._wheel)
         self._heard = self._c.made("notif_map")
         agent = self._created(self._name)
@@ -222,6 +215,13 @@ class NixlTransport:
                 raise FabricError(f"NIXL has no backend {backend!r}; it has {', '.join(sorted(available))}")
             agent.backends[backend] = self._c.backend(agent.handle, backend, params)
         return {backend: self._c.backend_params(agent.handle, made) for backend, made in agent.backends.items()}
+
+    def native(self) -> Native:
+        """NIXL's functions, and the agent."""
+        return Native(self._c.table, self._open().handle, self._heard.handle, self._said)
+
+    def _said(self, code: int, doing: str, gone: bool, in_doubt: bool) -> FabricError:
+        return self._translated(CallError("NIXL", code), doing, gone=gone, in_doubt=in_doubt)
 
     def plugins(self) -> list[str]:
         """Backends that NIXL could load, by name."""
@@ -290,7 +290,7 @@ class NixlTransport:
         """
         agent = self._open()
         incarnation, peer, blobs = unpack(metadata)
-        self._lanes.strays()
+        self._lanes.read()
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
         if (peer, incarnation) == (self._name, self._incarnation) and is_of_worker(peer):
@@ -306,7 +306,7 @@ class NixlTransport:
             self._forget(agent, named)
             raise FabricError(f"metadata of {peer!r} carries that of {sorted(named)}")
         self._known[peer] = incarnation
-        self._lanes.strays(ours=False)
+        self._lanes.read()
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -314,7 +314,6 @@ class NixlTransport:
         agent = self._open()
         self._known.pop(peer, None)
         self._lost.discard(peer)
-        self._lanes.forget(peer)
         if peer == self._name:
             return
         try:
@@ -338,15 +337,12 @@ class NixlTransport:
             raise self._translated(error, f"prepare a {operation.value} to {peer}") from error
         handle = _Handle(peer, request)
         agent.posted.add(handle)
-        what = self._lanes.posting(peer, operation, local.kind, remote.kind)
         try:
             handle.done = self._c.post_xfer_req(agent.handle, request, None) != capi.IN_PROGRESS
         except CallError as error:
-            self._lanes.failed(peer, what)
             gone = self._is_gone(agent, handle)
             self._drop(handle)
             raise self._translated(error, f"post a {operation.value} to {peer}", gone=gone, in_doubt=True) from error
-        self._lanes.posted(peer, what)
         return handle
 
     def poll(self, handle: Handle) -> bool:
@@ -360,8 +356,6 @@ class NixlTransport:
                 gone = self._is_gone(agent, part)
                 doing = f"write to or read from {part.peer}"
                 raise self._translated(error, doing, gone=gone, in_doubt=True) from error
-        if part.done:
-            self._lanes.connected(part.peer)
         return part.done
 
     def release(self, handle: Handle) -> None:
@@ -398,11 +392,11 @@ class NixlTransport:
             new = self._created(name)
         except FabricError as error:
             _log.warning("nixl_agent_not_created", name=name, error=str(error))
-            self._lanes.strays(ours=False)
+            self._lanes.read()
             return False
         if not self._destroy(old):
             self._destroy(new)
-            self._lanes.strays(ours=False)
+            self._lanes.read()
             return False
         self._lanes.close()
         self._lanes = LaneBook(ucx_log(), name)
@@ -445,7 +439,7 @@ class NixlTransport:
         if found is None:
             if descriptors.kind not in capi.KINDS:
                 raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
-            found = self._pieces(self._c, descriptors.kind, descriptors.pieces, descriptors.device)
+            found = self._c.pieces(descriptors.kind, descriptors.pieces.tolist(), descriptors.device)
             descriptors.kept[__name__] = found
         return found
 
@@ -469,7 +463,7 @@ class NixlTransport:
             _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
     def _translated(self, error: CallError, doing: str, *, gone: bool = False, in_doubt: bool = False) -> FabricError:
-        self._lanes.strays()
+        self._lanes.read()
         hint = "the peer is gone" if gone else "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more"
         return FabricError(f"NIXL could not {doing}: {error} ({hint})", disconnected=gone, in_doubt=in_doubt)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Final
 
-from kvxfer.fabric.port import Operation, Told
+from kvxfer.fabric.port import Told
 from kvxfer.fabric.ucx import NAME_CHARACTERS, Reader, Table
 from kvxfer.telemetry import logger
 
@@ -35,7 +35,6 @@ _BYTES: Final = 1 << 20
 """Of the file at most. Some 15 KiB are written for an agent and its first peer, and nothing for each transfer."""
 _LOADED: Final = "UCX was loaded before this process opened a worker, and has decided where it writes"
 _LIBRARY: Final = re.compile(r"/libucs[-.]")
-_KINDS: Final = {"DRAM": "host", "VRAM": "cuda"}
 _COMPLAINTS: Final = 20
 """Lines that are logged in a minute at most, each once; the next one says how many were not."""
 _MINUTE: Final = 60.0
@@ -208,11 +207,7 @@ def ucx_log() -> UcxLog:
 
 
 class LaneBook:
-    """The lanes of one agent. Belongs to the fabric's thread, but for `told` and `why_not`.
-
-    When it was written is all that says whom a table is about. What a call writes that posts belongs to that post's
-    peer, and what is written at another time to a peer whose first post is under way. A first post for which nothing is
-    written takes a lane that was chosen before.
+    """The lanes of one agent: of all its peers, since UCX does not say of whom a table is.
 
     Args:
         log: What UCX writes; None before there is an agent.
@@ -226,106 +221,30 @@ class LaneBook:
         self._log: Final = log if tables is not None else None
         self._agent: Final = agent
         self._tables: Final = tables if tables is not None else deque[Table]()
-        self._chosen: dict[_What, dict[str, None]] = {}
-        self._own: dict[_What, tuple[str, ...]] = {}
-        self._peers: dict[str, dict[_What, Told]] = {}
-        self._connecting: set[str] = set()
-        self._told: dict[str, tuple[Told, ...]] = {}
+        self._lanes: Final[dict[tuple[str, str, str], dict[str, None]]] = {}
 
-    def told(self, peer: str) -> tuple[Told, ...] | str:
-        """What is known of the lanes to a peer, or why nothing is. From any thread."""
-        return self._why_not or self._told.get(peer, ())
-
-    def posting(self, peer: str, operation: Operation, near: str, far: str) -> "_What | None":
-        """A post between two kinds of memory is about to be made; `posted` takes what this returns."""
-        if self._log is None:
-            return None
-        what = operation.value, _KINDS.get(near, near), _KINDS.get(far, far)
-        if self._connecting or what not in self._peers.get(peer, ()):
-            self.strays()
-        return what
-
-    def posted(self, peer: str, what: "_What | None") -> None:
-        """It was made."""
-        if self._log is None or what is None:
-            return
-        self._log.read()
-        known = self._peers.setdefault(peer, {})
-        first = what not in known
-        if not first and not self._tables:
-            return
-        before = self._own.get(what) if peer == self._agent else None
-        before = before or tuple(self._chosen.get(what, ()))
-        own = self._take()
-        for table in own:
-            self._add(peer, table, sure=True)
-        if first:
-            self._connecting.add(peer)
-            if what not in known:
-                known[what] = Told(*what, before, sure=len(before) == 1)
-        self._told[peer] = tuple(known.values())
-
-    def failed(self, peer: str, what: "_What | None") -> None:
-        """It was not made, though UCX may have chosen for it."""
-        if self._log is None or what is None:
-            return
-        self._log.read()
-        for table in self._take():
-            known = self._peers.setdefault(peer, {})
-            self._add(peer, table, sure=True)
-            self._told[peer] = tuple(known.values())
+    def told(self) -> tuple[Told, ...] | str:
+        """What is known of its lanes, or why nothing is. From one thread."""
+        if self._why_not:
+            return self._why_not
+        self.read()
+        for _ in range(len(self._tables)):
+            table = self._tables.popleft()
+            self._lanes.setdefault((table.operation, table.near, table.far), {})[table.lane] = None
+        return tuple(Told(*what, tuple(lanes), sure=len(lanes) == 1) for what, lanes in self._lanes.items())
 
     def tried(self) -> None:
-        """The agent wrote to itself: what UCX says of that is of no other peer, since it tells itself from others."""
-        if self._log is None:
-            return
-        self._log.read()
-        for table in self._take():
-            self._own[table.operation, table.near, table.far] = (table.lane,)
+        """The agent wrote to itself: what UCX says of that is of no peer, since it tells itself from others."""
+        self.read()
+        self._tables.clear()
 
-    def strays(self, *, ours: bool = True) -> None:
-        """What was written since the last post is about whoever is being connected.
-
-        Args:
-            ours: False after a call that wrote something about nobody's posts: it is passed over.
-        """
-        if self._log is None:
-            return
-        self._log.read()
-        for table in self._take():
-            for peer in self._connecting if ours else ():
-                self._add(peer, table, sure=len(self._connecting) == 1)
-                self._told[peer] = tuple(self._peers[peer].values())
-
-    def connected(self, peer: str) -> None:
-        """A post to this peer has ended."""
-        if peer in self._connecting:
-            self.strays()
-            self._connecting.discard(peer)
-
-    def forget(self, peer: str) -> None:
-        """A peer is gone."""
-        self._connecting.discard(peer)
-        self._peers.pop(peer, None)
-        self._told.pop(peer, None)
+    def read(self) -> None:
+        """See what UCX has written: what it complains about is logged. From any thread."""
+        if self._log is not None:
+            self._log.read()
 
     def close(self) -> None:
         """The agent is gone."""
         if self._log is not None:
             self._log.read()
             self._log.leave(self._agent)
-
-    def _take(self) -> list[Table]:
-        return [self._tables.popleft() for _ in range(len(self._tables))]
-
-    def _add(self, peer: str, table: Table, *, sure: bool) -> None:
-        what = table.operation, table.near, table.far
-        self._chosen.setdefault(what, {})[table.lane] = None
-        known = self._peers[peer]
-        old = known.get(what, Told(*what, (), sure=True))
-        lanes = tuple(dict.fromkeys([*old.lanes, table.lane]))
-        known[what] = Told(*what, lanes, sure=old.sure and sure)
-
-
-_What = tuple[str, str, str]
-"""Operation, kind of memory here, kind of memory there."""

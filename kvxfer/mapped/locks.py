@@ -185,8 +185,7 @@ class Lineage:
 class Key:
     """A peer's gates, opened here: for what this process writes there. Safe from any thread.
 
-    One thread passes a given gate: that of the fabric, or the mover (`kvxfer.copy.machine`), which does without this
-    class what `enter` and `leave` do. While it may, it is a borrower.
+    The mover passes them (`kvxfer.copy.machine`), one that was lent to it. While it may be inside, it is a borrower.
 
     Args:
         handle: As the peer said.
@@ -209,9 +208,8 @@ class Key:
         self._words: Final = memoryview(self._pages).cast("I")
         self._mutex: Final = threading.Lock()
         self._inside: Final = np.zeros(len(self._words) // 2 - 1, np.int64)  # by gate: this process's writers
-        self._entered = 0  # gates that the fabric is inside of
         self._borrowers = 0
-        self._closing = self._forced = False
+        self._closing = False
 
     @property
     def is_open(self) -> bool:
@@ -229,17 +227,15 @@ class Key:
             raise FabricError(f"gate {number} was granted, but there are {gates}")
         return Passage(self, number, generation)
 
-    def close(self, *, forced: bool = False) -> None:
-        """Close it, as soon as nothing of this process is inside.
+    def close(self) -> None:
+        """Close it, as soon as nothing of it is lent.
 
-        Args:
-            forced: At once. Whoever is inside is left there, and the owner finds it as it would after this process had
-                died: for when what is in doubt will never be known here.
+        Whoever is still inside then (a mover that has ended with something in doubt) is left there, and the owner finds
+        it as it would after this process had died.
         """
         with self._mutex:
             self._closing = True
-            self._forced = self._forced or forced
-            self._end_if_empty()
+            self._end_if_free()
 
     def lend(self, number: int, generation: int) -> tuple[int, int, int, int, int]:
         """See `Passage.lend`."""
@@ -254,7 +250,7 @@ class Key:
         """See `Passage.give_back`."""
         with self._mutex:
             self._borrowers -= 1
-            self._end_if_empty()
+            self._end_if_free()
 
     def _at(self, number: int) -> int:
         """Where a gate's words are."""
@@ -263,37 +259,8 @@ class Key:
     def _users_at(self, number: int) -> int:
         return int(self._inside.ctypes.data) + self._inside.itemsize * number
 
-    def enter(self, number: int, generation: int) -> bool:
-        """See `Passage.enter`."""
-        with self._mutex:
-            inside = int(self._inside[number])
-            if not inside and (self._closing or not _lock(self._descriptor, fcntl.F_RDLCK, number)):
-                return False
-            if self._words[2 * number] + FIRST_GENERATION != generation:
-                if not inside:
-                    _lock(self._descriptor, fcntl.F_UNLCK, number)
-                return False
-            self._inside[number] = inside + 1
-            self._entered += not inside
-            self._words[2 * number + 1] = 1
-            return True
-
-    def leave(self, number: int) -> None:
-        """See `Passage.leave`."""
-        with self._mutex:
-            if self._pages.closed:  # by force
-                return
-            self._inside[number] -= 1
-            if not self._inside[number]:
-                self._entered -= 1
-                self._words[2 * number + 1] = 0
-                with contextlib.suppress(OSError):  # unlocking does not fail; the lock would go with the file
-                    _lock(self._descriptor, fcntl.F_UNLCK, number)
-            self._end_if_empty()
-
-    def _end_if_empty(self) -> None:
-        quiet = self._forced or not self._entered
-        if self._closing and quiet and not self._borrowers and not self._pages.closed:
+    def _end_if_free(self) -> None:
+        if self._closing and not self._borrowers and not self._pages.closed:
             self._words.release()
             self._pages.close()
             os.close(self._descriptor)
@@ -314,14 +281,6 @@ class Passage:
         self._key = key
         self._number = number
         self._generation = generation
-
-    def enter(self) -> bool:
-        """Before anything is written. False if the grant was revoked: then nothing may be, now or ever."""
-        return self._key.enter(self._number, self._generation)
-
-    def leave(self) -> None:
-        """Once for each `enter` that was granted, when nothing of it is under way any more."""
-        self._key.leave(self._number)
 
     def lend(self) -> tuple[int, int, int, int, int]:
         """Let the mover enter and leave, until `give_back`.

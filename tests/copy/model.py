@@ -42,6 +42,11 @@ def _refuse(descriptor: Any, address: Any, nbytes: Any) -> Any:
     return -1
 
 
+def words(*given: int) -> bytes:
+    """A record that begins so."""
+    return _RECORD.pack(*given, *[0] * (records.RECORD_WORDS - len(given)))
+
+
 class Job:
     """A copy, and what is known of it."""
 
@@ -128,7 +133,7 @@ class Model:
         record = self.record(job)
         self.sent.append(record)
         if rng.random() < 0.05:  # a row that is taken is not given to another
-            self.sent.append(_RECORD.pack(records.COPY, slot, 1 - job.lane, -1, 0, FOREVER, -1, *[0] * 21))
+            self.sent.append(words(records.COPY, slot, 1 - job.lane, -1, 0, FOREVER, -1))
 
     def record(self, job: Job) -> bytes:
         """What is sent of a copy."""
@@ -146,17 +151,17 @@ class Model:
             slot = self.rng.choice(list(self.jobs))
         else:
             slot = self.rng.choice((-1, records.JOBS, 1 << 40, self.rng.randrange(records.JOBS)))
-        self.sent.append(_RECORD.pack(records.CANCEL, slot, *[0] * 26))
+        self.sent.append(words(records.CANCEL, slot))
         if slot in self.jobs:  # who comes later, also in the same row, is not meant
             self.unwanted.append(self.jobs[slot])
 
     def nonsense(self) -> None:
         """A record of no kind that there is, or of a row that there is not."""
-        kind = self.rng.choice((0, 4, -1, 1 << 62))
+        kind = self.rng.choice((0, records.POKE, records.FORGET, 9, -1, 1 << 62))
         slot = self.rng.choice((3, -5, records.JOBS + 1))
         if self.rng.random() < 0.5:
             kind, slot = records.COPY, self.rng.choice((-1, records.JOBS, -(1 << 50)))
-        self.sent.append(_RECORD.pack(kind, slot, *[0] * 26))
+        self.sent.append(words(kind, slot))
 
     def revoke(self) -> None:
         """The owner of a gate takes its grant back, unless somebody is inside."""
@@ -202,8 +207,9 @@ class Model:
             self.away -= 1
             if not self.away:
                 self.ports[records.WRITE] = self.really_writes
-        for event in _EVENT.iter_unpack(self.machine.read()):
-            self.tell(*event)
+        for slot, outcome, code, started, copied, posted, finished, posting in _EVENT.iter_unpack(self.machine.read()):
+            assert (copied <= finished, posted, posting) == (True, 0, 0)
+            self.tell(slot, outcome, code, started, finished)
         assert self.state[records.LIVE] == len(self.jobs)
         for number in range(GATES):
             inside = self.inside(number)
@@ -356,7 +362,7 @@ class GpuModel(Model):
         job.launched = job.ended = False
         parts = 0 if nothing else 1
         job.reasons = {"nothing"} if nothing else set()
-        return _RECORD.pack(
+        return words(
             *(records.COPY, job.slot, job.lane, job.owner, job.nbytes, job.until),
             *self.lock(job),
             *(events.ctypes.data, len(job.events), 0, 0, launches.ctypes.data, parts, 24),
@@ -582,11 +588,10 @@ class HostModel(Model):
         parts, count = parts_of(tables, self.row_bytes[job.rows] * self.rng.choice((1, 1, 4)))
         job.kept += [parts, tables]
         helpers = self.rng.randrange(self.threads)
-        return _RECORD.pack(
+        return words(
             *(records.COPY, job.slot, job.lane, job.owner, job.nbytes, job.until),
             *self.lock(job),
             *(0, 0, 0, 0, parts.ctypes.data, count, helpers),
-            *[0] * 10,
         )
 
     def after(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvxfer.copy import compiler
-from kvxfer.copy.compiler import compiled, inlined_once, load
+from kvxfer.copy.compiler import bits_of, compiled, float_of, inlined, load
 from kvxfer.errors import MissingExtraError
 
 COMPILED = Path(compiler.__file__).parent
@@ -168,12 +168,22 @@ def test_without_numba_the_error_names_it(tmp_path):
     assert "numba" in said
 
 
+@compiled("int64(int64)")
+def _bits(number):
+    return bits_of(float_of(number))
+
+
+@compiled("float32(int64)")
+def _float(number):
+    return float_of(number)
+
+
 def test_words_are_of_any_width_and_numbers_of_32_bits():
-    assert compiler.inlined(lambda: compiler.bits_of(compiler.float_of(0x1_3F80_0000)))() == 0x3F80_0000
-    assert compiler.inlined(lambda: compiler.float_of(0x3F80_0000))() == pytest.approx(1.0)
+    assert _bits(0x1_3F80_0000) == 0x3F80_0000
+    assert _float(0x3F80_0000) == pytest.approx(1.0)
 
 
-@inlined_once
+@inlined
 def _entry(table, at, count, instead):
     if at >= count:
         return 1, 0

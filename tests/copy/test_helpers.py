@@ -120,7 +120,7 @@ async def test_copies_one_after_the_other_share_nothing_but_the_threads(copies, 
 
 
 def begun(mover, copy, reports):
-    return mover._machine.started(copy.slot) or reports.outcomes
+    return mover._machine.runs_since(copy.slot, float("inf")) or reports.outcomes
 
 
 async def test_what_is_cancelled_is_over_when_it_is_told(copies, monkeypatch):

@@ -72,7 +72,7 @@ def gate():
     file = LockFile(8)
     key = Key(file.handle)
     yield file, key
-    key.close(forced=True)
+    key.close()
     assert not key.is_open
     file.close()
 
@@ -415,7 +415,7 @@ async def test_half_a_gigabyte_is_launched_ahead_but_two_copies_at_least(scene):
     urgent = scene.submit("urgent", nbytes=64, owner="urgent")
     scene.driver.go(GATHERS, marks=1)
     await scene.steps(2)
-    assert scene.machine.started(urgent.slot), "it is next, and three of the large ones behind it"
+    assert scene.machine.runs_since(urgent.slot, float("inf")), "it is next, and three of the large ones behind it"
     await scene.finish()
     assert scene.order.index("urgent") < scene.order.index(("large", 3))
 

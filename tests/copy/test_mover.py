@@ -73,7 +73,7 @@ def gate():
     file = LockFile(8)
     key = Key(file.handle)
     yield file, key
-    key.close(forced=True)
+    key.close()
     assert not key.is_open
     file.close()
 
@@ -569,11 +569,11 @@ async def test_a_key_that_is_closing_lets_nobody_in(world, gate):
     assert not key.is_open
 
 
-async def test_a_key_that_was_closed_by_force_is_open_until_the_machine_is_through_with_it(world, gate, tiny_parts):
+async def test_a_key_that_was_closed_is_open_until_the_machine_is_through_with_it(world, gate, tiny_parts):
     file, key = gate
     world.submit("a", passage=key.passage(3, FIRST_GENERATION))
     world.step()
-    key.close(forced=True)
+    key.close()
     assert key.is_open, "its words are what the machine writes"
     await world.run(1)
     assert (kind(world.outcomes["a"]), key.is_open) == ("done", False)

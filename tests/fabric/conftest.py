@@ -1,9 +1,44 @@
-"""Puts this folder on the path, so that its tests can import their helper `ends`, and that of `preloaded`."""
+"""Puts this folder on the path, so that its tests can import their helpers, and those of copies and of processes."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "integration"):
+for folder in (HERE, HERE.parent / "integration", HERE.parent / "copy"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+@pytest.fixture
+async def make():
+    """Rigs that are ended with the test: `await make("b", "c", no_progress_timeout=5.0)`."""
+    from rigs import Rig
+
+    made = []
+
+    async def one(*peers, **settings):
+        made.append(Rig(*peers, **settings))
+        await made[-1].open()
+        return made[-1]
+
+    yield one
+    for rig in made:
+        await rig.end()
+
+
+@pytest.fixture
+async def record():
+    """Movers over a transport that notes what it is asked for; ended with the test."""
+    from rigs import Recorder
+
+    made = []
+
+    def one(**settings):
+        made.append(Recorder(**settings))
+        return made[-1]
+
+    yield one
+    for recorder in made:
+        await recorder.end()

@@ -1,17 +1,21 @@
 """Both ends of posts over NIXL: two agents in one process, or two processes."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import preloaded
 
+from kvxfer.copy.mover import Mover
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Post
+from kvxfer.copy.tables import NOTHING
+from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Cell, Descriptors, Memory, Operation, Post, PostResult
-from kvxfer.fabric.pump import Fabric
+from kvxfer.fabric.port import Descriptors, Memory, Operation
 from kvxfer.runtime import ThreadRuntime
 
 SIZE = 1 << 20
@@ -53,14 +57,41 @@ def finish(handle: object, *agents: Agent) -> None:
 
 
 class Side:
-    """A fabric over NIXL and one registered buffer, in whichever process."""
+    """A mover and a fabric over NIXL, and one registered buffer, in whichever process."""
+
+    token: object
+    metadata: bytes
 
     def __init__(self, name: str, nbytes: int, settings: dict[str, Any]) -> None:
-        self.fabric = Fabric(NixlTransport(name, **settings), ThreadRuntime())
-        self.fabric.start()
+        runtime = ThreadRuntime()
+        self.mover = Mover(runtime)
+        self.fabric = Fabric(NixlTransport(name, **settings), runtime, self.mover)
         self.buffer = np.zeros(nbytes, dtype=np.uint8)
-        self.token = self.fabric.register([memory(self.buffer)]).result(20)
-        self.metadata = self.fabric.metadata([self.token]).result(20)
+
+    async def open(self) -> "Side":
+        await self.fabric.open()
+        self.token = await self.now(self.fabric.register([memory(self.buffer)]))
+        self.metadata = await self.now(self.fabric.metadata([self.token]))
+        return self
+
+    async def now(self, future: "Future[Any]") -> Any:
+        """The answer to a call."""
+        async with asyncio.timeout(30):
+            return await asyncio.wrap_future(future)
+
+    def post(self, peer: str, address: int, nbytes: int) -> "asyncio.Future[CopyOutcome]":
+        """Write the first bytes of the buffer there."""
+        ended = asyncio.get_running_loop().create_future()
+        rows = ([[self.buffer.ctypes.data, nbytes]], [[address, nbytes]])
+        here, there = (Descriptors("DRAM", 0, np.array(row, np.int64)) for row in rows)
+        job = CopyJob(NOTHING, ended.set_result, post=Post(peer, Operation.WRITE, here, there))
+        self.mover.submit(job, Direction.GATHER)
+        return ended
+
+    async def close(self, timeout: float = 5.0) -> bool:
+        while not await self.mover.close(timeout):
+            timeout = 0.0
+        return await self.fabric.close()
 
 
 def target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
@@ -68,16 +99,20 @@ def target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
 
     It answers a word with the sum of what it holds, and a number with how many of its bytes are that.
     """
-    side = Side("target", nbytes, settings)
+    asyncio.run(_target(wire, nbytes, settings))
+
+
+async def _target(wire: Connection, nbytes: int, settings: dict[str, Any]) -> None:
+    side = await Side("target", nbytes, settings).open()
     wire.send((side.metadata, side.buffer.ctypes.data))
     release: Callable[[], None] = lambda: None  # noqa: E731
-    while (word := wire.recv()) != "end":
+    while (word := await asyncio.to_thread(wire.recv)) != "end":
         if word == "hold":
-            release = side.fabric.hold_awake()
+            release = side.mover.hold_awake()
         elif word == "let go":
             release()
         wire.send(int((side.buffer == word).sum()) if isinstance(word, int) else int(side.buffer.view(np.uint64).sum()))
-    wire.send(side.fabric.close(10).result(20))
+    wire.send(await side.close(10))
 
 
 class Remote:
@@ -103,12 +138,12 @@ class Remote:
         return self._wire.recv()
 
 
-@contextmanager
-def two_processes(nbytes: int, **settings: Any) -> Iterator[tuple[Side, Remote]]:
+@asynccontextmanager
+async def two_processes(nbytes: int, **settings: Any) -> AsyncIterator[tuple[Side, Remote]]:
     ours, theirs = preloaded.CONTEXT.Pipe()
     process = preloaded.process(target, (theirs, nbytes, settings))
     process.start()
-    side = Side("initiator", nbytes, settings)
+    side = await Side("initiator", nbytes, settings).open()
     try:
         yield side, Remote(process, ours)
     finally:
@@ -117,13 +152,16 @@ def two_processes(nbytes: int, **settings: Any) -> Iterator[tuple[Side, Remote]]
         process.close()  # raises if it still runs
         ours.close()
         theirs.close()
-        side.fabric.close(5).result(20)
+        await side.close()
 
 
-def write(side: Side, remote: Remote, nbytes: int) -> "Future[PostResult]":
-    result: Future[PostResult] = Future()
-    here = np.array([[side.buffer.ctypes.data, nbytes]], dtype=np.int64)
-    there = np.array([[remote.address, nbytes]], dtype=np.int64)
-    local, far = Descriptors("DRAM", 0, here), Descriptors("DRAM", 0, there)
-    side.fabric.post(Post("target", Operation.WRITE, local, far, Cell(1e12), result.set_result))
-    return result
+async def flies(side: Side) -> None:
+    """Wait until a part of a post is under way."""
+    while not side.mover.under_way(stays=False):  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(0)
+
+
+async def write(side: Side, remote: Remote, nbytes: int, *, seconds: float = 30) -> CopyOutcome:
+    """How a write to the other process ends."""
+    async with asyncio.timeout(seconds):
+        return await side.post("target", remote.address, nbytes)

@@ -1,18 +1,13 @@
-"""NIXL's C library: which wheel is taken, what is refused, and lists of descriptors that compiled code makes."""
+"""NIXL's C library: which wheel is taken, what is refused, and what an agent must prove."""
 
-import ctypes
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvxfer.errors import FabricError, MissingExtraError
 from kvxfer.fabric import capi
-from kvxfer.fabric.capi import TABLE, CallError, Capi, Owned, Wheel
-from kvxfer.fabric.lists import list_pieces, listed
+from kvxfer.fabric.capi import CallError, Capi, Owned, Wheel
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -195,86 +190,3 @@ def test_what_is_owned_is_given_back_once():
     assert given == []
     del two
     assert given == [7]
-
-
-# ---- lists -----------------------------------------------------------------------------------------------------------
-
-
-class Recording:
-    """Functions for lists, which note what they are called with."""
-
-    def __init__(self, refuse: int = -1, create: int = 0) -> None:
-        self.calls: list[tuple[str, tuple[int, ...]]] = []
-        self.added: list[tuple[int, ...]] = []
-        self._refuse, self._status = refuse, create
-        self._kept: list[object] = []
-        self.table = np.zeros(len(TABLE), np.int64)
-        for name, count in (("xfer_dlist_resize", 2), ("xfer_dlist_clear", 1), ("destroy_xfer_dlist", 1)):
-            self._put(name, count, self._note(name))
-        self._put("create_xfer_dlist", 2, self._create)
-        self._put("xfer_dlist_add_desc", 4, self._add)
-
-    def _put(self, name, count, function):
-        made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(function)
-        self._kept.append(made)
-        self.table[TABLE.index(name)] = ctypes.cast(made, ctypes.c_void_p).value or 0
-
-    def _note(self, name):
-        def called(*given):
-            self.calls.append((name, given))
-            return 0
-
-        return called
-
-    def _create(self, kind, out):
-        self.calls.append(("create_xfer_dlist", (kind,)))
-        ctypes.c_int64.from_address(out).value = 4711
-        return self._status
-
-    def _add(self, *given):
-        self.added.append(given)
-        return -1 if len(self.added) - 1 == self._refuse else 0
-
-
-NUMBERS = st.integers(0, 2**63 - 1)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40), st.integers(0, 1), st.integers(0, 7), st.booleans())
-def test_a_list_is_what_was_asked_for(rows, kind, device, frozen):
-    recording = Recording()
-    pieces = np.array(rows, np.int64).reshape(-1, 2)
-    pieces.flags.writeable = not frozen
-    assert list_pieces(recording.table, kind, pieces, device) == 4711
-    assert recording.added == [(4711, address, nbytes, device) for address, nbytes in rows]
-    assert recording.calls[0] == ("create_xfer_dlist", (kind,))
-    assert "destroy_xfer_dlist" not in dict(recording.calls)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 40), st.data())
-def test_a_list_of_which_a_piece_is_refused_is_none(count, data):
-    recording = Recording(refuse=data.draw(st.integers(0, count - 1)))
-    assert list_pieces(recording.table, 0, np.ones((count, 2), np.int64), 0) < 0
-    assert recording.calls.count(("destroy_xfer_dlist", (4711,))) == 1
-
-
-def test_a_list_that_is_not_made_is_not_filled():
-    recording = Recording(create=-4)
-    assert list_pieces(recording.table, 0, np.ones((3, 2), np.int64), 0) == -4
-    assert recording.added == []
-    assert recording.calls == [("create_xfer_dlist", (0,))]
-
-
-@needs_nixl
-def test_pieces_that_lie_apart_in_an_array_are_listed_as_they_are(library, monkeypatch):
-    made, *_ = library
-    recording, refusing = Recording(), Recording(refuse=1)
-    monkeypatch.setattr(made, "table", recording.table)
-    monkeypatch.setattr(made, "destroy_xfer_dlist", lambda handle: None)
-    wide = np.arange(12, dtype=np.int64).reshape(3, 4)
-    listed(made, "DRAM", wide[:, ::2], 1)
-    assert recording.added == [(4711, 0, 2, 1), (4711, 4, 6, 1), (4711, 8, 10, 1)]
-    monkeypatch.setattr(made, "table", refusing.table)
-    with pytest.raises(CallError, match="xfer_dlist_add_desc: NIXL_CAPI_ERROR_INVALID_PARAM"):
-        listed(made, "DRAM", wide[:, :2], 1)

@@ -1,5 +1,6 @@
 """The NIXL transport over CPU memory: two agents in one process, and two processes of which one dies."""
 
+import asyncio
 import importlib.util
 import logging
 import subprocess
@@ -11,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import SIZE, TCP, Agent, descriptors, finish, memory, two_processes, write
+from ends import SIZE, TCP, Agent, descriptors, finish, flies, memory, two_processes, write
 
+from kvxfer.copy.port import Outcome
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import capi, envelope
 from kvxfer.fabric import nixl as port
 from kvxfer.fabric.backends import device_params, shown_params
 from kvxfer.fabric.capi import CallError
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.fabric.port import Descriptors, Memory, Operation, Outcome
+from kvxfer.fabric.port import Descriptors, Memory, Operation
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -396,14 +398,13 @@ def test_nothing_of_nixls_python_package_is_imported():
 
 @needs_nixl
 @pytest.mark.parametrize("settings", [{}, {"backend_params": TCP}], ids=["any lane", "tcp"])
-def test_a_write_to_another_process(settings):
-    with two_processes(8 * SIZE, **settings) as (side, remote):
+async def test_a_write_to_another_process(settings):
+    async with two_processes(8 * SIZE, **settings) as (side, remote):
         side.buffer[:] = np.random.default_rng(1).integers(0, 256, side.buffer.nbytes)
         remote.say("hold")
-        assert side.fabric.connect(remote.metadata).result(20) == "target"
-        result = write(side, remote, side.buffer.nbytes).result(30)
+        assert await side.now(side.fabric.connect(remote.metadata)) == "target"
+        result = await write(side, remote, side.buffer.nbytes)
         assert result.outcome is Outcome.DONE, result.error
-        assert result.posted_bytes == side.buffer.nbytes
         assert remote.say("let go") == int(side.buffer.view(np.uint64).sum())
         assert remote.say("end") is True
         remote.process.join(20)
@@ -454,34 +455,38 @@ def test_with_a_nic_at_hand_it_is_not_known_whose_end_ends_a_write(monkeypatch, 
 
 
 @needs_nixl
-def test_a_peer_that_dies_is_disconnected():
+async def test_a_peer_that_dies_is_disconnected():
     """Before a write, and in the middle of one: over TCP, 64 MiB stay in flight while the target does not poll."""
-    with two_processes(64 * SIZE, backend_params=TCP) as (side, remote):
+    async with two_processes(64 * SIZE, backend_params=TCP) as (side, remote):
         remote.say("hold")
-        side.fabric.connect(remote.metadata).result(20)
-        assert write(side, remote, 64).result(30).outcome is Outcome.DONE
+        await side.now(side.fabric.connect(remote.metadata))
+        assert (await write(side, remote, 64)).outcome is Outcome.DONE
         remote.say("let go")
-        during = write(side, remote, side.buffer.nbytes)
+        during = side.post("target", remote.address, side.buffer.nbytes)
+        await flies(side)
         assert not during.done()
         remote.kill()
-        result = during.result(20)
+        async with asyncio.timeout(20):
+            result = await during
         assert result.outcome is Outcome.IN_DOUBT
         assert result.error is not None
         assert result.error.disconnected
         assert result.error.in_doubt
-        after = write(side, remote, 64).result(20)
-        assert after.outcome is Outcome.FAILED
+        assert not result.may_move
+        after = await write(side, remote, 64)
+        assert after.outcome is not Outcome.DONE
         assert after.error is not None
         assert after.error.disconnected
-        assert side.fabric.close(5).result(20) is True
+        assert not after.may_move
+        assert await side.close() is True
 
 
 @needs_nixl
-def test_a_peer_that_died_before_the_first_write_is_disconnected():
-    with two_processes(SIZE, backend_params=TCP) as (side, remote):
-        side.fabric.connect(remote.metadata).result(20)
+async def test_a_peer_that_died_before_the_first_write_is_disconnected():
+    async with two_processes(SIZE, backend_params=TCP) as (side, remote):
+        await side.now(side.fabric.connect(remote.metadata))
         remote.kill()
-        result = write(side, remote, SIZE).result(30)
+        result = await write(side, remote, SIZE)
         assert result.outcome is not Outcome.DONE
         assert result.error is not None
         assert result.error.disconnected

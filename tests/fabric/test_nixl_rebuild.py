@@ -1,22 +1,22 @@
 """A NIXL agent made anew, between processes over TCP: what is under way to the old one is late, and must not land."""
 
+import asyncio
 import importlib.util
 import os
 import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import preloaded
 import pytest
-from ends import SIZE, TCP, Agent, Side, descriptors, finish, two_processes, write
+from ends import SIZE, TCP, Agent, Side, descriptors, finish, flies, two_processes, write
 
+from kvxfer.copy.port import Outcome
 from kvxfer.errors import FabricError
-from kvxfer.fabric.port import Cell, Descriptors, Operation, Outcome, Post, PostResult
+from kvxfer.fabric.port import Operation
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -26,19 +26,18 @@ OLD, NEW = 7, 9
 
 def writer(wire: Connection, byte: int) -> None:
     """Another process: writes where it is told, and says how that ended."""
-    side = Side(f"writer {byte}", LARGE, {"backend_params": TCP})
+    asyncio.run(_writer(wire, byte))
+
+
+async def _writer(wire: Connection, byte: int) -> None:
+    side = await Side(f"writer {byte}", LARGE, {"backend_params": TCP}).open()
     side.buffer[:] = byte
-    while (told := wire.recv()) is not None:
+    while (told := await asyncio.to_thread(wire.recv)) is not None:
         metadata, address, nbytes = told
-        peer = side.fabric.connect(metadata).result(20)
-        here = np.array([[side.buffer.ctypes.data, nbytes]], dtype=np.int64)
-        local, far = (Descriptors("DRAM", 0, rows) for rows in (here, np.array([[address, nbytes]], dtype=np.int64)))
-
-        def ended(result: PostResult) -> None:
-            wire.send(result.outcome.value)
-
-        side.fabric.post(Post(peer, Operation.WRITE, local, far, Cell(1e12), ended))
-    wire.send(side.fabric.close(10).result(20))
+        peer = await side.now(side.fabric.connect(metadata))
+        ended = side.post(peer, address, nbytes)
+        ended.add_done_callback(lambda ended: wire.send(ended.result().outcome.value))
+    wire.send(await side.close(10))
 
 
 class Writer:
@@ -61,12 +60,12 @@ class Writer:
         return self.outcome() == Outcome.DONE.value
 
 
-@contextmanager
-def company() -> Iterator[tuple[Side, Writer, Writer]]:
+@asynccontextmanager
+async def company() -> AsyncIterator[tuple[Side, Writer, Writer]]:
     """A target here, and two that write to it, which have done so before."""
     writers = Writer(OLD), Writer(NEW)
-    side = Side("target", LARGE + SIZE, {"backend_params": TCP})
-    release = side.fabric.hold_awake()
+    side = await Side("target", LARGE + SIZE, {"backend_params": TCP}).open()
+    release = side.mover.hold_awake()
     try:
         assert all(one.done(side, LARGE, 64) for one in writers)
         yield side, *writers
@@ -77,25 +76,30 @@ def company() -> Iterator[tuple[Side, Writer, Writer]]:
             one.process.close()
             one.wire.close()
         release()
-        side.fabric.close(5).result(20)
+        await side.close()
 
 
-def anew(side: Side) -> None:
-    assert side.fabric.rebuild(0.0).result(30) is True
-    side.metadata = side.fabric.metadata([side.token]).result(20)
+async def rebuilt(side: Side, timeout: float = 0.0) -> bool:
+    async with asyncio.timeout(30):
+        return await side.fabric.rebuild(timeout)
+
+
+async def anew(side: Side) -> None:
+    assert await rebuilt(side) is True
+    side.metadata = await side.now(side.fabric.metadata([side.token]))
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_bytes_of_a_write_in_flight_do_not_land_after_a_rebuild_and_those_of_others_do(fault):
-    with company() as (side, victim, other):
+async def test_bytes_of_a_write_in_flight_do_not_land_after_a_rebuild_and_those_of_others_do(fault):
+    async with company() as (side, victim, other):
         assert other.done(side, LARGE, SIZE)
         assert (side.buffer[LARGE:] == NEW).all()
         victim.write(side, 0, LARGE)
-        while not side.buffer[0]:
-            time.sleep(0)
+        while not side.buffer[0]:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0)
         assert victim.process.pid
         os.kill(victim.process.pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-        anew(side)
+        await anew(side)
         assert not (side.buffer[:LARGE] == OLD).all(), "it was in the midst of it"
         side.buffer[:] = 0
         if fault == "stop":
@@ -110,57 +114,60 @@ def test_bytes_of_a_write_in_flight_do_not_land_after_a_rebuild_and_those_of_oth
         assert not side.buffer[:LARGE].any(), "bytes of the old write landed in memory that was given to somebody else"
 
 
-def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
-    with two_processes(LARGE, backend_params=TCP) as (side, remote):
+async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
+    async with two_processes(LARGE, backend_params=TCP) as (side, remote):
         remote.say("hold")
-        side.fabric.connect(remote.metadata).result(20)
+        await side.now(side.fabric.connect(remote.metadata))
         side.buffer[:] = OLD
-        assert write(side, remote, 64).result(30).outcome is Outcome.DONE
+        assert (await write(side, remote, 64)).outcome is Outcome.DONE
         remote.say("let go")
-        stuck = write(side, remote, LARGE)
-        while not any(live.under_way for queue in list(side.fabric._posts._posts.values()) for live in queue):
-            time.sleep(0)
-        assert side.fabric.rebuild(0.2).result(30) is True
-        result = stuck.result(0)
+        stuck = side.post("target", remote.address, LARGE)
+        await flies(side)
+        assert await rebuilt(side, 0.2) is True
+        async with asyncio.timeout(5):
+            result = await stuck
         assert result.outcome is Outcome.IN_DOUBT
         assert result.error is not None
         assert result.error.disconnected
+        assert not result.may_move
         side.buffer[:] = NEW
         remote.say("hold")  # now it takes what is left of it
-        assert write(side, remote, 64).result(30).outcome is Outcome.DONE, "the peer is known as before"
+        assert (await write(side, remote, 64)).outcome is Outcome.DONE, "the peer is known as before"
         assert remote.say(NEW) == 64, "something of what was written over later was sent"
         assert 0 < remote.say(OLD) < LARGE - SIZE, "it was in the midst of it"
-        assert side.fabric.close(5).result(20) is True
+        assert await side.close() is True
 
 
-def test_errors_of_a_peer_that_died_do_not_keep_the_agent():
-    with two_processes(LARGE, backend_params=TCP) as (side, remote):
+async def test_errors_of_a_peer_that_died_do_not_keep_the_agent():
+    async with two_processes(LARGE, backend_params=TCP) as (side, remote):
         remote.say("hold")
-        side.fabric.connect(remote.metadata).result(20)
-        assert write(side, remote, 64).result(30).outcome is Outcome.DONE
+        await side.now(side.fabric.connect(remote.metadata))
+        assert (await write(side, remote, 64)).outcome is Outcome.DONE
         remote.say("let go")
-        during = write(side, remote, LARGE)
+        during = side.post("target", remote.address, LARGE)
+        await flies(side)
         remote.kill()
-        kept = [during.result(20), *(write(side, remote, 64).result(20) for _ in range(2))]
+        async with asyncio.timeout(20):
+            kept = [await during, *[await write(side, remote, 64) for _ in range(2)]]
         assert all(result.error is not None for result in kept)
-        assert side.fabric.rebuild(0.0).result(30) is True
+        assert await rebuilt(side) is True
 
 
-def test_rebuilding_again_and_again_leaks_neither_descriptors_nor_threads():
-    side = Side("target", SIZE, {"backend_params": TCP})
+async def test_rebuilding_again_and_again_leaks_neither_descriptors_nor_threads():
+    side = await Side("target", SIZE, {"backend_params": TCP}).open()
 
     def open_now() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
-    anew(side)
+    await anew(side)
     before = open_now()
     rebuilds = 10
     for _ in range(rebuilds):
-        anew(side)
+        await anew(side)
     files, threads = open_now()
     assert files - before[0] < rebuilds // 2, "some come a moment later than the agent"
     assert threads == before[1]
-    assert side.fabric.close(5).result(20) is True
+    assert await side.close() is True
 
 
 def test_without_another_agent_the_old_one_stays(monkeypatch):

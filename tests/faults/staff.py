@@ -27,7 +27,7 @@ from steps import STEPS
 
 from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
 from kvxfer.ahead import Ahead
-from kvxfer.fabric import pump
+from kvxfer.fabric import calls
 from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.incoming import Incoming
 from kvxfer.landing import Landing
@@ -126,7 +126,7 @@ class Ranks:
         """Open a worker; its engine's card. Everybody may make its tickets."""
         if not self._ranks:
             _meet_gpus()
-            self._before, self._leaked = held(), len(pump._LEAKED)
+            self._before, self._leaked = held(), len(calls._LEAKED)
         mirror = cache(seed, layout, blocks)
         placed = place(mirror, "cpu")
         worker = Worker(placed.tensors, Config(engine=name, **config))
@@ -154,7 +154,7 @@ class Ranks:
     def _left(self) -> dict[str, int]:
         """What is held that was not before the first worker."""
         gc.collect()
-        left, open_still = held() - self._before, len(pump._LEAKED) > self._leaked
+        left, open_still = held() - self._before, len(calls._LEAKED) > self._leaked
         # memory that was in doubt is kept to the end of the process, and an agent whose own post did not end
         kept = "fd" if open_still else "fd /memfd:" if self._in_doubt else "nothing"
         return {what: number for what, number in left.items() if not what.startswith(kept)}
@@ -375,7 +375,7 @@ class Ranks:
 
     def stay_awake(self, name: str) -> None:
         """Let whatever a peer has under way to this worker land, until it is closed."""
-        inside.fabric(self._ranks[name].worker).hold_awake()
+        inside.mover(self._ranks[name].worker).hold_awake()
 
     def arena_intact(self, name: str) -> bool:
         """Whether what was taken holds the canary still."""

@@ -5,17 +5,20 @@ passes in reaching it, and nothing else differs. A hook holds up the very thread
 """
 
 import asyncio
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
-from kvxfer.copy.tables import parts_of
+from passing import enter
+
+from kvxfer.copy.mover import Copy, Mover, _machines
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction
+from kvxfer.copy.records import BEGIN, MAKE
+from kvxfer.copy.tables import NOTHING, parts_of
 from kvxfer.copy.walk import copy_parts
-from kvxfer.fabric.nixl import NixlTransport
 from kvxfer.fabric.port import Operation
 from kvxfer.fetching import Fetching
 from kvxfer.incoming import Incoming
@@ -113,27 +116,46 @@ def _client_met(_: Worker, link: Link, *__: Any) -> bool:
 
 
 def _post(operation: Operation, part: int, *, posted: bool = False) -> Hook:
-    """Around the post of a chunk's n-th part: its lease has been checked, and the cell is locked."""
+    """Around the post of a chunk's n-th part: its lease has been checked, and the gate was passed."""
 
     def put(halt: Halt) -> None:
-        original = NixlTransport.post
-        parts = 0
+        way = {Operation.READ: 0, Operation.WRITE: 1}[operation]
+        parts, requests = 0, dict[int, int]()
+        (machine,) = _machines
+        make, begin = _function(int(machine.ports[MAKE]), 7), _function(int(machine.ports[BEGIN]), 3)
 
-        def hooked(transport: Any, peer: str, what: Operation, *sides: Any) -> Any:
+        def made(*arguments: int) -> int:
+            status: int = make(*arguments)
+            requests[ctypes.c_int64.from_address(arguments[5]).value] = arguments[1]
+            return status
+
+        def begun(agent: int, request: int, options: int) -> int:
             nonlocal parts
-            mine = what is operation and threading.current_thread().name == "kvxfer-fabric"
+            mine = requests.get(request) == way
             parts += mine
             strikes = mine and parts == part
             if strikes and not posted:
                 halt()
-            handle = original(transport, peer, what, *sides)
+            status: int = begin(agent, request, options)
             if strikes and posted:
                 halt()
-            return handle
+            return status
 
-        NixlTransport.post = hooked  # type: ignore[method-assign]
+        for port, count, function in ((MAKE, 7, made), (BEGIN, 3, begun)):
+            callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(function)
+            _kept.append(callback)
+            machine.ports[port] = ctypes.cast(callback, ctypes.c_void_p).value
 
     return put
+
+
+_kept: list[Any] = []
+"""What the machine calls."""
+
+
+def _function(address: int, count: int) -> Any:
+    """A C function of so many numbers."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(address)
 
 
 def _copy(direction: Direction, *, half: bool = True) -> Hook:
@@ -150,16 +172,21 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
             def copy() -> None:
                 began = time.monotonic()
                 passage: Any = job.passage
-                stopped = began >= job.until or not (passage is None or passage.enter())
+                guarded = passage is not None and job.post is None
+                passed = enter(passage) if guarded and began < job.until else None
+                stopped = began >= job.until or (guarded and passed is None)
                 if not stopped:
                     parts, count = parts_of(job.tables, part_bytes=1)
                     copy_parts(parts.ctypes.data, 0, count // 2 if half else 0)
                     halt()
                     copy_parts(parts.ctypes.data, count // 2 if half else 0, count)
-                    if passage is not None:
-                        passage.leave()
-                outcome = CopyOutcome(None, began, time.monotonic(), stopped)
-                loop.call_soon_threadsafe(job.done, outcome)
+                    if passed is not None:
+                        passed.leave()
+                ended = time.monotonic()
+                if job.post is not None and not stopped:
+                    loop.call_soon_threadsafe(original, mover, replace(job, tables=NOTHING, after=READY), where)
+                else:
+                    loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, ended, stopped, copied=ended))
 
             def wait() -> None:
                 if job.after.query():

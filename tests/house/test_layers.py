@@ -5,7 +5,7 @@ counts: imports at the top, inside functions, and for type checkers alone. A top
 names belongs to the shell.
 
 Two things stand at the edge by nature and are used by the shell all the same, so they have rows of their own, low
-down: `runtime` (the only door to clock and threads; it knows nothing of kvxfer, as `pace` beside it) and the pair
+down: `runtime` (the only door to clock and threads; it knows nothing of kvxfer) and the pair
 `config`, `telemetry` (values and log lines; they know only names and bounds). The ports may log but get their settings
 as plain values, so `fabric` and `copy` see telemetry and not config. The sans-I/O core sees neither.
 """
@@ -26,14 +26,14 @@ CORE = {"names", "geometry", "wire", "memory"}
 PORTS = {"copy", "fabric", "mapped"}
 LAYERS = {
     "names": ({"codes", "errors", "reports", "limits", "endpoint", "dtypes", "lazy"}, set(), set()),
-    "runtime": ({"runtime", "pace"}, {"names"}, {"anyio"}),
+    "runtime": ({"runtime"}, {"names"}, {"anyio"}),
     "settings": ({"config", "settings", "tls"}, {"names"}, {"pydantic", "pydantic_core", "pydantic_settings"}),
     "telemetry": ({"telemetry", "metrics", "traces"}, {"names"}, {"structlog", "opentelemetry"}),
     "geometry": ({"geometry"}, {"names"}, {"numpy", "torch"}),
     "wire": ({"protocol", "tickets"}, {"names"}, {"msgspec", "cryptography"}),
     "memory": ({"memory"}, {"names", "geometry", "wire"}, {"numpy"}),
     "copy": ({"copy"}, CORE | {"runtime", "telemetry"}, {"numpy", "torch", "triton", "cuda", "numba", "llvmlite"}),
-    "fabric": ({"fabric"}, CORE | {"copy", "runtime", "telemetry"}, {"numpy", "torch"}),  # of copy, its compiler
+    "fabric": ({"fabric"}, CORE | {"copy", "runtime", "telemetry"}, {"numpy", "torch"}),
     "mapped": ({"mapped"}, CORE, {"numpy", "torch"}),
     "routes": ({"routes"}, CORE | PORTS | {"runtime", "telemetry", "settings"}, {"numpy"}),
     "shell": (
@@ -138,8 +138,8 @@ def test_imports_point_down(path):
         ("kvxfer/protocol/framing.py", "from kvxfer.geometry import Span"),
         ("kvxfer/protocol/framing.py", "def f():\n    from ..telemetry import logger"),
         ("kvxfer/memory/extent.py", "import torch"),
-        ("kvxfer/fabric/pump.py", "from kvxfer.config import Config"),
-        ("kvxfer/fabric/pump.py", "import nixl._api"),
+        ("kvxfer/fabric/calls.py", "from kvxfer.config import Config"),
+        ("kvxfer/fabric/calls.py", "import nixl._api"),
         ("kvxfer/copy/mover.py", "import triton"),
         ("kvxfer/link.py", "from kvxfer.cli import app"),
         ("kvxfer/worker.py", "import kvxfer.testing"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvxfer import assembly, exports, mappings, proving, rebuilding
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
-from kvxfer.fabric import pump
+from kvxfer.fabric import calls
 from kvxfer.fetching import Fetching
 from kvxfer.incoming import Incoming
 from kvxfer.keys import Key
@@ -531,7 +531,7 @@ def leaked() -> list[Any]:
 
 def free_leaked() -> None:
     """Nobody does any more."""
-    pump._LEAKED.clear()
+    calls._LEAKED.clear()
     assembly._leaked.clear()
 
 
@@ -578,7 +578,7 @@ def launched(mover: Any, direction: Any) -> list[Any]:
     return [
         one.job
         for slot, one in mover._copies.items()
-        if one.lane == lane and mover._machine.started(slot) and one.job.tables.launches
+        if one.lane == lane and mover._machine.runs_since(slot, math.inf) and one.job.tables.launches
     ]
 
 
@@ -600,14 +600,14 @@ def fabric(worker: Any) -> Any:
 def holds(worker: Any) -> list[bool]:
     """Each time that it is held awake from now on."""
     held: list[bool] = []
-    hold_awake = fabric(worker).hold_awake
+    hold_awake = mover(worker).hold_awake
 
     def hold(**how: bool) -> Callable[[], None]:
         held.append(True)
         release: Callable[[], None] = hold_awake(**how)
         return release
 
-    fabric(worker).hold_awake = hold
+    mover(worker).hold_awake = hold
     return held
 
 
@@ -655,7 +655,7 @@ def plans(worker: Any) -> Any:
     return worker._site.plans
 
 
-def close_fabric_by(worker: Any, close: Callable[[float], Any]) -> None:
+def close_fabric_by(worker: Any, close: Callable[[], Any]) -> None:
     """This is called where the transport is closed."""
     worker._site.fabric.close = close
 
@@ -747,7 +747,7 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
 def posted(worker: Any) -> bool:
     """Whether a write is in flight."""
     shipments = [sent for outgoing in worker._sender.transfers for sent in outgoing._shipments.values()]
-    return any(sent.cell.state.value == "posted" for sent in shipments)
+    return any(sent.move is not None and not mover(worker).may_copy(sent.move) for sent in shipments)
 
 
 def waits_for_layers(transfer: Any) -> bool:

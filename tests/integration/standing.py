@@ -2,11 +2,15 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import inside
+from passing import enter
 
-from kvxfer.copy.port import CopyOutcome, Direction
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import READY, CopyOutcome, Direction
 from kvxfer.copy.sums import total
+from kvxfer.copy.tables import NOTHING
 from kvxfer.copy.walk import copy
 from kvxfer.testing import LoopbackTransport
 
@@ -24,6 +28,7 @@ class Standing:
 
     def __init__(self, worker, direction: Direction):
         self.held = []
+        self._unwanted, self._posted, self._inside = set(), {}, {}
         self._worker, self._direction = worker, direction
         self.real, self.holding = inside.mover(worker), True
         inside.replace_mover(worker, self)
@@ -32,7 +37,10 @@ class Standing:
         moves = bool(job.tables.launches) or job.sums is not None
         if not (self.holding and moves and direction is self._direction and job.after.query()):
             return self.real.submit(job, direction)
-        entered = inside.now(self._worker) < job.until and (job.passage is None or job.passage.enter())
+        guarded = job.post is None and job.passage is not None
+        entered = inside.now(self._worker) < job.until
+        if entered and guarded:
+            entered = self._inside[job] = enter(job.passage)
         if entered:
             self.held.append(job)
         else:
@@ -40,8 +48,16 @@ class Standing:
         return job
 
     def cancel(self, asked):
-        if asked not in self.held:  # what was launched is not called back
+        if asked in self.held:  # what was launched is not called back, but nothing is posted then
+            self._unwanted.add(asked)
+        elif asked in self._posted:
+            self.real.cancel(self._posted[asked])
+        elif isinstance(asked, Copy):
             self.real.cancel(asked)
+
+    def may_copy(self, asked):
+        moving = self._posted.get(asked, asked)
+        return self.real.may_copy(moving) if isinstance(moving, Copy) else asked in self.held
 
     def go(self):
         """Let them end, and hold no more."""
@@ -49,8 +65,11 @@ class Standing:
         while self.held:
             job = self.held.pop(0)
             copy(job.tables)
+            if job.post is not None and job not in self._unwanted:
+                self._posted[job] = self.real.submit(replace(job, tables=NOTHING, after=READY), self._direction)
+                continue
             self._leave(job)
-            self._end(job, sums=b"" if job.sums is None else total(job.sums))
+            self._end(job, stopped=job.post is not None, sums=b"" if job.sums is None else total(job.sums))
 
     def fail(self, error):
         """Let the oldest of them end so."""
@@ -65,10 +84,9 @@ class Standing:
     def __getattr__(self, name):
         return getattr(self.real, name)
 
-    @staticmethod
-    def _leave(job):
-        if job.passage is not None:
-            job.passage.leave()
+    def _leave(self, job):
+        if (passed := self._inside.pop(job, None)) is not None:
+            passed.leave()
 
     def _end(self, job, error=None, **how):
         at = inside.now(self._worker)

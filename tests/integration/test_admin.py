@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from inside import counters, fabric, take, transport
+from inside import counters, mover, take, transport
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stage import Cache, eventually, quiet
@@ -28,6 +28,7 @@ from kvxfer.admin.health import reasons
 from kvxfer.admin.look import look
 from kvxfer.admin.server import AdminServer
 from kvxfer.admin.status import status
+from kvxfer.errors import FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.port import Told
 from kvxfer.metrics import SECONDS
@@ -299,7 +300,7 @@ async def test_a_fabric_that_stands_still_is_said_to(stage, monkeypatch):
     async with kvxfer.admin.serve(
         decode, address="127.0.0.1:0", limits=kvxfer.admin.Limits(stuck_after=0.05)
     ) as server:
-        release = fabric(decode).hold_awake()
+        release = mover(decode).hold_awake()
         try:
             await eventually(lambda: decode.describe()["fabric"]["late"] > 0.05)
             (reason,) = await why(server)
@@ -315,11 +316,11 @@ async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
     decode = await stage.worker("decode", Cache())
 
     def broken():
-        raise ValueError("no such device")
+        raise FabricError("no such device")
 
     monkeypatch.setattr(transport(decode), "progress", broken)
-    fabric(decode).hold_awake()()
-    release = fabric(decode).hold_awake()
+    mover(decode).hold_awake()()
+    release = mover(decode).hold_awake()
     await eventually(lambda: decode.describe()["fabric"]["broken"])
     release()
     async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:

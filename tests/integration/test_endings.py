@@ -7,7 +7,7 @@ import pytest
 from stage import Cache, Gate, eventually, quiet
 
 from kvxfer import KvxferError, TransferFailedError, Withdrawn
-from kvxfer.fabric.port import Cell
+from kvxfer.copy.mover import Mover
 
 ROUTES = ["staged", "direct", "pull"]
 
@@ -71,12 +71,12 @@ async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how):
 
 @pytest.mark.parametrize("route", ["staged", "direct"])
 async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monkeypatch):
-    """However long it takes to kill the cells: giving up must not look as if the events had fired."""
-    kill = Cell.kill
+    """However long it takes to cancel them: giving up must not look as if the events had fired."""
+    cancel = Mover.cancel
 
-    def slow(cell):
+    def slow(mover, copy):
         time.sleep(0.003)  # as if another thread held the GIL
-        return kill(cell)
+        cancel(mover, copy)
 
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target, route=route, window=64)
@@ -87,7 +87,7 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monk
     layers = sorted({layer for tensor in source.tensors for layer in tensor.layers})
     waits = [asyncio.ensure_future(transfer.layers(layer, layer + 1)) for layer in layers]
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= len(layers))
-    monkeypatch.setattr(Cell, "kill", slow)
+    monkeypatch.setattr(Mover, "cancel", slow)
     await offer.withdraw()
     with pytest.raises(TransferFailedError):
         await transfer

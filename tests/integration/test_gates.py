@@ -23,6 +23,7 @@ from inside import (
     unanswered,
 )
 from msgspec.structs import replace
+from passing import enter
 from stage import Cache, Gate, Tap, eventually, quarantined, quiet
 from wire import play
 
@@ -441,19 +442,23 @@ async def test_no_file_stays_open_of_a_peer_that_was_lost_more_than_once_with_so
     prefill.offer("r", [1, 2], tokens=8)
     await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
     peer = met(prefill)
-    keys, opened = Keys(), []
+    keys, opened, inside = Keys(), [], []
     for number in range(1, 4):
         keys.met(peer)
         opened.append(keys._keys[peer.identity.incarnation])
         passage = keys.passage(peer, gates_of(decode).granted(number))
         assert passage is not None
-        assert passage.enter()
-        assert keys.forget(peer)
+        inside.append(enter(passage))
+        assert inside[-1]
+        keys.forget(peer)
     assert all(key.is_open for key in opened)
-    if end == "closing":
-        keys.close(forced=True)
-    else:
-        keys.abandon(peer)
+    if end == "closing":  # the mover has ended, inside of them
+        keys.close()
+        for one in inside:
+            one._passage.give_back()
+    else:  # the peer's process has ended, and the mover has forgotten what was in doubt
+        for one in inside:
+            one.leave()
     assert not any(key.is_open for key in opened)
 
 
@@ -495,11 +500,11 @@ async def test_both_generations_of_a_gate_are_raised_or_neither(locked):
     granted, address = gates.granted(number), (1 << 40) + 128 * number
     words.writers[address] = 2
     if locks is not None:
-        passage = Key(locks.handle).passage(number, granted & 0xFFFF_FFFF)
-        assert passage.enter()
+        passed = enter(Key(locks.handle).passage(number, granted & 0xFFFF_FFFF))
+        assert passed
         assert await gates.revoke(number) is None
         assert (gates.granted(number), words.generations) == (granted, {})
-        passage.leave()
+        passed.leave()
     assert await gates.revoke(number) is Revoked.IDLE
     assert (gates.granted(number), words.generations[address]) == (granted + 1, 2)
     assert await gates.inside(number) == 2

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Gate, Tap, eventually, quiet, taken
 
 from kvxfer import Config, MemoryInDoubt, PeerLostError, proving, rebuilding
+from kvxfer.copy.mover import Mover
 from kvxfer.errors import ProtocolError
-from kvxfer.fabric.pump import Fabric
 from kvxfer.memory import ExtentState
 from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Fetch, KvAgentResult, Probe, Route, Status
 from kvxfer.proving import Prover, Showing, proof_bytes
@@ -117,14 +117,14 @@ async def test_after_the_first_transfer_over_a_lane_it_is_proved(stage, tap, rou
 
 @pytest.fixture
 def holds(monkeypatch):
-    """Whether each hold on the fabric's thread was said to be needed, in order."""
-    seen, awake = [], Fabric.hold_awake
+    """Whether each hold was said to be needed, in order."""
+    seen, awake = [], Mover.hold_awake
 
-    def count(fabric, *, needed=True):
+    def count(mover, *, needed=True):
         seen.append(needed)
-        return awake(fabric, needed=needed)
+        return awake(mover, needed=needed)
 
-    monkeypatch.setattr(Fabric, "hold_awake", count)
+    monkeypatch.setattr(Mover, "hold_awake", count)
     return seen
 
 
@@ -173,7 +173,7 @@ async def test_a_lane_whose_target_moves_the_bytes_is_not(stage, tap, route, cap
     assert len(tap.of(Probe)) > 1
     over = {answer.transfer for status in (Status.OK, Status.CANCELLED) for answer in answers(tap, status)}
     assert {probe.transfer for probe in tap.of(Probe)} <= over, "each ended once our side made progress again"
-    assert not decode._site.fabric._holds
+    assert not decode._site.mover.held_awake
     await moved(prefill, decode, source, target, "second")
     await quiet(prefill, decode)
 
@@ -203,7 +203,7 @@ async def test_one_byte_that_is_missing_is_seen(stage):
 
 async def test_whoever_is_held_awake_for_goes_first_but_not_for_ever(stage, tap):
     prefill, decode, source, target = await met(stage)
-    let_go = decode._site.fabric.hold_awake()
+    let_go = decode._site.mover.hold_awake()
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: proved(decode))
     assert tried(decode).tries == proving._POLITE + 1
@@ -361,7 +361,7 @@ async def test_a_peer_that_never_answers_is_in_doubt_in_time(stage, tap, monkeyp
     await moved(prefill, decode, source, target, "first")
     await eventually(lambda: tap.of(Cancel))
     await eventually(lambda: loans(decode, ExtentState.QUARANTINED))
-    assert not decode._site.fabric._holds
+    assert not decode._site.mover.held_awake
     assert "silent" in str(decode.describe()["arena"]["receive"].reasons)
     await moved(prefill, decode, source, target, "second")
     assert len(tap.of(Probe)) == len(loans(decode)) == 1, "nothing else is lent meanwhile"
@@ -433,7 +433,7 @@ async def test_another_stream_in_the_middle_keeps_nothing_awake(stage, tap):
     await decode._peers.link(prefill.card.endpoint, None)
     stage.network.release("*")
     await quiet(prefill, decode)
-    await eventually(lambda: not decode._site.fabric._holds)
+    await eventually(lambda: not decode._site.mover.held_awake)
 
 
 @pytest.mark.parametrize("gpu", ["here", "there", None])
@@ -548,8 +548,8 @@ async def test_a_peer_that_is_back_and_still_says_nothing_is_in_doubt_again(stag
     await eventually(lambda: tap.of(Probe))
     cut(decode)
     await eventually(lambda: tap.of(Cancel))
-    assert len(decode._site.fabric._holds) == 1
-    await eventually(lambda: not decode._site.fabric._holds)
+    assert decode._site.mover.held_awake == 1
+    await eventually(lambda: not decode._site.mover.held_awake)
     assert loans(decode, ExtentState.QUARANTINED)
 
 
@@ -682,10 +682,10 @@ async def test_who_is_asked_again_can_still_move_the_bytes(stage, tap):
     prefill, decode, _, _ = await looking(stage)
     cut(decode)
     await eventually(lambda: tap.of(Cancel))
-    assert len(decode._site.fabric._holds) == 1  # over TCP the target moves what is under way
+    assert decode._site.mover.held_awake == 1  # over TCP the target moves what is under way
     stage.network.release("*")
     await quiet(prefill, decode)
-    assert not decode._site.fabric._holds
+    assert not decode._site.mover.held_awake
 
 
 async def test_what_was_lent_on_a_stream_that_was_cut_comes_back_by_the_peers_word(stage, tap):

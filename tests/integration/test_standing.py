@@ -4,7 +4,6 @@ In virtual time. On GPUs the same is tried with streams that are held up (`tests
 """
 
 import asyncio
-from concurrent.futures import Future
 
 import pytest
 from inside import close_fabric_by, holds_arena, leaked, live_where, mapped_windows, rebuild, when_rebuilt
@@ -284,7 +283,7 @@ def test_closing_does_not_wait_for_it_and_leaks_what_it_touches(tmp_path, side, 
         copies, offer, transfer = await standing(play, side, direction)
         worker = getattr(play, side)
         if not transport:
-            close_fabric_by(worker, lambda timeout: Future())
+            close_fabric_by(worker, asyncio.Event().wait)
         kept, before = held_of(play, side), len(leaked())
         _, waited = await play.timed(worker.aclose(drain=False))
         assert waited <= BOUNDS["close"] - TIMES["drain_timeout"] + SLACK

@@ -84,5 +84,5 @@ async def test_only_memory_and_gates_of_its_own_are_opened(told, whose):
     if lies:
         assert mappings.why_not(peer) == f"it names memory of process {named}, but its own is {os.getpid()}"
     mappings.close()
-    keys.close(forced=True)
+    keys.close()
     processes.close()

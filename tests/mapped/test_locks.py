@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from passing import enter
 
 from kvxfer.errors import FabricError
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
@@ -40,18 +41,21 @@ def key(file):
 def test_nobody_gets_in_who_was_granted_an_older_generation(file, key):
     granted = file.generation(3)
     passage = key.passage(3, granted)
-    assert passage.enter()
-    passage.leave()
+    inside = enter(passage)
+    assert inside
+    inside.leave()
     assert file.revoke(3) is Revoked.IDLE
     assert (file.generation(3), file.generation(4)) == (granted + 1, FIRST_GENERATION)
-    assert not passage.enter()
-    assert key.passage(3, granted + 1).enter()
+    assert not enter(passage)
+    last = enter(key.passage(3, granted + 1))
+    assert last
+    last.leave()
 
 
 def test_who_is_inside_keeps_the_owner_from_taking_the_grant_back(file, key):
-    first, second = key.passage(3, FIRST_GENERATION), key.passage(3, FIRST_GENERATION)
-    assert first.enter()
-    assert second.enter()
+    first, second = (enter(key.passage(3, FIRST_GENERATION)) for _ in range(2))
+    assert first
+    assert second
     assert file.revoke(4) is Revoked.IDLE  # another gate
     first.leave()
     assert file.revoke(3) is None
@@ -61,8 +65,8 @@ def test_who_is_inside_keeps_the_owner_from_taking_the_grant_back(file, key):
 
 
 def test_a_generation_that_was_never_granted_opens_nothing(file, key):
-    assert not key.passage(3, FIRST_GENERATION + 1).enter()
-    assert not key.passage(3, 0).enter()
+    assert not enter(key.passage(3, FIRST_GENERATION + 1))
+    assert not enter(key.passage(3, 0))
     assert file.revoke(3) is Revoked.IDLE  # and leaves no lock
 
 
@@ -74,25 +78,27 @@ def test_a_gate_that_there_is_not(key, number):
 
 def test_who_waits_with_a_closed_key_does_not_get_in(file):
     key = Key(file.handle)
-    inside, outside = key.passage(3, FIRST_GENERATION), key.passage(4, FIRST_GENERATION)
-    assert inside.enter()
+    passage, outside = key.passage(3, FIRST_GENERATION), key.passage(4, FIRST_GENERATION)
+    inside = enter(passage)
+    assert inside
     key.close()
-    assert not outside.enter()
+    assert not enter(outside)
     assert file.revoke(3) is None  # it is closed when the last one has left
     before = descriptors()
     inside.leave()
     assert descriptors() == before - 2  # its own, and that of its pages
     assert file.revoke(3) is Revoked.IDLE
-    assert not inside.enter()
+    assert not enter(passage)
 
 
-def test_a_key_that_is_closed_by_force_leaves_its_writer_as_dead(file):
+def test_a_key_that_is_closed_with_somebody_inside_leaves_them_as_dead(file):
     key, before = Key(file.handle), descriptors()
-    inside = key.passage(3, FIRST_GENERATION)
-    assert inside.enter()
-    key.close(forced=True)
+    passage = key.passage(3, FIRST_GENERATION)
+    assert enter(passage)
+    key.close()
+    assert key.is_open
+    passage.give_back()
     assert (key.is_open, descriptors()) == (False, before - 2)
-    inside.leave()
     assert file.revoke(3) is Revoked.DIED
 
 
@@ -126,15 +132,15 @@ def test_writers_of_many_threads_and_an_owner_that_takes_grants_back(file):
         number = seed % 4
         while not ended.is_set():
             granted = file.generation(number)
-            passage = key.passage(number, granted)
-            if passage.enter():
+            passed = enter(key.passage(number, granted))
+            if passed:
                 with mutex:
                     inside[number] += 1
                 if file.generation(number) != granted:
                     wrong.append("raised with somebody inside")
                 with mutex:
                     inside[number] -= 1
-                passage.leave()
+                passed.leave()
 
     threads = [threading.Thread(target=write, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -168,16 +174,16 @@ class Machine(RuleBasedStateMachine):
         granted = self.generations[number] - older
         if any(one == number and other != writer for other, one, _ in self.inside):
             return  # a gate is of one transfer, so only one writer is granted it
-        passage = self.keys[writer].passage(number, granted)
-        assert passage.enter() is (older == 0)
-        if not older:
-            self.inside.append((writer, number, passage))
+        passed = enter(self.keys[writer].passage(number, granted))
+        assert (passed is not None) is (older == 0)
+        if passed:
+            self.inside.append((writer, number, passed))
 
     @precondition(lambda self: self.inside)
     @rule(which=st.integers(0, 100))
     def leave(self, which):
-        _, _, passage = self.inside.pop(which % len(self.inside))
-        passage.leave()
+        _, _, passed = self.inside.pop(which % len(self.inside))
+        passed.leave()
 
     @rule(number=numbers)
     def revoke(self, number):
@@ -207,8 +213,8 @@ class Machine(RuleBasedStateMachine):
         assert all(self.file.generation(number) == raised for number, raised in self.generations.items())
 
     def teardown(self):
-        for _, _, passage in self.inside:
-            passage.leave()
+        for _, _, passed in self.inside:
+            passed.leave()
         for key in self.keys:
             key.close()
         self.file.close()
@@ -220,10 +226,10 @@ TestMachine = Machine.TestCase
 
 def hold(handle, number, pipe):
     """In another process: be inside, or have been."""
-    passage = Key(handle).passage(number, FIRST_GENERATION)
-    pipe.send(passage.enter())
-    while pipe.recv() == "leave":
-        passage.leave()
+    passed = enter(Key(handle).passage(number, FIRST_GENERATION))
+    pipe.send(passed is not None)
+    while passed and pipe.recv() == "leave":
+        passed.leave()
         pipe.send("left")
 
 
@@ -265,7 +271,7 @@ def test_a_process_that_is_stopped_outside_does_not_get_in_afterwards(file, writ
     os.kill(writer.process.pid, signal.SIGSTOP)
     assert file.revoke(3) is Revoked.IDLE
     os.kill(writer.process.pid, signal.SIGCONT)
-    assert not Key(file.handle).passage(3, FIRST_GENERATION).enter()
+    assert not enter(Key(file.handle).passage(3, FIRST_GENERATION))
 
 
 def test_a_process_that_dies_outside_leaves_nothing(file, writer):

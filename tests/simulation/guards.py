@@ -9,21 +9,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import crowd
 import numpy as np
 import pytest
 import scenes
 
-from kvxfer import ahead, incoming, landing, shipment
+from kvxfer import ahead, incoming, landing, proving, shipment
+from kvxfer.copy import mover
 from kvxfer.copy.mover import Mover
+from kvxfer.copy.port import READY, CopyJob, Outcome
 from kvxfer.desk import Desk
+from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.fabric.parts import LivePost
-from kvxfer.fabric.pause import Pause
-from kvxfer.fabric.port import Cell, CellState, Outcome
-from kvxfer.fabric.pump import Fabric
-from kvxfer.mapped.locks import Key, LockFile, Revoked
+from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody
 from kvxfer.offers import Offer
 from kvxfer.protocol import session
@@ -66,15 +66,19 @@ def crowds(folder, seed):
 
 
 def no_lease(patch):
-    made = Cell.__init__
-    patch.setattr(Cell, "__init__", lambda cell, deadline, *rest: made(cell, float("inf"), *rest))
+    """Of what is posted."""
+
+    def job(tables, done, after=READY, until=math.inf, *rest, **options):
+        posts = options.get("post") is not None
+        return CopyJob(tables, done, after, math.inf if posts else until, *rest, **options)
+
+    for module in (shipment, landing, proving):
+        patch.setattr(module, "CopyJob", job)
 
 
-def no_cell(patch):
+def no_cancel(patch):
     """What is said to be stopped is posted all the same."""
-    patch.setattr(Cell, "kill", lambda cell: cell.state is CellState.QUEUED)
     patch.setattr(shipment.Shipment, "stop", lambda one: one.end(shipment.Moved(Outcome.STOPPED)))
-    patch.setattr(shipment.Shipment, "copied", lambda one, outcome: True)
     patch.setattr(Mover, "cancel", lambda mover, copy: None)
 
 
@@ -161,13 +165,9 @@ def no_doubt_of_reads(patch):
 def no_flush(patch):
     """What a post that failed has left in flight is taken to have landed."""
 
-    def believe(live, transport, now):
-        del transport, now
-        live._flush_due = live.may_linger = False
-        live._verdict = Outcome.FAILED
-        return False
-
-    patch.setattr(LivePost, "_post_flush", believe)
+    attach, made = Mover.attach, mover.CopyOutcome
+    patch.setattr(Mover, "attach", lambda *given, **options: attach(*given, **{**options, "orderly": False}))
+    patch.setattr(mover, "CopyOutcome", lambda *given, **options: made(*given, **{**options, "in_doubt": False}))
 
 
 def no_pause(patch):
@@ -175,10 +175,10 @@ def no_pause(patch):
 
     def believe(fabric, seconds, *, firm=False):
         del firm
-        let_go = fabric.hold_awake()
+        let_go = fabric._mover.hold_awake()
         fabric._runtime.loop.call_later(seconds, let_go)
         known = Future()
-        known.set_result(Pause(float("inf"), firm=True))
+        known.set_result(SimpleNamespace(intact=True, end=lambda: None))
         return known
 
     patch.setattr(Fabric, "pause", believe)
@@ -260,8 +260,6 @@ def early_success(patch):
 
 def any_generation(patch):
     """Whoever was granted a gate once gets in for ever."""
-    enter = Key.enter
-    patch.setattr(Key, "enter", lambda key, number, generation: enter(key, number, key._words[2 * number] + 1))
     lend = Key.lend
 
     def lent(key, number, generation):
@@ -282,18 +280,14 @@ def no_lock(patch):
 
 
 def short_lock(patch):
-    """A gate is left as soon as something was posted."""
-    enter = Key.enter
+    """Whether a gate is open is looked at before, and its lock is not held while anything is under way."""
+    lend = Key.lend
 
-    def in_and_out(key, number, generation):
-        entered = enter(key, number, generation)
-        if entered:
-            leave(key, number)
-        return entered
+    def lent(key, number, generation):
+        lock = lend(key, number, generation)
+        return (-1, 0, 0, 0, 0) if key._words[2 * number] + FIRST_GENERATION == generation else lock
 
-    leave = Key.leave
-    patch.setattr(Key, "enter", in_and_out)
-    patch.setattr(Key, "leave", lambda key, number: None)
+    patch.setattr(Key, "lend", lent)
 
 
 def unread_at_once(patch):
@@ -321,9 +315,9 @@ GUARDS = [
         scene(scenes.its_event_fires_after_the_lease, route="staged", grant_lease=0.02),
     ),
     Guard("lease, direct", no_lease, scene(scenes.its_event_fires_after_the_lease, route="direct", grant_lease=0.02)),
-    Guard("cell, staged", no_cell, scene(scenes.cancelled_before_its_post, route="staged")),
-    Guard("cell, direct", no_cell, scene(scenes.cancelled_before_its_post, route="direct")),
-    Guard("cell, mapped", no_cell, scene(scenes.cancelled_before_its_post, route="mapped")),
+    Guard("cell, staged", no_cancel, scene(scenes.cancelled_before_its_post, route="staged")),
+    Guard("cell, direct", no_cancel, scene(scenes.cancelled_before_its_post, route="direct")),
+    Guard("cell, mapped", no_cancel, scene(scenes.cancelled_before_its_post, route="mapped")),
     Guard("lease, mapped", no_permit, scene(scenes.its_event_fires_after_the_lease, route="mapped", grant_lease=0.02)),
     Guard("quarantine", no_quarantine, scene(scenes.bytes_of_a_silent_peer, route="staged")),
     Guard(

@@ -462,9 +462,8 @@ async def two_fetches_into_the_same_blocks(scene):
 
 async def cancelled_while_it_is_scattered(scene):
     """A fetch ends only when its own copies have."""
-    scene.offer()
-    transfer = scene.fetch()
-    await scene.until(lambda: inside.unanswered(scene.b.worker))
+    _, transfer = await scene.in_flight()
+    scene.network.release("*")
     while not inside.copies_own(scene.b.worker) and not transfer.done:  # noqa: ASYNC110 - to the very turn
         await asyncio.sleep(0)
     assert not transfer.done

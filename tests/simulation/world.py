@@ -12,7 +12,7 @@ from stage import KEY, Cache
 from streams import Streams
 
 from kvxfer import Config, Worker, assembly, recovery, site, watch
-from kvxfer.fabric.pump import Fabric
+from kvxfer.copy import mover
 from kvxfer.fetching import Fetching
 from kvxfer.link import Link
 from kvxfer.outgoing import Outgoing
@@ -289,9 +289,5 @@ def _make_times_short(monkeypatch):
     monkeypatch.setattr(recovery, "_ASK_SECONDS", 0.02)
     monkeypatch.setattr(recovery, "_ASK_SECONDS_MAX", 0.1)
     monkeypatch.setattr(watch, "_PERIOD_SECONDS", 1e6)
-    made = assembly.Fabric
-
-    def seldom(*arguments, **options) -> Fabric:
-        return made(*arguments, **options, min_poll_interval=2e-4, hold_poll_interval=5e-3, max_poll_interval=5e-3)
-
-    monkeypatch.setattr(assembly, "Fabric", seldom)
+    monkeypatch.setattr(mover, "_OFTEN_NS", 5_000_000)
+    monkeypatch.setattr(mover, "_SELDOM_NS", 5_000_000)

@@ -1,0 +1,352 @@
+"""A mover and a fabric over the loopback: stepped by hand at the time that a test says, or in real threads."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from kvxfer.copy import records
+from kvxfer.copy.mover import Copy, Mover
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Passage, Post
+from kvxfer.copy.tables import NOTHING
+from kvxfer.fabric.calls import Fabric
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.fabric.port import Descriptors, Memory, Operation
+from kvxfer.fabric.ported import ported
+from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile
+from kvxfer.runtime import ThreadRuntime
+
+SIZE = 1 << 16
+PART = 1024
+"""max_post_bytes of every mover here."""
+FLUSH = 64
+"""Bytes that are moved once more."""
+COUNTERS = [records.SENDING_COUNT, records.FLYING_COUNT, records.WATCHED, records.LEFT_COUNT, records.LINGERING]
+"""What the machine counts of posts."""
+
+
+class ManualService:
+    """A service that runs when the test says so."""
+
+    def __init__(self, step: Callable[[], float | None]) -> None:
+        self.step = step
+        self.woken = 0
+        self.stopped = False
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def stop(self, timeout: float) -> bool:
+        del timeout
+        self.stopped = True
+        return True
+
+
+class Stepped:
+    """A runtime without threads: time moves, and whatever it runs steps, when the test says so."""
+
+    machine: Any
+    service: ManualService | None = None
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def token(self, nbytes: int) -> bytes:
+        return bytes(nbytes)
+
+    def drive(self, name: str, machine: Any) -> Any:
+        del name
+        self.machine = machine
+        return self
+
+    def wake(self) -> None:
+        """The test steps the machine."""
+
+    def stop(self, timeout: float) -> bool:
+        del timeout
+        self.machine.step()
+        return bool(self.machine.state[records.STOPPING])
+
+    def start(self, name: str, step: Callable[[], float | None], *, setup: Any = None) -> ManualService:
+        del name
+        self.service = ManualService(step)
+        if setup is not None:
+            setup()
+        return self.service
+
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0)
+        return work()
+
+
+class Way:
+    """A way into a peer's memory, through a gate of its own."""
+
+    def __init__(self) -> None:
+        self.file = LockFile(1)
+        self.key = Key(self.file.handle)
+        self.passage = self.key.passage(0, FIRST_GENERATION)
+
+    @property
+    def inside(self) -> int:
+        """How many are inside, by whoever is."""
+        return int(self.key._inside[0])
+
+    @property
+    def lent(self) -> int:
+        """How many may go in."""
+        return self.key._borrowers
+
+    def close(self) -> None:
+        self.key._borrowers = 0
+        self.key.close()
+        self.file.close()
+
+
+def pieces(*rows: tuple[int, int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+class Moving:
+    """A mover that is stepped by hand, and what became of what it was asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.runtime: Any = Stepped()
+        self.mover = Mover(self.runtime, **{"max_post_bytes": PART, **settings})
+        self.machine: Any = self.runtime.machine
+        self.results: dict[str, list[CopyOutcome]] = {}
+        self.order: list[str] = []
+        self.late: list[bool] = []
+        self.ways: list[Way] = []
+
+    @property
+    def state(self) -> Any:
+        return self.machine.state
+
+    def step(self, times: int = 1, *, seconds: float = 0.0) -> float | None:
+        """So many steps, and what the last one says; before each of them time passes."""
+        delay: float | None = None
+        for _ in range(times):
+            self.runtime.time += seconds
+            delay = self.machine.step()
+            self.mover._read()
+        return delay
+
+    async def settle(self) -> None:
+        """Let everything that is due on the loop happen."""
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    async def run(self, awaitable: Awaitable[Any]) -> Any:
+        """Step all there is until this is done."""
+        task, until = asyncio.ensure_future(awaitable), time.monotonic() + 10
+        while not task.done():
+            assert time.monotonic() < until, "it does not end"
+            if self.machine._descriptors:
+                self.step()
+            self.serve()
+            await asyncio.sleep(0)
+        return task.result()
+
+    def serve(self) -> None:
+        """There may be a fabric."""
+
+    def way(self) -> Way:
+        self.ways.append(Way())
+        return self.ways[-1]
+
+    def submit(
+        self, tag: str, post: Post | None, *, tables: Any = NOTHING, until: float = 1e9, passage: Passage | None = None,
+        **job: Any,
+    ) -> Copy:  # fmt: skip
+        self.results[tag] = []
+
+        def done(outcome: CopyOutcome) -> None:
+            self.results[tag].append(outcome)
+            self.order.append(tag)
+
+        job = {"owner": tag, **job}
+        return self.mover.submit(
+            CopyJob(tables, done, until=until, passage=passage, post=post, **job), Direction.GATHER
+        )
+
+    def result(self, tag: str = "x") -> CopyOutcome:
+        (result,) = self.results[tag]
+        return result
+
+    def counted(self) -> list[int]:
+        """What the machine counts of posts."""
+        return [int(self.state[word]) for word in COUNTERS]
+
+    async def end(self) -> None:
+        """End it, whatever still waits."""
+        until = time.monotonic() + 10
+        while not await self.run(self.mover.close(0.0)):
+            assert time.monotonic() < until, "it does not end"
+        for way in self.ways:
+            way.close()
+
+
+class Recorder(Moving):
+    """A mover over a transport that notes what it is asked for. All of it is done at once."""
+
+    def __init__(self, *, listed: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
+        self.mover.attach(ported(self), listed=listed)
+
+    def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> object:
+        del peer, operation
+        self.parts.append((local.pieces, remote.pieces))
+        return object()
+
+    def poll(self, handle: object) -> bool:
+        del handle
+        return True
+
+    def release(self, handle: object) -> None:
+        """It has nothing of it."""
+
+    def progress(self) -> None:
+        """It has none to make."""
+
+    def cut(self, local: np.ndarray, remote: np.ndarray, kinds: tuple[str, str] = ("DRAM", "DRAM")) -> list[Any]:
+        """Both sides of each part, when all of it is done."""
+        self.parts = []
+        here, there = (Descriptors(kind, 0, rows) for kind, rows in zip(kinds, (local, remote), strict=True))
+        self.submit("cut", Post("b", Operation.WRITE, here, there))
+        for _ in range(len(local) + int(local[:, 1].sum()) + 4):
+            self.step()
+            if self.results["cut"]:
+                break
+        assert self.result("cut").error is None
+        return self.parts
+
+
+class Rig(Moving):
+    """A fabric over agent "a" beside the mover, and peers with one registered buffer each."""
+
+    token: object
+
+    def __init__(self, *peers: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.network = LoopbackNetwork()
+        self.transport = LoopbackTransport("a", self.network)
+        self.fabric = Fabric(self.transport, self.runtime, self.mover)
+        self.source = (np.arange(SIZE) % 251 + 1).astype(np.uint8)
+        self.memory = {peer: np.zeros(SIZE, dtype=np.uint8) for peer in peers or ("b",)}
+        self.others: dict[str, LoopbackTransport] = {}
+        self.closed: bool | None = None
+
+    async def open(self) -> None:
+        await self.run(self.fabric.open())
+        self.token = await self.now(self.fabric.register([Memory("DRAM", 0, self.source.ctypes.data, SIZE)]))
+        self.keys = self.transport.keys()
+        for peer, memory in self.memory.items():
+            other = self.others[peer] = LoopbackTransport(peer, self.network)
+            other.setup()
+            token = other.register([Memory("DRAM", 0, memory.ctypes.data, SIZE)])
+            assert await self.now(self.fabric.connect(other.metadata([token]))) == peer
+        self.step()
+
+    @property
+    def service(self) -> ManualService:
+        assert self.runtime.service is not None
+        return self.runtime.service
+
+    def serve(self, times: int = 1) -> float | None:
+        """Steps of the fabric's service."""
+        delay: float | None = None
+        for _ in range(times):
+            if self.runtime.service is not None:
+                delay = self.service.step()
+        return delay
+
+    async def now(self, future: "Future[Any]") -> Any:
+        """The answer to a call, which is made at once."""
+        self.serve()
+        await self.settle()
+        return future.result(timeout=0)
+
+    def piece(self, nbytes: int, *, peer: str = "b", at: int = 0) -> tuple[Descriptors, Descriptors]:
+        rows = (pieces((memory.ctypes.data + at, nbytes)) for memory in (self.source, self.memory[peer]))
+        here, there = (Descriptors("DRAM", 0, row) for row in rows)
+        return here, there
+
+    def post(
+        self, tag: str = "x", nbytes: int = 8 * PART, *, peer: str = "b", at: int = 0, way: Way | None = None,
+        operation: Operation = Operation.WRITE, runs_on: bool = False, **job: Any,
+    ) -> Copy:  # fmt: skip
+        post = Post(peer, operation, *self.piece(nbytes, peer=peer, at=at), runs_on, self.late.append)
+        return self.submit(tag, post, passage=way.passage if way else None, **job)
+
+    def moved(self) -> list[int]:
+        """How many bytes, each time that any were."""
+        return [entry.length for entry in self.network.log]
+
+    def landed(self, peer: str = "b") -> int:
+        return int(np.count_nonzero(self.memory[peer]))
+
+    async def given_up(self, **post: Any) -> Copy:
+        """A post of which nothing moves for as long as the mover waits."""
+        copy = self.post(**post)
+        self.step()
+        self.step(8, seconds=0.2)
+        assert self.result().outcome == "in_doubt"
+        return copy
+
+    async def rebuilt(self, timeout: float = 0.0) -> bool:
+        return await self.run(self.fabric.rebuild(timeout))
+
+    async def close(self) -> bool:
+        """Close the mover and then the fabric; whether that has closed the transport."""
+        await Moving.end(self)
+        self.closed = await self.run(self.fabric.close())
+        return self.closed
+
+    async def end(self) -> None:
+        if self.closed is None:
+            await self.close()
+
+
+class Threaded:
+    """Two movers with their fabrics, in threads of their own."""
+
+    def __init__(self) -> None:
+        runtime = ThreadRuntime()
+        self.network = LoopbackNetwork()
+        self.transports = [LoopbackTransport(name, self.network) for name in "ab"]
+        self.movers = [Mover(runtime, max_post_bytes=PART) for _ in "ab"]
+        self.fabrics = [Fabric(*one) for one in zip(self.transports, [runtime] * 2, self.movers, strict=True)]
+        self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in "ab"]
+
+    async def open(self) -> None:
+        tokens = []
+        for fabric, buffer in zip(self.fabrics, self.buffers, strict=True):
+            await fabric.open()
+            tokens.append(await self.now(fabric.register([Memory("DRAM", 0, buffer.ctypes.data, SIZE)])))
+        metadata = await self.now(self.fabrics[1].metadata([tokens[1]]))
+        assert await self.now(self.fabrics[0].connect(metadata)) == "b"
+
+    async def now(self, future: "Future[Any]") -> Any:
+        async with asyncio.timeout(10):
+            return await asyncio.wrap_future(future)
+
+    def post(self, start: int, nbytes: int) -> "tuple[Copy, asyncio.Future[CopyOutcome]]":
+        ended = asyncio.get_running_loop().create_future()
+        here, there = (Descriptors("DRAM", 0, pieces((one.ctypes.data + start, nbytes))) for one in self.buffers)
+        job = CopyJob(NOTHING, ended.set_result, post=Post("b", Operation.WRITE, here, there))
+        return self.movers[0].submit(job, Direction.GATHER), ended
+
+    async def close(self) -> list[bool]:
+        async with asyncio.timeout(20):
+            return [
+                await mover.close(10) and await fabric.close()
+                for mover, fabric in zip(self.movers, self.fabrics, strict=True)
+            ]

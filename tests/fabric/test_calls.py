@@ -1,0 +1,982 @@
+"""The fabric's service: its calls, pauses, the agent made anew, and the end; stepped by hand, over the loopback."""
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from copy_plans import contiguous_rows
+from rigs import PART, SIZE, Moving, Rig, Threaded
+
+from kvxfer.copy import records
+from kvxfer.copy.port import CopyJob, Direction, Outcome
+from kvxfer.copy.tables import pack
+from kvxfer.errors import FabricError
+from kvxfer.fabric import calls
+from kvxfer.fabric.calls import Fabric
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.fabric.port import Descriptors, Operation
+
+# ---- calls and defects -----------------------------------------------------------------------------------------------
+
+
+async def test_calls_are_answered_in_order_and_errors_are_outcomes(make):
+    rig = await make()
+    made: list[str] = []
+    for name in ("deregister", "connect", "metadata"):
+        real = getattr(rig.transport, name)
+        setattr(rig.transport, name, lambda what, name=name, real=real: (made.append(name), real(what))[1])
+    unknown = rig.fabric.deregister("nonsense")
+    twice = rig.fabric.deregister(rig.token)
+    again = rig.fabric.deregister(rig.token)
+    garbage = rig.fabric.connect(b"garbage")
+    meta = rig.fabric.metadata([])
+    rig.serve()
+    for future in (unknown, again, garbage):
+        with pytest.raises(FabricError):
+            future.result(timeout=0)
+    assert twice.result(timeout=0) is None
+    assert b'"a"' in meta.result(timeout=0)
+    assert made == ["deregister", "connect", "metadata"], "nobody is asked about what is not held"
+
+
+async def test_a_cancelled_call_is_not_made(make):
+    rig = await make()
+    future = rig.fabric.deregister(rig.token)
+    assert future.cancel()
+    rig.serve()
+    assert rig.transport.keys() == rig.keys
+
+
+async def test_the_service_sleeps_until_there_is_a_call(make):
+    rig = await make()
+    assert rig.serve() is None
+    woken = rig.service.woken
+    rig.fabric.metadata([])
+    assert rig.service.woken == woken + 1
+    assert rig.serve() is None
+
+
+async def test_a_peer_is_forgotten_with_the_last_who_knew_it(make):
+    rig = await make()
+    metadata = rig.others["b"].metadata([])
+    assert await rig.now(rig.fabric.connect(metadata)) == "b"
+    for agents in (1, 0, 0):
+        rig.fabric.disconnect("b")
+        rig.serve()
+        assert rig.fabric.agents == agents
+    rig.post()
+    rig.step(2)
+    assert rig.result().outcome is Outcome.FAILED
+
+
+async def test_a_defect_breaks_the_fabric_loudly_and_answers_everybody(make, monkeypatch, caplog):
+    rig = await make("b", "c")
+    rig.network.hold("c")
+    rig.post("under way", PART, peer="c")
+    rig.step()
+
+    def defect(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(rig.transport, "connect", defect)
+    first, broken, behind = rig.fabric.metadata([]), rig.fabric.connect(b""), rig.fabric.metadata([])
+    rig.serve()
+    assert first.result(timeout=0)
+    for future in (broken, behind, rig.fabric.metadata([])):
+        with pytest.raises(FabricError, match="a bug") as caught:
+            future.result(timeout=0)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "fabric_broken" in caplog.text
+    with pytest.raises(FabricError, match="a bug"):
+        await rig.fabric.rebuild(1.0)
+    rig.post("after")
+    rig.step(2)
+    await rig.settle()
+    assert rig.result("after").outcome is Outcome.FAILED, "nothing is begun any more"
+    assert "a bug" in str(rig.result("after").error)
+    rig.network.release("c")
+    rig.step(2)
+    assert rig.result("under way").outcome is Outcome.DONE, "what is under way ends as it would"
+    monkeypatch.undo()
+    await rig.close()
+    assert rig.service.stopped
+
+
+async def test_an_error_that_everybody_gets_is_an_object_of_each(make, monkeypatch):
+    rig = await make()
+    monkeypatch.setattr(rig.transport, "connect", lambda _: 1 // 0)
+    rig.fabric.connect(b"")
+    rig.serve()
+    errors = [future.exception(timeout=0) for future in (rig.fabric.metadata([]), rig.fabric.metadata([]))]
+    assert errors[0] is not errors[1]
+
+
+async def test_a_transport_that_cannot_be_set_up_fails_every_call():
+    moving, network = Moving(), LoopbackNetwork()
+    LoopbackTransport("a", network).setup()
+    fabric = Fabric(LoopbackTransport("a", network), moving.runtime, moving.mover)
+    opening = asyncio.ensure_future(fabric.open())
+    await asyncio.sleep(0)
+    early = fabric.register([])
+    moving.runtime.service.step()
+    for future in (early, fabric.metadata([])):
+        with pytest.raises(FabricError, match="open already"):
+            future.result(timeout=0)
+    with pytest.raises(FabricError, match="open already"):
+        await opening
+    assert fabric.health()[1] != ""
+    moving.serve = moving.runtime.service.step
+    await moving.end()
+    assert await moving.run(fabric.close()) is True
+
+
+async def test_a_defect_of_the_setup_is_named():
+    moving = Moving()
+    transport = LoopbackTransport("a", LoopbackNetwork())
+    transport.setup = lambda: 1 // 0
+    fabric = Fabric(transport, moving.runtime, moving.mover)
+    opening = asyncio.ensure_future(fabric.open())
+    await asyncio.sleep(0)
+    moving.runtime.service.step()
+    with pytest.raises(FabricError, match="ZeroDivisionError"):
+        await opening
+    await moving.end()
+
+
+# ---- one at a time ---------------------------------------------------------------------------------------------------
+
+
+async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
+    rig = await make()
+    release = rig.mover.hold_awake()
+    rig.network.hold("b")
+    rig.post("under way", nbytes=PART)
+    rig.step()
+    rig.network.release("b")
+    source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
+    plan = contiguous_rows(
+        source.ctypes.data, target.ctypes.data, rows=4, regions=1, row_bytes=64, pool=4, flat="both"
+    )  # fmt: skip
+    real, seen = rig.transport.metadata, []
+
+    def metadata(tokens: Any) -> bytes:
+        before = rig.mover.calls
+        rig.post("asked meanwhile", nbytes=PART, at=PART)
+        rig.submit("copy", None, tables=pack(plan))
+        rig.step(5, seconds=0.01)
+        seen.append((rig.mover.calls - before, len(rig.results["copy"]), np.array_equal(source, target)))
+        return real(tokens)
+
+    rig.transport.metadata = metadata
+    assert await rig.now(rig.fabric.metadata([]))
+    assert seen == [(0, 1, True)]
+    assert (rig.results["under way"], rig.results["asked meanwhile"]) == ([], [])
+    rig.step(3)
+    assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
+    release()
+
+
+async def test_a_call_waits_until_the_mover_is_out_of_the_agent(make):
+    rig = await make()
+    rig.state[records.BUSY] = 1
+    future = rig.fabric.metadata([])
+    for _ in range(3):
+        assert rig.serve() == pytest.approx(50e-6)
+    assert not future.done()
+    assert rig.fabric.health() == (0.0, "")
+    rig.runtime.time += 2.0
+    assert rig.fabric.health() == (2.0, "")
+    rig.state[records.BUSY] = 0
+    rig.post(nbytes=PART)
+    rig.step(3)
+    assert rig.results["x"] == [], "it was asked to let the agent be"
+    assert rig.serve() is None
+    assert future.done()
+    rig.step(2)
+    assert rig.result().outcome is Outcome.DONE
+    assert int(rig.state[records.WANTED]) == 0
+
+
+async def test_a_call_that_waits_holds_up_no_cancel(make):
+    rig = await make()
+    copy = rig.post()
+    rig.step()
+    rig.mover.claim()
+    rig.mover.cancel(copy)
+    rig.step(2)
+    assert rig.result().outcome is Outcome.STOPPED
+    rig.mover.release_claim()
+
+
+async def test_after_a_call_that_raised_the_mover_may_call_again(make, monkeypatch):
+    rig = await make()
+    for error in (FabricError("no"), ZeroDivisionError("a bug")):
+
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(rig.transport, "register", fails)
+        rig.fabric.register([])
+        rig.serve()
+        assert int(rig.state[records.WANTED]) == 0
+
+
+@pytest.fixture
+async def threaded():
+    rig = Threaded()
+    await rig.open()
+    yield rig
+    await rig.close()
+
+
+async def test_in_threads_too_a_slow_call_keeps_the_mover_from_the_agent_and_not_from_copying(threaded):
+    inside, go = threading.Event(), threading.Event()
+    mover, fabric, transport = threaded.movers[0], threaded.fabrics[0], threaded.transports[0]
+
+    def slow(tokens: Any) -> bytes:
+        inside.set()
+        assert go.wait(10)
+        return b""
+
+    transport.metadata = slow
+    answer = fabric.metadata([])
+    assert await asyncio.to_thread(inside.wait, 10)
+    before = mover.calls
+    _, posted = threaded.post(0, SIZE)
+    source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
+    plan = contiguous_rows(
+        source.ctypes.data, target.ctypes.data, rows=4, regions=1, row_bytes=64, pool=4, flat="both"
+    )  # fmt: skip
+    copied = asyncio.get_running_loop().create_future()
+    mover.submit(CopyJob(pack(plan), copied.set_result), Direction.GATHER)
+    async with asyncio.timeout(10):
+        assert (await copied).outcome is Outcome.DONE
+    assert np.array_equal(source, target)
+    assert (mover.calls, posted.done()) == (before, False)
+    go.set()
+    async with asyncio.timeout(10):
+        assert (await posted).outcome is Outcome.DONE
+    assert await threaded.now(answer) == b""
+
+
+async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
+    transport, inside, most = threaded.transports[0], [0], [0]
+    for name in ("post", "poll", "release", "progress", "metadata", "register", "deregister"):
+        original = getattr(transport, name)
+
+        def called(*arguments: Any, real: Any = original) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            try:
+                return real(*arguments)
+            finally:
+                inside[0] -= 1
+
+        setattr(transport, name, called)
+    release = threaded.movers[0].hold_awake()
+    async with asyncio.timeout(20):
+        for _ in range(20):
+            _, ended = threaded.post(0, SIZE)
+            answers = [threaded.fabrics[0].metadata([]) for _ in range(5)]
+            for answer in answers:
+                await asyncio.wrap_future(answer)
+            assert (await ended).outcome is Outcome.DONE
+    release()
+    assert most == [1]
+
+
+# ---- pauses ----------------------------------------------------------------------------------------------------------
+
+
+async def test_in_a_pause_the_transport_is_not_called(make):
+    rig = await make()
+    pause = await rig.now(rig.fabric.pause(5.0))
+    before = rig.transport.progressed
+    rig.step(3, seconds=1.0)
+    assert (pause.intact, rig.transport.progressed) == (True, before)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+async def test_a_pause_gives_way_to_a_hold_unless_it_is_firm(make, needed):
+    rig = await make()
+    pause = await rig.now(rig.fabric.pause(5.0))
+    release = rig.mover.hold_awake(needed=needed)
+    rig.step()
+    assert not pause.intact
+    assert rig.transport.progressed == 1
+    assert await rig.now(rig.fabric.pause(5.0)) is None
+    firm = await rig.now(rig.fabric.pause(5.0, firm=True))
+    seen = rig.transport.progressed
+    rig.step(2)
+    assert rig.step(3) == pytest.approx(5.0)
+    assert (firm.intact, rig.transport.progressed) == (True, seen)
+    other = rig.mover.hold_awake(needed=needed)
+    rig.step(2)
+    assert (firm.intact, rig.transport.progressed) == (True, seen)
+    rig.runtime.time += 5.0
+    rig.step()
+    assert (firm.intact, rig.transport.progressed) == (False, seen + 1)
+    other()
+    release()
+
+
+async def test_who_wants_a_pause_no_longer_ends_it(make):
+    rig = await make()
+    release = rig.mover.hold_awake()
+    pause = await rig.now(rig.fabric.pause(5.0, firm=True))
+    rig.step(2)
+    assert pause.intact
+    pause.end()
+    rig.step()
+    assert not pause.intact
+    release()
+
+
+@pytest.mark.parametrize("what", ["call", "post", "pause"])
+async def test_whatever_comes_in_ends_a_pause_before_the_transport_is_called(make, what, monkeypatch):
+    rig = await make()
+    pause = await rig.now(rig.fabric.pause(5.0, firm=True))
+    seen = []
+    for name in ("metadata", "post", "poll"):
+        original = getattr(rig.transport, name)
+
+        def called(*arguments: Any, real: Any = original) -> Any:
+            seen.append(pause.intact)
+            return real(*arguments)
+
+        monkeypatch.setattr(rig.transport, name, called)
+    match what:
+        case "call":
+            await rig.now(rig.fabric.metadata([]))
+        case "post":
+            rig.post(nbytes=PART)
+            rig.step(2)
+            assert rig.result().outcome is Outcome.DONE
+        case _:
+            assert await rig.now(rig.fabric.pause(5.0)) is not pause
+    assert not pause.intact
+    assert set(seen) == (set() if what == "pause" else {False})
+
+
+async def test_the_progress_that_a_hold_asks_for_ends_a_pause_before_it_is_made(make):
+    rig = await make()
+    pause = await rig.now(rig.fabric.pause(5.0))
+    seen = []
+    real = rig.transport.progress
+    rig.transport.progress = lambda: (seen.append(pause.intact), real())
+    release = rig.mover.hold_awake()
+    rig.step()
+    assert seen == [False], "what lands in this call must not be taken for the peer's own work"
+    release()
+
+
+@pytest.mark.parametrize("missing", ["orderly", "attributable"])
+async def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(make, monkeypatch, missing):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    rig.step()
+    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is None
+    rig.network.release("b")
+    rig.step(2)
+    assert await rig.now(rig.fabric.pause(5.0)) is not None
+    monkeypatch.setattr(LoopbackTransport, missing, False)
+    assert await rig.now(rig.fabric.pause(5.0)) is None
+
+
+async def test_there_is_no_pause_while_what_was_given_up_is_looked_at(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    await rig.given_up(nbytes=PART)
+    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is None
+    rig.network.release("b")
+    rig.step(seconds=0.2)
+    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is not None
+
+
+# ---- closing ---------------------------------------------------------------------------------------------------------
+
+
+async def test_close_undoes_everything_once(make, monkeypatch):
+    rig = await make("b", "c")
+    undone: list[tuple[str, object]] = []
+    for name in ("disconnect", "deregister"):
+        real = getattr(rig.transport, name)
+        monkeypatch.setattr(
+            rig.transport, name, lambda what, name=name, real=real: (undone.append((name, what)), real(what))
+        )
+    assert await rig.close() is True
+    with pytest.raises(FabricError, match="closed"):
+        rig.fabric.register([]).result(timeout=0)
+    assert await rig.run(rig.fabric.close()) is True
+    assert undone == [("disconnect", "b"), ("disconnect", "c"), *(("deregister", key) for key in rig.keys)]
+    assert rig.service.stopped
+    assert rig.serve() is None
+    with pytest.raises(FabricError, match="not open"):
+        rig.transport.progress()
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_what_was_undone_before_is_not_undone_again(make, monkeypatch):
+    rig = await make("b", "c")
+    await rig.now(rig.fabric.deregister(rig.token))
+    rig.fabric.disconnect("b")
+    rig.serve()
+    undone: list[object] = []
+    for name in ("disconnect", "deregister"):
+        monkeypatch.setattr(rig.transport, name, undone.append)
+    assert await rig.close() is True
+    assert undone == ["c"]
+
+
+async def test_what_came_before_close_is_answered(make):
+    rig = await make()
+    await Moving.end(rig)
+    waiting = rig.fabric.metadata([])
+    rig.closed = await rig.run(rig.fabric.close())
+    assert waiting.result(timeout=0)
+
+
+async def test_who_waits_for_close_may_give_up(make):
+    rig = await make()
+    await Moving.end(rig)
+    closing = asyncio.ensure_future(rig.fabric.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.sleep(0)
+    rig.closed = await rig.run(rig.fabric.close())
+    assert rig.closed is True
+
+
+async def test_close_under_a_write_leaves_the_transport_open(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step(2)
+    assert await rig.close() is False
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert rig.service.stopped
+    rig.transport.progress()  # still open
+    assert rig.transport.keys() == rig.keys
+    assert rig.transport in calls._LEAKED
+    before = rig.landed()
+    rig.network.release("b")
+    assert rig.landed() > before, "this is why it was left open"
+
+
+async def test_close_after_a_post_was_given_up_leaves_the_transport_open(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    await rig.given_up()
+    assert await rig.close() is False
+
+
+@pytest.mark.parametrize(("error", "clean"), [(FabricError("no"), True), (ZeroDivisionError("a bug"), False)])
+async def test_close_goes_on_when_a_step_of_it_fails(make, monkeypatch, error, clean):
+    rig = await make("b", "c")
+
+    def refuse(peer: str) -> None:
+        raise error
+
+    monkeypatch.setattr(rig.transport, "disconnect", refuse)
+    assert await rig.close() is clean
+    assert rig.transport.keys() == frozenset()
+
+
+async def test_a_fabric_is_opened_once_and_closed_without_that_too(make):
+    rig = await make()
+    with pytest.raises(FabricError, match="once"):
+        await rig.fabric.open()
+    moving = Moving()
+    fabric = Fabric(LoopbackTransport("z", LoopbackNetwork()), moving.runtime, moving.mover)
+    await moving.end()
+    assert await fabric.close() is True
+    with pytest.raises(FabricError, match="closed"):
+        fabric.metadata([]).result(timeout=0)
+    assert fabric.join(0.0) is True
+
+
+# ---- made anew -------------------------------------------------------------------------------------------------------
+
+
+def write_back(rig: Rig, metadata: bytes, nbytes: int = SIZE) -> object:
+    """Agent b writes into a's memory, by what it was told of it."""
+    other = rig.others["b"]
+    address = rig.source.ctypes.data
+    rows = [np.array([[base, nbytes]], dtype=np.int64) for base in (rig.memory["b"].ctypes.data, address)]
+    here, there = (Descriptors("DRAM", 0, row) for row in rows)
+    return other.post(other.connect(metadata), Operation.WRITE, here, there)
+
+
+async def test_a_rebuilt_agent_keeps_tokens_and_peers_and_is_reached_by_new_metadata_only(make):
+    rig = await make()
+    before = await rig.now(rig.fabric.metadata([rig.token]))
+    assert await rig.rebuilt()
+    assert rig.transport.name == "a.1"
+    after = await rig.now(rig.fabric.metadata([rig.token]))
+    assert b'"a.1"' in after
+    assert rig.transport.keys().isdisjoint(rig.keys), "registered again, and not as before"
+    with pytest.raises(FabricError, match="gone"):
+        write_back(rig, before)
+    rig.memory["b"][:] = 255
+    write_back(rig, after)
+    assert (rig.source == 255).all()
+    rig.post()
+    await rig.now(rig.fabric.metadata([]))
+    rig.step(10)
+    assert rig.result().outcome is Outcome.DONE, "b is told of again by the post"
+    await rig.now(rig.fabric.deregister(rig.token))
+    assert rig.transport.keys() == set()
+
+
+@pytest.mark.parametrize("way", ["hold", "delay", "wedge", "pace"])
+async def test_what_comes_late_to_the_old_agent_never_lands(make, way):
+    rig = await make()
+    metadata = await rig.now(rig.fabric.metadata([rig.token]))
+    now = [0.0]
+    {
+        "hold": lambda: rig.network.hold("a"),
+        "delay": lambda: rig.network.delay("a", 3),
+        "wedge": lambda: rig.network.wedge("a"),
+        "pace": lambda: rig.network.pace("a", 1.0, lambda: now[0]),
+    }[way]()
+    rig.memory["b"][:] = 255
+    handle = write_back(rig, metadata)
+    assert await rig.rebuilt()
+    now[0] = 1e9
+    with pytest.raises(FabricError) as caught:
+        rig.others["b"].poll(handle)
+    assert caught.value.disconnected
+    assert caught.value.in_doubt
+    rig.network.release("a")
+    assert (rig.source != 255).all()
+    rig.network.mend("a")
+    rig.network.hold("a")  # faults are of the agent, whatever it is called now
+    write_back(rig, await rig.now(rig.fabric.metadata([rig.token])))
+    assert rig.network.held("a") == 1
+    assert rig.network.release("a") == 1
+    assert (rig.source == 255).all()
+
+
+async def turns(rig: Rig, count: int = 5, *, seconds: float = 0.0) -> None:
+    """Let time pass while a rebuild waits."""
+    for _ in range(count):
+        rig.step(seconds=seconds)
+        rig.serve()
+        await asyncio.sleep(0.003)  # it looks every 2 ms
+        await rig.settle()
+
+
+async def test_parts_in_flight_have_time_to_end_and_nothing_is_posted_meanwhile(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(5.0))
+    await rig.settle()
+    rig.post("later", at=8 * PART)
+    await turns(rig, seconds=0.8)
+    assert rig.step(), "it does not spin for parts that must wait"
+    assert rig.network.held("b") == 1, "no part was posted"
+    assert not answer.done()
+    rig.network.release("b")
+    assert await rig.run(answer) is True
+    rig.step(30)
+    assert rig.transport.name == "a.1"
+    assert rig.result().outcome is rig.result("later").outcome is Outcome.DONE
+    assert np.array_equal(rig.memory["b"][: 16 * PART], rig.source[: 16 * PART])
+
+
+@pytest.mark.parametrize("operation", Operation)
+async def test_a_post_that_does_not_end_is_given_up_and_touches_our_memory_no_more(make, operation):
+    rig = await make()
+    rig.network.hold("b")
+    rig.memory["b"][:] = 254
+    way = rig.way()
+    rig.post(operation=operation, way=way)
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(0.5))
+    await asyncio.sleep(0)
+    await turns(rig, 1, seconds=0.4)
+    assert not answer.done()
+    rig.runtime.time += 0.2
+    assert await rig.run(answer) is True
+    rig.step()
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.disconnected, "this side has ended its own work"
+    assert not result.may_move
+    assert rig.transport.open_handles == 0
+    assert way.inside == (operation is Operation.WRITE), "what was written may still be under way"
+    ours = rig.source.copy()
+    rig.source[:] = 253
+    rig.network.release("b")
+    assert 253 not in rig.memory["b"], "it is not read any more"
+    if operation is Operation.READ:
+        assert (rig.source == 253).all(), "nor written"
+    else:
+        assert np.array_equal(rig.memory["b"][:PART], ours[:PART]), "what had left can still land"
+    assert await rig.close() is True, "nothing is left that may touch memory here"
+
+
+@pytest.mark.parametrize("operation", Operation)
+async def test_what_was_given_up_before_is_over_once_the_agent_is_rebuilt(make, operation):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    way = rig.way()
+    copy = await rig.given_up(operation=operation, way=way)
+    assert way.inside
+    assert rig.late == []
+    assert await rig.rebuilt()
+    rig.step()
+    assert rig.late == [False], "memory of this side is not touched any more"
+    kept = operation is Operation.WRITE
+    assert (way.inside, way.lent, copy.left) == (kept, kept, kept)
+    rig.mover.forget(copy)
+    rig.step()
+    assert (way.inside, way.lent, rig.late) == (0, 0, [False])
+    assert rig.counted() == [0] * 5
+    assert await rig.close() is True
+
+
+@pytest.mark.parametrize("given_up", ["before", "for it"])
+@pytest.mark.parametrize("operation", Operation)
+async def test_a_post_that_runs_on_without_an_agent_stays_in_doubt(make, operation, given_up):
+    """A copy between GPUs of one host: its memory is nobody's until the process ends."""
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    way = rig.way()
+    rig.post(operation=operation, way=way, runs_on=True)
+    rig.step()
+    rig.step(8 if given_up == "before" else 0, seconds=0.2)
+    assert await rig.rebuilt(0.0)
+    rig.step()
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert not result.error.disconnected
+    assert result.may_move
+    assert way.inside
+    assert rig.late == []
+    assert rig.transport.open_handles == 0
+    assert await rig.close() is False
+
+
+async def test_a_post_that_falls_silent_while_a_rebuild_waits_for_it_keeps_no_handle(make, monkeypatch):
+    rig = await make(no_progress_timeout=2.0)
+    handles, polled = [], []
+    rig.network.wedge("b")
+    rig.post(nbytes=PART, way=rig.way())
+    rig.step()
+    renew = rig.transport.renew
+    monkeypatch.setattr(rig.transport, "renew", lambda: (handles.append(rig.transport.open_handles), renew())[1])
+    answer = asyncio.ensure_future(rig.fabric.rebuild(100.0))
+    await asyncio.sleep(0)
+    rig.step(12, seconds=0.4)
+    assert await rig.run(answer) is True
+    assert handles == [0], "each was given back before"
+    monkeypatch.setattr(rig.transport, "poll", polled.append)
+    rig.step(2, seconds=0.2)
+    assert (rig.result().outcome, rig.late, polled) == (Outcome.IN_DOUBT, [False], [])
+
+
+async def test_what_ends_late_forgets_no_peer_to_which_something_falls_silent_then(make):
+    rig = await make(no_progress_timeout=2.0)
+    rig.network.hold("b")
+    rig.post("one", nbytes=PART)
+    rig.step(8, seconds=0.4)
+    rig.network.wedge("b")
+    rig.post("two", nbytes=PART)
+    rig.step()
+    rig.fabric.disconnect("b")
+    rig.step(4, seconds=0.4)
+    rig.network.release("b")
+    rig.step(2, seconds=0.5)
+    rig.serve()
+    assert rig.late == [True]
+    rig.step(3, seconds=0.5)
+    assert rig.result("two").outcome is Outcome.IN_DOUBT
+    assert rig.fabric.health()[1] == ""
+    assert rig.fabric.agents == 1, "there is something to be seen yet"
+
+
+async def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end(make):
+    """Else its end would never be seen."""
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    await rig.given_up(nbytes=PART, runs_on=True)
+    answer = asyncio.ensure_future(rig.fabric.rebuild(10.0))
+    await turns(rig, 2)
+    assert not answer.done()
+    rig.network.release("b")
+    rig.step(2, seconds=0.2)
+    assert await rig.run(answer) is True
+    assert rig.late == [True]
+
+
+async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(make):
+    """It was destroyed, and the mover was not told yet which one there is."""
+    rig = await make()
+    release = rig.mover.hold_awake()
+    rig.network.hold("b")
+    rig.post("under way")
+    rig.step(2)
+    answer = asyncio.ensure_future(rig.fabric.rebuild(0.0))
+    await rig.settle()
+    rig.step()
+    await rig.settle()
+    rig.serve()
+    assert rig.transport.name == "a.1"
+    before = rig.mover.calls, rig.transport.progressed
+    rig.post("meanwhile", at=8 * PART)
+    rig.step(5, seconds=0.01)
+    assert (rig.mover.calls, rig.transport.progressed) == before
+    assert await rig.run(answer) is True
+    rig.step()
+    assert rig.transport.progressed > before[1]
+    release()
+
+
+@pytest.mark.parametrize("rest", ["ends", "stands still"])
+async def test_a_post_that_failed_before_is_over_too_once_the_agent_is_rebuilt(make, rest):
+    """One part failed, and nobody knows how far it went; a flush would have told, but waits, or for the other part."""
+    rig = await make()
+    rig.network.delay("b", 1)
+    rig.network.break_next("b", lingers=True)
+    if rest == "stands still":
+        rig.network.wedge("b")
+    rig.post(nbytes=2 * PART)
+    rig.step(2)
+    assert await rig.rebuilt(0.0)
+    rig.step()
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT, "there, what it wrote may still land"
+    assert result.error is not None
+    assert result.error.disconnected, "here, nothing reads the source any more, and nobody has to wait for that again"
+    assert await rig.close() is True
+
+
+@pytest.mark.parametrize("end", ["rebuilt", "closed"])
+async def test_whoever_waits_for_a_rebuild_may_give_up_and_nothing_breaks(make, end, caplog):
+    """As a worker that closes does: the agent is made anew all the same."""
+    rig = await make()
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(5.0))
+    await turns(rig, 1)
+    answer.cancel()
+    await asyncio.sleep(0)
+    if end == "rebuilt":
+        rig.runtime.time += 6.0
+        await turns(rig, 3)
+        assert rig.transport.name == "a.1"
+        assert await rig.now(rig.fabric.metadata([rig.token]))
+    await rig.close()
+    assert "fabric_broken" not in caplog.text
+
+
+async def test_an_agent_that_cannot_be_destroyed_stays_as_it_is(make, monkeypatch):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    monkeypatch.setattr(rig.transport, "renew", lambda: False)
+    rig.runtime.time += 1.0
+    assert await rig.rebuilt(0.0) is False
+    rig.step()
+    error = rig.result().error
+    assert error is not None
+    assert not error.disconnected
+    assert rig.result().may_move
+    assert await rig.now(rig.fabric.metadata([rig.token]))
+    assert rig.transport.keys() == rig.keys
+    rig.network.mend("b")
+    rig.post("goes on", at=8 * PART)
+    rig.step(9)
+    assert rig.result("goes on").outcome is Outcome.DONE
+    assert await rig.close() is False
+
+
+@pytest.mark.parametrize("step", ["renew", "register"])
+async def test_an_agent_that_cannot_be_made_again_breaks_the_fabric(make, monkeypatch, step):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step()
+    rig.mover.halt()
+    rig.post("queued", at=8 * PART)
+
+    def fails(*_: object) -> object:
+        raise FabricError("there is no device any more")
+
+    monkeypatch.setattr(rig.transport, step, fails)
+    with pytest.raises(FabricError, match="no device"):
+        await rig.rebuilt()
+    with pytest.raises(FabricError, match="no device"):
+        rig.fabric.metadata([]).result(timeout=0)
+    rig.step(2)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert rig.result("queued").outcome in {Outcome.STOPPED, Outcome.FAILED}
+    rig.post("after", at=8 * PART)
+    rig.step(2)
+    await rig.settle()
+    assert rig.result("after").outcome is Outcome.FAILED, "nobody waits for an agent that does not come"
+    assert "no device" in str(rig.result("after").error)
+    await rig.close()
+    assert rig.service.stopped
+
+
+async def test_a_rebuild_is_refused_twice_at_a_time_and_after_the_end(make):
+    rig = await make()
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(0.5))
+    await asyncio.sleep(0)
+    with pytest.raises(FabricError, match="being rebuilt already"):
+        await rig.fabric.rebuild(60.0)
+    rig.runtime.time += 1.0
+    assert await rig.run(answer) is True
+    await rig.close()
+    with pytest.raises(FabricError, match="closed"):
+        await rig.fabric.rebuild(60.0)
+
+
+async def test_a_rebuild_is_answered_though_the_worker_closes_and_nothing_breaks(make, caplog):
+    rig = await make()
+    rig.network.wedge("b")
+    rig.post()
+    rig.step()
+    answer = asyncio.ensure_future(rig.fabric.rebuild(60.0))
+    await turns(rig, 1)
+    assert not answer.done()
+    await rig.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(FabricError, match="closed"):
+            await answer
+    assert "fabric_broken" not in caplog.text
+
+
+async def test_a_peer_that_is_gone_fails_its_own_post_after_a_rebuild(make):
+    rig = await make("b", "c")
+    assert await rig.rebuilt()
+    rig.others["b"].close()
+    for peer in ("b", "c"):
+        rig.post(peer, peer=peer)
+    await rig.now(rig.fabric.metadata([]))
+    rig.step(10)
+    assert [rig.result(peer).outcome for peer in ("b", "c")] == [Outcome.FAILED, Outcome.DONE]
+    rig.fabric.disconnect("b")
+    rig.serve()
+    assert await rig.rebuilt()
+    rig.fabric.disconnect("c")  # which the new agent was not told of
+    rig.serve()
+    assert rig.fabric.agents == 0
+    assert await rig.close() is True
+
+
+async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeypatch):
+    rig = await make("b", "c")
+    rig.mover.halt()
+    for peer in ("b", "c"):
+        rig.post(peer, peer=peer)
+    rig.step(2)
+    connect = rig.transport.connect
+
+    def meets(metadata: bytes) -> str:
+        if b'"b"' in metadata:
+            raise FabricError("it does not answer")
+        return connect(metadata)
+
+    monkeypatch.setattr(rig.transport, "connect", meets)
+    assert await rig.rebuilt()
+    rig.post("again", peer="b")
+    await rig.now(rig.fabric.metadata([]))
+    rig.step(10)
+    outcomes = {tag: rig.result(tag).outcome for tag in ("b", "c", "again")}
+    assert outcomes == {"b": Outcome.FAILED, "c": Outcome.DONE, "again": Outcome.FAILED}
+    assert "does not answer" in str(rig.result("again").error)
+
+
+# ---- health ----------------------------------------------------------------------------------------------------------
+
+
+async def test_who_owes_nothing_is_well(make):
+    rig = await make()
+    rig.runtime.time += 50.0
+    assert rig.fabric.health() == (0.0, "")
+    rig.post()
+    rig.step(30)
+    assert rig.results["x"]
+    rig.runtime.time += 50.0
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_a_service_that_does_not_come_is_late_by_the_oldest_call(make):
+    rig = await make()
+    rig.fabric.metadata([])
+    rig.runtime.time += 3.0
+    rig.fabric.metadata([])
+    rig.runtime.time += 4.0
+    assert rig.fabric.health() == (7.0, "")
+    rig.serve()
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_a_mover_that_does_not_come_is_late_by_the_oldest_post(make):
+    rig = await make()
+    rig.runtime.time += 1.0
+    rig.post()
+    rig.runtime.time += 3.0
+    rig.post("y")
+    rig.runtime.time += 4.0
+    late, why = rig.fabric.health()
+    assert (pytest.approx(7.0), "") == (late, why)
+    rig.step(30)
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_what_is_left_in_doubt_makes_nobody_late(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.break_next("b")
+    rig.network.break_next("b", skip=1)
+    rig.post(nbytes=PART)
+    rig.step(5)
+    assert rig.mover.lingering == 1
+    rig.runtime.time += 50.0
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_a_call_that_does_not_return_is_late(make, monkeypatch):
+    rig, seen = await make(), []
+
+    def deregister(token: object) -> None:
+        rig.runtime.time += 11.0
+        seen.append(rig.fabric.health())
+
+    monkeypatch.setattr(rig.transport, "deregister", deregister)
+    await rig.now(rig.fabric.deregister(rig.token))
+    assert seen == [(11.0, "")]
+    assert rig.fabric.health() == (0.0, "")
+
+
+async def test_what_broke_the_fabric_is_named_until_it_is_closed(make, monkeypatch):
+    rig = await make()
+
+    def broken() -> None:
+        raise FabricError("the device is gone")
+
+    monkeypatch.setattr(rig.transport, "progress", broken)
+    release = rig.mover.hold_awake()
+    rig.step()
+    release()
+    assert rig.fabric.health() == (0.0, "the device is gone")
+    with pytest.raises(FabricError, match="device is gone"):
+        rig.fabric.metadata([]).result(timeout=0)
+    await rig.close()
+    rig.runtime.time += 9.0
+    assert rig.fabric.health() == (0.0, "")

@@ -1,0 +1,1261 @@
+"""Posts in the mover, over the loopback: by hand, one step at a time, and in a real thread."""
+
+import asyncio
+import threading
+import time
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from copy_plans import contiguous_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, pieces
+from stepped import Flag
+
+from kvxfer.copy import mover, records
+from kvxfer.copy.port import Outcome, Post
+from kvxfer.copy.tables import pack, parts_of
+from kvxfer.errors import ClosedError, ConfigError, FabricError
+from kvxfer.fabric.loopback import LoopbackTransport
+from kvxfer.fabric.port import Descriptors, Memory, Operation
+
+# ---- cutting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_part_respects_both_bounds_and_large_pieces_are_split(record):
+    local = pieces((0, 10), (100, 250), (1000, 0), (2000, 100), (3000, 1))
+    remote = local + np.array([[1 << 40, 0]])
+    parts = record(max_descriptors=2, max_post_bytes=100).cut(local, remote)
+    assert [here.tolist() for here, _ in parts] == [
+        [[0, 10], [100, 90]],
+        [[190, 100]],
+        [[290, 60]],
+        [[2000, 100]],
+        [[3000, 1]],
+    ]
+    for here, there in parts:
+        assert np.array_equal(there - here, np.broadcast_to([1 << 40, 0], here.shape))
+
+
+ROWS = st.lists(st.sampled_from([0, 0, 1, 5, 200]) | st.integers(0, 300), min_size=1, max_size=30).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.integers(1, 6), st.integers(1, 200))
+def test_every_byte_is_in_one_part_and_pieces_stay_whole_that_may(lengths, most_pieces, most_bytes):
+    rows = np.array(lengths, np.int64)
+    local = np.stack([np.cumsum(rows + 7), rows], axis=1)
+    remote = np.stack([np.cumsum(rows + 3)[::-1], rows], axis=1)
+
+    async def cut() -> list[Any]:
+        recorder = Recorder(max_descriptors=most_pieces, max_post_bytes=most_bytes)
+        parts = recorder.cut(local, remote)
+        await recorder.end()
+        return parts
+
+    parts = asyncio.run(cut())
+    wanted = [(int(a) + i, int(b) + i) for (a, n), (b, _) in zip(local, remote, strict=True) for i in range(n)]
+    seen: list[tuple[int, int]] = []
+    for here, there in parts:
+        assert 0 < len(here) <= most_pieces
+        assert 0 < here[:, 1].sum() <= most_bytes
+        assert here[:, 1].min() > 0
+        assert np.array_equal(here[:, 1], there[:, 1])
+        seen += [(int(a) + i, int(b) + i) for (a, n), (b, _) in zip(here, there, strict=True) for i in range(n)]
+    assert seen == wanted, "every byte, once and in order"
+    whole = {(int(a), int(n)) for here, _ in parts for a, n in here}
+    assert {(int(a), int(n)) for a, n in local if 0 < n <= most_bytes} <= whole
+    for (here, _), (following, _) in pairwise(parts):  # no part ends before it has to
+        full = len(here) == most_pieces or here[:, 1].sum() == most_bytes
+        assert full or here[:, 1].sum() + following[0, 1] > most_bytes
+
+
+async def test_a_part_has_as_much_as_fits(record):
+    small = np.stack([64 + np.arange(100) * 64, np.full(100, 10)], axis=1).astype(np.int64)
+    assert [len(here) for here, _ in record(max_post_bytes=250).cut(small, small)] == [25] * 4
+    wide = record(max_descriptors=30, max_post_bytes=1 << 30)
+    assert [len(here) for here, _ in wide.cut(small, small)] == [30, 30, 30, 10]
+
+
+@pytest.mark.parametrize("rows", [
+    [(0, 0), (64, 8)], [(64, 8), (128, 0)], [(64, 8), (72, 0), (80, 0)], [(0, 0), (64, 4), (72, 0), (80, 4), (90, 0)],
+])  # fmt: skip
+@pytest.mark.parametrize(("descriptors", "nbytes"), [(1, 100), (100, 8), (100, 4), (2, 100)])
+async def test_empty_pieces_are_in_no_part_and_make_none(record, rows, descriptors, nbytes):
+    local = pieces(*rows)
+    parts = record(max_descriptors=descriptors, max_post_bytes=nbytes).cut(local, local)
+    listed = [tuple(row) for here, _ in parts for row in here.tolist()]
+    assert all(length for _, length in listed)
+    assert all(len(here) for here, _ in parts)
+    assert sum(length for _, length in listed) == 8
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        (pieces((0, 8)), pieces((0, 9))),
+        (pieces((0, 8)), pieces((0, 8), (8, 8))),
+        (pieces((0, -8), (8, 16)), pieces((0, -8), (8, 16))),
+        (pieces(), pieces()),
+        (pieces((0, 0)), pieces((0, 0))),
+        (np.zeros(2, np.int64), np.zeros(2, np.int64)),
+    ],
+)
+async def test_what_makes_no_sense_is_refused_at_once_and_alone(make, local, remote):
+    rig = await make()
+    for here, there in ((local, remote), (remote, local)):
+        with pytest.raises(FabricError):
+            rig.submit("odd", Post("b", Operation.WRITE, Descriptors("DRAM", 0, here), Descriptors("DRAM", 0, there)))
+    rig.post()
+    rig.step(8)
+    assert (rig.result().outcome, rig.results["odd"]) == (Outcome.DONE, [])
+
+
+async def test_memory_of_an_unknown_kind_is_refused(record):
+    rows = pieces((64, 8))
+    here, there = Descriptors("DRAM", 0, rows), Descriptors("FILE", 0, rows)
+    for sides in ((here, there), (there, here)):
+        with pytest.raises(FabricError, match="not 'FILE'"):
+            record().submit("x", Post("b", Operation.WRITE, *sides))
+
+
+@pytest.mark.parametrize(
+    "rows", [np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2], pieces((0, 2), (4, 6), (8, 10))[::-1]]
+)
+async def test_pieces_that_lie_apart_in_an_array_are_posted_as_they_are(record, rows):
+    rows = rows + np.array([[64, 1]])
+    ((here, there),) = record().cut(rows, rows)
+    assert here.tolist() == there.tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(("here", "there", "parts"), [("VRAM", "VRAM", 1), ("VRAM", "DRAM", 8), ("DRAM", "VRAM", 8)])
+async def test_only_posts_that_touch_host_memory_are_cut_by_bytes(record, here, there, parts):
+    rows = pieces((64, 8 * PART))
+    assert len(record().cut(rows, rows, (here, there))) == parts
+
+
+@pytest.mark.parametrize(("here", "there", "listed", "parts"), [
+    ("VRAM", "VRAM", True, 1), ("VRAM", "VRAM", False, 4), ("VRAM", "DRAM", True, 4),
+])  # fmt: skip
+async def test_posts_between_gpus_have_longer_parts_where_pieces_are_taken_as_a_list(
+    record, here, there, listed, parts
+):
+    rows = pieces(*((64 + 128 * at, 64) for at in range(40)))
+    assert len(record(max_descriptors=10, listed=listed).cut(rows, rows, (here, there))) == parts
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_the_transport_is_asked_once_it_is_set_up(make, listed, monkeypatch):
+    monkeypatch.setattr(LoopbackTransport, "takes_lists", listed)
+    assert (await make()).mover._listed == (16 if listed else 1)
+
+
+@pytest.mark.parametrize("bad", [{"max_descriptors": 0}, {"max_post_bytes": 0}, {"no_progress_timeout": 0.0}])
+async def test_settings_are_checked(bad):
+    with pytest.raises(ConfigError):
+        Moving(**bad)
+
+
+# ---- one post --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+async def test_a_post_is_cut_and_done(make, operation):
+    rig = await make()
+    rig.memory["b"][:] = 7
+    rig.source[:] = 9
+    rig.post(nbytes=8 * PART + 5, at=3, operation=operation)
+    while not rig.results["x"]:
+        rig.step()
+        rig.runtime.time += 0.25
+    result = rig.result()
+    assert (result.outcome, result.error, result.may_move) == (Outcome.DONE, None, False)
+    assert (result.copied, result.posted, result.finished) == (100.0, 100.0, 100.0 + 8 * 0.25)
+    changed = rig.memory["b"] == 9 if operation is Operation.WRITE else rig.source == 7
+    assert np.flatnonzero(changed).tolist() == list(range(3, 8 * PART + 8))
+    assert rig.moved() == [PART] * 8 + [5]
+    assert rig.transport.open_handles == 0
+    assert rig.counted() == [0] * 5
+    rig.runtime.time += 1
+    assert rig.step() is None, "idle again"
+
+
+async def test_the_time_in_which_parts_are_posted_is_told(make):
+    """As the clock says: nothing else is measured there."""
+    rig = await make()
+    rig.state[records.FIXED] = 0
+    real = rig.transport.post
+
+    def post(*arguments: Any) -> object:
+        time.sleep(0.002)
+        return real(*arguments)
+
+    rig.transport.post = post
+    rig.post(nbytes=3 * PART, until=float("inf"))
+    for _ in range(4):
+        rig.machine._code.step(rig.machine.state, rig.machine.jobs, rig.machine.ports)
+    rig.mover._read()
+    result = rig.result()
+    assert 0.006 <= result.posting <= result.finished - result.posted
+
+
+async def test_only_a_few_parts_are_under_way_at_once(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post(nbytes=10 * PART)
+    rig.step(20)
+    assert rig.network.held("b") == 4
+    rig.network.release("b", posts=2)
+    rig.step(20)
+    assert rig.network.held("b") == 4
+    assert len(rig.network.log) == 2
+    rig.network.release("b")
+    rig.step(20)
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_cancelled_before_the_first_part(make):
+    rig, unfired = await make(), Flag()
+    rig.mover.cancel(rig.post())
+    rig.mover.cancel(rig.post("waits", after=unfired))
+    rig.step()
+    await rig.settle()
+    for tag in ("x", "waits"):
+        result = rig.result(tag)
+        assert (result.outcome, result.posted, result.error) == (Outcome.STOPPED, 0.0, None)
+    assert rig.network.log == []
+
+
+async def test_cancelled_between_parts_waits_for_those_in_flight(make):
+    rig = await make()
+    way = rig.way()
+    rig.network.hold("b")
+    copy = rig.post(way=way)
+    rig.step(2)
+    rig.mover.cancel(copy)
+    rig.step(5)
+    assert rig.results["x"] == [], "two parts are still in flight"
+    assert (way.inside, rig.mover.may_copy(copy)) == (1, False)
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.STOPPED
+    assert rig.landed() == 2 * PART
+    assert (way.inside, way.lent, rig.transport.open_handles) == (0, 0, 0)
+    rig.mover.cancel(copy)
+    rig.step(2)
+    assert len(rig.results["x"]) == 1, "harmless when it is over"
+
+
+async def test_cancelled_once_a_few_parts_have_landed(make):
+    rig = await make()
+    copy = rig.post()
+    rig.step(3)
+    rig.mover.cancel(copy)
+    rig.step(2)
+    assert rig.result().outcome is Outcome.STOPPED
+    assert rig.landed() == 3 * PART
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_a_lease_that_runs_out_between_parts(make, held):
+    rig = await make()
+    way = rig.way()
+    if held:
+        rig.network.hold("b")
+    rig.post(until=102.0, way=way)
+    rig.step(3)
+    rig.runtime.time = 102.0
+    rig.step(3)
+    assert len(rig.results["x"]) == (not held), "three parts are in flight, or none"
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.STOPPED
+    assert rig.landed() == 3 * PART
+    assert way.inside == 0
+
+
+async def test_a_lease_that_is_over_before_the_first_part_denies_all_of_it(make):
+    rig = await make()
+    way = rig.way()
+    rig.post(until=100.0, way=way)
+    rig.step(2)
+    assert (rig.result().outcome, rig.result().posted, rig.landed(), way.lent) == (Outcome.STOPPED, 0.0, 0, 0)
+
+
+async def test_a_lease_without_end_does_not_end(make):
+    rig = await make()
+    rig.post(until=float("inf"))
+    rig.step(9)
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_a_cancel_after_the_last_part_was_posted_changes_nothing(make):
+    rig = await make()
+    rig.network.hold("b")
+    copy = rig.post(nbytes=PART)
+    rig.step(2)
+    rig.mover.cancel(copy)
+    rig.step(2)
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_who_is_kept_out_by_a_gate_posts_nothing(make):
+    rig = await make()
+    way = rig.way()
+    way.file.revoke(0)
+    rig.post(way=way)
+    rig.step(3)
+    assert rig.result().outcome is Outcome.STOPPED
+    assert (rig.landed(), way.inside, way.lent, rig.transport.open_handles) == (0, 0, 0, 0)
+
+
+async def test_who_is_inside_of_a_gate_stays_so_though_it_is_wanted_back_and_keeps_its_owner_out(make):
+    rig = await make()
+    way = rig.way()
+    rig.network.hold("b")
+    rig.post(way=way)
+    rig.step(2)
+    assert way.file.revoke(0) is None, "somebody is inside"
+    rig.network.release("b")
+    rig.step(8)
+    assert rig.result().outcome is Outcome.DONE
+    assert way.file.revoke(0) == "idle"
+
+
+async def test_refused_before_anything_was_posted(make):
+    rig = await make()
+    rig.network.refuse_next("b")
+    rig.post()
+    rig.step(2)
+    result = rig.result()
+    assert (result.outcome, result.posted, rig.landed()) == (Outcome.FAILED, 0.0, 0)
+    assert "told to refuse" in str(result.error)
+    rig.post("y")
+    rig.step(10)
+    assert rig.result("y").outcome is Outcome.DONE
+
+
+async def test_refused_later_is_failed_once_the_rest_has_ended(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.network.refuse_next("b", skip=2)
+    rig.post()
+    rig.step(8)
+    assert rig.results["x"] == []
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.FAILED
+    assert rig.landed() == 2 * PART
+    assert rig.counted() == [0] * 5
+
+
+@pytest.mark.parametrize("at_post", [True, False])
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("operation", list(Operation))
+async def test_an_error_after_bytes_moved_is_in_doubt_until_a_later_one_has_passed_them(make, at_post, skip, operation):
+    rig = await make()
+    way = rig.way()
+    rig.network.break_next("b", after_bytes=100, skip=skip, at_post=at_post, lingers=True)
+    rig.post(way=way, operation=operation)
+    rig.step(10)
+    assert rig.results["x"] == [], "924 bytes of a part are in flight"
+    assert way.inside == 1
+    assert rig.moved() == [PART] * skip + [100, FLUSH]
+    rig.network.release("b")
+    rig.step(2)
+    result = rig.result()
+    assert result.outcome is Outcome.FAILED
+    assert result.error is not None
+    assert "told to break" in str(result.error)
+    assert (result.error.in_doubt, result.error.disconnected) == (False, False)
+    assert rig.moved() == [PART] * skip + [100, FLUSH, PART - 100]
+    assert (way.inside, way.lent) == (0, 0)
+    assert rig.transport.open_handles == 0
+    assert rig.counted() == [0] * 5
+    rig.post("y")
+    rig.step(10)
+    assert rig.result("y").outcome is Outcome.DONE
+
+
+async def test_what_is_moved_once_more_is_so_though_the_lease_is_over_and_nobody_wants_it(make):
+    rig = await make()
+    copy = rig.post(until=101.0, nbytes=PART)
+    rig.network.break_next("b")
+    rig.network.delay("b", 1)
+    rig.step()
+    rig.mover.cancel(copy)
+    rig.runtime.time += 2
+    rig.step(10)
+    assert rig.result().outcome is Outcome.FAILED
+    assert rig.moved() == [FLUSH]
+
+
+async def test_what_does_not_end_is_given_up_no_later_than_without_another_write(make):
+    rig = await make(no_progress_timeout=5.0)
+    way = rig.way()
+    rig.network.delay("b", 4)
+    rig.network.break_next("b", lingers=True)
+    rig.post(nbytes=PART, way=way)
+    rig.step(1)
+    for _ in range(5):
+        assert rig.results["x"] == []
+        rig.runtime.time += 1.0
+        rig.step(2)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.in_doubt
+    assert result.may_move
+    assert (way.inside, rig.mover.lingering) == (1, 1), "it did not end"
+    assert rig.transport.open_handles == 1, "that of the other write, whose end would tell"
+
+
+@pytest.mark.parametrize("how", ["refused", "broken", "broken at once", "lost"])
+async def test_one_more_write_is_tried_and_if_that_fails_it_stays_in_doubt(make, how):
+    rig = await make()
+    way = rig.way()
+    rig.network.break_next("b")
+    match how:
+        case "refused":
+            rig.network.refuse_next("b", skip=1)
+        case "broken" | "broken at once":
+            rig.network.break_next("b", skip=1, at_post=how != "broken")
+        case _:
+            rig.network.break_next("b", skip=1, disconnected=True)
+    rig.post(nbytes=PART, way=way)
+    rig.step(10)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert (result.error.in_doubt, result.error.disconnected) == (True, False)
+    assert (way.inside, rig.mover.lingering) == (1, 1)
+    assert rig.moved() == []
+    assert rig.transport.open_handles == 0
+
+
+async def test_a_transport_that_does_not_flush_leaves_the_doubt(make, monkeypatch):
+    monkeypatch.setattr(LoopbackTransport, "orderly", False)
+    rig = await make()
+    rig.network.break_next("b", after_bytes=100)
+    rig.post()
+    rig.step(10)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert rig.moved() == [100]
+
+
+async def test_who_ends_before_it_is_known_leaves_the_doubt(make):
+    rig = await make()
+    rig.network.break_next("b", lingers=True)
+    rig.post(nbytes=PART)
+    rig.step(3)
+    assert await rig.close() is False
+    assert rig.result().outcome is Outcome.IN_DOUBT
+
+
+async def test_an_error_waits_for_the_other_parts_in_flight(make):
+    rig = await make()
+    rig.network.break_next("b", skip=2)
+    rig.network.hold("b")
+    rig.post()
+    rig.step(5)
+    assert rig.results["x"] == [], "two parts are still in flight"
+    rig.network.release("b")
+    rig.step(2)
+    assert rig.result().outcome is Outcome.FAILED
+    assert rig.moved()[-1] == FLUSH, "after all others"
+
+
+async def test_a_lost_peer_is_in_doubt_first_and_failed_afterwards(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step(2)
+    rig.network.disconnect("b")
+    rig.step(2)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.disconnected
+    assert not result.may_move
+    rig.post("y")
+    rig.step()
+    assert rig.result("y").outcome is Outcome.FAILED
+    assert await rig.close(), "a transport that reports the peer gone has nothing in flight to it"
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+async def test_a_read_from_a_lost_peer_leaves_its_gate_and_a_write_does_not(make, operation):
+    """The reader says that it reads nothing any more, and the gate is given to another; bytes that were written may
+    still be under way."""
+    rig = await make()
+    way = rig.way()
+    rig.network.hold("b")
+    copy = rig.post(way=way, operation=operation)
+    rig.step(2)
+    rig.network.disconnect("b")
+    rig.step(2)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    kept = operation is Operation.WRITE
+    assert (way.inside, way.lent, copy.left) == (kept, kept, kept)
+    assert rig.mover.lingering == 0
+    rig.mover.forget(copy)
+    rig.step()
+    assert (way.inside, way.lent, copy.left) == (0, 0, False)
+    assert rig.late == [], "nobody asked any more"
+    assert rig.counted() == [0] * 5
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+async def test_that_a_peer_is_lost_is_not_said_where_a_part_never_ended(make, operation):
+    """Else whoever posted would use memory again that a part may still read or write."""
+    rig = await make(no_progress_timeout=5.0)
+    way = rig.way()
+    rig.network.wedge("b")
+    rig.network.break_next("b", disconnected=True, skip=2)
+    rig.post(way=way, operation=operation)
+    rig.step(4)
+    assert rig.results["x"] == []
+    rig.step(8, seconds=1.0)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert (result.error.in_doubt, result.error.disconnected) == (True, False)
+    assert "not every part has ended" in str(result.error)
+    assert result.may_move
+    assert way.inside == 1
+
+
+async def test_no_progress_gives_up_and_late_bytes_still_land(make):
+    rig = await make(no_progress_timeout=5.0)
+    way = rig.way()
+    rig.network.hold("b")
+    rig.post(way=way)
+    rig.step(4)
+    rig.step(4, seconds=1.0)
+    rig.network.release("b", posts=1)  # progress: the time starts anew
+    rig.step(6, seconds=1.0)  # seen by the first step; the second posts another part
+    assert rig.results["x"] == []
+    rig.step(seconds=1.0)
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.in_doubt
+    assert "no progress for 5 s to b" in str(result.error)
+    assert (way.inside, rig.landed()) == (1, PART)
+    assert (rig.mover.lingering, rig.mover.posting) == (1, 4)
+    rig.step(seconds=1.0)
+    assert rig.late == []
+    rig.network.release("b")
+    assert rig.landed() == 5 * PART, "this is why it was in doubt"
+    assert way.inside == 1, "nobody has seen it yet"
+    rig.step(seconds=1.0)
+    assert (rig.late, way.inside, way.lent) == ([True], 0, 0)
+    assert rig.transport.open_handles == 0
+    assert rig.counted() == [0] * 5
+    assert rig.step() is None, "nothing more is looked at"
+
+
+@pytest.mark.parametrize("timeout", [0.8, 5.0])
+async def test_a_process_that_stood_still_does_not_doubt_its_peers(make, timeout):
+    rig = await make(no_progress_timeout=timeout)
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    rig.step()
+    rig.step(seconds=3600.0)
+    assert rig.results["x"] == []
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_a_peer_that_nobody_knows_fails_its_post(make):
+    rig = await make("b", "c")
+    await rig.now(rig.fabric.metadata([]))
+    rig.fabric.disconnect("b")
+    rig.serve()
+    rig.post("unknown", peer="b")
+    rig.post("other", peer="c")
+    rig.step(10)
+    assert rig.result("unknown").outcome is Outcome.FAILED
+    assert "not connected" in str(rig.result("unknown").error)
+    assert rig.result("other").outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("call", ["post", "poll", "release"])
+async def test_a_defect_of_the_transport_is_loud_and_every_post_still_ends(make, monkeypatch, call):
+    rig = await make("b", "c")
+    defects: list[BaseException | None] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda said: defects.append(said.exc_value))
+    rig.network.hold("c")
+    rig.post("under way", PART, peer="c")
+    rig.step()
+
+    def defect(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.transport, call, defect)
+        rig.post("next", PART, peer="b")
+        rig.step(4)
+        rig.network.release("c")
+        rig.step(4)
+    assert defects
+    assert {type(one) for one in defects} == {ZeroDivisionError}
+    for tag, before in (("under way", {"poll"}), ("next", {"post", "poll"})):
+        result = rig.result(tag)
+        assert result.outcome is (Outcome.IN_DOUBT if call in before else Outcome.DONE)
+        assert ("a bug" in str(result.error)) is (call in before)
+
+
+# ---- many posts ------------------------------------------------------------------------------------------------------
+
+
+async def test_peers_and_the_posts_of_a_peer_take_turns(make):
+    rig = await make("b", "c")
+    rig.post("b1", 4 * PART, peer="b")
+    rig.post("b2", 2 * PART, peer="b", at=8 * PART)
+    rig.post("c1", 2 * PART, peer="c")
+    rig.step(10)
+    offset = {peer: memory.ctypes.data for peer, memory in rig.memory.items()}
+    posted = [(entry.dst, (entry.address - offset[entry.dst]) // PART) for entry in rig.network.log]
+    assert posted == [("b", 0), ("c", 0), ("b", 8), ("c", 1), ("b", 1), ("b", 9), ("b", 2), ("b", 3)]
+    assert rig.order == ["c1", "b2", "b1"], "a small post does not wait for a large one"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("bcd"), st.integers(1, 4)), min_size=1, max_size=7))
+def test_no_peer_and_no_post_of_one_is_a_turn_ahead_of_another_that_has_parts(posts):
+    async def play() -> list[tuple[str, int]]:
+        rig = Rig("b", "c", "d")
+        await rig.open()
+        for number, (peer, parts) in enumerate(posts):
+            rig.post(str(number), parts * PART, peer=peer, at=4 * PART * number)
+        rig.step(sum(parts for _, parts in posts) + 1)
+        assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
+        at = {peer: memory.ctypes.data for peer, memory in rig.memory.items()}
+        served = [(entry.dst, (entry.address - at[entry.dst]) // (4 * PART)) for entry in rig.network.log]
+        await rig.end()
+        return served
+
+    served = asyncio.run(play())
+    left = {number: parts for number, (_, parts) in enumerate(posts)}
+    turns = dict.fromkeys(left, 0)
+    by_peer = dict.fromkeys("bcd", 0)
+    for peer, number in served:
+        turns[number] += 1
+        by_peer[peer] += 1
+        left[number] -= 1
+        waiting = {one for one, parts in left.items() if parts}
+        for other in waiting:
+            theirs = posts[other][0]
+            if theirs == peer:
+                assert turns[number] <= turns[other] + 1
+            else:
+                assert by_peer[peer] <= by_peer[theirs] + 1
+
+
+async def test_a_wedged_post_does_not_hold_up_others(make):
+    rig = await make("b", "c", no_progress_timeout=5.0)
+    rig.network.wedge("b")
+    rig.post("stuck", peer="b")
+    rig.step()
+    rig.network.mend("b")
+    rig.post("same peer", peer="b", at=8 * PART)
+    rig.post("other peer", peer="c")
+    rig.step(30)
+    assert rig.result("same peer").outcome is Outcome.DONE
+    assert rig.result("other peer").outcome is Outcome.DONE
+    assert rig.results["stuck"] == []
+
+
+async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_none(make):
+    rig = await make("b", "c")
+    heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said))
+    rig.network.hold("b")
+    rig.network.hold("c")
+    rig.post("one", PART, peer="b")
+    broken = rig.post("broken", 8, peer="b")
+    rig.post("two", PART, peer="c")
+
+    def done(_: object) -> None:
+        raise ZeroDivisionError
+
+    object.__setattr__(broken.job, "done", done)
+    rig.step(3)
+    rig.network.release("b")
+    rig.network.release("c")
+    rig.step()
+    assert sorted(rig.order) == ["one", "two"]
+    assert [type(said["exception"]) for said in heard] == [ZeroDivisionError]
+    rig.post("after")
+    rig.step(9)
+    assert rig.result("after").outcome is Outcome.DONE
+
+
+async def test_a_broken_late_strands_none(make):
+    rig = await make(no_progress_timeout=0.5)
+    heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said))
+    rig.network.hold("b")
+
+    def late(_: bool) -> None:
+        raise ZeroDivisionError
+
+    rig.submit("broken", Post("b", Operation.WRITE, *rig.piece(PART), late=late))
+    rig.post("x", PART, at=PART)
+    rig.step(10, seconds=0.2)
+    rig.network.release("b")
+    rig.step(seconds=0.2)
+    assert [type(said["exception"]) for said in heard] == [ZeroDivisionError]
+    assert rig.late == [True]
+    assert rig.counted() == [0] * 5
+
+
+async def test_more_posts_than_the_machine_has_rows_are_all_done(make):
+    rig = await make()
+    for number in range(records.JOBS + 40):
+        rig.post(str(number), 8, at=8 * number)
+    for _ in range(40):
+        rig.step(100)
+        await rig.settle()
+    assert {rig.result(tag).outcome for tag in rig.results} == {Outcome.DONE}
+    assert np.array_equal(rig.memory["b"][: 8 * (records.JOBS + 40)], rig.source[: 8 * (records.JOBS + 40)])
+
+
+# ---- gathered, then posted -------------------------------------------------------------------------------------------
+
+
+def gather(rig: Rig, staging: np.ndarray, nbytes: int) -> Any:
+    rows, where = nbytes // PART, (rig.source.ctypes.data, staging.ctypes.data)
+    return pack(contiguous_rows(*where, rows=rows, regions=1, row_bytes=PART, pool=rows, flat="both"))
+
+
+async def staged(rig: Rig) -> np.ndarray:
+    """Memory of this side into which is gathered."""
+    staging = np.zeros(SIZE, np.uint8)
+    await rig.now(rig.fabric.register([Memory("DRAM", 0, staging.ctypes.data, SIZE)]))
+    return staging
+
+
+def gathered_post(rig: Rig, staging: np.ndarray, nbytes: int, **job: Any) -> Any:
+    here = Descriptors("DRAM", 0, pieces((staging.ctypes.data, nbytes)))
+    there = Descriptors("DRAM", 0, pieces((rig.memory["b"].ctypes.data, nbytes)))
+    post = Post("b", Operation.WRITE, here, there, late=rig.late.append)
+    return rig.submit("x", post, tables=gather(rig, staging, nbytes), nbytes=nbytes, **job)
+
+
+async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed_for_the_post(make):
+    rig = await make()
+    staging, way, flag = await staged(rig), rig.way(), Flag()
+    copy = gathered_post(rig, staging, 4 * PART, passage=way.passage, after=flag)
+    rig.step(3)
+    assert not staging.any()
+    flag.fired = True
+    await rig.settle()
+    await asyncio.sleep(0.001)
+    rig.network.hold("b")
+    while not staging[4 * PART - 1]:
+        assert way.inside == 0, "nothing of the peer's is touched while it is gathered"
+        rig.step()
+    rig.step(5, seconds=0.5)
+    assert (way.inside, rig.mover.may_copy(copy), rig.landed()) == (1, False, 0)
+    rig.network.release("b")
+    rig.step()
+    result = rig.result()
+    assert result.outcome is Outcome.DONE
+    assert result.started <= result.copied <= result.posted < result.finished
+    assert np.array_equal(rig.memory["b"][: 4 * PART], rig.source[: 4 * PART])
+    assert way.inside == 0
+
+
+@pytest.mark.parametrize("why", ["cancelled", "lease"])
+async def test_nothing_is_posted_where_the_copy_was_stopped_or_came_too_late(make, why, monkeypatch):
+    monkeypatch.setattr(mover, "parts_of", partial(parts_of, part_bytes=PART))
+    rig = await make()
+    staging = await staged(rig)
+    copy = gathered_post(rig, staging, 4 * PART, until=101.0)
+    rig.step()
+    if why == "cancelled":
+        rig.mover.cancel(copy)
+    else:
+        rig.runtime.time = 101.0
+    rig.step(10)
+    assert (rig.result().outcome, rig.result().posted, rig.moved()) == (Outcome.STOPPED, 0.0, [])
+
+
+# ---- idling and looking ----------------------------------------------------------------------------------------------
+
+
+async def test_idle_until_something_is_asked_for(make):
+    rig = await make()
+    rig.runtime.time += 1
+    assert rig.step() is None
+    calls = rig.mover.calls
+    rig.step(5)
+    assert rig.mover.calls == calls, "nothing is called of the transport"
+    rig.post(nbytes=PART)
+    assert rig.step() == 0.0
+
+
+async def test_it_looks_without_a_pause_and_then_ever_less_often(make):
+    rig = await make()
+    rig.state[records.SPIN] = 200_000
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    assert rig.step() == 0.0
+    delays: list[float] = []
+    for waited in (100e-6, 199e-6, 200e-6, 400e-6, 1e-3, 1.0, 5.0, 20.0):
+        rig.runtime.time = 100.0 + waited
+        delays.append(rig.step() or 0.0)
+    assert delays == pytest.approx([0.0, 0.0, 25e-6, 50e-6, 100e-6, 100e-6, 500e-6, 1e-3], rel=1e-3, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.0, 30.0), min_size=1, max_size=12).map(sorted),
+    st.booleans(),
+    st.sampled_from([None, True, False]),
+)
+def test_what_is_under_way_is_looked_at_often_enough_and_ever_less_often(waits, flies, needed):
+    """Whatever is waited for: never more than 1 ms in between, and 100 us for the first second where it may need us."""
+
+    async def play() -> list[float | None]:
+        rig = Rig(no_progress_timeout=1e6)
+        await rig.open()
+        rig.state[records.SPIN] = 200_000
+        rig.network.hold("b")
+        if flies:
+            rig.post(nbytes=PART)
+        if needed is not None:
+            rig.mover.hold_awake(needed=needed)
+        rig.step()
+        seen = []
+        for waited in waits:
+            rig.runtime.time = 100.0 + waited
+            seen.append(rig.step())
+        rig.network.release("b")
+        await rig.end()
+        return seen
+
+    delays = asyncio.run(play())
+    if not flies and needed is None:
+        assert set(delays) == {None}
+        return
+    assert None not in delays
+    assert delays == sorted(delays, key=lambda delay: delay or 0.0)
+    for waited, delay in zip(waits, delays, strict=True):
+        assert delay is not None
+        assert delay <= 1e-3
+        if flies or needed:
+            assert delay <= max(100e-6, waited / 10_000) + 1e-9
+        assert delay > 0 or (flies and waited < 201e-6)
+
+
+async def test_what_was_given_up_is_looked_at_seldom(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    await rig.given_up(nbytes=PART)
+    rig.runtime.time += 1.0
+    rig.step()
+    calls = rig.mover.calls
+    assert rig.step(5) == pytest.approx(10e-3)
+    assert rig.mover.calls == calls
+    rig.step(seconds=0.0101)
+    assert rig.mover.calls == calls + 1
+    rig.network.release("b")
+
+
+async def test_a_hold_keeps_the_transport_progressing(make):
+    rig = await make()
+    rig.runtime.time += 10
+    assert rig.step() is None
+    progressed = rig.transport.progressed
+    first, second = rig.mover.hold_awake(), rig.mover.hold_awake()
+    assert rig.mover.held_awake == 2
+    assert rig.step() == 0.0, "it was told so"
+    assert rig.step() == pytest.approx(100e-6)
+    rig.runtime.time += 5
+    assert rig.step() == pytest.approx(500e-6)
+    rig.runtime.time += 60
+    assert rig.step() == pytest.approx(1e-3)
+    assert rig.transport.progressed == progressed + 4
+    first()
+    first()
+    assert rig.step() is not None, "releasing one hold twice must not release the other"
+    second()
+    assert rig.step() is None
+    assert rig.transport.progressed == progressed + 5
+
+
+async def test_for_who_moves_its_bytes_itself_the_transport_progresses_seldom(make):
+    rig = await make()
+    unaided = rig.mover.hold_awake(needed=False)
+    progressed = rig.transport.progressed
+    rig.step()
+    assert rig.step() == pytest.approx(1e-3)
+    assert rig.transport.progressed == progressed + 2
+    aided = rig.mover.hold_awake()
+    rig.step()
+    assert rig.step() == pytest.approx(100e-6)
+    aided()
+    aided()
+    assert rig.step() == pytest.approx(1e-3)
+    aided = rig.mover.hold_awake()
+    unaided()
+    unaided()
+    rig.step()
+    assert rig.step() == pytest.approx(100e-6)
+    aided()
+    assert rig.step() is None
+
+
+async def test_a_hold_has_its_interval_beside_what_is_under_way(make):
+    rig = await make()
+    rig.network.hold("b")
+    release = rig.mover.hold_awake(needed=False)
+    rig.post(nbytes=PART)
+    rig.step()
+    progressed = rig.transport.progressed
+    rig.runtime.time += 0.5
+    assert rig.step() == pytest.approx(100e-6), "parts fly"
+    assert rig.transport.progressed == progressed + 1
+    rig.network.release("b")
+    rig.step()
+    assert rig.step() == pytest.approx(1e-3)
+    release()
+    assert rig.step() is None
+
+
+async def test_what_the_transport_says_when_it_cannot_progress_is_kept(make):
+    rig = await make()
+
+    def broken() -> None:
+        raise FabricError("the device is gone")
+
+    rig.transport.progress = broken
+    release = rig.mover.hold_awake()
+    rig.step(3)
+    release()
+    assert rig.fabric.health()[1] == "the device is gone"
+
+
+# ---- in doubt, and made anew -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", Operation)
+async def test_what_was_given_up_is_seen_to_end_though_its_peer_was_left_meanwhile(make, operation):
+    """A session that ends with a pause leaves the lane; without it no end could be seen."""
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    await rig.given_up(operation=operation, way=way, nbytes=PART)
+    rig.fabric.disconnect("b")
+    rig.serve()
+    rig.step(seconds=0.2)
+    assert (rig.late, way.inside, rig.fabric.agents) == ([], 1, 1)
+    rig.network.release("b")
+    rig.step(seconds=0.2)
+    rig.serve()
+    assert (rig.late, way.inside, rig.fabric.agents) == ([True], 0, 0)
+    assert rig.transport.open_handles == 0
+    assert await rig.close() is True
+
+
+async def test_a_flush_that_was_given_up_tells_the_end_of_what_had_failed_before(make):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.break_next("b", after_bytes=24, lingers=True)
+    await rig.given_up(way=way, nbytes=PART)
+    assert (rig.late, way.inside) == ([], 1)
+    rig.network.release("b")
+    rig.step(seconds=0.2)
+    assert (rig.late, way.inside) == ([True], 0)
+    assert rig.counted() == [0] * 5
+
+
+async def test_a_part_that_fails_after_it_was_given_up_stays_in_doubt(make):
+    """What it has left in flight nobody can say."""
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    await rig.given_up(way=way, nbytes=PART)
+    rig.network.disconnect("b")
+    rig.step(2, seconds=0.2)
+    assert (rig.late, way.inside, rig.transport.open_handles) == ([], 1, 0)
+    assert rig.mover.lingering == 1
+    assert rig.step() is None, "nothing is looked at any more"
+    assert await rig.close() is False
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_what_nobody_asks_for_any_more_gives_back_its_lock_and_its_handles(make, watched):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    copy = await rig.given_up(way=way, nbytes=PART)
+    if not watched:
+        rig.network.disconnect("b")
+        rig.step(seconds=0.2)
+    assert (way.inside, way.lent, copy.left) == (1, 1, True)
+    rig.mover.forget(copy)
+    rig.step(2, seconds=0.2)
+    assert (way.inside, way.lent, copy.left) == (0, 0, False)
+    assert (rig.late, rig.transport.open_handles) == ([], 0)
+    assert rig.counted() == [0] * 5
+    rig.mover.forget(copy)
+    rig.step(2)
+    assert await rig.close() is True
+
+
+async def test_who_is_forgotten_while_what_is_left_ends_is_told_so_once_at_most(make):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    copy = await rig.given_up(way=way, nbytes=PART)
+    rig.network.release("b")
+    rig.mover.forget(copy)
+    rig.step(3, seconds=0.2)
+    assert rig.late in ([], [True])
+    assert (way.inside, way.lent, rig.counted()) == (0, 0, [0] * 5)
+
+
+async def test_a_cancel_of_what_is_in_doubt_changes_nothing(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    copy = await rig.given_up(nbytes=PART)
+    rig.mover.cancel(copy)
+    rig.step(2, seconds=0.2)
+    assert copy.left
+    rig.network.release("b")
+    rig.step(seconds=0.2)
+    assert (rig.late, copy.left) == ([True], False)
+
+
+async def test_a_part_that_no_longer_ends_keeps_its_row_and_no_other(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.wedge("b")
+    await rig.given_up(nbytes=PART)
+    rig.network.mend("b")
+    for number in range(50):
+        rig.post(str(number), 2 * PART)
+        rig.step(3)
+        assert rig.result(str(number)).outcome is Outcome.DONE
+    assert len(rig.mover._copies) == 1
+
+
+async def test_a_halted_mover_posts_nothing_and_goes_on_looking(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step(2)
+    rig.mover.halt()
+    rig.step(10)
+    assert rig.network.held("b") == 2
+    assert rig.mover.under_way(stays=False)
+    rig.network.release("b")
+    rig.step(10)
+    assert rig.results["x"] == []
+    assert not rig.mover.under_way(stays=False)
+    rig.fabric._attach()
+    rig.step(10)
+    assert rig.result().outcome is Outcome.DONE
+
+
+async def test_what_is_halted_does_not_spin_and_can_be_cancelled(make):
+    rig = await make()
+    rig.post("begun")
+    rig.step()
+    rig.mover.halt()
+    rig.step()
+    begun, fresh = rig.mover._copies.values(), rig.post("fresh", at=8 * PART)
+    rig.step(2)
+    rig.runtime.time += 1.0
+    assert (rig.step() or 0) > 0
+    for copy in [*begun, fresh]:
+        rig.mover.cancel(copy)
+    rig.step(3)
+    assert {rig.result(tag).outcome for tag in ("begun", "fresh")} == {Outcome.STOPPED}
+
+
+async def test_without_an_agent_nothing_is_posted_and_what_waits_can_be_cancelled():
+    moving = Moving()
+    rows = pieces((64, 8))
+    post = Post("b", Operation.WRITE, Descriptors("DRAM", 0, rows), Descriptors("DRAM", 0, rows))
+    copy = moving.submit("x", post)
+    moving.step(3)
+    assert moving.results["x"] == []
+    moving.mover.cancel(copy)
+    moving.step()
+    assert moving.result().outcome is Outcome.STOPPED
+    await moving.end()
+
+
+async def test_who_is_caught_is_told_of_it_only_when_there_is_an_agent_again_or_none(make):
+    rig = await make()
+    rig.network.hold("b")
+    rig.post()
+    rig.step(2)
+    rig.mover.halt()
+    await rig.run(rig.mover.catch())
+    rig.step(3)
+    assert rig.results["x"] == []
+    assert rig.transport.open_handles == 0
+    rig.fabric._attach(anew=True)
+    rig.step()
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert result.error.disconnected
+    assert "rebuilt while" in str(result.error)
+    assert rig.counted() == [0] * 5
+
+
+async def test_a_catch_is_answered_without_an_agent_too(make):
+    moving = Moving()
+    await moving.run(moving.mover.catch())
+    await moving.end()
+
+
+async def test_peers_to_whom_something_is_posted_are_known(make):
+    rig = await make("b", "c", no_progress_timeout=0.5)
+    assert rig.mover.peers == set()
+    rig.network.hold("b")
+    await rig.given_up(peer="b", nbytes=PART)
+    rig.post("c", peer="c")
+    rig.step()
+    assert rig.mover.peers == {"c"}
+    assert rig.mover.watches("b")
+    assert not rig.mover.watches("c")
+    rig.network.release("b")
+
+
+# ---- closing ---------------------------------------------------------------------------------------------------------
+
+
+async def test_close_lets_accepted_posts_end_and_refuses_more(make):
+    rig = await make()
+    rig.post()
+    closing = asyncio.ensure_future(rig.mover.close(5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(ClosedError):
+        rig.post("late")
+    assert await rig.run(closing) is True
+    assert rig.result().outcome is Outcome.DONE
+    assert rig.results["late"] == []
+
+
+async def test_close_under_a_post_gives_it_up_in_doubt(make):
+    rig = await make()
+    way = rig.way()
+    rig.network.hold("b")
+    rig.post(way=way)
+    rig.step(2)
+    rig.post("queued", at=8 * PART, until=1e9)
+    assert await rig.close() is False
+    result = rig.result()
+    assert result.outcome is Outcome.IN_DOUBT
+    assert result.error is not None
+    assert not result.error.disconnected
+    assert "the worker was closed" in str(result.error)
+    assert result.may_move
+    assert way.inside == 1
+    assert isinstance(rig.result("queued").error, (ClosedError, FabricError))
+
+
+async def test_close_fails_what_was_never_posted(make):
+    rig = await make()
+    rig.mover.halt()
+    rig.post()
+    rig.step(2)
+    assert await rig.close() is True
+    assert rig.result().outcome is Outcome.FAILED
+    assert isinstance(rig.result().error, ClosedError)
+    assert rig.landed() == 0
+
+
+# ---- in a thread -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def threaded():
+    rig = Threaded()
+    await rig.open()
+    yield rig
+    await rig.close()
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+async def test_in_a_thread_posts_are_done_and_the_threads_end():
+    rig = Threaded()
+    await rig.open()
+    rig.buffers[0][:] = np.random.default_rng(1).integers(1, 256, SIZE)
+    ends = [rig.post(start, SIZE // 16)[1] for start in range(0, SIZE, SIZE // 16)]
+    async with asyncio.timeout(10):
+        assert {(await end).outcome for end in ends} == {Outcome.DONE}
+    assert np.array_equal(rig.buffers[0], rig.buffers[1])
+    running = threads("kvxfer-fabric") + threads("kvxfer-mover")
+    assert len(running) == 4
+    assert await rig.close() == [True, True]
+    for thread in running:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+async def test_cancels_from_the_loop_while_parts_fly_leave_no_byte_unaccounted(threaded):
+    rng = np.random.default_rng(2)
+    outcomes: set[Outcome] = set()
+    for delay in rng.integers(0, 400, size=60):
+        before = len(threaded.network.log)
+        copy, ended = threaded.post(0, SIZE)
+        for _ in range(int(delay)):
+            time.monotonic()
+        threaded.movers[0].cancel(copy)
+        async with asyncio.timeout(10):
+            result = await ended
+        outcomes.add(result.outcome)
+        at = len(threaded.network.log)
+        moved = sum(entry.length for entry in threaded.network.log[before:])
+        await asyncio.sleep(0)
+        assert len(threaded.network.log) == at, "nothing is moved after its end"
+        assert result.error is None
+        assert (result.outcome is Outcome.DONE) == (moved == SIZE)
+        assert (result.posted == 0.0) == (moved == 0)
+    assert Outcome.STOPPED in outcomes
+
+
+async def test_idle_threads_use_no_processor_time(threaded):
+    async with asyncio.timeout(10):
+        await threaded.post(0, SIZE)[1]
+    running = threads("kvxfer-fabric") + threads("kvxfer-mover")
+    assert len(running) == 4
+    clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in running]
+    before = [time.clock_gettime(clock) for clock in clocks]
+    threading.Event().wait(0.3)
+    for clock, earlier in zip(clocks, before, strict=True):
+        used = time.clock_gettime(clock) - earlier
+        assert used < 0.003, f"{used} s in 0.3 s"
+
+
+async def test_hold_awake_makes_a_thread_progress(threaded):
+    transport = threaded.transports[1]
+    progressed = threading.Event()
+    real = transport.progress
+
+    def progress() -> None:
+        real()
+        if transport.progressed >= 10:
+            progressed.set()
+
+    transport.progress = progress
+    release = threaded.movers[1].hold_awake()
+    assert await asyncio.to_thread(progressed.wait, 10)
+    release()

@@ -79,12 +79,14 @@ class Side:
         async with asyncio.timeout(30):
             return await asyncio.wrap_future(future)
 
-    def post(self, peer: str, address: int, nbytes: int) -> "asyncio.Future[CopyOutcome]":
-        """Write the first bytes of the buffer there."""
+    def post(
+        self, peer: str, address: int, nbytes: int, operation: Operation = Operation.WRITE
+    ) -> "asyncio.Future[CopyOutcome]":
+        """Move the first bytes of the buffer there, or what is there here."""
         ended = asyncio.get_running_loop().create_future()
         rows = ([[self.buffer.ctypes.data, nbytes]], [[address, nbytes]])
         here, there = (Descriptors("DRAM", 0, np.array(row, np.int64)) for row in rows)
-        job = CopyJob(NOTHING, ended.set_result, post=Post(peer, Operation.WRITE, here, there))
+        job = CopyJob(NOTHING, ended.set_result, post=Post(peer, operation, here, there))
         self.mover.submit(job, Direction.GATHER)
         return ended
 

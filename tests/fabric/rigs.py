@@ -113,6 +113,10 @@ def pieces(*rows: tuple[int, int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
+def memory_of(buffer: np.ndarray) -> Memory:
+    return Memory("DRAM", 0, buffer.ctypes.data, buffer.nbytes)
+
+
 class Moving:
     """A mover that is stepped by hand, and what became of what it was asked for."""
 
@@ -234,24 +238,24 @@ class Rig(Moving):
 
     token: object
 
-    def __init__(self, *peers: str, **settings: Any) -> None:
+    def __init__(self, *peers: str, nbytes: int = SIZE, **settings: Any) -> None:
         super().__init__(**settings)
         self.network = LoopbackNetwork()
         self.transport = LoopbackTransport("a", self.network)
         self.fabric = Fabric(self.transport, self.runtime, self.mover)
-        self.source = (np.arange(SIZE) % 251 + 1).astype(np.uint8)
-        self.memory = {peer: np.zeros(SIZE, dtype=np.uint8) for peer in peers or ("b",)}
+        self.source = (np.arange(nbytes) % 251 + 1).astype(np.uint8)
+        self.memory = {peer: np.zeros(nbytes, dtype=np.uint8) for peer in peers or ("b",)}
         self.others: dict[str, LoopbackTransport] = {}
         self.closed: bool | None = None
 
     async def open(self) -> None:
         await self.run(self.fabric.open())
-        self.token = await self.now(self.fabric.register([Memory("DRAM", 0, self.source.ctypes.data, SIZE)]))
+        self.token = await self.now(self.fabric.register([memory_of(self.source)]))
         self.keys = self.transport.keys()
         for peer, memory in self.memory.items():
             other = self.others[peer] = LoopbackTransport(peer, self.network)
             other.setup()
-            token = other.register([Memory("DRAM", 0, memory.ctypes.data, SIZE)])
+            token = other.register([memory_of(memory)])
             assert await self.now(self.fabric.connect(other.metadata([token]))) == peer
         self.step()
 
@@ -330,7 +334,7 @@ class Threaded:
         tokens = []
         for fabric, buffer in zip(self.fabrics, self.buffers, strict=True):
             await fabric.open()
-            tokens.append(await self.now(fabric.register([Memory("DRAM", 0, buffer.ctypes.data, SIZE)])))
+            tokens.append(await self.now(fabric.register([memory_of(buffer)])))
         metadata = await self.now(self.fabrics[1].metadata([tokens[1]]))
         assert await self.now(self.fabrics[0].connect(metadata)) == "b"
 

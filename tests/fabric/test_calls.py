@@ -71,6 +71,26 @@ async def test_a_peer_is_forgotten_with_the_last_who_knew_it(make):
     assert rig.result().outcome is Outcome.FAILED
 
 
+async def test_whoever_leaves_a_peer_under_posts_to_it_has_them_end_and_no_more_of_them_begun(make):
+    rig = await make("b", "c")
+    rig.network.hold("b")
+    rig.post("whole", PART, peer="b")
+    rig.post("begun", peer="b", at=8 * PART)
+    rig.step(2)
+    rig.post("queued", peer="b", at=16 * PART)
+    rig.fabric.disconnect("b")
+    rig.serve()
+    rig.post("other", peer="c")
+    rig.step(10)
+    assert rig.result("queued").outcome is Outcome.FAILED
+    assert rig.result("other").outcome is Outcome.DONE
+    assert (rig.results["whole"], rig.results["begun"]) == ([], [])
+    rig.network.release("b")
+    rig.step(2)
+    assert (rig.result("whole").outcome, rig.result("begun").outcome) == (Outcome.DONE, Outcome.FAILED)
+    assert rig.counted() == [0] * 5
+
+
 async def test_a_defect_breaks_the_fabric_loudly_and_answers_everybody(make, monkeypatch, caplog):
     rig = await make("b", "c")
     rig.network.hold("c")
@@ -856,8 +876,8 @@ async def test_a_rebuild_is_answered_though_the_worker_closes_and_nothing_breaks
     assert not answer.done()
     await rig.close()
     async with asyncio.timeout(5):
-        with pytest.raises(FabricError, match="closed"):
-            await answer
+        (told,) = await asyncio.gather(answer, return_exceptions=True)
+    assert told is True or "closed" in str(told), "whichever comes first"
     assert "fabric_broken" not in caplog.text
 
 

@@ -1,0 +1,421 @@
+"""What the machine makes of a library's it gives back: a ledger of stubs in place of NIXL's functions.
+
+Every list is destroyed once, every request released once and destroyed once unless it was not taken back, nothing is
+used before or afterwards, whatever fails and however a post ends.
+"""
+
+import asyncio
+import ctypes
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rigs import Moving, pieces
+
+from kvxfer.copy import records
+from kvxfer.copy.mover import Copy
+from kvxfer.copy.port import Outcome, Post
+from kvxfer.errors import FabricError
+from kvxfer.fabric.port import Descriptors, Native, Operation
+
+OK, IN_PROGRESS, BACKEND, GONE = 0, 1, -2, -10
+CALLS = {
+    "create_list": 2,
+    "add_piece": 4,
+    "destroy_list": 1,
+    "make": 7,
+    "begin": 3,
+    "status": 2,
+    "release": 2,
+    "destroy": 1,
+    "notices": 3,
+    "forget_notices": 1,
+    "cause": 2,
+}
+"""In the order of `records` from AGENT_PORTS on, and how much each takes."""
+FALLIBLE = ["create_list", "add_piece", "make", "begin", "status", "release", "notices"]
+
+
+class Ledger:
+    """Functions that note what is made and given back. Those that may fail do so as `fails` says, which is asked.
+
+    Attributes:
+        wrong: What should not have been called so.
+        calls: Names, in order.
+        ends: Whether what is begun ends when it is looked at.
+    """
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.calls: list[str] = []
+        self.lists: dict[int, list[tuple[int, int, int]]] = {}
+        self.requests: dict[int, str] = {}
+        self.moved: list[tuple[int, tuple[Any, ...], tuple[Any, ...], str]] = []
+        self.made: Counter[str] = Counter()
+        self.stuck = 0
+        self.ends = self.gone = False
+        self.fails: Any = lambda name: OK
+        self._kept: list[Any] = []
+        self._agents: list[int] = []
+        self.agent = self.notices = self._word()
+
+    def _word(self) -> int:
+        """A handle: something is read from where it points to."""
+        word = ctypes.c_int64(4711)
+        self._kept.append(word)
+        return ctypes.addressof(word)
+
+    def native(self) -> Native:
+        """Another agent; the one before is no more."""
+        self.agent, self.notices = self._word(), self._word()
+        table = [self._function(name, count) for name, count in CALLS.items()]
+        return Native(np.array(table, np.int64), self.agent, self.notices, self._error)
+
+    def _error(self, code: int, doing: str, gone: bool, in_doubt: bool) -> FabricError:
+        return FabricError(f"could not {doing}: {code}", disconnected=gone, in_doubt=in_doubt)
+
+    def _function(self, name: str, count: int) -> int:
+        function = getattr(self, f"_{name}")
+
+        def called(*arguments: int) -> int:
+            self.calls.append(name)
+            try:
+                status = self.fails(name) if name in FALLIBLE else OK
+                return function(status, *arguments)
+            except BaseException as error:  # noqa: BLE001 - nobody is above a C function
+                self.wrong.append(f"{name}{arguments}: {error!r}")
+                return BACKEND
+
+        made = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(called)
+        self._kept.append(made)
+        return ctypes.cast(made, ctypes.c_void_p).value or 0
+
+    def _expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.wrong.append(what)
+
+    def _create_list(self, status: int, kind: int, out: int) -> int:
+        self._expect(kind in (0, 1), f"a list of kind {kind}")
+        handle = self._word()
+        ctypes.c_int64.from_address(out).value = handle  # also where it fails: whatever is there is not to be used
+        if status == OK:
+            self.made["list"] += 1
+            self.lists[handle] = []
+        return status
+
+    def _add_piece(self, status: int, handle: int, address: int, nbytes: int, device: int) -> int:
+        self._expect(nbytes > 0, f"a piece of {nbytes} bytes")
+        self.lists[handle].append((address, nbytes, device))
+        return status
+
+    def _destroy_list(self, _: int, handle: int) -> int:
+        del self.lists[handle]
+        return OK
+
+    def _make(self, status: int, agent: int, way: int, near: int, far: int, peer: int, out: int, options: int) -> int:
+        here, there = self.lists[near], self.lists[far]
+        self._expect(agent == self.agent and options == 0, "made by another agent")
+        self._expect(bool(here) and [one[1] for one in here] == [one[1] for one in there], "two sides that do not fit")
+        handle = self._word()
+        ctypes.c_int64.from_address(out).value = handle
+        if status == OK:
+            self.made["request"] += 1
+            self.requests[handle] = "made"
+            self.moved.append((way, tuple(here), tuple(there), ctypes.string_at(peer).decode()))
+        return status
+
+    def _begin(self, status: int, agent: int, handle: int, options: int) -> int:
+        self._expect(agent == self.agent and options == 0, "begun by another agent")
+        self._expect(self.requests[handle] == "made", f"begun, and was {self.requests[handle]}")
+        self.requests[handle] = "begun" if status == OK else "failed"
+        return IN_PROGRESS if status == OK else status
+
+    def _status(self, status: int, agent: int, handle: int) -> int:
+        self._expect(agent == self.agent, "looked at by another agent")
+        self._expect(self.requests[handle] == "begun", f"looked at, and was {self.requests[handle]}")
+        if status == OK and not self.ends:
+            return IN_PROGRESS
+        self.requests[handle] = "ended" if status == OK else "failed"
+        return status
+
+    def _release(self, status: int, agent: int, handle: int) -> int:
+        self._expect(agent == self.agent, "given back to another agent")
+        self._expect(self.requests[handle] != "released", "given back twice")
+        if status == OK:
+            self.requests[handle] = "released"
+        else:  # it stays, and is not to be touched any more
+            self.requests[handle] = "stuck"
+            self.stuck += 1
+        return status
+
+    def _destroy(self, _: int, handle: int) -> int:
+        self._expect(self.requests.pop(handle) == "released", "destroyed before it was given back")
+        return OK
+
+    def _notices(self, status: int, agent: int, notices: int, options: int) -> int:
+        self._expect((agent, notices, options) == (self.agent, self.notices, 0), "progress of another agent")
+        return status
+
+    def _forget_notices(self, _: int, notices: int) -> int:
+        self._expect(notices == self.notices, "another's notifications")
+        return OK
+
+    def _cause(self, _: int, agent: int, request: int) -> int:
+        self._expect((agent, request) == (4711, 4711), "it takes what handles point to")
+        return GONE if self.gone else OK
+
+    def check(self) -> None:
+        """Everything was given back, but for what was not taken."""
+        assert self.wrong == []
+        assert self.lists == {}
+        assert list(self.requests.values()) == ["stuck"] * self.stuck
+
+
+class Ledgered(Moving):
+    """A mover over a ledger."""
+
+    def __init__(self, *, orderly: bool = True, **options: Any) -> None:
+        super().__init__(max_descriptors=3, max_post_bytes=100, **options)
+        self.ledger = Ledger()
+        self.orderly = orderly
+        self.attach()
+
+    def attach(self, *, anew: bool = False) -> None:
+        self.mover.attach(self.ledger.native(), orderly=self.orderly, anew=anew)
+
+    def post(self, tag: str, rows: np.ndarray, *, kind: str = "DRAM", device: int = 0, **job: Any) -> Copy:
+        here, there = Descriptors(kind, device, rows), Descriptors(kind, device, rows + np.array([[1 << 20, 0]]))
+        return self.submit(tag, Post("b", Operation.WRITE, here, there, late=self.late.append), **job)
+
+
+ROWS = pieces((64, 30), (128, 40), (256, 20), (512, 100), (1024, 250))
+"""Of these, five parts are made."""
+
+
+@pytest.fixture
+async def ledgered():
+    moving = Ledgered()
+    yield moving
+    await moving.end()
+    moving.ledger.check()
+
+
+def failing(name: str, number: int, status: int = BACKEND) -> Any:
+    """The n-th call of a function fails."""
+    seen = Counter[str]()
+
+    def fails(called: str) -> int:
+        seen[called] += 1
+        return status if called == name and seen[called] == number else OK
+
+    return fails
+
+
+async def test_a_post_makes_two_lists_and_a_request_a_part_and_gives_all_of_them_back(ledgered):
+    ledgered.ledger.ends = True
+    ledgered.post("x", ROWS, kind="VRAM", device=3)
+    ledgered.step(3)
+    assert ledgered.result().outcome is Outcome.DONE
+    assert [call for call in ledgered.ledger.calls if call != "add_piece"] == [
+        *("create_list", "create_list", "make", "destroy_list", "destroy_list", "begin", "status", "release", "destroy")
+    ] * 2
+    assert [(way, peer) for way, _, _, peer in ledgered.ledger.moved] == [(1, "b")] * 2
+    assert [list(here) for _, here, _, _ in ledgered.ledger.moved] == [
+        [(address, nbytes, 3) for address, nbytes in rows.tolist()] for rows in (ROWS[:3], ROWS[3:])
+    ]
+    assert ledgered.ledger.made == {"list": 4, "request": 2}
+
+
+@pytest.mark.parametrize("status", [BACKEND, -4])
+@pytest.mark.parametrize(
+    ("name", "number", "outcome"),
+    [
+        *(("create_list", number, Outcome.FAILED) for number in (1, 2, 3, 4)),
+        *(("add_piece", number, Outcome.FAILED) for number in range(1, 9)),
+        *(("make", number, Outcome.FAILED) for number in (1, 2)),
+        *(("begin", number, Outcome.FAILED) for number in (1, 2)),  # in doubt until a flush has passed it
+        *(("status", number, Outcome.FAILED) for number in (1, 2)),
+        *(("release", number, Outcome.DONE) for number in (1, 2, 5)),
+    ],
+)
+async def test_whatever_fails_nothing_is_leaked_and_nothing_given_back_twice(ledgered, name, number, outcome, status):
+    ledger = ledgered.ledger
+    ledger.ends, ledger.fails = True, failing(name, number, status)
+    ledgered.post("x", ROWS)
+    ledgered.step(12)
+    assert ledgered.result().outcome is outcome
+    if outcome is Outcome.FAILED:
+        assert f": {status}" in str(ledgered.result().error)
+    assert ledgered.counted() == [0] * 5
+    ledger.check()
+    assert ledger.stuck == (name == "release")
+
+
+async def test_a_list_of_which_a_piece_is_refused_is_destroyed_and_its_request_not_made(ledgered):
+    for number in range(1, 7):  # of either side
+        ledgered.ledger.fails = failing("add_piece", number)
+        ledgered.post(str(number), ROWS[:3])
+        ledgered.step(2)
+        assert ledgered.result(str(number)).outcome is Outcome.FAILED
+        assert ledgered.ledger.lists == {}
+    assert "make" not in ledgered.ledger.calls
+
+
+async def test_a_list_that_is_not_made_is_neither_filled_nor_destroyed(ledgered):
+    ledgered.ledger.fails = failing("create_list", 1, -4)
+    ledgered.post("x", ROWS)
+    ledgered.step(2)
+    assert ledgered.result().outcome is Outcome.FAILED
+    assert ledgered.ledger.calls == ["create_list"]
+
+
+@pytest.mark.parametrize("why", ["lease", "gate"])
+async def test_a_request_that_may_not_be_begun_any_more_is_given_back(ledgered, why):
+    way = ledgered.way()
+
+    def fails(name: str) -> int:
+        if name == "make" and why == "lease":  # it takes too long
+            ledgered.state[records.NOW] += 2_000_000_000
+        elif name == "make":
+            way.file.revoke(0)
+        return OK
+
+    ledgered.ledger.fails = fails
+    ledgered.post("x", ROWS[:3], passage=way.passage, until=101.0)
+    ledgered.step(2)
+    assert ledgered.result().outcome is Outcome.STOPPED
+    assert ledgered.ledger.calls[-2:] == ["release", "destroy"]
+    assert "begin" not in ledgered.ledger.calls
+    assert (way.inside, way.lent) == (0, 0)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("name", ["begin", "status"])
+async def test_only_where_the_peer_is_gone_there_is_no_flush(ledgered, name, gone):
+    ledger = ledgered.ledger
+    ledger.ends, ledger.gone, ledger.fails = True, gone, failing(name, 1)
+    ledgered.post("x", ROWS[:3])
+    ledgered.step(5)
+    result = ledgered.result()
+    assert result.outcome is (Outcome.IN_DOUBT if gone else Outcome.FAILED)
+    assert ledger.made["request"] == (1 if gone else 2)
+    assert result.error is not None
+    assert result.error.disconnected is gone
+
+
+@pytest.mark.parametrize(("rows", "flush"), [
+    (pieces((0, 0), (64, 30), (128, 60)), (64, 30, 0)), (pieces((640, 200)), (640, 64, 0)),
+])  # fmt: skip
+async def test_a_flush_moves_the_first_bytes_once_more(ledgered, rows, flush):
+    ledger = ledgered.ledger
+    ledger.ends, ledger.fails = True, failing("status", 1)
+    ledgered.post("x", rows)
+    ledgered.step(6)
+    assert ledgered.result().outcome is Outcome.FAILED
+    assert ledger.moved[-1][1] == (flush,)
+
+
+async def test_what_falls_silent_is_kept_and_looked_at_until_it_is_forgotten(ledgered):
+    ledger = ledgered.ledger
+    copy = ledgered.post("x", ROWS)
+    ledgered.step(4)
+    ledgered.step(60, seconds=1.0)
+    assert ledgered.result().outcome is Outcome.IN_DOUBT
+    assert list(ledger.requests.values()) == ["begun"] * 4
+    ledgered.mover.forget(copy)
+    ledgered.step(2, seconds=1.0)
+    ledger.check()
+    assert ledgered.counted() == [0] * 5
+
+
+async def test_no_agent_is_called_after_it_was_taken_away(ledgered):
+    ledger = ledgered.ledger
+    release = ledgered.mover.hold_awake()
+    ledgered.post("x", ROWS)
+    ledgered.step(3)
+    ledgered.mover.halt()
+    await ledgered.run(ledgered.mover.catch())
+    ledger.check()
+    before = len(ledger.calls)
+    ledgered.step(5, seconds=0.1)
+    assert len(ledger.calls) == before
+    ledgered.attach(anew=True)
+    ledgered.step(3)
+    assert ledgered.result().outcome is Outcome.IN_DOUBT
+    assert "notices" in ledger.calls[before:]
+    release()
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+async def test_progress_that_fails_forgets_its_notifications_too(orderly):
+    moving = Ledgered(orderly=orderly)
+    moving.ledger.fails = failing("notices", 2)
+    release = moving.mover.hold_awake()
+    moving.step(3)
+    release()
+    assert moving.ledger.calls == ["notices", "forget_notices"] * 3
+    assert "make progress: -2" in str(moving.mover.broken())
+    await moving.end()
+
+
+async def played(seed: int) -> Ledgered:
+    """Posts that fail in every way, cancels, leases, silence, and other agents."""
+    rng = random.Random(seed)
+    moving = Ledgered(orderly=rng.random() < 0.7, no_progress_timeout=rng.choice([2.0, 1e6]))
+    ledger, copies = moving.ledger, list[Copy]()
+    rates = {name: rng.choice([0.0, 0.0, 0.05, 0.3]) for name in FALLIBLE}
+    ledger.fails = lambda name: rng.choice([BACKEND, -4]) if rng.random() < rates[name] else OK
+    holds = list[Any]()
+    for number in range(60):
+        ledger.ends, ledger.gone = rng.random() < 0.5, rng.random() < 0.3
+        what = rng.random()
+        if what < 0.4:
+            rows = pieces(
+                *((4096 * at, rng.choice([0, 1, 50, 100, 230])) for at in range(1, rng.randint(2, 6))), (8, 8)
+            )
+            until = rng.choice([1e9, moving.runtime.time + 0.5])
+            way = rng.choice([None, moving.way()])
+            copies.append(moving.post(str(number), rows, until=until, passage=way and way.passage))
+        elif what < 0.5 and copies:
+            moving.mover.cancel(rng.choice(copies))
+        elif what < 0.55 and copies:
+            moving.mover.forget(rng.choice(copies))
+        elif what < 0.6:
+            holds.append(moving.mover.hold_awake(needed=rng.random() < 0.5))
+        elif what < 0.65:
+            moving.mover.halt()
+            moving.step(rng.randint(0, 2))
+            await moving.run(moving.mover.catch())
+            assert all(state == "stuck" for state in ledger.requests.values()), "an agent could not be destroyed"
+            ledger.requests.clear()
+            ledger.stuck = 0
+            moving.attach(anew=rng.random() < 0.7)
+        moving.step(rng.randint(1, 4), seconds=rng.choice([0.0, 0.0, 0.6]))
+    for release in holds:
+        release()
+    ledger.ends, ledger.fails = True, lambda name: OK
+    for _ in range(200):
+        moving.step(1, seconds=0.3)
+        for copy in copies:
+            moving.mover.forget(copy)
+    return moving
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_whatever_happens_the_books_balance(seed):
+    async def play() -> None:
+        moving = await played(seed)
+        moving.ledger.check()
+        assert all(len(results) == 1 for results in moving.results.values())
+        assert moving.counted() == [0] * 5
+        assert len(moving.late) <= len(moving.results)
+        assert {way.inside for way in moving.ways} <= {0}
+        assert {way.lent for way in moving.ways} <= {0}
+        await moving.end()
+
+    asyncio.run(play())

@@ -219,6 +219,7 @@ from kvxfer.copy.records import (
     UPLOAD,
     VERDICT,
     WAITING,
+    WANTED,
     WATCHED,
     WRITE,
 )
@@ -829,7 +830,8 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
         Nanoseconds after which it wants to run again, unless a record comes before; -1: then only.
     """
     now = _now(state, ports)
-    state[LIVED] += min(now - state[STEPPED], _LONGEST_STEP_NS, state[PATIENCE] // 4)
+    if state[WANTED] == 0:  # else it cannot see what has ended
+        state[LIVED] += min(now - state[STEPPED], _LONGEST_STEP_NS, state[PATIENCE] // 4)
     state[STEPPED], state[STIRRED], state[ASLEEP] = now, 0, 0
     state[TURNS] += 1
     moved = _take(state, jobs, ports, now)

@@ -198,6 +198,22 @@ async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
     release()
 
 
+async def test_a_call_that_takes_longer_than_peers_are_waited_for_has_none_of_them_doubted(make):
+    """Nothing could be seen to end meanwhile, and over TCP nothing goes on without us."""
+    rig = await make(no_progress_timeout=5.0)
+    rig.network.hold("b")
+    rig.post(nbytes=PART)
+    rig.step()
+    real = rig.transport.metadata
+    rig.transport.metadata = lambda tokens: (rig.step(60, seconds=0.5), real(tokens))[1]
+    assert await rig.now(rig.fabric.metadata([]))
+    rig.step(2, seconds=0.5)
+    assert rig.results["x"] == []
+    rig.network.release("b")
+    rig.step()
+    assert rig.result().outcome is Outcome.DONE
+
+
 async def test_a_call_waits_until_the_mover_is_out_of_the_agent(make):
     rig = await make()
     rig.state[records.BUSY] = 1
@@ -723,6 +739,19 @@ async def test_what_ends_late_forgets_no_peer_to_which_something_falls_silent_th
     assert rig.fabric.agents == 1, "there is something to be seen yet"
 
 
+async def test_a_peer_that_was_left_is_forgotten_with_what_nobody_can_see_the_end_of(make):
+    rig = await make(no_progress_timeout=0.5)
+    rig.network.hold("b")
+    copy = await rig.given_up(nbytes=PART)
+    rig.fabric.disconnect("b")
+    rig.network.disconnect("b")
+    rig.step(2, seconds=0.2)
+    rig.mover.forget(copy)
+    rig.step(2, seconds=0.2)
+    rig.serve()
+    assert (rig.late, rig.fabric.agents, rig.transport.open_handles) == ([], 0, 0)
+
+
 async def test_no_agent_is_made_anew_while_what_runs_on_is_seen_to_end(make):
     """Else its end would never be seen."""
     rig = await make(no_progress_timeout=0.5)
@@ -920,6 +949,28 @@ async def test_a_peer_that_cannot_be_met_again_fails_its_own_posts(make, monkeyp
     outcomes = {tag: rig.result(tag).outcome for tag in ("b", "c", "again")}
     assert outcomes == {"b": Outcome.FAILED, "c": Outcome.DONE, "again": Outcome.FAILED}
     assert "does not answer" in str(rig.result("again").error)
+
+
+async def test_in_threads_an_agent_is_made_anew_while_posts_are_made_again_and_again(threaded):
+    """Every post ends once, and those that are done are where they should be."""
+    mover, fabric = threaded.movers[0], threaded.fabrics[0]
+    threaded.buffers[0][:] = np.random.default_rng(1).integers(1, 256, SIZE)
+    release = mover.hold_awake()
+    part, ends = SIZE // 16, []
+    async with asyncio.timeout(30):
+        for _ in range(15):
+            ends += [threaded.post(start, part)[1] for start in range(0, SIZE, part)]
+            await asyncio.sleep(0)
+            assert await fabric.rebuild(0.0) is True
+        outcomes = [(await end).outcome for end in ends]
+    release()
+    assert set(outcomes) <= {Outcome.DONE, Outcome.IN_DOUBT}
+    assert outcomes[-16:].count(Outcome.DONE) > 0
+    assert not mover.lingering
+    threaded.buffers[1][:] = 0
+    async with asyncio.timeout(10):
+        assert (await threaded.post(0, SIZE)[1]).outcome is Outcome.DONE
+    assert np.array_equal(*threaded.buffers)
 
 
 # ---- health ----------------------------------------------------------------------------------------------------------

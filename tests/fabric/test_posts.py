@@ -979,6 +979,22 @@ async def test_a_flush_that_was_given_up_tells_the_end_of_what_had_failed_before
     assert rig.counted() == [0] * 5
 
 
+async def test_where_a_part_has_failed_the_ends_of_others_tell_nothing_and_are_not_looked_at(make):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    rig.network.break_next("b", after_bytes=24, skip=1, lingers=True)
+    rig.post(way=way, nbytes=2 * PART)
+    rig.step(2)
+    rig.step(8, seconds=0.2)
+    assert rig.result().outcome is Outcome.IN_DOUBT
+    assert rig.transport.open_handles == 0
+    rig.network.release("b", posts=1)  # the first part; what the second has left is on its way
+    rig.network.release("b", posts=1)
+    rig.step(3, seconds=0.2)
+    assert (rig.late, way.inside, rig.mover.lingering) == ([], 1, 1)
+
+
 async def test_a_part_that_fails_after_it_was_given_up_stays_in_doubt(make):
     """What it has left in flight nobody can say."""
     rig = await make(no_progress_timeout=0.5)

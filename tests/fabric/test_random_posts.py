@@ -215,7 +215,13 @@ class World:
         self.part(one)
 
     def part(self, one: Sent) -> None:
-        """Memory of this side is somebody else's from now on: what is there must not be seen at the peer."""
+        """What is known of it has changed.
+
+        Its gate is passed as long as bytes may land. Memory of this side that is not used for it any more is somebody
+        else's from now on: what is there must not be seen at the peer.
+        """
+        if one.way is not None and not one.forgotten and len(self.rig.ways) < MOST_WAYS:
+            assert one.way.inside == (not one.still)
         if one.apart and one.operation is Operation.WRITE:
             self.rig.source[one.span] = 255
 

@@ -183,6 +183,7 @@ class Mover:
         self._limits: Final = max_descriptors, max_post_bytes
         self._native: Native | None = None  # of the agent that the machine has, or had last
         self._listed = 1  # times as many pieces between GPUs
+        self._gone: Final[set[str]] = set()  # peers of which a post said so
         self._firm = False  # whether the agent is let be whoever is held awake for
         self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
         self._caught: asyncio.Future[None] | None = None
@@ -208,6 +209,10 @@ class Mover:
             _check(job.post)
         self._untold += 1
         copy = Copy(job, _LANES[direction])
+        if job.post is not None and job.post.peer in self._gone:
+            error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
+            self._loop.call_soon(self._tell, copy, self._outcome(error))
+            return copy
         if job.after is not READY:
             self._split(job.after, copy)
         if copy.waits:
@@ -277,6 +282,8 @@ class Mover:
             anew: Whether the one before has ended, and with it all that was posted by it and needs it.
         """
         self._native = native or self._native
+        if anew:
+            self._gone.clear()
         self._listed = _LISTED_MORE if listed else 1
         self._machine.attach(native, orderly=orderly, anew=anew)
 
@@ -394,6 +401,10 @@ class Mover:
             copy.left and copy.job.post is not None and copy.job.post.peer == peer and flying[slot]
             for slot, copy in self._copies.items()
         )
+
+    def disconnected(self, peer: str) -> None:
+        """Whether a peer is there is not known any more."""
+        self._gone.discard(peer)
 
     def when_unwatched(self, peer: str, then: Callable[[], None]) -> None:
         """Call `then` when something that was given up is looked at no more."""
@@ -730,6 +741,8 @@ class Mover:
         if code == records.CUT_OFF:
             why = "the worker was closed" if self._closing else "the agent was rebuilt"
             return FabricError(f"{why} while a post to {post.peer} was under way", disconnected=gone, in_doubt=in_doubt)
+        if flags & records.IS_GONE and native.for_good:
+            self._gone.add(post.peer)
         error = native.error(code, f"{_DOING[post.operation]} {post.peer}", gone, in_doubt)
         if lingers and flags & records.IS_GONE:
             error = FabricError(f"{error}, and not every part has ended", in_doubt=in_doubt)

@@ -211,12 +211,14 @@ class Native:
         notices: Where notifications are put.
         error: What a code means that one of them returned, from: the code, what was being done, whether the peer is
             gone, whether something may still be under way.
+        for_good: Whether a peer that is gone never comes back under its name.
     """
 
     table: NDArray[np.int64]
     agent: int
     notices: int
     error: Callable[[int, str, bool, bool], FabricError]
+    for_good: bool = False
 
 
 def _nobody(ended: bool) -> None:

@@ -145,6 +145,7 @@ class Fabric:
             if self._holdings.leave(peer):
                 self._holdings.disconnect(peer)
 
+        self._mover.disconnected(peer)
         self._submit(run)
 
     def pause(self, seconds: float, *, firm: bool = False) -> Future[Pause | None]:

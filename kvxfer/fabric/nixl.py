@@ -218,7 +218,7 @@ class NixlTransport:
 
     def native(self) -> Native:
         """NIXL's functions, and the agent."""
-        return Native(self._c.table, self._open().handle, self._heard.handle, self._said)
+        return Native(self._c.table, self._open().handle, self._heard.handle, self._said, for_good=True)
 
     def _said(self, code: int, doing: str, gone: bool, in_doubt: bool) -> FabricError:
         return self._translated(CallError("NIXL", code), doing, gone=gone, in_doubt=in_doubt)

@@ -81,7 +81,7 @@ class _Ported:
             self._function(2, self._release),
             self._function(1, self._destroy),
             self._function(3, self._notices),
-            self._function(1, lambda _: 0),
+            self._function(1, self._forget_notices),
             self._function(2, self._cause),
         ]
         return Native(np.array(table, np.int64), self._agent, 0, self._error)
@@ -103,15 +103,10 @@ class _Ported:
         except FabricError as error:
             return self._kept(error, _IN_DOUBT)
         except BaseException as error:  # noqa: BLE001 - nobody is above a C function
-            sys.unraisablehook(
-                SimpleNamespace(
-                    exc_type=type(error),
-                    exc_value=error,
-                    exc_traceback=error.__traceback__,
-                    err_msg=None,
-                    object=function,
-                )
+            told: Any = SimpleNamespace(
+                exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, err_msg=None, object=function
             )
+            sys.unraisablehook(told)
             return self._kept(FabricError(f"a defect of the transport: {error!r}"), _IN_DOUBT)
 
     def _kept(self, error: FabricError, base: int) -> int:
@@ -188,6 +183,10 @@ class _Ported:
     def _notices(self, agent: int, notices: int, options: int) -> int:
         del agent, notices, options
         self._transport.progress()
+        return 0
+
+    def _forget_notices(self, notices: int) -> int:
+        del notices
         return 0
 
     def _cause(self, agent: int, number: int) -> int:

@@ -264,7 +264,7 @@ class Rig(Moving):
         assert self.runtime.service is not None
         return self.runtime.service
 
-    def serve(self, times: int = 1) -> float | None:
+    def serve(self, times: int = 1) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Steps of the fabric's service."""
         delay: float | None = None
         for _ in range(times):
@@ -311,8 +311,8 @@ class Rig(Moving):
     async def close(self) -> bool:
         """Close the mover and then the fabric; whether that has closed the transport."""
         await Moving.end(self)
-        self.closed = await self.run(self.fabric.close())
-        return self.closed
+        self.closed = closed = bool(await self.run(self.fabric.close()))
+        return closed
 
     async def end(self) -> None:
         if self.closed is None:

@@ -127,7 +127,7 @@ async def test_a_post_of_our_own_that_is_stuck_reads_nothing_after_a_rebuild():
         async with asyncio.timeout(5):
             result = await stuck
         assert result.outcome is Outcome.IN_DOUBT
-        assert result.error is not None
+        assert isinstance(result.error, FabricError)
         assert result.error.disconnected
         assert not result.may_move
         side.buffer[:] = NEW

@@ -18,6 +18,7 @@ from rigs import PART, Rig, Way
 
 from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import CopyOutcome, Outcome, Post
+from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
 from kvxfer.fabric.faults import LogEntry
 from kvxfer.fabric.port import Operation
@@ -108,14 +109,15 @@ class World:
         if self.sent:
             one = self.rng.choice(self.sent[-8:])
             one.cancelled = True
+            assert one.copy is not None
             self.rig.mover.cancel(one.copy)
 
     def forget(self) -> None:
-        left = [one for one in self.sent if one.copy is not None and one.copy.left]
+        left = [(one, one.copy) for one in self.sent if one.copy is not None and one.copy.left]
         if left:
-            one = self.rng.choice(left)
+            one, copy = self.rng.choice(left)
             one.forgotten = True
-            self.rig.mover.forget(one.copy)
+            self.rig.mover.forget(copy)
 
     def fault(self) -> None:
         rng, network, peer = self.rng, self.rig.network, self.rng.choice(PEERS)
@@ -189,7 +191,7 @@ class World:
         one.ended.append(outcome)
         error, memory = outcome.error, self.rig.memory[one.peer]
         if outcome.outcome is Outcome.IN_DOUBT:
-            assert error is not None
+            assert isinstance(error, FabricError)
             assert error.in_doubt
             one.apart = not outcome.may_move
             one.still = one.apart and one.operation is Operation.READ

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inside import call_agent_by
 from passing import enter
 
-from kvxfer.copy.mover import Copy, Mover, _machines
+from kvxfer.copy.mover import Copy, Mover
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction
 from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
@@ -121,41 +122,28 @@ def _post(operation: Operation, part: int, *, posted: bool = False) -> Hook:
     def put(halt: Halt) -> None:
         way = {Operation.READ: 0, Operation.WRITE: 1}[operation]
         parts, requests = 0, dict[int, int]()
-        (machine,) = _machines
-        make, begin = _function(int(machine.ports[MAKE]), 7), _function(int(machine.ports[BEGIN]), 3)
 
-        def made(*arguments: int) -> int:
-            status: int = make(*arguments)
+        def made(make: Callable[..., int], *arguments: int) -> int:
+            status = make(*arguments)
             requests[ctypes.c_int64.from_address(arguments[5]).value] = arguments[1]
             return status
 
-        def begun(agent: int, request: int, options: int) -> int:
+        def begun(begin: Callable[..., int], agent: int, request: int, options: int) -> int:
             nonlocal parts
             mine = requests.get(request) == way
             parts += mine
             strikes = mine and parts == part
             if strikes and not posted:
                 halt()
-            status: int = begin(agent, request, options)
+            status = begin(agent, request, options)
             if strikes and posted:
                 halt()
             return status
 
-        for port, count, function in ((MAKE, 7, made), (BEGIN, 3, begun)):
-            callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(function)
-            _kept.append(callback)
-            machine.ports[port] = ctypes.cast(callback, ctypes.c_void_p).value
+        call_agent_by(MAKE, 7, made)
+        call_agent_by(BEGIN, 3, begun)
 
     return put
-
-
-_kept: list[Any] = []
-"""What the machine calls."""
-
-
-def _function(address: int, count: int) -> Any:
-    """A C function of so many numbers."""
-    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(address)
 
 
 def _copy(direction: Direction, *, half: bool = True) -> Hook:

@@ -24,13 +24,14 @@ from typing import Any
 
 import preloaded
 import torch
+from inside import call_agent_by
 from stage import KEY, Copied
 
 from kvxfer import READY, Config, Worker, mappings, shared_empty
 from kvxfer.admin.health import Limits
 from kvxfer.admin.look import look
 from kvxfer.admin.status import status
-from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.copy.records import BEGIN
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 
@@ -287,13 +288,13 @@ class Doomed(Ranks):
 
     def die_when_posting(self):
         """Be killed in the next post."""
-        post = NixlTransport.post
 
-        def last(*what):
-            post(*what)
+        def last(begin, *request):
+            status: int = begin(*request)
             os.kill(os.getpid(), signal.SIGKILL)
+            return status
 
-        NixlTransport.post = last  # type: ignore[method-assign]
+        call_agent_by(BEGIN, 3, last)
 
     def fork(self, seconds):
         """Have a child for so long, which outlives this process and has open what it has."""

@@ -7,6 +7,7 @@ what happens in the world. A session is an object that scenes compare with other
 
 import asyncio
 import contextlib
+import ctypes
 import math
 import os
 import socket
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer import assembly, exports, mappings, proving, rebuilding
+from kvxfer.copy.mover import _machines
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
 from kvxfer.fetching import Fetching
@@ -566,6 +568,19 @@ def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any
 
     copies.submit = lambda job, direction: begin(submit, job, direction)
     return undo
+
+
+def call_agent_by(port: int, arguments: int, call: Callable[..., int]) -> None:
+    """Call `call(function, *arguments)` where the only mover of this process calls a C function of its agent."""
+    (machine,) = _machines
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * arguments)
+    callback = kind(partial(call, kind(int(machine.ports[port]))))
+    _called.append(callback)
+    machine.ports[port] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+
+
+_called: list[Any] = []
+"""What machines call."""
 
 
 def _lane(direction: Any) -> int:

@@ -22,7 +22,6 @@ _IMPORTED = [
     "torch",
     "kvxfer.worker",
     "kvxfer.fabric.nixl",
-    "kvxfer.fabric.lists",
     "kvxfer.copy.machine",
     "kvxfer.mapped.shared",
 ]

@@ -6,9 +6,9 @@ What is posted then cannot be recalled, but each of its parts can be kept from b
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvxfer.copy.tables import Tables
 from kvxfer.errors import FabricError, KvxferError
 from kvxfer.geometry.sums import SumPlan
-from kvxfer.lazy import lazy
 
 __all__ = [
     "READY",
@@ -179,26 +178,19 @@ class Operation(StrEnum):
     READ = "read"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
     """Contiguous pieces on one side of a post.
 
     Attributes:
-        kind: As in `Memory`.
-        device: As in `Memory`.
+        kind: `"DRAM"` or `"VRAM"`.
+        device: Index of the GPU; 0 for DRAM.
         pieces: int64 (N, 2): address and length in bytes.
-        kept: What transports have made of it, by a key of theirs; it must not depend on which of them made it.
     """
 
     kind: str
     device: int
     pieces: NDArray[np.int64]
-    kept: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
-
-    @lazy
-    def nbytes(self) -> int:
-        """Bytes in all."""
-        return int(self.pieces[:, 1].sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -435,13 +435,9 @@ class NixlTransport:
 
     def _listed(self, descriptors: Descriptors) -> Owned:
         """NIXL's list of the pieces of one side: addresses, bytes, device. It knows of no agent."""
-        found = descriptors.kept.get(__name__)
-        if found is None:
-            if descriptors.kind not in capi.KINDS:
-                raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
-            found = self._c.pieces(descriptors.kind, descriptors.pieces.tolist(), descriptors.device)
-            descriptors.kept[__name__] = found
-        return found
+        if descriptors.kind not in capi.KINDS:
+            raise FabricError(f"memory is of kind {' or '.join(capi.KINDS)}, not {descriptors.kind!r}")
+        return self._c.pieces(descriptors.kind, descriptors.pieces.tolist(), descriptors.device)
 
     def _forget(self, agent: _Agent, named: set[str]) -> None:
         """Unload what a failed `connect` had loaded, but nobody who was known before."""

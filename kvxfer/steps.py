@@ -23,9 +23,6 @@ __all__ = ["Steps"]
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")
 
-_SMALL_PLAN: Final = 16_384
-"""Table rows up to which a plan is made on the loop, where so many take 0.4 ms; larger ones go to a worker thread."""
-
 
 class Steps(ABC):
     """Base of what runs in steps.
@@ -55,7 +52,7 @@ class Steps(ABC):
 
     def plan(self, make: Callable[[], _T], then: Callable[[_T], None], *, rows: int) -> None:
         """Make a plan, here if its tables are small, else in a worker thread, and go on with it: the end of a step."""
-        if rows <= _SMALL_PLAN:
+        if self.site.is_small(rows):
             then(make())
         else:
             self.site.tasks.spawn(self._plan_off_loop(make, then), f"{self._name} plan", failed=self._abandoned)

@@ -966,7 +966,7 @@ def remember_unreachable(endpoints: int, monkeypatch: Any) -> None:
 
 def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
     """Steps of so many rows and more are planned in threads."""
-    monkeypatch.setattr("kvxfer.steps._SMALL_PLAN", rows)
+    monkeypatch.setattr("kvxfer.site._SMALL_PLAN", rows)
 
 
 def know_no_gates(monkeypatch: Any) -> None:

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvxfer.ahead import IN_PLACE
 from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Offer
-from kvxfer.planning import LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
+from kvxfer.planning import IN_PLACE, LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never

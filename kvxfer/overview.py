@@ -5,15 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from kvxfer.assembly import Assembly
-from kvxfer.failures import standing
-from kvxfer.fetching import Fetching
+from kvxfer.decode.failures import standing
+from kvxfer.decode.fetch import Fetch
+from kvxfer.decode.role import Decode
 from kvxfer.link import Link, admitted
 from kvxfer.mapped import elsewhere, may_be_elsewhere
 from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Role
-from kvxfer.receiver import Receiver
 from kvxfer.sender import Sender
 from kvxfer.site import Site
 from kvxfer.tickets import RankCard
@@ -25,7 +25,7 @@ def overview(
     card: RankCard,
     site: Site,
     parts: Assembly,
-    roles: tuple[Sender, Receiver],
+    roles: tuple[Sender, Decode],
     peers: Peers,
     links: Collection[Link],
     greeting: Collection[Link],
@@ -82,7 +82,7 @@ def overview(
         "sent_in_doubt": sender.doubtful,
         "places": sender.placed,
         "transfers": [
-            *(_fetch(fetching, now) for fetching in receiver.fetches),
+            *(_fetch(fetch, now) for fetch in receiver.fetches),
             *(_sending(outgoing, now) for outgoing in sender.transfers),
         ],
         "custody": site.custody.snapshot(),
@@ -122,20 +122,20 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
     }
 
 
-def _fetch(fetching: Fetching, now: float) -> dict[str, Any]:
-    at = standing(fetching.incoming)
+def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
+    at = standing(fetch.receivers)
     return {
         "side": "receive",
-        "id": fetching.transfer.id,
-        "request": fetching.transfer.request,
-        "peers": [incoming.peer.name for incoming in fetching.incoming],
-        "route": "+".join(sorted({_name(i.route) for i in fetching.incoming if i.route is not Route.UNKNOWN})),
+        "id": fetch.transfer.id,
+        "request": fetch.transfer.request,
+        "peers": [receiver.peer.name for receiver in fetch.receivers],
+        "route": "+".join(sorted({_name(r.route) for r in fetch.receivers if r.route is not Route.UNKNOWN})),
         "step": at.step.value,
-        "in_doubt": fetching.transfer.done,
+        "in_doubt": fetch.transfer.done,
         "bytes": at.bytes,
         "chunks_done": at.chunks_done,
         "chunks": at.chunks,
-        "seconds": now - fetching.began,
+        "seconds": now - fetch.began,
     }
 
 

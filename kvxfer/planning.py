@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvxfer.copy.template import Cut, Template
 
 __all__ = [
+    "IN_PLACE",
     "LISTED",
     "Agreed",
     "Bound",
@@ -60,6 +61,8 @@ I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.plan"
 _log: Final = logger(_NAME)
+IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
+"""Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
 """Routes whose pieces are listed for the transport."""
 _LISTED_PIECES: Final = 1 << 16

@@ -17,6 +17,7 @@ from typing import Any, Final, Self, cast
 
 from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
+from kvxfer.decode.role import Decode
 from kvxfer.errors import BusyError, ClosedError, Code, ConfigError, KvxferError, RequestError
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
@@ -31,7 +32,6 @@ from kvxfer.planning import Agreed
 from kvxfer.protocol.messages import Goodbye, Message, Renewed
 from kvxfer.protocol.session import PeerInfo, Role, Session
 from kvxfer.rebuilding import Rebuilding
-from kvxfer.receiver import Receiver
 from kvxfer.runtime import Runtime
 from kvxfer.sender import Sender
 from kvxfer.site import Site
@@ -92,7 +92,7 @@ class Worker:
         self._site: Site | None = None
         self._listener: Listener | None = None
         self._sender: Sender | None = None
-        self._receiver: Receiver | None = None
+        self._receiver: Decode | None = None
         self._rebuilding: Rebuilding | None = None
         self._peers: Peers | None = None
         self._watch: Final = LoopWatch()
@@ -108,7 +108,7 @@ class Worker:
         site = self._site = await assemble(self._assembly)
         streams = Streams(site.config, site.runtime, site.tasks, self._link)
         self._peers = Peers(site, streams.connect)
-        self._sender, self._receiver = roles = Sender(site), Receiver(site, self._peers)
+        self._sender, self._receiver = roles = Sender(site), Decode(site, self._peers)
         self._rebuilding = Rebuilding(site, roles, lambda: self._links, self._receiver.renewed)
         posted = TransportWatch(site, roles)
         self._watch.start(site.now, site.at, site.metrics, posted.look, own=site.config.loop == "own")
@@ -527,7 +527,7 @@ class Worker:
         return self._site
 
     @property
-    def _roles(self) -> tuple[Sender, Receiver]:
+    def _roles(self) -> tuple[Sender, Decode]:
         if self._sender is None or self._receiver is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
         return self._sender, self._receiver

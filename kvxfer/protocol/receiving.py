@@ -109,6 +109,11 @@ class Receiving:
         return self.state in (ReceiveState.DONE, ReceiveState.STOPPED)
 
     @property
+    def heard_last(self) -> bool:
+        """Whether the last result of a success is in."""
+        return self._last
+
+    @property
     def chunks(self) -> int:
         """Chunks that the peer has cut it into; 0 before it was accepted."""
         return len(self._chunks)
@@ -255,10 +260,10 @@ class Receiving:
         return [] if self.ended else unsaid
 
     def lost(self, failure: Failure) -> None:
-        """The session is gone. After the last result nothing is in doubt for it, but nothing new is begun either."""
-        if not self.ended:
+        """The session is gone. After the last result that changes nothing: what remains is this side's own work."""
+        if not (self.ended or self._last):
             self.failure = self.failure or failure
-            self._event("terminal" if self._last else "lost")
+            self._event("lost")
 
     def safe(self) -> None:
         """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""

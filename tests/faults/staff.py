@@ -26,11 +26,9 @@ from starving import Starving
 from steps import STEPS
 
 from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
-from kvxfer.ahead import Ahead
+from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.fabric import calls
 from kvxfer.fabric.nixl import NixlTransport
-from kvxfer.incoming import Incoming
-from kvxfer.landing import Landing
 from kvxfer.tickets import EngineCard, Issuer
 
 BLOCK_TOKENS = 16
@@ -391,10 +389,9 @@ class Ranks:
 
     def forget_doubts(self) -> None:
         """Break the product in this process: memory of a silent peer is given back at once."""
-        kinds: list[Any] = [Landing, Ahead]
-        for kind in kinds:
-            kind.settle = partialmethod(_settle_at_once, settle=kind.settle)
-        setattr(Incoming, "in_doubt", False)  # noqa: B010 - it is a property
+        grants: Any = Grants
+        grants.settle = partialmethod(_settle_at_once, settle=grants.settle)
+        setattr(Receiver, "in_doubt", False)  # noqa: B010 - it is a property
 
     # --- transfers beside it
 

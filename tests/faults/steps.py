@@ -20,12 +20,12 @@ from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction
 from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
 from kvxfer.copy.walk import copy_parts
+from kvxfer.decode.fetch import Fetch
+from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.fabric.port import Operation
-from kvxfer.fetching import Fetching
-from kvxfer.incoming import Incoming
-from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.outgoing import Outgoing
+from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
 from kvxfer.sender import Sender
 from kvxfer.shipment import DirectShipment, MappedShipment, Shipment, StagedShipment
@@ -223,21 +223,21 @@ SENDER = {
 RECEIVER = {
     "hello sent": Step("receiver", EVERY, _after(Link, "connection_made", _client)),
     "welcome came": Step("receiver", EVERY, _before(Worker, "opened", _client_met)),
-    "fetch sent": Step("receiver", EVERY, _after(Incoming, "start"), exposed=True),
-    "fetch sent, to wait": Step("receiver", EVERY, _after(Incoming, "start"), "parked"),
-    "accept came": Step("receiver", EVERY, _before(Incoming, "accepted"), exposed=True),
-    "chunks announced": Step("receiver", frozenset({"staged", "pull"}), _before(Incoming, "wanted"), exposed=True),
-    "granted": Step("receiver", PUSHED, _after(Landing, "_grant"), "late", exposed=True),
+    "fetch sent": Step("receiver", EVERY, _after(Receiver, "ask"), exposed=True),
+    "fetch sent, to wait": Step("receiver", EVERY, _after(Receiver, "ask"), "parked"),
+    "accept came": Step("receiver", EVERY, _before(Receiver, "accepted"), exposed=True),
+    "chunks announced": Step("receiver", frozenset({"staged", "pull"}), _before(Receiver, "wanted"), exposed=True),
+    "granted": Step("receiver", PUSHED, _after(Receiving, "grant"), "late", exposed=True),
     "lease checked, to read": Step("receiver", _PULL, _post(Operation.READ, 1), exposed=True),
     "in the midst of the read": Step("receiver", _PULL, _post(Operation.READ, 2), exposed=True),
     "read posted": Step("receiver", _PULL, _post(Operation.READ, 2, posted=True), exposed=True),
-    "read": Step("receiver", _PULL, _before(Reading, "_has_read"), exposed=True),
-    "landed sent": Step("receiver", _PULL, _after(Reading, "_has_read"), exposed=True),
-    "first result came": Step("receiver", EVERY, _before(Incoming, "result"), exposed=True),
+    "read": Step("receiver", _PULL, _before(Receiving, "landed"), exposed=True),
+    "landed sent": Step("receiver", _PULL, _after(Receiving, "landed"), exposed=True),
+    "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
-    "scattered": Step("receiver", _STAGED, _before(Landing, "_scattered")),
-    "to be released": Step("receiver", EVERY, _before(Fetching, "_release")),
-    "release sent": Step("receiver", EVERY, _after(Fetching, "_release")),
+    "scattered": Step("receiver", _STAGED, _before(Grants, "scattered")),
+    "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
+    "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
 }
 
 STEPS = {("sender", name): step for name, step in SENDER.items()} | {

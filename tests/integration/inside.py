@@ -18,12 +18,11 @@ from typing import Any
 
 from kvxfer import assembly, exports, mappings, proving, rebuilding
 from kvxfer.copy.mover import _machines
+from kvxfer.decode.fetch import Fetch
+from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
-from kvxfer.fetching import Fetching
-from kvxfer.incoming import Incoming
 from kvxfer.keys import Key
-from kvxfer.landing import Landing, Reading
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
 from kvxfer.outgoing import Outgoing
@@ -32,6 +31,7 @@ from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
 from kvxfer.shipment import Shipment, StagedShipment
+from kvxfer.site import Site
 from kvxfer.staging import Staging
 
 # --- sessions
@@ -707,8 +707,8 @@ def being_read(worker: Any) -> bool:
 
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
-    (incoming,) = worker._receiver._incoming.values()
-    return bool(incoming._own.writes)
+    (receiver,) = worker._receiver._incoming.values()
+    return bool(receiver.copying or receiver.reading)
 
 
 def in_custody(worker: Any, blocks: Any) -> bool:
@@ -753,10 +753,10 @@ def being_stopped(worker: Any) -> bool:
 
 def time_out(worker: Any, *, times: int = 1) -> Any:
     """The time that the caller of its only fetch gave it is over, said so often; a future of how that ends."""
-    (fetching,) = worker._receiver.fetches
+    (fetch,) = worker._receiver.fetches
     for _ in range(times):
-        fetching._timed_out()
-    return fetching.transfer.outcome
+        fetch._timed_out()
+    return fetch.transfer.outcome
 
 
 def posted(worker: Any) -> bool:
@@ -870,14 +870,14 @@ def tasks(worker: Any) -> int:
 
 # --- what workers are made of, for all that are opened in a scene
 
-TRANSFER_PARTS = (Fetching, Incoming, Landing, Reading, Outgoing, Shipment)
+TRANSFER_PARTS = (Fetch, Receiver, Outgoing, Shipment)
 """What there is of a transfer, at both ends."""
 
 
 def parts_made(monkeypatch: Any) -> list[Any]:
     """Weak references to whatever is made for transfers from now on."""
     made: list[Any] = []
-    for kind in (Fetching, Incoming, Landing, Outgoing, Shipment):
+    for kind in TRANSFER_PARTS:
         init = kind.__init__
 
         def noted(self: Any, *arguments: Any, init: Any = init, **settings: Any) -> None:
@@ -890,21 +890,34 @@ def parts_made(monkeypatch: Any) -> list[Any]:
 
 def serve_chunks_by(side: str, act: Callable[[Callable[[], None], Callable[[], None]], None], monkeypatch: Any) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
-    kind, name = {"send": (StagedShipment, "_gather"), "receive": (Landing, "_grant")}[side]
-    serve = getattr(kind, name)
+    gather, give = StagedShipment._gather, Grants.give
 
-    def served(chunk: Any, *given: Any) -> None:
-        act(lambda: setattr(chunk, "_extent", given[-1]), lambda: serve(chunk, *given))
+    def gathered(chunk: Any, part: Any, extent: Any) -> None:
+        act(lambda: setattr(chunk, "_extent", extent), lambda: gather(chunk, part, extent))
 
-    monkeypatch.setattr(kind, name, served)
+    def given(grants: Any, chunk: int, extent: Any) -> None:
+        act(lambda: grants.theirs.update({chunk: extent}), lambda: give(grants, chunk, extent))
+
+    if side == "send":
+        monkeypatch.setattr(StagedShipment, "_gather", gathered)
+    else:
+        monkeypatch.setattr(Grants, "give", given)
 
 
-def keep_plans(monkeypatch: Any) -> list[Callable[[], None]]:
-    """Decode ranks plan nothing until what is in this list is called, in whichever order it is asked for."""
+def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
+    """It plans nothing that it receives until what is in this list is called, in whichever order it is asked for."""
     plans: list[Callable[[], None]] = []
-    monkeypatch.setattr(
-        Incoming, "plan", lambda self, make, then, *, rows: plans.append(lambda: self.run(lambda: then(make())))
-    )
+    plan = Site.plan
+
+    async def planned(site: Any, make: Callable[[], Any], *, rows: int) -> Any:
+        if site is not worker._site or getattr(make, "__qualname__", "").startswith("Fetch."):
+            return await plan(site, make, rows=rows)
+        wanted = site.loop.create_future()
+        plans.append(lambda: wanted.set_result(None))
+        await wanted
+        return make()
+
+    monkeypatch.setattr(Site, "plan", planned)
     return plans
 
 

@@ -7,9 +7,9 @@ import pytest
 from inside import begin_copies_by
 from stage import Cache, Copied, quiet
 
-from kvxfer import landing
 from kvxfer.copy.port import Direction
-from kvxfer.landing import _by_nic
+from kvxfer.decode import receiver
+from kvxfer.decode.receiver import _by_nic
 from kvxfer.mapped import here
 from kvxfer.mapped import home as home_module
 
@@ -17,7 +17,7 @@ from kvxfer.mapped import home as home_module
 @pytest.mark.parametrize("by_nic", [True, False])
 @pytest.mark.parametrize("route", ["staged", "direct", "pull"])
 async def test_each_chunk_is_flushed_once(stage, monkeypatch, route, by_nic):
-    monkeypatch.setattr(landing, "_by_nic", lambda host, *, staged: by_nic)
+    monkeypatch.setattr(receiver, "_by_nic", lambda host, *, staged: by_nic)
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route=route)
     flushed = []

@@ -133,7 +133,7 @@ async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
 async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
     for module, name in (  # whoever called one of these would fail
         ("copy.sums", "total"),
-        ("checking", "Checking.__init__"),
+        ("decode.checking", "Checking.__init__"),
         ("outgoing", "SumPlan"),
         ("outgoing", "selected"),
     ):

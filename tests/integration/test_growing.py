@@ -166,7 +166,7 @@ async def test_many_small_steps_at_once(stage, monkeypatch, when, small_plan):
 async def test_a_decode_rank_that_cannot_be_planned_fails_alone(stage, monkeypatch, small_plan):
     """It names two slots of state where the request has one, which shows when the slot comes with the last step."""
     plan_steps_in_threads(small_plan, monkeypatch)
-    monkeypatch.setattr("kvxfer.receiver.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
+    monkeypatch.setattr("kvxfer.decode.role.wanted_blocks", lambda blocks, cache, _: normalise_blocks(blocks, cache))
 
     def caches():
         return [Cache(group="full"), Cache(group="state", layers=[7], layout="state", blocks=4)]
@@ -222,7 +222,7 @@ async def test_a_prefill_rank_whose_blocks_grow_beyond_its_pool_fails_the_fetch_
         found = joined_spans(known, spans)
         return {group: Span([16 if at == 1 else block for at, block in enumerate(found[group].ids)]) for group in found}
 
-    monkeypatch.setattr("kvxfer.incoming.joined_spans", misheard)
+    monkeypatch.setattr("kvxfer.decode.receiver.joined_spans", misheard)
     source, target = Cache(), Cache()
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", streaming=True)

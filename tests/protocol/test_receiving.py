@@ -369,17 +369,22 @@ def test_success_that_crosses_a_cancel_answers_it(state, on):
     assert receiving.failure is not None
 
 
-@pytest.mark.parametrize("end", ["cancel", "lost"])
-def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt(end):
+def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt():
     receiving = make(1, granted=[0])
     receiving.result(ok(0, last=True, payload=b"token"))
-    if end == "cancel":
-        assert receiving.cancel(WHY) == []
-    else:
-        receiving.lost(WHY)
+    assert receiving.cancel(WHY) == []
     assert receiving.state is ReceiveState.STOPPED
     receiving.chunk_done(0)
     assert (receiving.state, receiving.failure) == (ReceiveState.STOPPED, WHY)
+
+
+def test_a_session_that_is_lost_after_the_last_result_takes_nothing_away():
+    receiving = make(1, granted=[0])
+    receiving.result(ok(0, last=True, payload=b"token"))
+    receiving.lost(WHY)
+    assert not receiving.exposed
+    receiving.chunk_done(0)
+    assert (receiving.state, receiving.failure) == (ReceiveState.DONE, None)
 
 
 def test_a_lost_session_may_be_lost_again():

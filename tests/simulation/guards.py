@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 import scenes
 
-from kvxfer import ahead, incoming, landing, proving, shipment
+from kvxfer import proving, shipment
 from kvxfer.copy import mover
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, Outcome
+from kvxfer.decode import receiver
+from kvxfer.decode.receiver import Grants, Receiver
+from kvxfer.decode.role import Decode
 from kvxfer.desk import Desk
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.loopback import LoopbackTransport
@@ -27,10 +30,9 @@ from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody
 from kvxfer.offers import Offer
 from kvxfer.protocol import session
-from kvxfer.protocol.messages import Landed, Route, Status
+from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving, _Chunk
 from kvxfer.protocol.sending import Sending, build_result
-from kvxfer.receiver import Receiver
 from kvxfer.sender import Sender
 
 Patch = pytest.MonkeyPatch
@@ -72,7 +74,7 @@ def no_lease(patch):
         posts = options.get("post") is not None
         return CopyJob(tables, done, after, math.inf if posts else until, *rest, **options)
 
-    for module in (shipment, landing, proving):
+    for module in (shipment, receiver, proving):
         patch.setattr(module, "CopyJob", job)
 
 
@@ -94,9 +96,8 @@ def no_permit(patch):
 
 def no_quarantine(patch):
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
-    patch.setattr(ahead.Ahead, "settle", lambda one, *, lost: one.void())
-    settle = landing.Landing.settle
-    patch.setattr(landing.Landing, "settle", lambda one, *, lost: settle(one, lost=False))
+    settle = Grants.settle
+    patch.setattr(Grants, "settle", lambda one, *, lost: settle(one, lost=False))
 
 
 def early_terminal(patch):
@@ -133,15 +134,15 @@ def forgotten_doubts(patch):
 
 
 def any_incarnation(patch):
-    opened = Receiver.opened
+    opened = Decode.opened
 
-    def resume(receiver, link):
-        opened(receiver, link)
-        for one in list(receiver._incoming.values()):
+    def resume(role, link):
+        opened(role, link)
+        for one in list(role._incoming.values()):
             if one.is_lost:
                 one.resume(link)
 
-    patch.setattr(Receiver, "opened", resume)
+    patch.setattr(Decode, "opened", resume)
 
 
 def any_process(patch):
@@ -197,17 +198,14 @@ def cancel_at_once(patch):
 
 
 def no_confirmation(patch):
-    say = incoming.Incoming.say
+    arrived = Receiver._arrived
 
-    def confirm(one, *messages):
-        say(one, *messages)
-        for message in messages:
-            if isinstance(message, Landed):
-                (chunk,) = one.machine.granted
-                nbytes = int(one._chunks[chunk]._pieces.nbytes.sum())
-                one.result(build_result(one.transfer, Status.OK, chunk=chunk, nbytes=nbytes, last=True))
+    async def confirm(one, chunk, bound=None, nbytes=-1):
+        if one.route is Route.PULL:
+            one.result(build_result(one.transfer, Status.OK, chunk=chunk, nbytes=nbytes, last=True))
+        await arrived(one, chunk, bound, nbytes)
 
-    patch.setattr(incoming.Incoming, "say", confirm)
+    patch.setattr(Receiver, "_arrived", confirm)
 
 
 def no_custody(patch):
@@ -221,16 +219,16 @@ def no_holding(patch):
 
 def unwatched_copies(patch):
     def theirs(one):
-        return one._own._doubts or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
+        return one._doubts or (one.machine.exposed and not one.machine.ended and one.route is not Route.STAGED)
 
-    patch.setattr(incoming.Incoming, "in_doubt", property(theirs))
+    patch.setattr(Receiver, "in_doubt", property(theirs))
 
 
 def unchecked_ends(patch):
     """A fetch is told as over when the peer has not said so."""
     quiet = {ReceiveState.STOPPING, ReceiveState.STOPPED, ReceiveState.DONE, ReceiveState.LOST}
-    patch.setattr(incoming.Incoming, "quiet", property(lambda one: one.machine.state in quiet))
-    patch.setattr(incoming.Incoming, "in_doubt", property(lambda one: False))
+    patch.setattr(Receiver, "quiet", property(lambda one: one.machine.state in quiet))
+    patch.setattr(Receiver, "in_doubt", property(lambda one: False))
 
 
 def stale_results(patch):

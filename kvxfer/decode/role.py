@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any, Final
 
 from kvxfer.blocklists import wanted_blocks, written_blocks
-from kvxfer.claims import Claims, TicketKey
+from kvxfer.decode.claims import Claims, TicketKey
+from kvxfer.decode.fetch import Demand, Fetch
+from kvxfer.decode.receiver import Receiver
 from kvxfer.errors import BusyError, ClosedError, Code, KvxferError, ProtocolError
 from kvxfer.events import as_event
-from kvxfer.fetching import Demand, Fetching
-from kvxfer.geometry import Blocks
-from kvxfer.incoming import Incoming
+from kvxfer.geometry import Blocks, Selection
 from kvxfer.link import Link
 from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
@@ -25,14 +25,14 @@ from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import Claim, Progress
 
-__all__ = ["Receiver"]
+__all__ = ["Decode"]
 
 _log: Final = logger("kvxfer.receive")
 _GONE: Final = frozenset({Code.TICKET_RELEASED, Code.TICKET_EXPIRED, Code.OFFER_WITHDRAWN})
 """Why a fetch fails whose request is not on offer any more: to claim it on would keep nothing."""
 
 
-class Receiver:
+class Decode:
     """Everything that this rank fetches from peers.
 
     Args:
@@ -41,14 +41,14 @@ class Receiver:
     """
 
     def __init__(self, site: Site, peers: Peers) -> None:
+        self.peers: Final = peers
         self._site: Final = site
-        self._peers: Final = peers
         self._numbers = count(1)
-        self._fetches: set[Fetching] = set()
-        self._of_ticket: dict[TicketKey, set[Fetching]] = {}  # the same
+        self._fetches: set[Fetch] = set()
+        self._of_ticket: dict[TicketKey, set[Fetch]] = {}  # the same
         self._windows: dict[TicketKey, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # what failed, for a retry
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
-        self._incoming: dict[int, Incoming] = {}
+        self._incoming: dict[int, Receiver] = {}
         self._recoveries: Final = Recoveries(site, peers)
         self._prover: Final = Prover(site, lambda: next(self._numbers), self._recoveries.begin)
         self._claims: Final = Claims(site, peers)
@@ -57,7 +57,7 @@ class Receiver:
         return len(self._fetches)
 
     @property
-    def fetches(self) -> Iterable[Fetching]:
+    def fetches(self) -> Iterable[Fetch]:
         """What has not ended, or is in doubt."""
         return self._fetches
 
@@ -69,7 +69,7 @@ class Receiver:
     @property
     def doubtful(self) -> int:
         """Fetches that ended while a peer's answer was missing."""
-        return sum(fetching.transfer.done for fetching in self._fetches)
+        return sum(fetch.transfer.done for fetch in self._fetches)
 
     # --- what callers do
 
@@ -92,32 +92,17 @@ class Receiver:
         limit = given_seconds(timeout, None)
         number = next(self._numbers)
         ident = f"{site.incarnation.hex()[:8]}-{number}"
-        numbers = chain((number,), self._numbers)  # with one prefill rank both sides name the transfer alike
         site.custody.hold(ident, written)
-        demand = Demand(ticket, spans, tokens, event, limit, keep, written)
-        fetching = Fetching(
-            site,
-            self._peers,
-            ident,
-            demand,
-            numbers.__next__,
-            self._known,
-            self._recoveries.begin,
-            self._succeeded,
-            self._given_up,
-            self._failed,
-            self._ended,
-        )
+        fetch = Fetch(site, self, ident, number, Demand(ticket, spans, tokens, event, limit, keep, written))
         self._claims.note_fetch(ticket.key, given_up=False)
         for older in self._of_ticket.get(ticket.key, ()):
             older.supersede()
         if (later := self._later.pop(ticket.key, None)) is not None:
             later.cancel()
         self._close_window(ticket.key)
-        self._fetches.add(fetching)
-        self._of_ticket.setdefault(ticket.key, set()).add(fetching)
-        fetching.begin()
-        return fetching.transfer
+        self._fetches.add(fetch)
+        self._of_ticket.setdefault(ticket.key, set()).add(fetch)
+        return fetch.transfer
 
     def claim(self, ticket: Ticket) -> Claim:
         """Keep a request's lease until it is fetched, declined, or the claim is closed.
@@ -149,6 +134,56 @@ class Receiver:
         for link in links:
             if isinstance(link, BaseException):
                 raise link
+
+    # --- what fetches say
+
+    def receiver(self, link: Link, selections: tuple[Selection, ...], fetch: Fetch) -> Receiver:
+        """What takes one rank's part of a fetch: it gets the messages that are for it."""
+        number = fetch.number if not fetch.receivers else next(self._numbers)
+        receiver = self._incoming[number] = Receiver(self._site, link, number, selections, fetch)
+        return receiver
+
+    def doubted(self, receiver: Receiver) -> None:
+        """Its peer is silent: seek evidence that nothing of it is written any more."""
+        self._recoveries.begin(receiver)
+
+    def succeeded(self, fetch: Fetch) -> None:
+        """Every byte of a fetch is there: it needs no claim any more, and what it took may be looked into."""
+        self._claims.drop(fetch.demand.ticket.key)
+        for receiver in fetch.receivers:
+            self._prover.used(receiver.link, receiver.route)
+
+    def given_up(self, fetch: Fetch) -> None:
+        """The caller of a fetch has given up, and keeps nothing."""
+        self._give_back(fetch.demand.ticket, fetch.links)
+
+    def failed(self, fetch: Fetch) -> None:
+        """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
+        site, ticket, links = self._site, fetch.demand.ticket, tuple(fetch.links)
+
+        def over() -> None:
+            self._windows.pop(ticket.key, None)
+            for left in self._of_ticket.get(ticket.key, ()):
+                left.unwant()
+            self._give_back(ticket, links)
+
+        self._close_window(ticket.key)
+        self._windows[ticket.key] = site.at(site.now() + site.config.retry_window, over), over
+
+    def ended(self, fetch: Fetch) -> None:
+        """A fetch is over; forget it once it leaves nothing in doubt."""
+        report, receivers = fetch.transfer.report, fetch.receivers
+        if report is not None and report.code in _GONE:
+            self._claims.drop(fetch.demand.ticket.key)
+        if not fetch.doubtful:
+            self._forget(fetch)
+            fetch.settle()
+            owing = [receiver for receiver in receivers if receiver.owes_an_answer]
+            for receiver in receivers:
+                if receiver not in owing:
+                    self._incoming.pop(receiver.transfer, None)
+                    receiver.exposure.end()
+            receivers[:] = owing  # they know the fetch: without a cycle, all of it is freed at once
 
     # --- messages
 
@@ -207,18 +242,18 @@ class Receiver:
 
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
-        for fetching in list(self._fetches):
-            fetching.abandon()
+        for fetch in list(self._fetches):
+            fetch.abandon()
 
     def close(self) -> None:
         """Say of what is in doubt that it stays so; for shutdown, after `abandon_all`."""
-        for fetching in list(self._fetches):
-            fetching.abandon()
-            fetching.forsake()
+        for fetch in list(self._fetches):
+            fetch.abandon()
+            fetch.forsake()
 
     def outcomes(self) -> "list[asyncio.Future[Any]]":
         """Resolve as fetches end; for the worker's drain."""
-        return [fetching.transfer.outcome for fetching in self._fetches if not fetching.transfer.done]
+        return [fetch.transfer.outcome for fetch in self._fetches if not fetch.transfer.done]
 
     def cancel_all(self) -> None:
         """Give up every fetch and claim; for shutdown."""
@@ -228,9 +263,9 @@ class Receiver:
             over()
         self._recoveries.cancel()
         self._prover.close()
-        for fetching in list(self._fetches):
-            if not fetching.transfer.done:
-                fetching.close()
+        for fetch in list(self._fetches):
+            if not fetch.transfer.done:
+                fetch.close()
         if ends := self.outcomes():  # the worker waits for its tasks, bounded; these are none
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
@@ -259,20 +294,17 @@ class Receiver:
     # --- inside
 
     @property
-    def _unanswered(self) -> "list[Incoming | Loan]":
+    def _unanswered(self) -> "list[Receiver | Loan]":
         """What peers were asked for, or lent, and has not ended."""
         return [*self._incoming.values(), *self._prover.loans.values()]
 
-    def _in_hand(self) -> Iterator[Incoming]:
+    def _in_hand(self) -> Iterator[Receiver]:
         for incoming in self._incoming.values():
             machine = incoming.machine
             if machine.exposed and incoming.route is not Route.MAPPED and not (machine.ended or incoming.is_lost):
                 yield incoming
 
-    def _known(self, incoming: Incoming) -> None:
-        self._incoming[incoming.machine.transfer] = incoming
-
-    def _find(self, link: Link, transfer: int) -> Incoming | None:
+    def _find(self, link: Link, transfer: int) -> Receiver | None:
         incoming = self._incoming.get(transfer)
         if incoming is None or incoming.link is link:
             return incoming
@@ -280,35 +312,12 @@ class Receiver:
             raise ProtocolError(f"transfer {transfer} belongs to another peer", peer=link.peer.name)
         return incoming
 
-    def _succeeded(self, fetching: Fetching) -> None:
-        """Every byte of a fetch is there: it needs no claim any more, and what it took may be looked into."""
-        self._claims.drop(fetching.ticket.key)
-        for incoming in fetching.incoming:
-            self._prover.used(incoming.link, incoming.route)
-
-    def _forget(self, fetching: Fetching) -> None:
-        self._fetches.discard(fetching)
-        same = self._of_ticket.get(fetching.ticket.key, set())
-        same.discard(fetching)
+    def _forget(self, fetch: Fetch) -> None:
+        self._fetches.discard(fetch)
+        same = self._of_ticket.get(fetch.demand.ticket.key, set())
+        same.discard(fetch)
         if not same:
-            self._of_ticket.pop(fetching.ticket.key, None)
-
-    def _given_up(self, fetching: Fetching) -> None:
-        """The caller of a fetch has given up, and keeps nothing."""
-        self._give_back(fetching.ticket, fetching.links)
-
-    def _failed(self, fetching: Fetching) -> None:
-        """A fetch ended in an error: unless somebody tries again soon, nobody needs its request."""
-        site, ticket, links = self._site, fetching.ticket, tuple(fetching.links)
-
-        def over() -> None:
-            self._windows.pop(ticket.key, None)
-            for left in self._of_ticket.get(ticket.key, ()):
-                left.unwant()
-            self._give_back(ticket, links)
-
-        self._close_window(ticket.key)
-        self._windows[ticket.key] = site.at(site.now() + site.config.retry_window, over), over
+            self._of_ticket.pop(fetch.demand.ticket.key, None)
 
     def _close_window(self, key: TicketKey) -> None:
         timer, _ = self._windows.pop(key, (None, None))
@@ -321,13 +330,13 @@ class Receiver:
         Nobody waits for that, or is connected for it. A rank whose part is in doubt is told when that has ended.
         """
         same = self._of_ticket.get(ticket.key, ())
-        if not all(fetching.transfer.done for fetching in same):
+        if not all(fetch.transfer.done for fetch in same):
             return  # tried again meanwhile
         if self._claims.note_fetch(ticket.key, given_up=True):
             return  # whoever closes the claim comes here
-        doubtful = {part.peer.identity.incarnation for fetching in same for part in fetching.incoming if part.in_doubt}
+        doubtful = {part.peer.identity.incarnation for fetch in same for part in fetch.receivers if part.in_doubt}
         others = self._release(ticket, links, doubtful)
-        if soon := [endpoint for endpoint in others if self._peers.opening(endpoint)]:
+        if soon := [endpoint for endpoint in others if self.peers.opening(endpoint)]:
             later = self._give_back_later(ticket, soon)
             task = self._site.tasks.spawn(later, f"kvxfer release {ticket.request}", spare=True)
             self._later[ticket.key] = task
@@ -354,7 +363,7 @@ class Receiver:
             Endpoints to which no link is known.
         """
         epoch = bytes.fromhex(ticket.epoch)
-        known = {endpoint: self._peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints}
+        known = {endpoint: self.peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints}
         for link in dict.fromkeys((*links, *known.values())):
             if link is not None and link.peer.identity.incarnation not in spared:
                 link.send(Release(ticket.ref(), Code.CANCELLED))
@@ -362,19 +371,4 @@ class Receiver:
 
     async def _connect(self, ticket: Ticket, endpoints: Iterable[str]) -> list[Link | BaseException]:
         epoch = bytes.fromhex(ticket.epoch)
-        return await asyncio.gather(*(self._peers.link(each, epoch) for each in endpoints), return_exceptions=True)
-
-    def _ended(self, fetching: Fetching) -> None:
-        """A fetch is over; forget it once it leaves nothing in doubt."""
-        report = fetching.transfer.report
-        if report is not None and report.code in _GONE:
-            self._claims.drop(fetching.ticket.key)
-        if not fetching.doubtful:
-            self._forget(fetching)
-            fetching.settle()
-            owing = [incoming for incoming in fetching.incoming if incoming.owes_an_answer]
-            for incoming in fetching.incoming:
-                if incoming not in owing:
-                    self._incoming.pop(incoming.machine.transfer, None)
-                    incoming.exposure.end()
-            fetching.incoming[:] = owing  # they know the fetch: without a cycle, all of it is freed at once
+        return await asyncio.gather(*(self.peers.link(each, epoch) for each in endpoints), return_exceptions=True)

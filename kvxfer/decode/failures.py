@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.decode.receiver import Receiver
 from kvxfer.errors import (
     Code,
     FailureReport,
@@ -24,7 +25,6 @@ from kvxfer.errors import (
     Step,
     TransferFailedError,
 )
-from kvxfer.incoming import Incoming
 from kvxfer.lazy import lazy
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.sending import Failure
@@ -74,7 +74,7 @@ class Standing:
     chunks: int = 0
 
 
-def standing(parts: Sequence[Incoming], failed: Incoming | None = None) -> Standing:
+def standing(parts: Sequence[Receiver], failed: Receiver | None = None) -> Standing:
     """Where a fetch stands that is about to fail.
 
     Args:
@@ -84,7 +84,7 @@ def standing(parts: Sequence[Incoming], failed: Incoming | None = None) -> Stand
     if not parts:
         return Standing(Step.CONNECTING)
     order = list(Step)
-    behind = [failed] if failed is not None else [part for part in parts if not part.ended] or parts
+    behind = [failed] if failed is not None else [part for part in parts if not part.machine.ended] or parts
     return Standing(
         min((part.step for part in behind), key=order.index),
         ",".join(part.peer.name for part in behind),
@@ -94,7 +94,7 @@ def standing(parts: Sequence[Incoming], failed: Incoming | None = None) -> Stand
     )
 
 
-def translated(subject: Subject, part: Incoming, failure: Failure) -> KvxferError:
+def translated(subject: Subject, part: Receiver, failure: Failure) -> KvxferError:
     """The error that says of a whole fetch how one rank's part failed."""
     peer, blocks = part.peer.name, subject.blocks
     what = f"fetch of {subject.request!r} from {peer} failed"

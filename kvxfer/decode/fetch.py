@@ -1,0 +1,433 @@
+"""One fetch over all prefill ranks: connect, divide what is needed among them, ask each, wait for all, and end once.
+
+It is a task of the worker's. Whatever happens to the caller, it goes on until no peer writes the blocks any more, or
+until it can say which blocks are in doubt.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.copy.port import Event
+from kvxfer.decode.failures import Cause, Standing, Subject, in_doubt, reported, short, standing, translated
+from kvxfer.decode.receiver import Receiver
+from kvxfer.errors import (
+    ClosedError,
+    Code,
+    FailureReport,
+    GeometryError,
+    KvxferError,
+    MismatchError,
+    PeerLostError,
+    Step,
+    TransferFailedError,
+    TransferTimeoutError,
+)
+from kvxfer.geometry import BlockLists, Selection
+from kvxfer.link import Link
+from kvxfer.metrics import Ended
+from kvxfer.protocol.messages import Release, Route, Status
+from kvxfer.protocol.sending import Failure
+from kvxfer.site import Site
+from kvxfer.tally import Tally
+from kvxfer.telemetry import TransferStats, hears_info, logger
+from kvxfer.tickets import Ticket
+from kvxfer.transfers import FetchResult, Progress, TransferState
+
+if TYPE_CHECKING:
+    from kvxfer.decode.role import Decode
+
+__all__ = ["Demand", "Fetch"]
+
+I64: TypeAlias = NDArray[np.int64]
+
+_NAME: Final = "kvxfer.receive"
+_log: Final = logger(_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the caller asked for, checked.
+
+    Attributes:
+        ticket: The right to it.
+        spans: Destination blocks of every group.
+        tokens: Token range.
+        after: The blocks may be written when this has fired.
+        timeout: Seconds, or None.
+        keep: Whether the prefill ranks keep the request, for a retry, if its caller gives up.
+        written: Blocks that the fetch will write, by group: int64 ids.
+    """
+
+    ticket: Ticket
+    spans: BlockLists
+    tokens: range
+    after: Event
+    timeout: float | None
+    keep: bool
+    written: Mapping[str, I64]
+
+
+class Fetch:
+    """One fetch.
+
+    Args:
+        site: The worker.
+        role: Its decode side.
+        ident: Name of the transfer, also the holder in the custody books.
+        number: Of the first rank's part: with one prefill rank both sides name the transfer alike.
+        demand: What to fetch.
+
+    Attributes:
+        number: As given.
+        demand: As given.
+        ref: Its ticket, as peers know it.
+        deadline: When its caller gives up, by the runtime's clock; infinity if never.
+        trace: To which trace it belongs; empty if nobody traces it.
+        transfer: What its caller sees.
+        receivers: What each prefill rank sends.
+        links: To every prefill rank that was told what is needed of it.
+        began: When it was asked for.
+    """
+
+    def __init__(self, site: Site, role: "Decode", ident: str, number: int, demand: Demand) -> None:
+        ticket, now = demand.ticket, site.now()
+        subject = Subject(ticket.request, ident, demand.written)
+        self.demand: Final = demand
+        self.number: Final = number
+        self.ref: Final = ticket.ref()
+        self.began: Final = now
+        self.deadline: Final = math.inf if demand.timeout is None else now + demand.timeout
+        self.trace: Final = site.metrics.fetch_began(ident, (ticket.request, ticket.attempt), now)
+        self.transfer: Final = Progress(ident, ticket.request, site.loop, self.cancel, lambda: short(subject.blocks))
+        self.receivers: Final[list[Receiver]] = []
+        self.links: Final[list[Link]] = []
+        self._site: Final = site
+        self._role: Final = role
+        self._subject: Final = subject
+        self._asked = False
+        self._error: Cause | None = None
+        self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
+        self._in_doubt = False
+        self._unwanted = self._superseded = False
+        self._settled: Final[asyncio.Future[None]] = site.loop.create_future()
+        self._revoke: asyncio.TimerHandle | None = None
+        self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
+        self._task: Final = site.tasks.spawn(self._run(), f"kvxfer fetch {ident}", self._abandoned)
+
+    # --- from the ticket to the end
+
+    async def _run(self) -> None:
+        try:
+            shares, links = await self._divided()
+            self._ask(shares, links)
+            if len(self.receivers) == 1:
+                await self.receivers[0].run()
+            else:
+                await asyncio.gather(*(receiver.run() for receiver in self.receivers))
+        except KvxferError as error:
+            self._stop(error)
+        if self._error is None:  # else `changed` ends it, once nobody writes the blocks any more
+            self._end()
+
+    async def _divided(self) -> tuple[Sequence[tuple[Selection, ...]], Sequence[Link | None]]:
+        """What is needed of each prefill rank, and the links to those that could be reached."""
+        site, role, ticket = self._site, self._role, self.demand.ticket
+        epoch = bytes.fromhex(ticket.epoch)
+        lost: KvxferError | None = None
+        links = [role.peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints]
+        if None in links:
+            links, lost = await self._connected(epoch)
+        peers = [None if link is None else link.peer for link in links]
+
+        def shares() -> Sequence[tuple[Selection, ...]]:
+            try:
+                return site.plans.shares(peers, rank=site.config.rank)
+            except (GeometryError, MismatchError) as error:  # a rank that is not there may be the one that is missing
+                if lost is not None:
+                    raise lost from error
+                gone = next((link for link in links if link is not None and link.failure is not None), None)
+                if gone is None:
+                    raise
+                what = f"fetch of {self.transfer.request!r} had not begun when {gone.peer.name} was lost"
+                raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
+
+        return await site.plan(shares, rows=site.plans.shares_rows(peers)), links
+
+    async def _connected(self, epoch: bytes) -> tuple[list[Link | None], KvxferError | None]:
+        """Links to all ranks; None for one that could not be reached, and the first reason for that."""
+        endpoints, peers = self.demand.ticket.rank_endpoints, self._role.peers
+        found = await asyncio.gather(*(peers.link(each, epoch) for each in endpoints), return_exceptions=True)
+        lost: KvxferError | None = None
+        links: list[Link | None] = []
+        for rank, outcome in enumerate(found):
+            if isinstance(outcome, Link):
+                links.append(outcome)
+            elif isinstance(outcome, KvxferError):
+                lost = lost or outcome
+                links.append(None)
+                _log.warning("rank_not_reached", rank=rank, endpoint=endpoints[rank], error=str(outcome))
+            else:
+                raise outcome
+        return links, lost
+
+    def _ask(self, shares: Sequence[tuple[Selection, ...]], links: Sequence[Link | None]) -> None:
+        """Tell every prefill rank by `Fetch`, or by `Release` that nothing of it is needed."""
+        self.transfer.state = TransferState.WAITING
+        try:
+            for selections, link in zip(shares, links, strict=True):
+                if link is None:
+                    continue
+                self.links.append(link)
+                if selections:
+                    receiver = self._role.receiver(link, selections, self)
+                    self.transfer.expect(dict.fromkeys(receiver.layers, 1))
+                    self.receivers.append(receiver)
+                    receiver.ask()
+                else:
+                    link.send(Release(self.ref))
+        finally:
+            self._asked = True
+        self.changed()
+
+    def _end(self) -> None:
+        """Tell the caller, and keep in custody what may still be written. Once."""
+        if self.transfer.done:
+            return
+        site, role = self._site, self._role
+        for timer in (self._timer, self._revoke):
+            if timer is not None:
+                timer.cancel()
+        self._in_doubt = any(receiver.in_doubt for receiver in self.receivers)
+        if self._in_doubt:
+            site.custody.doubt(self.transfer.id)
+        else:
+            site.custody.release(self.transfer.id)
+        if self._error is None:  # before whoever awaits the fetch goes on, perhaps with another one
+            site.loop.call_soon(self._release)
+            role.succeeded(self)
+        self._tell()
+        if self._unwanted:
+            site.loop.call_soon(self._give_back)  # a retry may begin in this turn
+        elif self._error is not None and not (self.demand.keep or self._superseded):
+            role.failed(self)
+        role.ended(self)
+
+    def _tell(self) -> None:
+        """Count it, log it, and tell its caller."""
+        site, transfer, error = self._site, self.transfer, self._error
+        tally, report = self._tally(), None
+        stats = self._stats(tally)
+        if error is not None:
+            transfer.failed_blocks = self._subject.blocks
+            if self._in_doubt:
+                silent = ",".join(receiver.peer.name for receiver in self.receivers if receiver.in_doubt)
+                who = "a copy of our own" if any(r.copying for r in self.receivers) else "a silent peer"
+                error = in_doubt(self._subject, error, lambda: asyncio.shield(self._settled), silent, who)
+            error, report = reported(self._subject, self._standing, error, elapsed=stats.duration, route=stats.route)
+        code = None if error is None else Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
+        site.metrics.transfer_ended(
+            Ended(
+                side="receive",
+                code=code,
+                stats=stats,
+                report=report,
+                transfer=transfer.id,
+                key=(transfer.request, self.demand.ticket.attempt),
+                stages=tally.stages,
+            )
+        )
+        for receiver in self.receivers:
+            receiver.link.moved[receiver.route] += receiver.tally.bytes
+        self._log(stats, report)
+        if error is None or report is None:
+            payload = next((r.machine.payload for r in self.receivers if r.machine.payload), b"")
+            transfer.succeed(FetchResult(transfer.request, payload, stats))
+        else:
+            transfer.fail(error, report)
+
+    def _log(self, stats: TransferStats, report: FailureReport | None) -> None:
+        """The one line of this fetch."""
+        if report is not None:
+            say = _log.info if report.code is Code.CANCELLED else _log.warning
+            say("fetch_failed", **stats.log_fields(), **report.log_fields())
+        elif hears_info(_NAME):
+            _log.info(
+                "fetch_ended",
+                request=self.transfer.request,
+                transfer=self.transfer.id,
+                outcome="ok",
+                **stats.log_fields(),
+            )
+
+    def _tally(self) -> Tally:
+        """What all ranks' parts counted."""
+        if len(self.receivers) == 1:
+            return self.receivers[0].tally
+        tally = Tally()
+        for receiver in self.receivers:
+            tally.merge(receiver.tally)
+        return tally
+
+    def _stats(self, tally: Tally) -> TransferStats:
+        receivers = self.receivers
+        return tally.stats(
+            route="+".join(sorted({r.route.name.lower() for r in receivers if r.route is not Route.UNKNOWN})),
+            why="; ".join(dict.fromkeys(receiver.why for receiver in receivers if receiver.why)),
+            limited_by="; ".join(dict.fromkeys(r.limited_by for r in receivers if r.limited_by)),
+            peers=tuple(receiver.peer.name for receiver in receivers),
+            started=self.began,
+            finished=self._site.now(),
+        )
+
+    def _release(self) -> None:
+        """Tell every prefill rank that nothing more of the request is needed."""
+        for link in self.links:
+            link.send(Release(self.ref))
+
+    # --- what its receivers say
+
+    def planned(self, needed: Sequence[int], parts: Mapping[int, int]) -> None:
+        """One rank's plan is made: of each of the layers that it sends, so many parts will land."""
+        self.transfer.expect(parts)
+        self.transfer.landed(needed)  # each counted as one part until now
+
+    def landed(self, layers: Sequence[int]) -> None:
+        """One chunk of these layers is in place."""
+        if not self.transfer.done:
+            self.transfer.state = max(self.transfer.state, TransferState.MOVING)
+            self.transfer.landed(layers)
+
+    def changed(self) -> None:
+        """A rank's part has failed, or ended: stop the others if it failed, and end when nobody writes any more."""
+        if self.transfer.done:
+            self._role.ended(self)
+        elif self._asked:
+            self._collect_failures()
+            if self._error is not None:
+                self._wind_down(self._error)
+                if not self.transfer.done and all(receiver.quiet for receiver in self.receivers):
+                    self._end()
+
+    def doubted(self, receiver: Receiver) -> None:
+        """A rank says nothing more of its part."""
+        self._role.doubted(receiver)
+
+    # --- what ends it early
+
+    def cancel(self) -> None:
+        """The caller gave up, also one whose fetch has failed already, and is winding down."""
+        self._unwanted = not self.demand.keep
+        self._stop(asyncio.CancelledError())
+
+    def close(self) -> None:
+        """The worker is closing."""
+        self._stop(ClosedError(f"the worker was closed before the fetch of {self.transfer.request!r} had ended"))
+
+    def abandon(self) -> None:
+        """The worker is closing and cannot wait any longer."""
+        if not self.transfer.done:
+            if self._error is None:
+                self._fail(ClosedError(f"the fetch of {self.transfer.request!r} was abandoned"))
+            self._silence()
+
+    def _abandoned(self, error: BaseException) -> None:
+        """Its task was cancelled, or met a defect."""
+        text = f"fetch of {self.transfer.request!r} could not go on: {error!r}"
+        self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
+
+    def _timed_out(self) -> None:
+        waited, at = self._site.now() - self.began, standing(self.receivers)
+        hint = "; it may not be on offer there" if at.step is Step.ASKING else ""
+        self._stop(
+            TransferTimeoutError(
+                f"fetch of {self.transfer.request!r} did not end within {self.demand.timeout:g} s ({waited:.3f} s "
+                f"passed while {at.step.value}, {at.bytes} bytes landed, state {self.transfer.state.name}){hint}; "
+                f"what was under way had {self._site.config.revoke_timeout:g} s more to end",
+                peer=at.peer,
+                transfer=self.transfer.id,
+                blocks=self._subject.blocks,
+            )
+        )
+
+    def _stop(self, error: Cause) -> None:
+        if self._error is not None or self.transfer.done:
+            return
+        self._fail(error)
+        if self._asked:
+            self.changed()
+        else:  # nobody was asked for anything yet
+            self._end()
+            self._task.cancel()
+
+    def _fail(self, error: Cause, failed: Receiver | None = None) -> None:
+        """Note why it fails, and where it stands."""
+        self._error, self._standing = error, standing(self.receivers, failed)
+
+    def _collect_failures(self) -> None:
+        """The first failure of any rank becomes the fetch's error."""
+        for receiver in self.receivers:
+            failure = receiver.machine.failure
+            if failure is not None and self._error is None:
+                self._fail(translated(self._subject, receiver, failure), receiver)
+
+    def _wind_down(self, error: Cause) -> None:
+        """Stop what still runs; what is not quiet within `revoke_timeout` is in doubt."""
+        if self._revoke is not None:
+            return
+        self._revoke = self._site.at(self._site.now() + self._site.config.revoke_timeout, self._silence)
+        code = Code.CANCELLED if isinstance(error, asyncio.CancelledError) else error.code
+        failure = Failure(Status.CANCELLED, code, str(error) or "the caller cancelled")
+        for receiver in self.receivers:
+            if not receiver.quiet:
+                receiver.stop(failure)
+
+    def _silence(self) -> None:
+        """Nobody is waited for any longer."""
+        silent = Failure(Status.FAILED, Code.PEER_LOST, f"no answer within {self._site.config.revoke_timeout:g} s")
+        for receiver in self.receivers:
+            if not receiver.quiet:
+                receiver.lost(silent)
+        self._collect_failures()
+        self._end()
+
+    # --- what becomes of its request, and of what it leaves in doubt
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
+        return not all(receiver.finished for receiver in self.receivers)
+
+    def supersede(self) -> None:
+        """The request is fetched anew: what becomes of it is that fetch's business."""
+        self._superseded, self._unwanted = True, False
+
+    def unwant(self) -> None:
+        """Nobody has tried again: what is in doubt of it is given back when that has ended."""
+        self._unwanted = True
+
+    def _give_back(self) -> None:
+        if self._unwanted:
+            self._role.given_up(self)
+
+    def settle(self) -> None:
+        """Evidence came in: no peer can write the blocks any more."""
+        if not self._settled.done():
+            if self._in_doubt:
+                self._site.custody.settle(self.transfer.id)
+                self._give_back()
+            self.transfer.memory_safe = True
+            self._settled.set_result(None)
+
+    def forsake(self) -> None:
+        """The worker is closed: there will be no evidence any more. The memory is left to the process's end."""
+        if not self._settled.done():
+            self._settled.set_exception(
+                ClosedError(f"the worker was closed while blocks of {self.transfer.id} were in doubt: never reuse them")
+            )
+            self._settled.exception()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer import claims
 from kvxfer.blocking import BlockingWorker
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
+from kvxfer.decode import claims
 from kvxfer.errors import (
     BlocksError,
     ClosedError,

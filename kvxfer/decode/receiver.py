@@ -519,6 +519,8 @@ class Receiver:
             nbytes: How many bytes it has by that.
         """
         message = await self._arrivals[chunk][1]
+        if not self.moving:
+            raise asyncio.CancelledError
         if bound is not None:
             _compare(chunk, nbytes, message.bytes)
         if _by_nic(self, staged=False):

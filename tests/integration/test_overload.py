@@ -11,7 +11,8 @@ from inside import early_places, queues, renew_claims
 from stage import Cache, Copied, eventually, quiet
 from wire import play
 
-from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released, claims, polling
+from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released, polling
+from kvxfer.decode import claims as claims_module
 from kvxfer.fabric.loopback import LoopbackTransport
 
 BLOCK = range(4)
@@ -170,7 +171,7 @@ async def test_thousands_of_claims_in_one_frame(stage):
 
 
 async def test_claims_are_bounded(stage, monkeypatch):
-    monkeypatch.setattr(claims, "_MAX_CLAIMS", 2)
+    monkeypatch.setattr(claims_module, "_MAX_CLAIMS", 2)
     prefill, decode = await stage.pair(Cache(), Cache())
     ticket = prefill.engine.ticket
     kept = [decode.claim(ticket(f"r{n}")) for n in range(2)]

@@ -39,12 +39,12 @@ from kvxfer import (
     MemoryInDoubt,
     Released,
     assembly,
-    landing,
     outgoing,
     proving,
     rebuilding,
     shipment,
 )
+from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
@@ -181,7 +181,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
     poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
     monkeypatch.setattr(rebuilding, "runs_on", lambda site, peer: True)
-    for module in (landing, proving, shipment):
+    for module in (receiver, proving, shipment):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
     stage.network.hold(far)
     offer = prefill.offer("r", [1, 2], tokens=8)

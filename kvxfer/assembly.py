@@ -292,7 +292,7 @@ def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
     """What this rank tells its peers that it can do, or asks for."""
     capabilities, config = Capability.STREAMING | Capability.SUMS | Capability.RENEWED, parts.config
     if parts.staging.receiving is not None:
-        capabilities |= Capability.STAGED | Capability.PROBE
+        capabilities |= Capability.STAGED
     if in_place:
         capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
     if parts.exports.frames:

@@ -37,8 +37,6 @@ class Desk:
         self._deciding = False
         self._again = False
         self._paused = False
-        self.crowded: Callable[[], object] | None = None
-        """Called when a request has to wait: whoever holds memory that nobody asked for gives it back."""
         self.emptied: Callable[[], object] | None = None
         """Called when the last extent was given back: for a desk that is kept for those alone."""
 
@@ -66,9 +64,7 @@ class Desk:
         if request not in self._waiting:
             return None
         self._since[request] = now
-        if self.crowded is not None:
-            self.crowded()
-        return request if request in self._waiting else None
+        return request
 
     def take(self, peer: str, nbytes: int) -> Extent | None:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""

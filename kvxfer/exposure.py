@@ -15,6 +15,7 @@ from kvxfer.telemetry import logger
 __all__ = ["Exposure"]
 
 _log: Final = logger("kvxfer.worker")
+_ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 
 
 class Exposure:
@@ -57,10 +58,10 @@ class Exposure:
     def ends_with_process(self) -> bool:
         """Whether nothing of it goes on, or does harm, when the peer's process has ended.
 
-        What a process left to a socket may still land, and that is known of a lane only once it was seen. A reader's
-        end harms nobody.
+        What a process left to a socket may still land, whoever reads that out: only a new agent of ours ends it. A
+        reader's end harms nobody.
         """
-        return self.routes <= {Route.MAPPED, Route.PULL, *self._granted_over.proved}
+        return self.routes <= _ENDS_WITH_PROCESS
 
     @property
     def in_doubt(self) -> bool:

@@ -94,7 +94,6 @@ class Link(asyncio.Protocol):
         encrypted: Whether the stream is TLS.
         since: When its stream was opened, or was about to be.
         renewals: How often the peer has made its agent anew, as far as it has said so here.
-        proved: Routes on which the peer itself moves what it writes here, as was seen (`kvxfer.proving`).
         moved: Bytes of cache that transfers of this session moved, in either direction, by route.
         ready: Resolves when the handshake is complete, or with the error that prevented it.
     """
@@ -105,7 +104,6 @@ class Link(asyncio.Protocol):
         self.trusted = False
         self.encrypted = False
         self.renewals = 0
-        self.proved: frozenset[Route] = frozenset()
         self.moved: Final[Counter[Route]] = Counter()
         self._handler = handler
         self._runtime = runtime

@@ -117,7 +117,6 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
         "not_mapped": site.mappings.why_not(peer),
         "told": [] if isinstance(told, str) else [{**asdict(one), "over": one.over} for one in told],
         "untold": told if isinstance(told, str) else "",
-        "proved": sorted(_name(route) for route in link.proved),
         "moved": moved,
     }
 

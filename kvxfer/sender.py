@@ -27,7 +27,6 @@ from kvxfer.protocol.messages import (
     TicketRef,
 )
 from kvxfer.protocol.sending import Failure, build_result
-from kvxfer.proving import NOT_NOW, Showing
 from kvxfer.quota import Quota
 from kvxfer.remembered import Remembered
 from kvxfer.site import Site
@@ -37,6 +36,7 @@ __all__ = ["Sender"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
+_NOT_WRITTEN: Final = Failure(Status.CANCELLED, Code.TOO_MANY, "nothing is written there")
 _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
 """Routes on which the transport writes what this rank sends."""
 
@@ -55,9 +55,7 @@ class Sender:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Remembered(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._showings: dict[tuple[bytes, int], Showing] = {}  # one at a time
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
-        site.send_desk.crowded = self._make_room
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -96,10 +94,10 @@ class Sender:
                 self.claim(link, message)
             case Release():
                 self.release(link, message)
-            case Probe():
-                self.probe(link, message)
             case Check():
                 self.check(link, message)
+            case Probe():  # of the past: nothing is written there
+                link.send(_terminal(message.transfer, _NOT_WRITTEN))
             case _:
                 pass
 
@@ -137,10 +135,6 @@ class Sender:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (showing := self._showings.get(key)) is not None:
-            showing.link = link
-            showing.stop(failure)
-            return
         if (outgoing := self._transfers.get(key)) is not None:
             outgoing.link = link
             outgoing.cancelled(failure)
@@ -180,19 +174,6 @@ class Sender:
             declined = message.code is Code.CANCELLED
             self.book.release((message.ticket.request, message.ticket.attempt), who, declined=declined)
 
-    def probe(self, link: Link, message: Probe) -> None:
-        """A decode rank lends memory, to see who moves what is written there.
-
-        One at a time, and only for trusted peers.
-        """
-        key = self._fresh(link, message.transfer)
-        unable = self._site.draining or not link.trusted or self._site.sending is None
-        if self._showings or unable or self._doubtful.full or not message.nonce:
-            link.send(_terminal(message.transfer, NOT_NOW))
-            return
-        showing = self._showings[key] = Showing(self._site, link, message, self._shown)
-        showing.begin()
-
     def opened(self, link: Link) -> None:
         """A decode rank is there (again), and may still read what it was announced before."""
         incarnation = link.peer.identity.incarnation
@@ -220,9 +201,6 @@ class Sender:
             del self._here[incarnation]
         self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
-        for showing in self._showings.values():
-            if showing.link is link:
-                showing.stop(failure)
         for outgoing in list(self._transfers.values()):
             if outgoing.link is link:
                 outgoing.stop(failure)
@@ -240,8 +218,6 @@ class Sender:
         failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the prefill worker is closing")
         for offer in self.book.offers:
             offer.end(Withdrawn(), failure)
-        for showing in self._showings.values():
-            showing.stop(failure)
         self.refuse_parked()
         ends = [offer.wait_end() for offer in self.book.offers]
         if ends:  # the worker waits for its tasks, bounded; peers that read our blocks are no tasks of ours
@@ -295,32 +271,6 @@ class Sender:
             self.book.touched(outgoing.offer)
         return outgoing
 
-    def _make_room(self) -> None:
-        """A chunk waits for memory to gather into."""
-        for showing in self._showings.values():
-            showing.stop(NOT_NOW)
-
-    def _shown(self, showing: Showing) -> None:
-        who, transfer = showing.link.peer.identity.incarnation, showing.probe.transfer
-        if self._showings.get((who, transfer)) is not showing:
-            self._doubted_late(who, transfer, showing)
-            return
-        del self._showings[who, transfer]
-        if showing.in_doubt:
-            here, placed = self._here.get(who), self._places.take(who)
-            self._doubtful.keep(
-                showing.link,
-                transfer,
-                showing.failure,
-                showing.renewals,
-                here=here,
-                severed=showing.severed,
-                copies=showing.copies,
-                placed=placed,
-            )
-            if here is not None:
-                self.renewed(here)  # it may have told of its new agent before our post to the old one ended
-
     def _ended(self, outgoing: Outgoing) -> None:
         who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer
         if outgoing.offer is None:
@@ -349,7 +299,7 @@ class Sender:
         else:
             self._places.give(who)
 
-    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing | Showing) -> None:
+    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing) -> None:
         """More is known of what ended in doubt."""
         doubt, here = self._doubtful.find(who, transfer), self._here.get(who)
         if doubt is None:
@@ -370,7 +320,7 @@ class Sender:
             ProtocolError: If the number stands for something else that is under way, or in doubt.
         """
         key = (link.peer.identity.incarnation, transfer)
-        if key in self._transfers or key in self._showings or self._doubtful.find(*key) is not None:
+        if key in self._transfers or self._doubtful.find(*key) is not None:
             raise ProtocolError(f"transfer {transfer} is under way already", peer=link.peer.name)
         return key
 

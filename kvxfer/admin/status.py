@@ -79,7 +79,7 @@ def _share(share: ShareSnapshot) -> dict[str, Any]:
 
 def _peer(peer: Mapping[str, Any], transport: str) -> dict[str, Any]:
     shown = ["peer", "role", "endpoint", "trusted", "encrypted", "draining", "connected_seconds", "silent_seconds"]
-    shown += ["host", "told", "proved", "moved", "not_mapped"]
+    shown += ["host", "told", "moved", "not_mapped"]
     return {**{key: peer[key] for key in shown}, "lanes": _lanes(peer, transport)}
 
 
@@ -92,11 +92,7 @@ def _lanes(peer: Mapping[str, Any], transport: str) -> list[str]:
     known += [f"{transport}: {_told(one, peer['told'])}" for one in peer["told"]]
     pulled, pushed = "pull" in peer["moved"], not {"staged", "direct"}.isdisjoint(peer["moved"])
     here, there = (pulled, pushed) if peer["role"] == "client" else (pushed, pulled)
-    if peer["proved"]:
-        which = "CMA, CUDA IPC or a NIC of this host, not TCP; " if "nixl" in transport.lower() else ""
-        seen = ", ".join(peer["proved"])
-        known.append(f"{transport}: {which}the peer moves the bytes without this process, as was seen on {seen}")
-    elif there:
+    if there:
         known.append(f"{transport}: what the peer posts goes over a lane that its own page names")
     if here and not peer["told"]:
         over = "over a network; " if peer["host"] == "another" else ""

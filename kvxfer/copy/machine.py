@@ -112,7 +112,6 @@ from kvxfer.copy.records import (
     HELD,
     HELPERS,
     HERE,
-    HUSH,
     IN_DOUBT,
     INBOX,
     INBOX_RECORDS,
@@ -144,7 +143,6 @@ from kvxfer.copy.records import (
     MARKED,
     MOST_OWNERS,
     NEAR,
-    NEEDED,
     NEWS,
     NOBODY,
     NOTICES_AT,
@@ -235,7 +233,7 @@ _AHEAD_BYTES: Final = 512 << 20
 _SHORTEST_NS: Final = 20_000
 _LOOK_BACK_NS: Final = 10_000_000
 """Between two looks at what was given up: over TCP it goes on in these alone."""
-_GROWTH: Final = 10_000
+_GROWTH: Final = 1_000
 """Where the library may need this side to go on, a sleep is at most this fraction of the wait, but may be `OFTEN`."""
 _LONGEST_STEP_NS: Final = 1_000_000_000
 """What one step counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
@@ -765,7 +763,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
                     drop_parts(state, ports, job)
                     _leave(state, ports, job)
                     _over(state, job, slot, OVER, 1 if ended else 0)
-    if state[HELD] != 0 and now >= state[HUSH]:
+    if state[HELD] != 0:
         make_progress(state, ports)
     if state[CATCHING] == 1:
         for at in range(state[LIVE]):
@@ -811,9 +809,7 @@ def _delay(state: Any, now: Any) -> Any:
             return 0
         delay = min(max(waited // 8, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
     if state[HELD] != 0:
-        held = often if state[NEEDED] != 0 else longest
-        held = max(held, state[HUSH] - now)
-        delay = held if delay < 0 else min(delay, held)
+        delay = often if delay < 0 else min(delay, often)
     if state[WATCHED] != 0:
         delay = _LOOK_BACK_NS if delay < 0 else min(delay, _LOOK_BACK_NS)
     if state[CATCHING] != 0:

@@ -184,7 +184,6 @@ class Mover:
         self._native: Native | None = None  # of the agent that the machine has, or had last
         self._listed = 1  # times as many pieces between GPUs
         self._gone: Final[set[str]] = set()  # peers of which a post said so
-        self._firm = False  # whether the agent is let be whoever is held awake for
         self._unwatched: Final[dict[str, list[Callable[[], None]]]] = {}
         self._caught: asyncio.Future[None] | None = None
         self._deaf = False  # whether it hears of the machine no more
@@ -287,31 +286,21 @@ class Mover:
         self._listed = _LISTED_MORE if listed else 1
         self._machine.attach(native, orderly=orderly, anew=anew)
 
-    def hold_awake(self, *, needed: bool = True) -> Callable[[], None]:
+    def hold_awake(self) -> Callable[[], None]:
         """Keep the transport progressing, for peers that write into our memory, until the returned function is called.
-
-        Args:
-            needed: False where they were seen to move their bytes without it: then it progresses seldom, in case.
 
         Returns:
             Releases this hold; further calls do nothing.
         """
-        holder = [needed]
-        self._hold(1, needed)
+        state, holder = self._machine.state, [1]
+        state[records.HELD] += 1
+        self._machine.poke()
 
         def release() -> None:
             if holder:
-                self._hold(-1, holder.pop())
+                state[records.HELD] -= holder.pop()
 
         return release
-
-    def _hold(self, count: int, needed: bool) -> None:
-        state = self._machine.state
-        state[records.HELD] += count
-        state[records.NEEDED] += count * needed
-        if count > 0:
-            state[records.HUSH] *= self._firm
-            self._machine.poke()
 
     @property
     def held_awake(self) -> int:
@@ -322,30 +311,6 @@ class Mover:
     def lingering(self) -> int:
         """Posts that were given up, and may still touch memory."""
         return int(self._machine.state[records.LINGERING])
-
-    @property
-    def calls(self) -> int:
-        """How often the agent was called that may have moved bytes by it."""
-        return int(self._machine.state[records.CALLS])
-
-    @property
-    def posting(self) -> int:
-        """Posts whose turn has come, and parts that were given up and are still looked at. From any thread."""
-        state = self._machine.state
-        return int(state[records.SENDING_COUNT] + state[records.WATCHED])
-
-    def hush(self, until: float, *, firm: bool) -> None:
-        """Let the agent be until then, unless something is posted, or somebody is held awake for and it is not `firm`.
-
-        From any thread that has claimed the agent.
-        """
-        self._firm = firm
-        self._machine.state[records.HUSH] = int(until * _NS)
-
-    def unhush(self) -> None:
-        """Let it progress again."""
-        self._machine.state[records.HUSH] = 0
-        self._machine.poke()
 
     def claim(self) -> bool:
         """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""

@@ -24,7 +24,6 @@ from kvxfer.copy.records import (
     BEGIN,
     BROKEN,
     BUSY,
-    CALLS,
     CAUSE,
     CODE,
     CREATE_LIST,
@@ -314,7 +313,6 @@ def prepared(state: Any, ports: Any, job: Any, nbytes: Any) -> Any:
 def begin_part(state: Any, ports: Any, job: Any, request: Any, began: Any) -> None:
     """Post the part whose request was made."""
     flush = job[FLUSHING] == FLUSHED_ONCE
-    state[CALLS] += 1  # before: what lands in it is not the peer's own work
     status = call(ports[BEGIN], state[AGENT_AT], request, 0)
     if status < 0:
         gone = _is_gone(state, ports, request)
@@ -339,7 +337,6 @@ def look(state: Any, ports: Any, job: Any) -> Any:
     at = 0
     while at < job[FLYING]:
         request = job[PARTS_AT + at]
-        state[CALLS] += 1
         status = call(ports[STATUS], state[AGENT_AT], request)
         if status == IN_PROGRESS:
             at += 1
@@ -393,7 +390,6 @@ def ended_late(state: Any, ports: Any, job: Any) -> Any:
     at = 0
     while at < job[FLYING]:
         request = job[PARTS_AT + at]
-        state[CALLS] += 1
         status = call(ports[STATUS], state[AGENT_AT], request)
         if status < 0:  # what that part has left under way nobody can say
             drop_parts(state, ports, job)
@@ -426,7 +422,6 @@ def caught(state: Any, ports: Any, job: Any) -> Any:
 @inlined
 def make_progress(state: Any, ports: Any) -> None:
     """Let the library work: for what peers move. What it is notified of is not asked for."""
-    state[CALLS] += 1
     status = call(ports[NOTICES], state[AGENT_AT], state[NOTICES_AT], 0)
     if status < 0 and state[BROKEN] == 0:
         state[BROKEN] = status

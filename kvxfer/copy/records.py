@@ -20,7 +20,6 @@ __all__ = [
     "BROKEN",
     "BUSY",
     "BYTES",
-    "CALLS",
     "CANCEL",
     "CANCELLED",
     "CAPTURE_MODE",
@@ -86,7 +85,6 @@ __all__ = [
     "HELD",
     "HELPERS",
     "HERE",
-    "HUSH",
     "INBOX",
     "INBOX_RECORDS",
     "IN_DOUBT",
@@ -128,7 +126,6 @@ __all__ = [
     "NEAR_DEVICE",
     "NEAR_KIND",
     "NEAR_PIECES",
-    "NEEDED",
     "NEWS",
     "NEXT_PIECE",
     "NEXT_WITHIN",
@@ -313,8 +310,7 @@ AGENT_AT, NOTICES_AT = 51, 52  # the transport's agent, 0 if there is none; wher
 WANTED, BUSY = 53, 54  # who is about to call it elsewhere, or does; whether the machine does
 HALTED, ORDERLY, PATIENCE = 55, 56, 57  # post nothing; as of `Transport`; for how long nothing need move, in ns
 LIVED, STEPPED = 58, 59  # time in which the machine ran and might call the agent; when it ran last
-HELD, NEEDED, HUSH = 60, 61, 62  # who counts on it to make progress, as the loop says; until when it makes none
-CALLS, SERVES = 63, 64  # calls of the agent that may move bytes; parts that had their turn
+HELD, SERVES = 60, 61  # who counts on it to make progress, as the loop says; parts that had their turn
 SENDING_COUNT, FLYING_COUNT, LEFT_COUNT, LINGERING = 65, 66, 67, 68  # rows; parts; rows; those that may move bytes
 WATCHED, LOOKED = 69, 70  # parts of rows that are left; when they were looked at
 NEXT_PIECE, NEXT_WITHIN, MADE = 71, 72, 73  # where the part ends that was made last; what a function made

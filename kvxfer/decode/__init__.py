@@ -1,1 +1,1 @@
-"""The decode side of transfers: fetches over all prefill ranks, what each of them sends, and claims of what is to come."""
+"""The decode side of transfers: fetches over all prefill ranks, what each of them sends, and claims."""

@@ -118,7 +118,7 @@ class Fetch:
         self._settled: Final[asyncio.Future[None]] = site.loop.create_future()
         self._revoke: asyncio.TimerHandle | None = None
         self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
-        self._task: Final = site.tasks.spawn(self._run(), f"kvxfer fetch {ident}", self._abandoned)
+        self._task: Final = site.tasks.spawn(self._run(), f"kvxfer fetch {ident}", self._abandoned, spare=True)
 
     # --- from the ticket to the end
 

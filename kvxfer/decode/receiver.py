@@ -362,14 +362,13 @@ class Receiver:
         while self._queue and len(self._under_way) < self.site.config.window:
             chunk, until, generation = self._queue.popleft()
             self._under_way.add(chunk)
-            if self.route is Route.PULL:
-                work = self._read(chunk, bound, until, generation)
-            else:
-                work = self._land(chunk, bound)
+            reads = self.route is Route.PULL
+            work = self._read(chunk, bound, until, generation) if reads else self._land(chunk, bound)
             if len(bound.grid) == 1:
                 await work
                 return
-            self.site.tasks.spawn(self._supervised(work), f"kvxfer receive {self.transfer} chunk {chunk}")
+            name = f"kvxfer receive {self.transfer} chunk {chunk}"
+            self.site.tasks.spawn(self._supervised(work), name, spare=True)
         await self._until_news()
 
     async def _land(self, chunk: int, bound: Bound, *, granted: bool = False) -> None:
@@ -796,7 +795,7 @@ class Receiver:
         """Make progress for what the peer posts: over TCP the target moves the data."""
         self._awake()
         if self.route is not Route.MAPPED:
-            self._awake = self.site.mover.hold_awake(needed=self.route not in self.link.proved)
+            self._awake = self.site.mover.hold_awake()
 
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""

@@ -18,7 +18,6 @@ from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
 from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Route, Status, Sums, Want
 from kvxfer.protocol.sending import Failure
-from kvxfer.proving import Loan, Prover
 from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
@@ -50,7 +49,6 @@ class Decode:
         self._later: dict[TicketKey, asyncio.Task[None]] = {}  # what tells ranks to free it that are being connected
         self._incoming: dict[int, Receiver] = {}
         self._recoveries: Final = Recoveries(site, peers)
-        self._prover: Final = Prover(site, lambda: next(self._numbers), self._recoveries.begin)
         self._claims: Final = Claims(site, peers)
 
     def __len__(self) -> int:
@@ -148,10 +146,8 @@ class Decode:
         self._recoveries.begin(receiver)
 
     def succeeded(self, fetch: Fetch) -> None:
-        """Every byte of a fetch is there: it needs no claim any more, and what it took may be looked into."""
+        """Every byte of a fetch is there: it needs no claim any more."""
         self._claims.drop(fetch.demand.ticket.key)
-        for receiver in fetch.receivers:
-            self._prover.used(receiver.link, receiver.route)
 
     def given_up(self, fetch: Fetch) -> None:
         """The caller of a fetch has given up, and keeps nothing."""
@@ -211,8 +207,6 @@ class Decode:
     def _result(self, link: Link, message: KvAgentResult) -> None:
         if (incoming := self._find(link, message.transfer)) is not None:
             incoming.result(message)
-        elif (loan := self._prover.loans.get(message.transfer)) is not None:
-            loan.result(link, message)
         else:
             self._site.metrics.result_dropped("stale")
 
@@ -221,9 +215,9 @@ class Decode:
         if self._site.config.sums_every:
             link.send(Check(self._site.config.sums_every))
             self._site.warm_sums(link.peer, sending=False)
-        for owed in self._unanswered:
-            if owed.peer.identity.incarnation == link.peer.identity.incarnation and owed.is_lost:
-                owed.resume(link)
+        for receiver in list(self._incoming.values()):
+            if receiver.peer.identity.incarnation == link.peer.identity.incarnation and receiver.is_lost:
+                receiver.resume(link)
 
     def lost(self, link: Link, error: KvxferError) -> None:
         """A link is gone: every transfer on it fails."""
@@ -231,14 +225,12 @@ class Decode:
         for incoming in list(self._incoming.values()):
             if incoming.link is link and not incoming.machine.ended:
                 incoming.lost(failure)
-        self._prover.lost(link)
 
     def renewed(self, link: Link) -> None:
-        """An agent of one of both sides was made anew: what was found out of the lane between them says no more."""
-        for owed in self._unanswered:
-            if owed.peer.identity.incarnation == link.peer.identity.incarnation:
-                owed.exposure.met(link.renewals)
-        self._prover.renewed(link)
+        """A prefill rank has made its agent anew."""
+        for receiver in list(self._incoming.values()):
+            if receiver.peer.identity.incarnation == link.peer.identity.incarnation:
+                receiver.exposure.met(link.renewals)
 
     def abandon_all(self) -> None:
         """Wait for no peer any longer; for shutdown, after `cancel_all`."""
@@ -262,28 +254,26 @@ class Decode:
             timer.cancel()
             over()
         self._recoveries.cancel()
-        self._prover.close()
         for fetch in list(self._fetches):
             if not fetch.transfer.done:
                 fetch.close()
-        if ends := self.outcomes():  # the worker waits for its tasks, bounded; these are none
+        if ends := self.outcomes():  # the worker waits for its tasks, bounded; that of a fetch may outlast its end
             self._site.tasks.spawn(asyncio.wait(ends), "kvxfer end fetches")
 
     @property
     def owing(self) -> Iterable[Link]:
-        """Links on which something was asked for, or lent, that has not ended; they may be gone."""
-        return (owed.link for owed in self._unanswered)
+        """Links on which something was asked for that has not ended; they may be gone."""
+        return (receiver.link for receiver in self._incoming.values())
 
     @property
     def exposed(self) -> bool:
         """Whether a prefill rank that answers may be writing what it was granted, by way of the agent."""
-        return any(self._in_hand()) or any(not loan.is_lost for loan in self._prover.loans.values())
+        return any(self._in_hand())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being written, by way of the agent."""
         for incoming in list(self._in_hand()):
             incoming.stop(failure)
-        self._prover.recall()
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for reads of ours."""
@@ -292,11 +282,6 @@ class Decode:
                 incoming.stop(failure)
 
     # --- inside
-
-    @property
-    def _unanswered(self) -> "list[Receiver | Loan]":
-        """What peers were asked for, or lent, and has not ended."""
-        return [*self._incoming.values(), *self._prover.loans.values()]
 
     def _in_hand(self) -> Iterator[Receiver]:
         for incoming in self._incoming.values():

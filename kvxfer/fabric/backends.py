@@ -5,31 +5,13 @@ from typing import Final
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["checked_params", "device_params", "shown_params", "spares_nics"]
+__all__ = ["checked_params", "device_params", "shown_params"]
 
 _UCX_PARAMS: Final = frozenset({
     "device_list", "engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_devices",
     "ucx_error_handling_mode", "ucx_num_device_channels",
 })  # fmt: skip
 """What NIXL 1.5's UCX backend reads. It advertises only three of them."""
-
-_WITHOUT_NICS: Final = frozenset({
-    "cma", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "knem", "mm", "posix", "self", "shm", "sm", "sysv", "tcp",
-    "xpmem",
-})  # fmt: skip
-"""What UCX calls its ways, and groups of them, that leave no byte to a NIC: of TCP the kernel moves them."""
-
-
-def spares_nics(params: Mapping[str, str], said: str | None) -> bool:
-    """Whether UCX was told of ways to take none of which leaves bytes to a NIC.
-
-    Args:
-        params: Parameters of NIXL's UCX backend.
-        said: What the environment says (`UCX_TLS`), which wins.
-    """
-    key, _, value = params.get("engine_config", "").partition("=")
-    named = (value.split(",")[0] if key == "TLS" else "all") if said is None else said
-    return {name.strip() for name in named.split(",")} <= _WITHOUT_NICS
 
 
 def checked_params(

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError
 from kvxfer.fabric.holdings import Holdings
-from kvxfer.fabric.pause import Pause
 from kvxfer.fabric.port import Memory, Told, Transport
 from kvxfer.runtime import Runtime, Service
 from kvxfer.telemetry import logger
@@ -91,7 +90,6 @@ class Fabric:
         # the service's own
         self._holdings: Final = Holdings(transport)
         self._defect: Exception | None = None
-        self._made = 0  # calls
         self._gone = False  # the agent
         self._due: float | None = None  # since when it owes a pass, or is in one
         self._renewing = False
@@ -147,24 +145,6 @@ class Fabric:
 
         self._mover.disconnected(peer)
         self._submit(run)
-
-    def pause(self, seconds: float, *, firm: bool = False) -> Future[Pause | None]:
-        """Let the transport be for so long at most, so that it can be seen what lands without its help.
-
-        Returns:
-            The pause once it has begun. It ends at once when something is posted or another call comes in, and when
-            somebody is to be held awake for, unless it is `firm`. None if something is under way that stands against
-            it, or if the transport works by itself, or a device may for which no process stands.
-        """
-        mover, transport = self._mover, self._transport
-
-        def run() -> Pause | None:
-            tells = transport.orderly and transport.attributable
-            if not tells or mover.posting or (mover.held_awake and not firm):
-                return None
-            return Pause(mover, self._runtime.now() + seconds, lambda: self._made, firm=firm)
-
-        return self._submit(run)
 
     async def rebuild(self, timeout: float) -> bool:
         """Destroy the agent and make another in its place, which peers reach by new metadata only.
@@ -313,7 +293,6 @@ class Fabric:
         try:
             while self._inbox:
                 call, began = self._inbox.popleft(), self._runtime.now()
-                self._made += 1
                 self._due = began
                 call.make()
                 if (took := self._runtime.now() - began) > _SLOW_S:

@@ -66,11 +66,6 @@ class LoopbackTransport:
         """A part is done when every earlier one to its peer has ended, but for those that were told to be held."""
         return True
 
-    @property
-    def attributable(self) -> bool:
-        """It has no devices."""
-        return True
-
     def told(self) -> tuple[Told, ...] | str:
         """It has one lane, and no name for it."""
         return "posts stay within this process"

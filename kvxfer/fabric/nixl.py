@@ -15,12 +15,11 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import capi
-from kvxfer.fabric.backends import checked_params, shown_params, spares_nics
+from kvxfer.fabric.backends import checked_params, shown_params
 from kvxfer.fabric.capi import CallError, Capi, Owned
 from kvxfer.fabric.envelope import is_of_worker, pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation, Told
@@ -41,7 +40,6 @@ than two minutes, so about ten seconds.
 _SCATTER_LISTS: Final = "NIXL_UCX_SGL_ENABLE"
 """Lets UCX take the pieces of a post as one list. NIXL reads it once a process, when the first agent is made."""
 _YES: Final = frozenset({"y", "yes", "1", "on", "true"})
-_NICS: Final = Path("/dev/infiniband")
 _OPERATIONS: Final = {Operation.READ: capi.READ, Operation.WRITE: capi.WRITE}
 
 
@@ -147,14 +145,6 @@ class NixlTransport:
     def orderly(self) -> bool:
         """UCX's backend flushes, at the end of a post (`sendXferRange`), the endpoint that it binds to our thread."""
         return list(self._params) == ["UCX"] and self._params["UCX"].get("num_threads", "0") == "0"
-
-    @property
-    def attributable(self) -> bool:
-        """Not with a NIC at hand that UCX may take: its queues end with their last descriptor, which a child may have.
-
-        Without one of these files a process reaches no NIC by its queues, whatever the host has.
-        """
-        return spares_nics(self._params.get("UCX", {}), os.environ.get("UCX_TLS")) or not any(_NICS.glob("uverbs*"))
 
     def told(self) -> tuple[Told, ...] | str:
         """Over which lanes UCX takes posts."""

@@ -88,14 +88,6 @@ class Transport(Protocol):
         """Whether it works inside of these calls only, and a part that is done ends with all before it to that peer."""
         ...
 
-    @property
-    def attributable(self) -> bool:
-        """Whether what lands here while none of these is called was moved by its writer's process, and ends with it.
-
-        Not where a device might move it that a process can leave to another one, as a NIC is left to a forked child.
-        """
-        ...
-
     def told(self) -> tuple[Told, ...] | str:
         """Over which lanes posts of this agent go, as far as there were any, or why it says none. From the loop."""
         ...

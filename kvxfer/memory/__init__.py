@@ -5,7 +5,7 @@ the caller to carry out. Only `backing` touches real memory.
 """
 
 from kvxfer.memory.arena import Arena
-from kvxfer.memory.backing import Backing, Kind, allocate, peek, poke
+from kvxfer.memory.backing import Backing, Kind, allocate, peek
 from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
 from kvxfer.memory.extent import TRANSITIONS, Extent, ExtentState, InvariantError, check_transition
 from kvxfer.memory.share import MIN_ALIGNMENT, Decisions, Share
@@ -34,5 +34,4 @@ __all__ = [
     "allocate",
     "check_transition",
     "peek",
-    "poke",
 ]

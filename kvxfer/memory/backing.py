@@ -15,7 +15,7 @@ from kvxfer.memory import vmm
 from kvxfer.memory.driver import call, in_thread, load, transferred
 from kvxfer.memory.extent import InvariantError
 
-__all__ = ["Backing", "Kind", "allocate", "peek", "poke"]
+__all__ = ["Backing", "Kind", "allocate", "peek"]
 
 Kind = Literal["cpu", "cuda", "fabric", "pinned"]
 """Where arena memory lies: pageable host memory, one GPU's memory (plain, or with a fabric handle), or host memory that
@@ -140,15 +140,6 @@ def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
     data = ctypes.create_string_buffer(nbytes)
     transferred(device, ctypes.addressof(data), address, nbytes, to_device=False)
     return data.raw
-
-
-def poke(kind: str, device: int, address: int, data: bytes) -> None:
-    """Put bytes into registered memory, off the loop. Arguments and errors as of `peek`."""
-    if kind == "DRAM":
-        ctypes.memmove(address, data, len(data))
-        return
-    source = ctypes.create_string_buffer(data, len(data))
-    transferred(device, address, ctypes.addressof(source), len(data), to_device=True)
 
 
 def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:

@@ -233,6 +233,25 @@ class Recorder(Moving):
         return self.parts
 
 
+def counted(transport: LoopbackTransport) -> Callable[[], int]:
+    """How often it was called that may have moved bytes by it, from now on."""
+    calls = 0
+
+    def watch(name: str) -> None:
+        original = getattr(transport, name)
+
+        def called(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*arguments)
+
+        setattr(transport, name, called)
+
+    for name in ("post", "poll", "progress"):
+        watch(name)
+    return lambda: calls
+
+
 class Rig(Moving):
     """A fabric over agent "a" beside the mover, and peers with one registered buffer each."""
 
@@ -242,6 +261,7 @@ class Rig(Moving):
         super().__init__(**settings)
         self.network = LoopbackNetwork()
         self.transport = LoopbackTransport("a", self.network)
+        self.called = counted(self.transport)
         self.fabric = Fabric(self.transport, self.runtime, self.mover)
         self.source = (np.arange(nbytes) % 251 + 1).astype(np.uint8)
         self.memory = {peer: np.zeros(nbytes, dtype=np.uint8) for peer in peers or ("b",)}
@@ -326,6 +346,7 @@ class Threaded:
         runtime = ThreadRuntime()
         self.network = LoopbackNetwork()
         self.transports = [LoopbackTransport(name, self.network) for name in "ab"]
+        self._called = [counted(transport) for transport in self.transports]
         self.movers = [Mover(runtime, max_post_bytes=PART) for _ in "ab"]
         self.fabrics = [Fabric(*one) for one in zip(self.transports, [runtime] * 2, self.movers, strict=True)]
         self.buffers = [np.zeros(SIZE, dtype=np.uint8) for _ in "ab"]
@@ -341,6 +362,10 @@ class Threaded:
     async def now(self, future: "Future[Any]") -> Any:
         async with asyncio.timeout(10):
             return await asyncio.wrap_future(future)
+
+    def called(self, side: int) -> int:
+        """How often the transport of one of them was called that may have moved bytes by it."""
+        return self._called[side]()
 
     def post(self, start: int, nbytes: int) -> "tuple[Copy, asyncio.Future[CopyOutcome]]":
         ended = asyncio.get_running_loop().create_future()

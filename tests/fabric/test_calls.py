@@ -182,11 +182,11 @@ async def test_in_a_call_the_mover_makes_none_and_still_copies(make):
     real, seen = rig.transport.metadata, []
 
     def metadata(tokens: Any) -> bytes:
-        before = rig.mover.calls
+        before = rig.called()
         rig.post("asked meanwhile", nbytes=PART, at=PART)
         rig.submit("copy", None, tables=pack(plan))
         rig.step(5, seconds=0.01)
-        seen.append((rig.mover.calls - before, len(rig.results["copy"]), np.array_equal(source, target)))
+        seen.append((rig.called() - before, len(rig.results["copy"]), np.array_equal(source, target)))
         return real(tokens)
 
     rig.transport.metadata = metadata
@@ -279,7 +279,7 @@ async def test_in_threads_too_a_slow_call_keeps_the_mover_from_the_agent_and_not
     transport.metadata = slow
     answer = fabric.metadata([])
     assert await asyncio.to_thread(inside.wait, 10)
-    before = mover.calls
+    before = threaded.called(0)
     _, posted = threaded.post(0, SIZE)
     source, target = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
     plan = contiguous_rows(
@@ -290,7 +290,7 @@ async def test_in_threads_too_a_slow_call_keeps_the_mover_from_the_agent_and_not
     async with asyncio.timeout(10):
         assert (await copied).outcome is Outcome.DONE
     assert np.array_equal(source, target)
-    assert (mover.calls, posted.done()) == (before, False)
+    assert (threaded.called(0), posted.done()) == (before, False)
     go.set()
     async with asyncio.timeout(10):
         assert (await posted).outcome is Outcome.DONE
@@ -321,115 +321,6 @@ async def test_in_threads_no_two_calls_of_an_agent_are_made_at_a_time(threaded):
             assert (await ended).outcome is Outcome.DONE
     release()
     assert most == [1]
-
-
-# ---- pauses ----------------------------------------------------------------------------------------------------------
-
-
-async def test_in_a_pause_the_transport_is_not_called(make):
-    rig = await make()
-    pause = await rig.now(rig.fabric.pause(5.0))
-    before = rig.transport.progressed
-    rig.step(3, seconds=1.0)
-    assert (pause.intact, rig.transport.progressed) == (True, before)
-
-
-@pytest.mark.parametrize("needed", [True, False])
-async def test_a_pause_gives_way_to_a_hold_unless_it_is_firm(make, needed):
-    rig = await make()
-    pause = await rig.now(rig.fabric.pause(5.0))
-    release = rig.mover.hold_awake(needed=needed)
-    rig.step()
-    assert not pause.intact
-    assert rig.transport.progressed == 1
-    assert await rig.now(rig.fabric.pause(5.0)) is None
-    firm = await rig.now(rig.fabric.pause(5.0, firm=True))
-    seen = rig.transport.progressed
-    rig.step(2)
-    assert rig.step(3) == pytest.approx(5.0)
-    assert (firm.intact, rig.transport.progressed) == (True, seen)
-    other = rig.mover.hold_awake(needed=needed)
-    rig.step(2)
-    assert (firm.intact, rig.transport.progressed) == (True, seen)
-    rig.runtime.time += 5.0
-    rig.step()
-    assert (firm.intact, rig.transport.progressed) == (False, seen + 1)
-    other()
-    release()
-
-
-async def test_who_wants_a_pause_no_longer_ends_it(make):
-    rig = await make()
-    release = rig.mover.hold_awake()
-    pause = await rig.now(rig.fabric.pause(5.0, firm=True))
-    rig.step(2)
-    assert pause.intact
-    pause.end()
-    rig.step()
-    assert not pause.intact
-    release()
-
-
-@pytest.mark.parametrize("what", ["call", "post", "pause"])
-async def test_whatever_comes_in_ends_a_pause_before_the_transport_is_called(make, what, monkeypatch):
-    rig = await make()
-    pause = await rig.now(rig.fabric.pause(5.0, firm=True))
-    seen = []
-    for name in ("metadata", "post", "poll"):
-        original = getattr(rig.transport, name)
-
-        def called(*arguments: Any, real: Any = original) -> Any:
-            seen.append(pause.intact)
-            return real(*arguments)
-
-        monkeypatch.setattr(rig.transport, name, called)
-    match what:
-        case "call":
-            await rig.now(rig.fabric.metadata([]))
-        case "post":
-            rig.post(nbytes=PART)
-            rig.step(2)
-            assert rig.result().outcome is Outcome.DONE
-        case _:
-            assert await rig.now(rig.fabric.pause(5.0)) is not pause
-    assert not pause.intact
-    assert set(seen) == (set() if what == "pause" else {False})
-
-
-async def test_the_progress_that_a_hold_asks_for_ends_a_pause_before_it_is_made(make):
-    rig = await make()
-    pause = await rig.now(rig.fabric.pause(5.0))
-    seen = []
-    real = rig.transport.progress
-    rig.transport.progress = lambda: (seen.append(pause.intact), real())
-    release = rig.mover.hold_awake()
-    rig.step()
-    assert seen == [False], "what lands in this call must not be taken for the peer's own work"
-    release()
-
-
-@pytest.mark.parametrize("missing", ["orderly", "attributable"])
-async def test_there_is_no_pause_under_a_post_or_where_the_transport_works_by_itself(make, monkeypatch, missing):
-    rig = await make()
-    rig.network.hold("b")
-    rig.post(nbytes=PART)
-    rig.step()
-    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is None
-    rig.network.release("b")
-    rig.step(2)
-    assert await rig.now(rig.fabric.pause(5.0)) is not None
-    monkeypatch.setattr(LoopbackTransport, missing, False)
-    assert await rig.now(rig.fabric.pause(5.0)) is None
-
-
-async def test_there_is_no_pause_while_what_was_given_up_is_looked_at(make):
-    rig = await make(no_progress_timeout=0.5)
-    rig.network.hold("b")
-    await rig.given_up(nbytes=PART)
-    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is None
-    rig.network.release("b")
-    rig.step(seconds=0.2)
-    assert await rig.now(rig.fabric.pause(5.0, firm=True)) is not None
 
 
 # ---- closing ---------------------------------------------------------------------------------------------------------
@@ -779,10 +670,10 @@ async def test_an_agent_that_is_being_made_anew_is_called_by_nobody(make):
     await rig.settle()
     rig.serve()
     assert rig.transport.name == "a.1"
-    before = rig.mover.calls, rig.transport.progressed
+    before = rig.called(), rig.transport.progressed
     rig.post("meanwhile", at=8 * PART)
     rig.step(5, seconds=0.01)
-    assert (rig.mover.calls, rig.transport.progressed) == before
+    assert (rig.called(), rig.transport.progressed) == before
     assert await rig.run(answer) is True
     rig.step()
     assert rig.transport.progressed > before[1]

@@ -385,7 +385,7 @@ async def played(seed: int) -> Ledgered:
         elif what < 0.55 and copies:
             moving.mover.forget(rng.choice(copies))
         elif what < 0.6:
-            holds.append(moving.mover.hold_awake(needed=rng.random() < 0.5))
+            holds.append(moving.mover.hold_awake())
         elif what < 0.65:
             moving.mover.halt()
             moving.step(rng.randint(0, 2))

@@ -17,7 +17,6 @@ from ends import SIZE, TCP, Agent, descriptors, finish, flies, memory, two_proce
 from kvxfer.copy.port import Outcome
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric import capi, envelope
-from kvxfer.fabric import nixl as port
 from kvxfer.fabric.backends import device_params, shown_params
 from kvxfer.fabric.capi import CallError
 from kvxfer.fabric.nixl import NixlTransport
@@ -407,34 +406,6 @@ async def test_a_write_to_another_process(settings):
 )
 def test_a_post_that_is_done_says_that_all_before_it_are_where_one_endpoint_carries_them(settings, orderly):
     assert NixlTransport("a", **settings).orderly is orderly
-
-
-@needs_nixl
-@pytest.mark.parametrize(
-    ("said", "engine", "attributable"),
-    [
-        (None, "", False),
-        ("all", "", False),
-        ("^ib", "", False),
-        ("sm,self,rc", "", False),
-        ("self,sm,tcp,cuda", "", True),
-        ("tcp", "TLS=rc", True),
-        ("rc", "TLS=tcp", False),
-        (None, "TLS=tcp", True),
-        (None, "TLS=tcp,NET_DEVICES=mlx5_0:1", True),
-        (None, "NET_DEVICES=lo", False),
-    ],
-)
-def test_with_a_nic_at_hand_it_is_not_known_whose_end_ends_a_write(monkeypatch, tmp_path, said, engine, attributable):
-    monkeypatch.setattr(port, "_NICS", tmp_path)
-    if said is None:
-        monkeypatch.delenv("UCX_TLS", raising=False)
-    else:
-        monkeypatch.setenv("UCX_TLS", said)
-    transport = NixlTransport("a", backend_params={"UCX": {"engine_config": engine}})
-    assert transport.attributable, "no device is there"
-    (tmp_path / "uverbs0").touch()
-    assert transport.attributable is attributable
 
 
 @needs_nixl

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rigs import PART, Rig, Way
 
+from kvxfer.copy import records
 from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import CopyOutcome, Outcome, Post
 from kvxfer.errors import FabricError
@@ -143,7 +144,7 @@ class World:
         if self.holds and self.rng.random() < 0.6:
             self.holds.pop(self.rng.randrange(len(self.holds)))()
         else:
-            self.holds.append(self.rig.mover.hold_awake(needed=self.rng.random() < 0.5))
+            self.holds.append(self.rig.mover.hold_awake())
 
     async def rebuild(self) -> None:
         rng, rig = self.rng, self.rig
@@ -159,7 +160,8 @@ class World:
             await rig.settle()
         assert answer.result() is (rig.transport.renew == renew)
         rig.transport.renew = renew
-        assert rig.transport.open_handles == 0 or rig.mover.posting, "of the old agent"
+        left = rig.state[records.SENDING_COUNT] + rig.state[records.WATCHED]
+        assert rig.transport.open_handles == 0 or left, "of the old agent"
 
     async def turn(self) -> None:
         """One thing, and then some steps."""

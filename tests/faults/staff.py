@@ -25,7 +25,7 @@ from stage import KEY, Cache
 from starving import Starving
 from steps import STEPS
 
-from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker, proving
+from kvxfer import BlocksError, Code, Config, KvxferError, MemoryInDoubt, TransferFailedError, Worker
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.fabric import calls
 from kvxfer.fabric.nixl import NixlTransport
@@ -93,9 +93,6 @@ class Ranks:
         self._starving = Starving()
         self._starving.start()
         torch.set_num_threads(1)
-        # tries follow each other soon, and none fails because these cores are busy
-        setattr(proving, "_APART_S", 0.02)  # noqa: B010 - it is final
-        setattr(proving, "_PAUSE_S", 0.02 if os.environ.get("UCX_TLS", "").startswith("tcp") else 0.2)  # noqa: B010
 
     def starved(self, stalled: float) -> bool:
         """See `Starving.told`."""
@@ -189,15 +186,6 @@ class Ranks:
             "rebuilt": seen["agent"]["rebuilt"],
             "reasons": [reason for share in shares for reason in share.reasons.values()],
         }
-
-    async def looked_into(self, name: str, within: float) -> list[str]:
-        """Wait until it is known who moves what peers write here, or given up; routes on which all of them do."""
-        worker = self._ranks[name].worker
-        async with asyncio.timeout(within):
-            while not inside.looked_into(worker):  # noqa: ASYNC110 - nobody sets an event for it
-                await asyncio.sleep(0.005)
-        proved = [set(peer["proved"]) for peer in worker.describe()["peers"]]
-        return sorted(set.intersection(*proved)) if proved else []
 
     async def quiet(self, name: str, *, doubts: bool, within: float) -> dict[str, Any]:
         """Wait until nothing is under way (and, if asked, nothing in doubt); the state then, or after `within`."""

@@ -8,7 +8,6 @@ The same tests run on CPU memory wherever NIXL is installed.
 import asyncio
 import contextlib
 import copy
-import itertools
 import os
 import random
 import signal
@@ -35,7 +34,6 @@ from scene import (  # noqa: E402  # pyright: ignore[reportMissingImports]
 from test_workers_gpu import ONE_TO_ONE, SAME_KIND, needs_nixl  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from kvxfer.errors import KvxferError, MemoryInDoubtError, PeerLostError  # noqa: E402
-from kvxfer.fabric.nixl import NixlTransport  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(300), needs_nixl]
 ROUTES = ["mapped", "staged", "direct"]
@@ -138,18 +136,11 @@ async def test_a_prefill_process_is_killed_and_another_goes_on(far, survivor, ne
 async def test_a_prefill_process_that_dies_in_the_midst_of_a_write_leaves_no_doubt(
     doomed, near, there, here, forks, monkeypatch, caplog
 ):
-    """Over a lane that its writer moves: CUDA IPC between GPUs, CMA between host memories.
+    """It ends with the agent that the write was to reach, which is made anew.
 
-    Its child has the GPUs open that it had, so they may go on: then the doubt stays.
+    A child of it has the GPUs open that it had, so they may go on: then the doubt stays.
     """
-    monkeypatch.setattr(NixlTransport, "attributable", True)  # though this machine may have a NIC
     issuer, move = await met(doomed, near, there, here, "staged")
-    more = itertools.count()
-    async with asyncio.timeout(20):
-        while not any("staged" in peer["proved"] for peer in near.workers[0].describe()["peers"]):
-            if not near.workers[0].describe()["peers"]:  # it was silent for half a second, as starved cores make it
-                await bring(doomed, issuer, move, f"once more {next(more)}")
-            await asyncio.sleep(0.005)
     await settled(near)
     if forks:
         await doomed.fork(10 if here != "cpu" else 3)  # seconds that the child outlives it at most

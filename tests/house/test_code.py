@@ -20,12 +20,13 @@ BROAD = {
     ("kvxfer/copy/mover.py", "Mover._add_up"): 1,  # likewise
     ("kvxfer/copy/mover.py", "Mover._tell"): 1,  # a callback that must not raise, and did
     ("kvxfer/copy/mover.py", "Mover._tell_late"): 1,  # likewise
+    ("kvxfer/decode/receiver.py", "Receiver._supervised"): 1,  # a defect ends the transfer that it is in, and no other
     ("kvxfer/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/calls.py", "Fabric._set_up"): 1,  # the first step reports it
     ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the service is supervised there
     ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the service
     ("kvxfer/fabric/ported.py", "_Ported._call"): 1,  # nobody is above a C function
-    ("kvxfer/steps.py", "Steps.run"): 1,  # a defect ends the transfer that it is in, and no other
+    ("kvxfer/steps.py", "Steps.run"): 1,  # likewise
     ("kvxfer/traces.py", "_harmless.guarded"): 1,  # samplers and span processors are the application's
     ("kvxfer/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
     ("kvxfer/runtime.py", "_Batch._run"): 1,  # one broken callback must not strand the rest of its batch

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from kvxfer import assembly, exports, mappings, proving, rebuilding
+from kvxfer import assembly, exports, mappings, rebuilding
 from kvxfer.copy.mover import _machines
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
@@ -481,8 +481,17 @@ def look_at_waits(worker: Any, side: str) -> None:
 
 
 def when_crowded(worker: Any, side: str, act: Callable[[], None], monkeypatch: Any) -> None:
-    """Call `act` where somebody has to wait for memory, instead of what makes room."""
-    monkeypatch.setattr(_desk(worker, side), "crowded", act)
+    """Call `act` where somebody has to wait for memory."""
+    desk = _desk(worker, side)
+    ask = desk.ask
+
+    def asked(*given: Any, **options: Any) -> Any:
+        request = ask(*given, **options)
+        if request is not None:
+            act()
+        return request if request in desk._waiting else None
+
+    monkeypatch.setattr(desk, "ask", asked)
 
 
 def arena_shares(worker: Any) -> list[Any]:
@@ -843,19 +852,12 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
     site = worker._site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
     found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
-    books |= {"gates": site.gates, "peers": worker._peers, "prover": worker._receiver._prover}
+    books |= {"gates": site.gates, "peers": worker._peers}
     for name, book in books.items():
         for field, value in vars(book).items():
             if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's
                 found[f"{name}.{field}"] = len(value)
     return found
-
-
-def looked_into(worker: Any) -> bool:
-    """Whether it is known of every lane who moves what peers write here, or given up."""
-    prover = worker._receiver._prover
-    lanes = [prover._lanes.get(link) for link in worker._links if not link.proved]
-    return not prover.loans and all(lane is not None and lane.tries == proving._TRIES for lane in lanes)
 
 
 def watched(worker: Any) -> bool:

@@ -255,12 +255,6 @@ def awake(worker):
     return worker.describe()["fabric"]["awake"]
 
 
-async def looked_into(decode):
-    """Wait until the lanes to a decode rank are known: what is lent for that is given back."""
-    await eventually(lambda: all(peer["proved"] for peer in decode.describe()["peers"] if peer["role"] == "client"))
-    await quiet(decode)
-
-
 def taken(desk):
     """All memory of a desk, taken by somebody else."""
     extents = []

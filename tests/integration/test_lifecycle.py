@@ -7,7 +7,7 @@ import random
 
 import pytest
 from inside import cut_session, early_places, give_up_claims, kept_of_peers, sessions, withdraw_all
-from stage import KEY, Cache, Copied, Tap, eventually, looked_into, quiet
+from stage import KEY, Cache, Copied, Tap, eventually, quiet
 from wire import play
 
 from kvxfer import Expired, KvxferError, PeerLostError, Released, TransferFailedError
@@ -274,7 +274,6 @@ async def test_nothing_is_kept_of_the_dead(stage, side):
         offer = prefill.offer(f"r{n}", [1], tokens=4)
         await decode.fetch(prefill.engine.ticket(f"r{n}"), [1], tokens=range(4), timeout=5)
         await offer.released()
-        await looked_into(decode)
         await coming.aclose()
         await eventually(lambda: not sessions(staying))
         sizes.append(kept_of_peers(staying))

@@ -32,7 +32,7 @@ from inside import (
     timers,
     vanish,
 )
-from stage import Cache, Copied, eventually, looked_into, quarantined, quiet
+from stage import Cache, Copied, eventually, quarantined, quiet
 
 from kvxfer import (
     KvxferError,
@@ -40,7 +40,6 @@ from kvxfer import (
     Released,
     assembly,
     outgoing,
-    proving,
     rebuilding,
     shipment,
 )
@@ -181,7 +180,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
     poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
     monkeypatch.setattr(rebuilding, "runs_on", lambda site, peer: True)
-    for module in (receiver, proving, shipment):
+    for module in (receiver, shipment):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
     stage.network.hold(far)
     offer = prefill.offer("r", [1, 2], tokens=8)
@@ -347,7 +346,6 @@ async def test_what_had_left_for_a_peer_that_lives_is_over_once_both_agents_were
     """Both are, since the prefill rank knows that nothing else would tell, and each gate can be closed again."""
     prefill, decode = await stage.pair(source, target, route=route, **TIMES)
     await brings(prefill, decode, source, target, "before")
-    await looked_into(decode)  # what is written for that is not what breaks
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", disconnected=True)
     with pytest.raises(KvxferError, match="was told to break"):

@@ -8,7 +8,7 @@ import ctypes
 import pytest
 import torch
 from inside import staging
-from stage import Cache, Copied, eventually, quiet
+from stage import Cache, Copied, quiet
 
 from kvxfer.geometry import STAGING_ALIGNMENT
 
@@ -59,17 +59,3 @@ async def test_the_room_between_segments_brings_nothing(stage):
         one.check()
     assert 4 * 5 % STAGING_ALIGNMENT
     assert MARK[:4] not in received(decode)
-
-
-async def test_a_proof_brings_nothing(stage):
-    """It is written from staging memory, which held requests."""
-    source, target = Cache(), Cache(layout="HND")
-    prefill, decode = await stage.pair(source, target)
-    offer = prefill.offer("r", [1, 2], tokens=8)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
-    fill(prefill)
-    await transfer
-    await offer.released()
-    await eventually(lambda: decode.describe()["peers"][0]["proved"])
-    assert MARK not in received(decode)
-    await quiet(prefill, decode)

@@ -132,7 +132,6 @@ def test_what_was_granted_to_it_is_taken_back_and_a_retry_brings_it(tmp_path):
         copied = Copied(play.target).bring(play.source, [1, 2], [3, 4], TOKENS)
         await play.start("r")  # though the first one stands still
         copied.check()
-        await play.until(lambda: all(peer["proved"] for peer in play.decode.describe()["peers"]))  # which writes
         await quiet(play, play.decode)
         moved = len(play.network.log)
         copies.go()
@@ -328,7 +327,6 @@ def test_a_worker_that_closes_stays_inside_of_the_gate_of_a_post_that_it_leaves_
     async def scenario(play):
         await play.pair(route="direct", **TIMES)
         await play.bring("before")
-        await play.until(lambda: all("direct" in peer["proved"] for peer in play.decode.describe()["peers"]))
         play.network.hold("decode")
         play.prefill.offer("r", [1, 2], tokens=8)
         transfer = play.start("r")

@@ -99,7 +99,6 @@ async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: py
     case, rng, network = CASES[name], Random(name), RecordingNetwork()
     ledger = network.ledger
     monkeypatch.setattr("kvxfer.assembly.Mover", recording_mover(ledger))
-    monkeypatch.setattr("kvxfer.proving.Prover.used", lambda *_: None)  # a lane is proved by bytes of no request
     large = case.row == "layout"
     route, chunk_bytes = route_in_turn(name), rng.choice(CHUNKS[large])
     request = Request.of(case)

@@ -6,17 +6,15 @@ makes the decision, and nothing else: a scene that fails because something else 
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import crowd
 import numpy as np
 import pytest
 import scenes
 
-from kvxfer import proving, shipment
+from kvxfer import shipment
 from kvxfer.copy import mover
 from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import READY, CopyJob, Outcome
@@ -24,7 +22,7 @@ from kvxfer.decode import receiver
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.desk import Desk
-from kvxfer.fabric.calls import Fabric
+from kvxfer.exposure import Exposure
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody
@@ -74,7 +72,7 @@ def no_lease(patch):
         posts = options.get("post") is not None
         return CopyJob(tables, done, after, math.inf if posts else until, *rest, **options)
 
-    for module in (shipment, receiver, proving):
+    for module in (shipment, receiver):
         patch.setattr(module, "CopyJob", job)
 
 
@@ -171,18 +169,9 @@ def no_flush(patch):
     patch.setattr(mover, "CopyOutcome", lambda *given, **options: made(*given, **{**options, "in_doubt": False}))
 
 
-def no_pause(patch):
-    """The transport moves bytes all the while, and is said not to."""
-
-    def believe(fabric, seconds, *, firm=False):
-        del firm
-        let_go = fabric._mover.hold_awake()
-        fabric._runtime.loop.call_later(seconds, let_go)
-        known = Future()
-        known.set_result(SimpleNamespace(intact=True, end=lambda: None))
-        return known
-
-    patch.setattr(Fabric, "pause", believe)
+def ends_with_its_process(patch):
+    """What a process that died had left to a socket is taken to have ended with it."""
+    patch.setattr(Exposure, "ends_with_process", property(lambda one: True))
 
 
 def no_doubt_of_offers(patch):
@@ -362,13 +351,13 @@ GUARDS = [
     Guard("own post reads, staged", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="staged")),
     Guard("own post reads, direct", no_doubt_of_reads, scene(scenes.our_own_post_is_stuck, route="direct")),
     Guard(
-        "pause, staged",
-        no_pause,
+        "end of a process, staged",
+        ends_with_its_process,
         scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="staged", arena_bytes="128KiB"),
     ),
     Guard(
-        "pause, direct",
-        no_pause,
+        "end of a process, direct",
+        ends_with_its_process,
         scene(scenes.its_process_ends_and_bytes_wait_for_this_side, route="direct", arena_bytes="128KiB"),
     ),
     Guard("flush, staged", no_flush, scene(scenes.a_post_fails_and_leaves_bytes_in_flight, route="staged")),

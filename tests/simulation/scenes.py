@@ -425,7 +425,6 @@ async def its_process_ends_and_bytes_wait_for_this_side(scene):
     await scene.fetch()
     await offer.released()
     scene.a.books.released(IDS)
-    await asyncio.sleep(10.0)  # the lane was looked into, as often as it is
     scene.network.hold("*")
     scene.offer("s")
     transfer = scene.fetch("s")

@@ -10,11 +10,11 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.role import Decode
 from kvxfer.link import Link, admitted
 from kvxfer.mapped import elsewhere, may_be_elsewhere
-from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
+from kvxfer.prefill.role import Prefill
+from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Role
-from kvxfer.sender import Sender
 from kvxfer.site import Site
 from kvxfer.tickets import RankCard
 
@@ -25,7 +25,7 @@ def overview(
     card: RankCard,
     site: Site,
     parts: Assembly,
-    roles: tuple[Sender, Decode],
+    roles: tuple[Prefill, Decode],
     peers: Peers,
     links: Collection[Link],
     greeting: Collection[Link],
@@ -83,7 +83,7 @@ def overview(
         "places": sender.placed,
         "transfers": [
             *(_fetch(fetch, now) for fetch in receiver.fetches),
-            *(_sending(outgoing, now) for outgoing in sender.transfers),
+            *(_sending(one, now) for one in sender.transfers),
         ],
         "custody": site.custody.snapshot(),
         "metrics": site.metrics.snapshot(),
@@ -138,20 +138,20 @@ def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
     }
 
 
-def _sending(outgoing: Outgoing, now: float) -> dict[str, Any]:
-    machine = outgoing.machine
+def _sending(sender: Sender, now: float) -> dict[str, Any]:
+    machine = sender.machine
     return {
         "side": "send",
-        "id": outgoing.name,
+        "id": sender.name,
         "request": machine.fetch.ticket.request,
-        "peers": [outgoing.peer.name],
+        "peers": [sender.peer.name],
         "route": "" if machine.route is Route.UNKNOWN else _name(machine.route),
-        "step": outgoing.step.value,
-        "in_doubt": outgoing.in_doubt,
-        "bytes": outgoing.tally.bytes,
+        "step": sender.step.value,
+        "in_doubt": sender.in_doubt,
+        "bytes": sender.tally.bytes,
         "chunks_done": machine.chunks_done,
         "chunks": machine.chunks,
-        "seconds": now - outgoing.began,
+        "seconds": now - sender.began,
     }
 
 

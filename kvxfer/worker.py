@@ -29,11 +29,11 @@ from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
 from kvxfer.peers import Peers
 from kvxfer.planning import Agreed
+from kvxfer.prefill.role import Prefill
 from kvxfer.protocol.messages import Goodbye, Message, Renewed
 from kvxfer.protocol.session import PeerInfo, Role, Session
 from kvxfer.rebuilding import Rebuilding
 from kvxfer.runtime import Runtime
-from kvxfer.sender import Sender
 from kvxfer.site import Site
 from kvxfer.streams import Listener, Streams
 from kvxfer.telemetry import logger
@@ -91,7 +91,7 @@ class Worker:
         self._assembly: Final = Assembly.of(tensors, groups, config, transport, runtime)
         self._site: Site | None = None
         self._listener: Listener | None = None
-        self._sender: Sender | None = None
+        self._sender: Prefill | None = None
         self._receiver: Decode | None = None
         self._rebuilding: Rebuilding | None = None
         self._peers: Peers | None = None
@@ -108,7 +108,7 @@ class Worker:
         site = self._site = await assemble(self._assembly)
         streams = Streams(site.config, site.runtime, site.tasks, self._link)
         self._peers = Peers(site, streams.connect)
-        self._sender, self._receiver = roles = Sender(site), Decode(site, self._peers)
+        self._sender, self._receiver = roles = Prefill(site), Decode(site, self._peers)
         self._rebuilding = Rebuilding(site, roles, lambda: self._links, self._receiver.renewed)
         posted = TransportWatch(site, roles)
         self._watch.start(site.now, site.at, site.metrics, posted.look, own=site.config.loop == "own")
@@ -527,7 +527,7 @@ class Worker:
         return self._site
 
     @property
-    def _roles(self) -> tuple[Sender, Decode]:
+    def _roles(self) -> tuple[Prefill, Decode]:
         if self._sender is None or self._receiver is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
         return self._sender, self._receiver

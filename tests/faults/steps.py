@@ -8,7 +8,7 @@ import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,10 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.fabric.port import Operation
 from kvxfer.link import Link
-from kvxfer.outgoing import Outgoing
+from kvxfer.prefill.role import Prefill
+from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
-from kvxfer.sender import Sender
-from kvxfer.shipment import DirectShipment, MappedShipment, Shipment, StagedShipment
 from kvxfer.worker import Worker
 
 ROUTES = ("staged", "direct", "pull", "mapped")
@@ -86,16 +85,6 @@ def _after(owner: Any, name: str, only: Callable[..., bool] = lambda *_: True) -
             return value
 
         setattr(owner, name, hooked)
-
-    return put
-
-
-def _each(hooks: Iterable[Hook]) -> Hook:
-    every = list(hooks)
-
-    def put(halt: Halt) -> None:
-        for hook in every:
-            hook(halt)
 
     return put
 
@@ -195,29 +184,27 @@ _MAPPED = frozenset({"mapped"})
 _STAGED = frozenset({"staged"})
 _PULL = frozenset({"pull"})
 
-_WRITTEN = (StagedShipment, DirectShipment)
-
 SENDER = {
     "hello came": Step("sender", EVERY, _before(Link, "data_received", _server)),
     "agent came": Step("sender", EVERY, _before(Worker, "opened", _server_met)),
-    "fetch parked": Step("sender", EVERY, _after(Sender, "fetch"), "parked"),
-    "planned": Step("sender", EVERY, _before(Outgoing, "_accept"), exposed=True),
-    "accept sent": Step("sender", EVERY, _after(Outgoing, "_accept"), exposed=True),
-    "announced": Step("sender", _PULL, _after(Outgoing, "_want"), exposed=True),
-    "layer announced": Step("sender", PUSHED, _after(Outgoing, "_want"), "streamed", exposed=True),
-    "granted": Step("sender", PUSHED, _before(Shipment, "begin"), exposed=True),
+    "fetch parked": Step("sender", EVERY, _after(Prefill, "fetch"), "parked"),
+    "planned": Step("sender", EVERY, _before(Sender, "_accept"), exposed=True),
+    "accept sent": Step("sender", EVERY, _after(Sender, "_accept"), exposed=True),
+    "announced": Step("sender", _PULL, _after(Sender, "_want"), exposed=True),
+    "layer announced": Step("sender", PUSHED, _after(Sender, "_want"), "streamed", exposed=True),
+    "granted": Step("sender", PUSHED, _before(Sender, "_ship"), exposed=True),
     "in the midst of the gather": Step("sender", _STAGED, _copy(Direction.GATHER), exposed=True),
     "lease checked": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 1), exposed=True),
     "lease checked, mapped": Step("sender", _MAPPED, _copy(Direction.GATHER, half=False), exposed=True),
     "in the midst of the write": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2), exposed=True),
     "in the midst of the write, mapped": Step("sender", _MAPPED, _copy(Direction.GATHER), exposed=True),
     "posted": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2, posted=True), exposed=True),
-    "written": Step("sender", _NOT_MAPPED, _each(_before(kind, "_posted") for kind in _WRITTEN), exposed=True),
-    "written, mapped": Step("sender", _MAPPED, _before(MappedShipment, "_moved"), exposed=True),
-    "first result sent": Step("sender", PUSHED, _after(Outgoing, "_reported"), exposed=True),
-    "read, not confirmed": Step("sender", _PULL, _before(Outgoing, "landed")),
-    "last result sent": Step("sender", EVERY, _after(Outgoing, "_finish")),
-    "release came": Step("sender", EVERY, _before(Sender, "release")),
+    "written": Step("sender", _NOT_MAPPED, _before(Sender, "_shipped"), exposed=True),
+    "written, mapped": Step("sender", _MAPPED, _before(Sender, "_shipped"), exposed=True),
+    "first result sent": Step("sender", PUSHED, _after(Sender, "_shipped"), exposed=True),
+    "read, not confirmed": Step("sender", _PULL, _before(Sender, "landed")),
+    "last result sent": Step("sender", EVERY, _after(Sender, "_finish")),
+    "release came": Step("sender", EVERY, _before(Prefill, "release")),
 }
 
 RECEIVER = {

@@ -26,7 +26,7 @@ BROAD = {
     ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the service is supervised there
     ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the service
     ("kvxfer/fabric/ported.py", "_Ported._call"): 1,  # nobody is above a C function
-    ("kvxfer/steps.py", "Steps.run"): 1,  # likewise
+    ("kvxfer/prefill/sender.py", "Sender._see_through"): 1,  # likewise
     ("kvxfer/traces.py", "_harmless.guarded"): 1,  # samplers and span processors are the application's
     ("kvxfer/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
     ("kvxfer/runtime.py", "_Batch._run"): 1,  # one broken callback must not strand the rest of its batch

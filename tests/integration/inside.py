@@ -25,12 +25,11 @@ from kvxfer.fabric import calls
 from kvxfer.keys import Key
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
-from kvxfer.outgoing import Outgoing
 from kvxfer.peers import Peers
+from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
 from kvxfer.protocol.session import Role
-from kvxfer.shipment import Shipment, StagedShipment
 from kvxfer.site import Site
 from kvxfer.staging import Staging
 
@@ -770,8 +769,8 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
 
 def posted(worker: Any) -> bool:
     """Whether a write is in flight."""
-    shipments = [sent for outgoing in worker._sender.transfers for sent in outgoing._shipments.values()]
-    return any(sent.move is not None and not mover(worker).may_copy(sent.move) for sent in shipments)
+    copies = [copy for sender in worker._sender.transfers for copy in sender._shipping.values()]
+    return not all(map(mover(worker).may_copy, copies))
 
 
 def waits_for_layers(transfer: Any) -> bool:
@@ -872,7 +871,7 @@ def tasks(worker: Any) -> int:
 
 # --- what workers are made of, for all that are opened in a scene
 
-TRANSFER_PARTS = (Fetch, Receiver, Outgoing, Shipment)
+TRANSFER_PARTS = (Fetch, Receiver, Sender)
 """What there is of a transfer, at both ends."""
 
 
@@ -892,16 +891,18 @@ def parts_made(monkeypatch: Any) -> list[Any]:
 
 def serve_chunks_by(side: str, act: Callable[[Callable[[], None], Callable[[], None]], None], monkeypatch: Any) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
-    gather, give = StagedShipment._gather, Grants.give
+    post, give = Sender._post, Grants.give
 
-    def gathered(chunk: Any, part: Any, extent: Any) -> None:
-        act(lambda: setattr(chunk, "_extent", extent), lambda: gather(chunk, part, extent))
+    def posted(sender: Any, *given: Any) -> Any:
+        made: list[Any] = []
+        act(lambda: None, lambda: made.append(post(sender, *given)))  # whoever calls this has it
+        return made[0]
 
     def given(grants: Any, chunk: int, extent: Any) -> None:
         act(lambda: grants.theirs.update({chunk: extent}), lambda: give(grants, chunk, extent))
 
     if side == "send":
-        monkeypatch.setattr(StagedShipment, "_gather", gathered)
+        monkeypatch.setattr(Sender, "_post", posted)
     else:
         monkeypatch.setattr(Grants, "give", given)
 
@@ -925,33 +926,36 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
 
 def plan_late(seconds: float, monkeypatch: Any) -> None:
     """Prefill ranks begin to plan so much later."""
-    plan = Outgoing.plan
+    offered = Sender._offered
 
-    def late(self: Any, make: Any, then: Any, *, rows: int) -> None:
-        self.site.loop.call_later(seconds, lambda: plan(self, make, then, rows=rows))
+    async def late(self: Any) -> Any:
+        offer = await offered(self)
+        await asyncio.sleep(seconds)
+        return offer
 
-    monkeypatch.setattr(Outgoing, "plan", late)
+    monkeypatch.setattr(Sender, "_offered", late)
 
 
 def keep_gathers(monkeypatch: Any) -> list[Callable[[], None]]:
     """Chunks that are to be gathered, until the monkeypatch is undone; to call one begins it, as late as that."""
     late: list[Callable[[], None]] = []
+    ship = Sender._ship
 
-    def prepare(chunk: Any, part: Any) -> None:
-        late.append(lambda: chunk.run(chunk.prepare, part))
+    async def prepare(self: Any, *given: Any) -> None:
+        late.append(lambda: self._spawn(partial(ship, self), *given))
 
-    monkeypatch.setattr(StagedShipment, "prepare", prepare)
+    monkeypatch.setattr(Sender, "_ship", prepare)
     return late
 
 
 def doubt_all(monkeypatch: Any) -> None:
     """Of whatever ends at a prefill rank something may still move."""
-    monkeypatch.setattr(Outgoing, "in_doubt", True)
+    monkeypatch.setattr(Sender, "in_doubt", True)
 
 
 def break_steps(monkeypatch: Any) -> None:
     """A step of every transfer at a prefill rank fails as nobody foresaw."""
-    monkeypatch.setattr(Outgoing, "_is_ready", lambda *_: 1 / 0)
+    monkeypatch.setattr(Sender, "_is_ready", lambda *_: 1 / 0)
 
 
 def never_move(seconds: float, monkeypatch: Any) -> None:

@@ -134,8 +134,8 @@ async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(sta
     for module, name in (  # whoever called one of these would fail
         ("copy.sums", "total"),
         ("decode.checking", "Checking.__init__"),
-        ("outgoing", "SumPlan"),
-        ("outgoing", "selected"),
+        ("prefill.sender", "SumPlan"),
+        ("prefill.sender", "selected"),
     ):
         monkeypatch.setattr(f"kvxfer.{module}.{name}", None)
     source, target = caches(route)

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
 
-from kvxfer import KvxferError, Released, UnreachableError, assembly, outgoing, planning, site
+from kvxfer import KvxferError, Released, UnreachableError, assembly, planning, site
+from kvxfer.prefill import sender
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
 from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
@@ -266,13 +267,13 @@ async def test_a_large_cache_is_looked_at_in_threads(stage, monkeypatch):
 @pytest.mark.parametrize(("layers", "known_on_the_loop"), [(60, True), (600, False)])
 async def test_a_fetch_of_many_layers_is_answered_in_a_thread(stage, monkeypatch, layers, known_on_the_loop):
     """A known pair's, too: what is made for each layer adds up."""
-    answered, here, answer = [], threading.get_ident(), outgoing.answer
+    answered, here, answer = [], threading.get_ident(), sender.answer
 
     def recorded(*arguments):
         answered.append(threading.get_ident() == here)
         return answer(*arguments)
 
-    monkeypatch.setattr(outgoing, "answer", recorded)
+    monkeypatch.setattr(sender, "answer", recorded)
     source, target = Cache(layers=range(layers)), Cache(layers=range(layers), layout="HND")
     prefill, decode = await stage.pair(source, target, chunk_bytes="8MiB", arena_bytes="64MiB")
     for number in range(2):

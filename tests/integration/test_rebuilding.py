@@ -39,12 +39,11 @@ from kvxfer import (
     MemoryInDoubt,
     Released,
     assembly,
-    outgoing,
     rebuilding,
-    shipment,
 )
 from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
+from kvxfer.prefill import sender
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import Role
 
@@ -180,7 +179,7 @@ async def test_what_a_gpu_may_copy_on_this_host_stays_in_doubt(stage, source, ta
     prefill, decode = await stage.pair(source, target, route=route, **{**TIMES, "revoke_timeout": 0.4})
     poster, far = (decode, "prefill") if route == "pull" else (prefill, "decode")
     monkeypatch.setattr(rebuilding, "runs_on", lambda site, peer: True)
-    for module in (receiver, shipment):
+    for module in (receiver, sender):
         monkeypatch.setattr(module, "runs_on", lambda site, peer: True)
     stage.network.hold(far)
     offer = prefill.offer("r", [1, 2], tokens=8)
@@ -326,7 +325,7 @@ async def test_those_to_one_on_this_host_are_over_unless_they_run_on(
     stage, source, target, no_locks, monkeypatch, gpus
 ):
     """It may be written without an agent on its side, by ours as long as that lives, and by a copy between GPUs."""
-    monkeypatch.setattr(outgoing, "runs_on", lambda *_: gpus)
+    monkeypatch.setattr(sender, "runs_on", lambda *_: gpus)
     prefill, decode = await stage.pair(source, target, route="staged", max_transfers=2, **TIMES)
     prefill.offer("r", [1, 2], tokens=8)
     stage.network.break_next("decode", disconnected=True)

@@ -12,8 +12,9 @@ import pytest
 from msgspec import structs
 from stage import Cache, Copied, eventually
 
-from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError, remembered
+from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError
 from kvxfer.limits import MAX_WORLD
+from kvxfer.prefill import doubts
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 from kvxfer.protocol.session import Role
 
@@ -84,7 +85,7 @@ async def test_the_places_of_a_lost_peer_whose_end_nobody_sees_are_for_others_an
     prefill, _, peer = await met(stage, max_transfers=64)
     ref = prefill.engine.ref("r", 0)
     inside.doubt_all(monkeypatch)
-    monkeypatch.setattr(remembered, "_MOST", 1000)
+    monkeypatch.setattr(doubts, "_MOST", 1000)
     links = [Stranger(peer, number) for number in range(MANY)]
     for number, link in enumerate(links):
         inside.welcome(prefill, link)

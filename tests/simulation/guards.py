@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import scenes
 
-from kvxfer import shipment
 from kvxfer.copy import mover
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import READY, CopyJob, Outcome
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome
 from kvxfer.decode import receiver
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
@@ -25,15 +24,17 @@ from kvxfer.desk import Desk
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
-from kvxfer.memory import Custody
+from kvxfer.memory import Custody, ExtentState
 from kvxfer.offers import Offer
+from kvxfer.prefill import sender
+from kvxfer.prefill.role import Prefill
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving, _Chunk
 from kvxfer.protocol.sending import Sending, build_result
-from kvxfer.sender import Sender
 
 Patch = pytest.MonkeyPatch
+FREE = ExtentState.FREE
 _ALWAYS_FIRST = np.zeros(2, np.uint32)
 """Words of a gate whose generation never changes."""
 
@@ -72,28 +73,44 @@ def no_lease(patch):
         posts = options.get("post") is not None
         return CopyJob(tables, done, after, math.inf if posts else until, *rest, **options)
 
-    for module in (shipment, receiver):
+    for module in (sender, receiver):
         patch.setattr(module, "CopyJob", job)
 
 
 def no_cancel(patch):
     """What is said to be stopped is posted all the same."""
-    patch.setattr(shipment.Shipment, "stop", lambda one: one.end(shipment.Moved(Outcome.STOPPED)))
+    stop, shipped = sender.Sender.stop, sender.Sender._shipped
+
+    def end(one, failure):
+        stop(one, failure)
+        while one._shipping:
+            one._say(one.machine.dropped(one._shipping.popitem()[0]))
+
+    def told(one, part, extent, outcome):
+        if part.number in one._shipping:
+            shipped(one, part, extent, outcome)
+        elif extent is not None:
+            one.site.send_desk.release(extent)
+
+    patch.setattr(sender.Sender, "stop", end)
+    patch.setattr(sender.Sender, "_shipped", told)
     patch.setattr(Mover, "cancel", lambda mover, copy: None)
 
 
 def no_permit(patch):
     """Of copies into memory of a peer that is mapped here."""
-    made = shipment.CopyJob
+    made = sender.CopyJob
 
     def job(tables, done, after, until=math.inf, passage=None, *rest, **options):
         return made(tables, done, after, math.inf, None, *rest, **options)
 
-    patch.setattr(shipment, "CopyJob", job)
+    patch.setattr(sender, "CopyJob", job)
 
 
 def no_quarantine(patch):
+    settle_extent = Desk.settle
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
+    patch.setattr(Desk, "settle", lambda desk, extent: extent.state is not FREE and settle_extent(desk, extent))
     settle = Grants.settle
     patch.setattr(Grants, "settle", lambda one, *, lost: settle(one, lost=False))
 
@@ -112,23 +129,23 @@ def early_terminal(patch):
 
 
 def forgotten_transfers(patch):
-    lost = Sender.lost
+    lost = Prefill.lost
 
-    def forget(sender, link):
-        lost(sender, link)
-        sender._transfers.clear()
+    def forget(prefill, link):
+        lost(prefill, link)
+        prefill._transfers.clear()
 
-    patch.setattr(Sender, "lost", forget)
+    patch.setattr(Prefill, "lost", forget)
 
 
 def forgotten_doubts(patch):
-    ended = Sender._ended
+    ended = Prefill._ended
 
-    def forget(sender, outgoing):
-        ended(sender, outgoing)
-        sender._doubtful._doubts.clear()
+    def forget(prefill, one):
+        ended(prefill, one)
+        prefill._doubtful._doubts.clear()
 
-    patch.setattr(Sender, "_ended", forget)
+    patch.setattr(Prefill, "_ended", forget)
 
 
 def any_incarnation(patch):
@@ -158,7 +175,7 @@ def answered_grants_only(patch):
 
 
 def no_doubt_of_reads(patch):
-    patch.setattr(shipment.Moved, "may_read", property(lambda moved: False))
+    patch.setattr(CopyOutcome, "may_move", property(lambda outcome: False))
 
 
 def no_flush(patch):

@@ -15,7 +15,7 @@ from kvxfer import Config, Worker, assembly, recovery, site, watch
 from kvxfer.copy import mover
 from kvxfer.decode.fetch import Fetch
 from kvxfer.link import Link
-from kvxfer.outgoing import Outgoing
+from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Route
 from kvxfer.testing import DeterministicRuntime, LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer
@@ -280,7 +280,7 @@ def _make_sets_orderly(monkeypatch, loop):
     numbers = itertools.count(1)
     _Task.numbers = itertools.count(1)
     loop.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
-    for kind in (Link, Outgoing, Fetch):
+    for kind in (Link, Sender, Fetch):
         monkeypatch.setattr(kind, "__hash__", lambda self: self.__dict__.setdefault("_order", next(numbers)))
 
 

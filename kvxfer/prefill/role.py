@@ -8,7 +8,8 @@ from kvxfer.errors import Code, ProtocolError
 from kvxfer.link import Link
 from kvxfer.offerbook import TOO_MANY_ENGINES, OfferBook
 from kvxfer.offers import Offer, Withdrawn
-from kvxfer.outgoing import RETRY_MS, Outgoing
+from kvxfer.prefill.doubts import Doubts
+from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol.messages import (
     Abandon,
     Cancel,
@@ -28,11 +29,10 @@ from kvxfer.protocol.messages import (
 )
 from kvxfer.protocol.sending import Failure, build_result
 from kvxfer.quota import Quota
-from kvxfer.remembered import Remembered
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 
-__all__ = ["Sender"]
+__all__ = ["Prefill"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
@@ -41,7 +41,7 @@ _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
 """Routes on which the transport writes what this rank sends."""
 
 
-class Sender:
+class Prefill:
     """Everything that peers fetch from this rank.
 
     Args:
@@ -51,9 +51,9 @@ class Sender:
     def __init__(self, site: Site) -> None:
         self.book: Final = OfferBook(site)
         self._site: Final = site
-        self._transfers: dict[tuple[bytes, int], Outgoing] = {}
+        self._transfers: dict[tuple[bytes, int], Sender] = {}
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
-        self._doubtful: Final = Remembered(site, self._places)
+        self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
@@ -61,7 +61,7 @@ class Sender:
         return len(self._transfers)
 
     @property
-    def transfers(self) -> Iterable[Outgoing]:
+    def transfers(self) -> Iterable[Sender]:
         """What has not ended."""
         return self._transfers.values()
 
@@ -79,11 +79,11 @@ class Sender:
         """Take a message of a decode rank."""
         match message:
             case Reserve():  # memory for chunks
-                if (outgoing := self._moved(link, message.transfer)) is not None:
-                    outgoing.reserve(message)
+                if (sender := self._moved(link, message.transfer)) is not None:
+                    sender.reserve(message)
             case Landed():  # chunks were read
-                if (outgoing := self._moved(link, message.transfer)) is not None:
-                    outgoing.landed(message)
+                if (sender := self._moved(link, message.transfer)) is not None:
+                    sender.landed(message)
             case Fetch():
                 self.fetch(link, message)
             case Cancel():
@@ -116,17 +116,17 @@ class Sender:
             self._refuse(link, message.transfer, refusal)
             return
         self._site.heard(link.peer, fenced=message.fenced)
-        outgoing = Outgoing(self._site, link, message, self._ended, sums_every=self._checks.get(link, 0))
-        self._transfers[key] = outgoing
+        sums_every = self._checks.get(link, 0)
+        sender = self._transfers[key] = Sender(self._site, link, message, self._ended, sums_every=sums_every)
         if isinstance(found, Offer):
-            self._attach(outgoing, found)
-        elif not self.book.park(offer_key, outgoing):
-            outgoing.refuse(
+            self._attach(sender, found)
+        elif not self.book.park(offer_key, sender):
+            sender.refuse(
                 Code.TOO_MANY,
                 f"as many fetches wait for their offers as may, in all or of one peer "
                 f"(max_parked={self._site.config.max_parked})",
             )
-        outgoing.void_ahead()
+        sender.begin()
 
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
@@ -135,24 +135,24 @@ class Sender:
         if message.code is Code.INTEGRITY:
             self._site.metrics.chunk_checked("reported")
             _log.warning("damage_reported", peer=link.peer.name, transfer=message.transfer)
-        if (outgoing := self._transfers.get(key)) is not None:
-            outgoing.link = link
-            outgoing.cancelled(failure)
+        if (sender := self._transfers.get(key)) is not None:
+            sender.link = link
+            sender.cancelled(failure)
             return
         if (doubt := self._doubtful.find(*key)) is not None and doubt.reader is not None:
             doubt.reader.unread_at_last()
             doubt = self._doubtful.find(*key)
         if doubt is not None:
-            link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.failure))
+            link.send(build_result(message.transfer, Status.IN_DOUBT, last=True, failure=doubt.ended.failure))
             return
         link.send(_terminal(message.transfer, failure))
 
     def abandon(self, link: Link, message: Abandon) -> None:
         """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
-        outgoing = self._transfers.get((link.peer.identity.incarnation, message.transfer))
-        if outgoing is not None:
-            outgoing.link = link
-            outgoing.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
+        sender = self._transfers.get((link.peer.identity.incarnation, message.transfer))
+        if sender is not None:
+            sender.link = link
+            sender.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
 
     def claim(self, link: Link, message: Claim) -> None:
         """Requests still wait for a place at the decode rank."""
@@ -186,7 +186,7 @@ class Sender:
     def renewed(self, link: Link) -> None:
         """A decode rank has made its agent anew, or something of ours has left for the one that it had."""
         for transfer, doubt in self._doubtful.renewed(link).items():
-            link.send(_over(transfer, doubt.failure))
+            link.send(_over(transfer, doubt.ended.failure))
 
     def check(self, link: Link, message: Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
@@ -201,17 +201,17 @@ class Sender:
             del self._here[incarnation]
         self._checks.pop(link, None)
         failure = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
-        for outgoing in list(self._transfers.values()):
-            if outgoing.link is link:
-                outgoing.stop(failure)
+        for sender in list(self._transfers.values()):
+            if sender.link is link:
+                sender.stop(failure)
         if incarnation not in self._here:
             self._doubtful.lost(incarnation)
 
     def refuse_parked(self) -> None:
         """No new offer will come: whoever waits for one had better go elsewhere at once."""
-        for outgoing in list(self._transfers.values()):
-            if outgoing.offer is None:
-                outgoing.refuse(Code.DRAINING, _REASONS[Code.DRAINING])
+        for sender in list(self._transfers.values()):
+            if sender.offer is None:
+                sender.refuse(Code.DRAINING, _REASONS[Code.DRAINING])
 
     def withdraw_all(self) -> None:
         """Take every offer back; for shutdown."""
@@ -226,29 +226,29 @@ class Sender:
     @property
     def exposed(self) -> bool:
         """Whether a decode rank that answers may be reading what it was told of (`pull`)."""
-        return any(outgoing.machine.being_read for outgoing in self._transfers.values())
+        return any(sender.machine.being_read for sender in self._transfers.values())
 
     def take_back(self, failure: Failure) -> None:
         """Stop what is being read."""
-        for outgoing in list(self._transfers.values()):
-            if outgoing.machine.being_read:
-                outgoing.stop(failure)
+        for sender in list(self._transfers.values()):
+            if sender.machine.being_read:
+                sender.stop(failure)
 
     def stop_posted(self, failure: Failure) -> None:
         """Stop what waits for posts of ours."""
-        for outgoing in list(self._transfers.values()):
-            if outgoing.machine.moving and outgoing.machine.route in _POSTED:
-                outgoing.stop(failure)
+        for sender in list(self._transfers.values()):
+            if sender.machine.moving and sender.machine.route in _POSTED:
+                sender.stop(failure)
 
     # --- inside
 
-    def _attach(self, outgoing: Outgoing, offer: Offer) -> None:
-        who = outgoing.peer.identity
+    def _attach(self, sender: Sender, offer: Offer) -> None:
+        who = sender.peer.identity
         if self.book.admits(offer, who.epoch):
             self.book.bind(offer, who.epoch, who.world)
-            outgoing.attach(offer)
+            sender.attach(offer)
         else:
-            outgoing.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
+            sender.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
 
     def _refusal(self, ref: TicketRef) -> Code | None:
         """Why a ticket is not honoured here, or None."""
@@ -261,45 +261,34 @@ class Sender:
         self._site.metrics.refused(code, by_peer=False)
         link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), RETRY_MS.get(code, 0)))
 
-    def _moved(self, link: Link, transfer: int) -> Outgoing | None:
+    def _moved(self, link: Link, transfer: int) -> Sender | None:
         """A transfer that its decode rank moves on, which renews the offer's lease.
 
         None for one that has just ended here: what is said to it is answered by its result, which is on its way.
         """
-        outgoing = self._transfers.get((link.peer.identity.incarnation, transfer))
-        if outgoing is not None and outgoing.offer is not None:
-            self.book.touched(outgoing.offer)
-        return outgoing
+        sender = self._transfers.get((link.peer.identity.incarnation, transfer))
+        if sender is not None and sender.offer is not None:
+            self.book.touched(sender.offer)
+        return sender
 
-    def _ended(self, outgoing: Outgoing) -> None:
-        who, transfer = outgoing.peer.identity.incarnation, outgoing.machine.transfer
-        if outgoing.offer is None:
-            ticket = outgoing.machine.fetch.ticket
-            self.book.unpark((ticket.request, ticket.attempt), outgoing)
-        if self._transfers.get((who, transfer)) is not outgoing:
-            self._doubted_late(who, transfer, outgoing)
+    def _ended(self, sender: Sender) -> None:
+        who, transfer = sender.peer.identity.incarnation, sender.machine.transfer
+        if sender.offer is None:
+            ticket = sender.machine.fetch.ticket
+            self.book.unpark((ticket.request, ticket.attempt), sender)
+        if self._transfers.get((who, transfer)) is not sender:
+            self._doubted_late(who, transfer, sender)
             return
         del self._transfers[who, transfer]
-        if outgoing.in_doubt:
-            reader = outgoing if outgoing.machine.route is Route.PULL else None
-            failure, here = outgoing.machine.failure, self._here.get(who)
-            self._doubtful.keep(
-                outgoing.link,
-                transfer,
-                failure,
-                outgoing.renewals,
-                here=here,
-                severed=outgoing.severed,
-                copies=outgoing.copies,
-                reader=reader,
-            )
-            if here is not None:
-                outgoing.help_to_read()
-                self.renewed(here)  # it may have told of its new agent before our post to the old one ended
-        else:
+        if not sender.in_doubt:
             self._places.give(who)
+            return
+        self._doubtful.keep(transfer, sender, connected=who in self._here)
+        if (here := self._here.get(who)) is not None:
+            sender.help_to_read()
+            self.renewed(here)  # as above
 
-    def _doubted_late(self, who: bytes, transfer: int, moved: Outgoing) -> None:
+    def _doubted_late(self, who: bytes, transfer: int, moved: Sender) -> None:
         """More is known of what ended in doubt."""
         doubt, here = self._doubtful.find(who, transfer), self._here.get(who)
         if doubt is None:
@@ -307,7 +296,7 @@ class Sender:
         if not moved.in_doubt:
             self._doubtful.forget(who, transfer)
             if here is not None and doubt.reader is None:  # who reads has said so itself, and has its answer
-                here.send(_over(transfer, doubt.failure))
+                here.send(_over(transfer, doubt.ended.failure))
         elif moved.severed:
             doubt.severed = True
             if here is not None:

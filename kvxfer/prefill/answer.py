@@ -14,7 +14,7 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never
 from kvxfer.site import Site
 
-__all__ = ["Answer", "Asked", "Draft", "answer"]
+__all__ = ["Answer", "Draft", "answer"]
 
 _UNBOUNDED: Final = 1 << 62
 """More bytes than any cache has."""
@@ -53,28 +53,6 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A fetch, as it came.
-
-    Attributes:
-        peer: Whose it is.
-        fetch: The message.
-        ahead: Whether what it grants ahead still holds.
-        checked: Whether sums are wanted of its chunks, or of some: who compares must know which rows are padding.
-    """
-
-    peer: PeerInfo
-    fetch: Fetch
-    ahead: bool
-    checked: bool = False
-
-    @property
-    def unnamed(self) -> frozenset[Route]:
-        """Routes on which, granted ahead, the decode rank need not know this side's blocks."""
-        return frozenset() if self.checked else IN_PLACE
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """What becomes of it.
 
@@ -91,29 +69,40 @@ class Answer:
     plain_s: float
 
 
-def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
+def answer(
+    site: Site, peer: PeerInfo, fetch: Fetch, offer: Draft, means: Means, ahead: bool, checked: bool = False
+) -> Answer:
     """Plan a transfer.
+
+    Args:
+        site: The worker.
+        peer: Whose fetch it is.
+        fetch: What it asks for.
+        offer: What there is.
+        means: What the pair can do.
+        ahead: Whether what the fetch grants ahead still holds.
+        checked: Whether sums are wanted of its chunks, or of some: who compares must know which rows are padding, and
+            so the blocks of this side also where they need not be named.
 
     Raises:
         RefusedError: If the two sides do not mean the same by it, no route is left, or no chunk is small enough.
         GeometryError: If it cannot be planned: blocks or tokens that the offer does not hold.
     """
-    fetch = asked.fetch
     tokens = range(fetch.token_start, fetch.token_stop)
     try:
-        pair = site.plans.outgoing(asked.peer, fetch.selections)
+        pair = site.plans.outgoing(peer, fetch.selections)
     except GeometryError as error:
         raise RefusedError(str(error), reason=Code.WANTS_NOT_HELD) from error
     check_state(pair, tokens, offer.tokens)
     plan = bind(pair, offer.spans, decode_spans(fetch.spans), tokens, covered=offer.tokens)
     _check_agreement(fetch, plan)
-    nbytes, peer = plan.nbytes, asked.peer.identity.incarnation
+    nbytes, incarnation = plan.nbytes, peer.identity.incarnation
 
     def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
         chunks = chunks or usual_chunks(site.config, route, nbytes)
-        return site.estimates.seconds(peer, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+        return site.estimates.seconds(incarnation, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
-    overdue = partial(site.estimates.overdue, peer) if offer.prompt else never
+    overdue = partial(site.estimates.overdue, incarnation) if offer.prompt else never
     choice, grid = choose_and_cut(
         fetch.routes,
         means,
@@ -128,26 +117,26 @@ def answer(site: Site, asked: Asked, offer: Draft, means: Means) -> Answer:
         ),
         lambda route: _grid(site, fetch, offer, route, plan),
     )
-    bound = Bound.of(plan, grid)
-    ahead = asked.ahead and offer.finished and _covers(site, asked, choice.route, plan, len(grid))
-    pieces = plan.merged_pieces if choice.route in LISTED else bound.pieces
-    predicted = seconds(choice.route, pieces, len(grid))
+    route, chunks, bound = choice.route, len(grid), Bound.of(plan, grid)
+    ahead = ahead and offer.finished and _covers(site, peer, fetch, route, plan, chunks)
+    unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
+    predicted = seconds(route, plan.merged_pieces if route in LISTED else bound.pieces, chunks)
     message = Accept(
         transfer=fetch.transfer,
-        route=choice.route,
+        route=route,
         bytes=nbytes,
-        spans=[] if ahead and choice.route in asked.unnamed else encode_spans(offer.spans, pair.groups),
+        spans=[] if unnamed else encode_spans(offer.spans, pair.groups),
         layers_per_chunk=grid.layers_per_chunk,
         tokens_per_chunk=grid.tokens_per_chunk,
-        chunks=len(grid),
+        chunks=chunks,
         digest=plan.digest(grid),
         why=choice.why,
         ahead=ahead,
         pieces=bound.pieces,
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
-        fenced=site.keys.has(asked.peer),
+        fenced=site.keys.has(peer),
     )
-    return Answer(bound, choice, message, predicted / site.estimates.factor(peer, choice.route))
+    return Answer(bound, choice, message, predicted / site.estimates.factor(incarnation, route))
 
 
 def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
@@ -157,11 +146,10 @@ def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
-def _covers(site: Site, asked: Asked, route: Route, plan: TransferPlan, chunks: int) -> bool:
+def _covers(site: Site, peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chunks: int) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
-    fetch = asked.fetch
-    passes_word = route is Route.MAPPED and asked.peer.body.gates > 0
-    if fetch.generation and not passes_word and not site.keys.has(asked.peer):
+    passes_word = route is Route.MAPPED and peer.body.gates > 0
+    if fetch.generation and not passes_word and not site.keys.has(peer):
         return False
     if not fetch.staging_lease_ms:
         return route in IN_PLACE

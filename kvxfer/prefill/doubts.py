@@ -12,20 +12,17 @@ Until then it keeps its place among the transfers. Of a peer whose process canno
 connected: it may never come back, and its places would be lost to everybody. Of its writes the numbers are kept.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvxfer.copy.mover import Copy
 from kvxfer.link import Link
 from kvxfer.mapped import elsewhere
-from kvxfer.outgoing import Outgoing
-from kvxfer.protocol.sending import Failure
+from kvxfer.prefill.sender import Sender
 from kvxfer.quota import Quota
 from kvxfer.site import Callback, Site, no_hold
 
-__all__ = ["Doubt", "Remembered"]
+__all__ = ["Doubt", "Doubts"]
 
 _MOST: Final = 1 << 14
 """Numbers that are kept without a place at most, of all peers; beyond them places are kept too."""
@@ -33,32 +30,31 @@ _MOST: Final = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class Doubt:
-    """A transfer, or what was written of a nonce, of which something may still move.
+    """A transfer of which something may still move.
 
     Attributes:
-        failure: Why it ended.
-        renewals: How often the peer had made its agent anew when it granted the memory, as far as it had said so.
+        ended: Which.
         severed: Whether what may move has left this side, and is on its way to the agent that the peer had then.
-        reader: Route `pull`: the transfer whose blocks the peer may be reading.
         watched: Whether the end of the peer's process will be seen.
         placed: Whether it has a place.
-        copies: What may move: they keep the peer's gates until it is over.
         unwatch: Ends the watch over the peer's process.
         unwant: Says that it needs no new agent.
     """
 
-    failure: Failure | None
-    renewals: int
+    ended: Sender
     severed: bool
-    reader: Outgoing | None
     watched: bool
-    placed: bool
-    copies: Sequence[Copy] = ()
+    placed: bool = True
     unwatch: Callback = no_hold
     unwant: Callback = no_hold
 
+    @property
+    def reader(self) -> Sender | None:
+        """Route `pull`: the transfer whose blocks the peer may be reading."""
+        return self.ended if self.ended.is_read else None
 
-class Remembered:
+
+class Doubts:
     """The books of them.
 
     Args:
@@ -75,51 +71,28 @@ class Remembered:
     def __len__(self) -> int:
         return sum(map(len, self._doubts.values()))
 
-    @property
-    def full(self) -> bool:
-        """Whether no more can be kept without a place."""
-        return self._unplaced >= _MOST
-
-    def keep(
-        self,
-        link: Link,
-        transfer: int,
-        failure: Failure | None,
-        renewals: int,
-        *,
-        here: Link | None,
-        severed: bool,
-        copies: Sequence[Copy] = (),
-        placed: bool = True,
-        reader: Outgoing | None = None,
-    ) -> None:
+    def keep(self, transfer: int, ended: Sender, *, connected: bool) -> None:
         """Something has ended in doubt.
 
         Args:
-            link: The last control stream over which the peer spoke of it.
             transfer: Its number.
-            failure: As of a `Doubt`.
-            renewals: As of a `Doubt`.
-            here: The link to the peer, if it is connected.
-            severed: As of a `Doubt`.
-            copies: As of a `Doubt`.
-            placed: Whether it comes with a place.
-            reader: As of a `Doubt`.
+            ended: What it is.
+            connected: Whether its peer is.
         """
-        who, processes = link.peer.identity.incarnation, self._site.processes
-        far = severed or elsewhere(link.peer.body.host)
-        doubt = Doubt(failure, renewals, far, reader, processes.ended(link.peer) is not None, placed, copies)
-        if severed and not elsewhere(link.peer.body.host):  # so that the peer hears that only its own agent is left
+        peer, processes = ended.link.peer, self._site.processes
+        who, far = peer.identity.incarnation, elsewhere(peer.body.host)
+        doubt = Doubt(ended, ended.severed or far, processes.ended(peer) is not None)
+        if ended.severed and not far:  # so that the peer hears that only its own agent is left
             doubt.unwant = self._site.rebuilds.want(urgent=False)
-        self._unplaced += not placed
         self._doubts.setdefault(who, {})[transfer] = doubt
-        doubt.unwatch = processes.when_gone(link.peer, partial(self.forget, who, transfer))
-        if here is None:
+        doubt.unwatch = processes.when_gone(peer, partial(self.forget, who, transfer))
+        if not connected:
             self.lost(who)
 
     def find(self, incarnation: bytes, transfer: int) -> Doubt | None:
         """What is remembered of a transfer."""
-        return self._doubts.get(incarnation, {}).get(transfer)
+        doubts = self._doubts.get(incarnation)
+        return None if doubts is None else doubts.get(transfer)
 
     def of(self, incarnation: bytes) -> list[Doubt]:
         """All of a peer's."""
@@ -129,7 +102,7 @@ class Remembered:
         """A peer is not connected any more."""
         for doubt in self.of(incarnation):
             bound = doubt.watched or doubt.reader is not None
-            if doubt.placed and not bound and not self.full:
+            if doubt.placed and not bound and self._unplaced < _MOST:
                 doubt.placed = False
                 self._unplaced += 1
                 self._places.give(incarnation)
@@ -140,7 +113,7 @@ class Remembered:
         over = {
             transfer: doubt
             for transfer, doubt in self._doubts.get(who, {}).items()
-            if doubt.severed and doubt.reader is None and doubt.renewals < link.renewals
+            if doubt.severed and doubt.reader is None and doubt.ended.renewals < link.renewals
         }
         for transfer in over:
             self.forget(who, transfer)
@@ -154,7 +127,7 @@ class Remembered:
             return
         if not doubts:
             del self._doubts[incarnation]
-        for copy in doubt.copies:
+        for copy in doubt.ended.copies:  # they keep the peer's gates
             self._site.mover.forget(copy)
         doubt.unwatch()
         doubt.unwant()

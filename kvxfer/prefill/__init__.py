@@ -1,0 +1,1 @@
+"""The prefill role: what peers fetch from this rank."""

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.lazy import lazy
 from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
@@ -126,7 +127,7 @@ class Link(asyncio.Protocol):
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
 
-    @property
+    @lazy
     def peer(self) -> PeerInfo:
         """Who the other side is.
 
@@ -368,7 +369,9 @@ class Link(asyncio.Protocol):
     def _flush(self) -> None:
         """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
-        if session is None or transport is None or transport.is_closing():
+        if session is None or not (session.unsent_bytes or self._failure):
+            return
+        if transport is None or transport.is_closing():
             return
         if session.unsent_bytes and self._writable and not self._slicing:
             data = session.take_output(_SLICE_BYTES)

@@ -41,6 +41,8 @@ _LONG_BYTES: Final = 64 * 1024
 _LENGTH: Final = struct.Struct("<I")
 _BIN_32: Final = struct.Struct(">BI")
 _NO_BODY: Final = b"\xc4\x00"
+_BODY_BYTES: Final = 0xFFFF
+"""Of an `Agent`: a longer one has its length in 32 bits."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 _body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
@@ -58,14 +60,16 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    return b"".join(encode_in_parts(message))
+    if isinstance(message, Agent) and len(message.body) > _BODY_BYTES:
+        return b"".join(encode_in_parts(message))
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
     """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
-    if not isinstance(message, Agent) or len(message.body) <= 0xFFFF:  # a longer one has its length in 32 bits
-        payload = _encoder.encode(message)
-        return (_LENGTH.pack(len(payload)) + payload,)
+    if not isinstance(message, Agent) or len(message.body) <= _BODY_BYTES:
+        return (encode(message),)
     behind = _encoder.encode((message.same, message.proof))[1:]
     without = _encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
     ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))
@@ -149,7 +153,10 @@ class FrameReader:
         return self._messages()
 
     def _messages(self) -> Iterator[Message]:
-        while (payload := self._next_payload()) is not None:
+        while self._buffer or self._filled or self._broken:
+            payload = self._next_payload()
+            if payload is None:
+                return
             try:
                 message = decode(payload)
             except ProtocolError as error:

@@ -67,7 +67,9 @@ class Tally:
         self, *, route: str, why: str, limited_by: str, peers: tuple[str, ...], started: float, finished: float
     ) -> TransferStats:
         """The counts as the caller sees them."""
-        length = {stage: intervals.length for stage, intervals in self.stages.items()}
+        seconds: dict[Stage, float] = {}
+        for stage, intervals in self.stages.items():
+            seconds[stage] = intervals.length
         return TransferStats(
             route=route,
             why=why,
@@ -77,13 +79,9 @@ class Tally:
             chunks=self.chunks,
             descriptors=self.descriptors,
             peers=peers,
-            queued=length.get("queued", 0.0),
-            gathering=length.get("gathering", 0.0),
-            posting=length.get("posting", 0.0),
-            wire=length.get("wire", 0.0),
-            scattering=length.get("scattering", 0.0),
             started=started,
             first_byte=self.first_byte,
             finished=finished,
             predicted=self.predicted,
+            **seconds,
         )

@@ -260,7 +260,12 @@ class Intervals:
     @property
     def length(self) -> float:
         """Seconds in which at least one interval ran."""
-        return sum([end - start for start, end in self.spans()])
+        if len(self._added) > 1 or self._united:
+            self._unite()
+        total = 0.0
+        for start, end in self._united or self._added:
+            total += end - start
+        return total
 
     @property
     def first(self) -> float | None:

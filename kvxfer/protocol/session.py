@@ -97,7 +97,7 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-_OVER: Final[State] = State.CLOSED
+_OVER: State = State.CLOSED
 """To compare with what may change while an event is handled: of a literal, type checkers take it that nothing does."""
 
 

@@ -146,8 +146,11 @@ class Lanes:
             ProtocolError: As `renewed` does.
         """
         key, body = peer.identity.incarnation, peer.body
-        lane = self._lanes.setdefault(key, _Lane(body.renewals, body.metadata))
-        _renew(lane, body.renewals, body.metadata)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(body.renewals, body.metadata)
+        if body.renewals > lane.renewals:
+            _renew(lane, body.renewals, body.metadata)
         return lane
 
     @staticmethod
@@ -157,7 +160,7 @@ class Lanes:
             lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
-        if self._lanes.get(key) is not lane:
+        if self._lanes.get(key) is not lane or (lane.wanted and not lane.old):
             return
         over = not lane.wanted and not lane.users
         gone = [name for name, users in lane.old if not users]

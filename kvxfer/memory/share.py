@@ -379,7 +379,7 @@ class Share:
         return extent
 
     def _move(self, extent: Extent, target: ExtentState) -> None:
-        """Carry out one transition of an extent of this share: beside `_reserve`, all that changes states and counts."""
+        """Carry out one transition of an extent: beside `_reserve` the only place where a state and a count change."""
         source = extent.state
         if self._live.get(extent.generation) is not extent:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"

@@ -14,21 +14,10 @@ from kvxfer.fabric.envelope import check_owner
 from kvxfer.fabric.port import Told
 from kvxfer.protocol.session import PeerInfo
 
-__all__ = ["Lanes", "once"]
+__all__ = ["Lanes"]
 
 _MOST_OLD: Final = 16
 """Agents of a peer's past that are known at most."""
-
-
-def once(action: Callable[[], None]) -> Callable[[], None]:
-    """Does it the first time it is called, and nothing after that."""
-    pending = [action]
-
-    def act() -> None:
-        if pending:
-            pending.pop()()
-
-    return act
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +63,13 @@ class Lanes:
         key, lane, user = peer.identity.incarnation, self._of(peer), object()
         lane.users.add(user)
 
-        def leave() -> None:
-            for users in (lane.users, *(users for _, users in lane.old)):
+        def leave() -> None:  # of no effect when called again
+            lane.users.discard(user)
+            for _, users in lane.old:
                 users.discard(user)
             self._prune(key, lane)
 
-        return once(leave)
+        return leave
 
     def connect(self, peer: PeerInfo, renewals: int) -> "asyncio.Future[str]":
         """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.

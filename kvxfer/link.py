@@ -261,7 +261,10 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             for event in events:
-                self._take(event)
+                if isinstance(event, Received):
+                    self._handler.received(self, event.message)
+                else:
+                    self._meet(event)
                 if self._meeting is not None:
                     self._rest = events
                     break
@@ -285,10 +288,8 @@ class Link(asyncio.Protocol):
                 self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
-    def _take(self, event: "SessionEvent | _Met") -> None:
+    def _meet(self, event: "Opened | _Met") -> None:
         match event:
-            case Received(message):
-                self._handler.received(self, message)
             case Opened(peer):
                 self._arm()  # this side speaks while it looks at the peer, and does not listen
                 self._meeting = self._handler.meet(self, peer)

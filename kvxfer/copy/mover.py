@@ -909,22 +909,21 @@ class _Machine:
             return
         if self.state[records.ASLEEP] and self._asked <= int(self.state[records.STEPPED]) / _NS:
             self._asked = self._runtime.now()
-        if self._unsent or not self._write(record):
-            if not self._unsent:
-                self._loop.add_writer(self._commands, self._send)
+        if self._unsent:
             self._unsent.append(record)
+        else:
+            try:
+                os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
+            except BlockingIOError:
+                self._loop.add_writer(self._commands, self._send)
+                self._unsent.append(record)
         self._service.wake()
 
-    def _write(self, record: bytes) -> bool:
-        try:
-            os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
-        except BlockingIOError:
-            return False
-        return True
-
     def _send(self) -> None:
-        while self._unsent and self._write(self._unsent[0]):
-            self._unsent.popleft()
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                os.write(self._commands, self._unsent[0])
+                self._unsent.popleft()
         if not self._unsent:
             self._loop.remove_writer(self._commands)
         self._service.wake()

@@ -226,7 +226,8 @@ class Template:
             from_src, from_dst = from_src + len(theirs), from_dst + len(ours)
             marks += binding.marks(len(ours), self.pair.dst.pool_ids[name])
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
-        lists = np.array(request, np.int64), _joined(src_ids), _joined(dst_ids)
+        # joined also if there is one: compiled code takes no array that has gaps or cannot be written to
+        lists = np.array(request, np.int64), np.concatenate(src_ids), np.concatenate(dst_ids)
         if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
             return None
         return Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists)
@@ -242,11 +243,6 @@ def _limits(geometry: CacheGeometry, group: str) -> list[int]:
     side = geometry.sides[group]
     null = binding.PADDING if side.null_block is None else side.null_block
     return [geometry.pool_ids[group], null, int(side.is_state)]
-
-
-def _joined(ids: Sequence[I64]) -> I64:
-    """The ids of all groups; compiled code takes no array that has gaps or cannot be written to."""
-    return ids[0] if len(ids) == 1 and ids[0].flags.carray else np.concatenate(ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,26 +15,22 @@ class Gaps:
 
     Attributes:
         free: Bytes in all gaps together.
+        largest: Bytes of the largest gap; 0 if nothing is free.
     """
 
-    __slots__ = ("_by_length", "_capacity", "_lengths", "_offsets", "free")
+    __slots__ = ("_by_length", "_capacity", "_lengths", "_offsets", "free", "largest")
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._offsets: list[int] = []
         self._lengths: dict[int, int] = {}
         self._by_length: list[tuple[int, int]] = []
-        self.free = capacity
+        self.free = self.largest = capacity
         if capacity:
             self._offsets, self._lengths, self._by_length = [0], {0: capacity}, [(capacity, 0)]
 
     def __len__(self) -> int:
         return len(self._offsets)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest gap; 0 if nothing is free."""
-        return self._by_length[-1][0] if self._by_length else 0
 
     def runs(self) -> list[tuple[int, int]]:
         """Every gap as (offset, length), by offset."""
@@ -60,6 +56,7 @@ class Gaps:
         else:
             del self._offsets[place]
         self.free -= length
+        self.largest = self._by_length[-1][0] if self._by_length else 0
         return offset
 
     def give(self, offset: int, length: int) -> None:
@@ -88,3 +85,4 @@ class Gaps:
         lengths[start] = end - start
         insort(by_length, (end - start, start))
         self.free += length
+        self.largest = by_length[-1][0]

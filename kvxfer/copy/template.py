@@ -219,15 +219,16 @@ class Template:
             source, target = src_spans.get(name), dst_spans.get(name)
             if source is None or target is None:
                 return None
-            theirs, ours = np.asarray(source.ids, np.int64), np.asarray(target.ids, np.int64)
+            # copies: compiled code takes no array that has gaps or cannot be written to
+            theirs, ours = np.array(source.ids, np.int64), np.array(target.ids, np.int64)
             request += (from_src, len(theirs), source.first_token, from_dst, len(ours), target.first_token)
             src_ids.append(theirs)
             dst_ids.append(ours)
             from_src, from_dst = from_src + len(theirs), from_dst + len(ours)
             marks += binding.marks(len(ours), self.pair.dst.pool_ids[name])
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
-        # joined also if there is one: compiled code takes no array that has gaps or cannot be written to
-        lists = np.array(request, np.int64), np.concatenate(src_ids), np.concatenate(dst_ids)
+        both = (src_ids[0], dst_ids[0]) if len(src_ids) == 1 else (np.concatenate(src_ids), np.concatenate(dst_ids))
+        lists = np.array(request, np.int64), *both
         if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
             return None
         return Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists)

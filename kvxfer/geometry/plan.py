@@ -76,7 +76,7 @@ class PairPlan:
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
         _ = self.least_chunk_bytes, self.limited_by, self.digested, self.meeting_of, self.row_tokens, self._layer_kinds
-        _ = self._named, self.has_state
+        _ = self._named, self._rows_bytes, self.has_state
         for geometry in (self.src, self.dst):
             _ = geometry.pool_ids, geometry.sides
 
@@ -258,14 +258,20 @@ class PairPlan:
     def most_bytes(self, dst_spans: BlockLists, tokens: range) -> int:
         """Bytes that a transfer of these tokens carries at the most: as many as if both sides held all of them."""
         total = 0
-        for c in self.classes:
-            key = c.key
-            if key.src_rows.is_state:
-                rows = len(dst_spans[key.group].ids) * key.dst_rows.block_ratio
-            else:
-                rows = len(tokens) // key.src_rows.tokens_per_row + 1
-            total += rows * len(c.bases) * key.token_bytes
+        for group, row_tokens, slot_rows, nbytes in self._rows_bytes:
+            rows = len(tokens) // row_tokens + 1 if row_tokens else len(dst_spans[group].ids) * slot_rows
+            total += rows * nbytes
         return total
+
+    @lazy
+    def _rows_bytes(self) -> Sequence[tuple[str, int, int, int]]:
+        """Of each class its group, tokens of a row (0 of state), rows of a slot (0 of tokens), bytes of a row."""
+        return [
+            (key.group, 0, key.dst_rows.block_ratio, nbytes)
+            if key.src_rows.is_state
+            else (key.group, key.src_rows.tokens_per_row, 0, nbytes)
+            for key, nbytes in ((c.key, len(c.bases) * c.key.token_bytes) for c in self.classes)
+        ]
 
     def most_staged_bytes(self, tokens: range) -> int:
         """Staging that a transfer of these tokens takes at the most, as one chunk."""

@@ -89,7 +89,8 @@ class PairPlans:
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
         self._cramped: set[tuple[bytes, bool]] = set()  # no chunk is small enough for the staging of both sides
-        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan]] = {}  # what a peer asked for last
+        # what a peer asked for last, in how many layers
+        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan, int]] = {}
 
     @property
     def _kept(self) -> int:
@@ -213,7 +214,7 @@ class PairPlans:
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
             if len(self._asked) >= self._kept:
                 self._asked.clear()
-            self._asked[peer.identity.incarnation] = selections, pair
+            self._asked[peer.identity.incarnation] = selections, pair, _layers(selections)
         return pair
 
     def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
@@ -254,9 +255,9 @@ class PairPlans:
     def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
         """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
         last = self._asked.get(peer.identity.incarnation)
-        known = last is not None and last[0] == selections
-        layers = sum([len(selection.layers) // 4 for selection in selections])  # packed: 4 bytes each
-        return (_ROWS_A_KNOWN_LAYER if known else _ROWS_A_TENSOR) * layers
+        if last is not None and last[0] == selections:
+            return _ROWS_A_KNOWN_LAYER * last[2]
+        return _ROWS_A_TENSOR * _layers(selections)
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""
@@ -308,6 +309,10 @@ class PairPlans:
         self._pairs[key] = pair
         if len(self._pairs) > self._kept:
             self._pairs.popitem(last=False)
+
+
+def _layers(selections: Sequence[wire.Selection]) -> int:
+    return sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
 
 
 def _planned(

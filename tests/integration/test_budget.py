@@ -18,8 +18,8 @@ from kvxfer import READY
 PACKAGE = f"{Path(kvxfer.__file__).parent}/"
 TESTS = f"{Path(__file__).parents[1]}/"
 BUDGETS = {
-    "mapped": {"calls": 780, "of our own": 670, "modules": 72},
-    "staged": {"calls": 950, "of our own": 790, "modules": 72},
+    "mapped": {"calls": 750, "of our own": 635, "modules": 69},
+    "staged": {"calls": 890, "of our own": 755, "modules": 70},
 }
 """What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
 modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
@@ -52,8 +52,10 @@ class Calls:
 
 
 @pytest.mark.parametrize("route", BUDGETS)
-async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, caplog):
+async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "kvxfer")  # without the line that tells of each
+    for shell in ("link", "copy.mover"):  # on a busy machine a turn ends in the midst of a fetch, which takes calls
+        monkeypatch.setattr(f"kvxfer.{shell}.TURN_SECONDS", 60.0)
     source, target = Cache(shared=True), Cache(shared=True)
     prefill, decode = await stage.pair(source, target, route=route, **ROOMY)
     calls, blocks, found = Calls(), range(4), []

@@ -84,7 +84,8 @@ class Desk:
         self.share.release(extent)
         if self._waiting:
             self.advance()
-        self._end_if_empty()
+        if self.emptied is not None:
+            self._end_if_empty()
 
     def quarantine(self, extent: Extent, reason: str) -> None:
         """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""

@@ -148,7 +148,11 @@ def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
     Raises:
         ProtocolError: If packed ids are cut, or a group is there twice.
     """
-    decoded = {span.group: Span(np.asarray(_ids(span.ids), np.int64), span.first_token) for span in spans}
+    decoded: dict[str, Span] = {}
+    for span in spans:
+        if len(span.ids) % 4:
+            raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
+        decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
     if len(decoded) != len(spans):
         raise ProtocolError("a group has two block lists in one frame")
     return decoded

@@ -14,21 +14,10 @@ from kvxfer.fabric.envelope import check_owner
 from kvxfer.fabric.port import Told
 from kvxfer.protocol.session import PeerInfo
 
-__all__ = ["Lanes", "once"]
+__all__ = ["Lanes"]
 
 _MOST_OLD: Final = 16
 """Agents of a peer's past that are known at most."""
-
-
-def once(action: Callable[[], None]) -> Callable[[], None]:
-    """Does it the first time it is called, and nothing after that."""
-    pending = [action]
-
-    def act() -> None:
-        if pending:
-            pending.pop()()
-
-    return act
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +63,13 @@ class Lanes:
         key, lane, user = peer.identity.incarnation, self._of(peer), object()
         lane.users.add(user)
 
-        def leave() -> None:
-            for users in (lane.users, *(users for _, users in lane.old)):
+        def leave() -> None:  # of no effect when called again
+            lane.users.discard(user)
+            for _, users in lane.old:
                 users.discard(user)
             self._prune(key, lane)
 
-        return once(leave)
+        return leave
 
     def connect(self, peer: PeerInfo, renewals: int) -> "asyncio.Future[str]":
         """The fabric's name of a peer, connecting it if it is new. Call it under `hold`; never cancel what it returns.
@@ -146,8 +136,11 @@ class Lanes:
             ProtocolError: As `renewed` does.
         """
         key, body = peer.identity.incarnation, peer.body
-        lane = self._lanes.setdefault(key, _Lane(body.renewals, body.metadata))
-        _renew(lane, body.renewals, body.metadata)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(body.renewals, body.metadata)
+        if body.renewals > lane.renewals:
+            _renew(lane, body.renewals, body.metadata)
         return lane
 
     @staticmethod
@@ -157,7 +150,7 @@ class Lanes:
             lane.name = None
 
     def _prune(self, key: bytes, lane: _Lane) -> None:
-        if self._lanes.get(key) is not lane:
+        if self._lanes.get(key) is not lane or (lane.wanted and not lane.old):
             return
         over = not lane.wanted and not lane.users
         gone = [name for name, users in lane.old if not users]

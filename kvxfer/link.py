@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, cast
 
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.lazy import lazy
 from kvxfer.mapped import process_of_stream
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Goodbye, Message, Route
@@ -124,7 +125,7 @@ class Link(asyncio.Protocol):
         self._failure: KvxferError | None = None
         self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
 
-    @property
+    @lazy
     def peer(self) -> PeerInfo:
         """Who the other side is.
 
@@ -258,7 +259,10 @@ class Link(asyncio.Protocol):
         self._handling = True
         try:
             for event in events:
-                self._take(event)
+                if isinstance(event, Received):
+                    self._handler.received(self, event.message)
+                else:
+                    self._meet(event)
                 if self._meeting is not None:
                     self._rest = events
                     break
@@ -282,10 +286,8 @@ class Link(asyncio.Protocol):
                 self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
-    def _take(self, event: "SessionEvent | _Met") -> None:
+    def _meet(self, event: "Opened | _Met") -> None:
         match event:
-            case Received(message):
-                self._handler.received(self, message)
             case Opened(peer):
                 self._arm()  # this side speaks while it looks at the peer, and does not listen
                 self._meeting = self._handler.meet(self, peer)
@@ -366,7 +368,9 @@ class Link(asyncio.Protocol):
     def _flush(self) -> None:
         """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
         session, transport = self._session, self._transport
-        if session is None or transport is None or transport.is_closing():
+        if session is None or not (session.unsent_bytes or self._failure):
+            return
+        if transport is None or transport.is_closing():
             return
         if session.unsent_bytes and self._writable and not self._slicing:
             data = session.take_output(_SLICE_BYTES)

@@ -9,7 +9,6 @@ from kvxfer.copy.port import Gate
 from kvxfer.errors import FabricError, KvxferError, MismatchError
 from kvxfer.gates import GATE_BYTES, GATES
 from kvxfer.geometry import CacheGeometry
-from kvxfer.lanes import once
 from kvxfer.mapped import Export, Window, Windows, check_process, joined, open_window, unlike
 from kvxfer.protocol.messages import Capability
 from kvxfer.protocol.session import PeerInfo
@@ -27,7 +26,7 @@ _here: Final[set[bytes]] = set()
 
 @dataclass(slots=True, eq=False)
 class _Mapping:
-    """One peer: its windows once they are open, or why there are none; how many copies need them.
+    """One peer: its windows once they are open, or why there are none; whose copies need them.
 
     `seen` is what was last found to lie in them.
     """
@@ -36,7 +35,7 @@ class _Mapping:
     seen: CacheGeometry | None = None
     why: str = ""
     gates: int = 0
-    users: int = 0
+    users: set[object] = field(default_factory=set[object])
     wanted: bool = True
     tried: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -186,14 +185,14 @@ class Mappings:
             FabricError: If it is not.
         """
         key = peer.identity.incarnation
-        mapping, _ = self._mapped(peer)
-        mapping.users += 1
+        (mapping, _), user = self._mapped(peer), object()
+        mapping.users.add(user)
 
-        def leave() -> None:
-            mapping.users -= 1
+        def leave() -> None:  # of no effect when called again
+            mapping.users.discard(user)
             self._prune(key, mapping)
 
-        return once(leave)
+        return leave
 
     def forget(self, peer: PeerInfo) -> None:
         """The last link to this peer is gone: unmap its memory when no copy uses it."""

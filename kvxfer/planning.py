@@ -31,7 +31,6 @@ from kvxfer.geometry import (
     differences,
     resolve,
 )
-from kvxfer.lazy import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
@@ -93,7 +92,8 @@ class PairPlans:
         self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
         self._converting: set[tuple[bytes, bool]] = set()
         self._cramped: set[tuple[bytes, bool]] = set()  # no chunk is small enough for the staging of both sides
-        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan]] = {}  # what a peer asked for last
+        # what a peer asked for last, in how many layers
+        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan, int]] = {}
 
     @property
     def _kept(self) -> int:
@@ -217,7 +217,7 @@ class PairPlans:
         if self._geometries.get(peer.identity.incarnation) is pair.dst:
             if len(self._asked) >= self._kept:
                 self._asked.clear()
-            self._asked[peer.identity.incarnation] = selections, pair
+            self._asked[peer.identity.incarnation] = selections, pair, _layers(selections)
         return pair
 
     def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
@@ -232,7 +232,7 @@ class PairPlans:
         Raises:
             MismatchError: If something that it needs is on none of them.
         """
-        key = tuple(None if peer is None else peer.identity.incarnation for peer in peers)
+        key = tuple([None if peer is None else peer.identity.incarnation for peer in peers])
         found = self._shares.get(key)
         if found is None:
             held = {number: (peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None}
@@ -250,7 +250,7 @@ class PairPlans:
 
     def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
         """As many rows of a table as take the time of `shares`; 0 if they are known."""
-        if tuple(None if peer is None else peer.identity.incarnation for peer in peers) in self._shares:
+        if tuple([None if peer is None else peer.identity.incarnation for peer in peers]) in self._shares:
             return 0
         held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
         return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
@@ -258,9 +258,9 @@ class PairPlans:
     def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
         """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
         last = self._asked.get(peer.identity.incarnation)
-        known = last is not None and last[0] == selections
-        layers = sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
-        return (_ROWS_A_KNOWN_LAYER if known else _ROWS_A_TENSOR) * layers
+        if last is not None and last[0] == selections:
+            return _ROWS_A_KNOWN_LAYER * last[2]
+        return _ROWS_A_TENSOR * _layers(selections)
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
         """Staging that the smallest chunk between this rank and a peer needs, at the least."""
@@ -314,6 +314,10 @@ class PairPlans:
             self._pairs.popitem(last=False)
 
 
+def _layers(selections: Sequence[wire.Selection]) -> int:
+    return sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
+
+
 def _planned(
     peer: PeerInfo,
     src: CacheGeometry,
@@ -326,7 +330,8 @@ def _planned(
     """A plan, and a line in the log that explains it."""
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
-    _template(pair)
+    if (compiled := _compiled()) is not None:
+        compiled[0].of(pair)
     if hears_debug(_NAME):
         role, told = "sending" if sending else "receiving", str(pair.explain())
         _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
@@ -353,20 +358,14 @@ class Agreed:
 
 
 @cache
-def _templates() -> "type[Template] | None":
+def _compiled() -> "tuple[type[Template], type[Cut]] | None":
     """Where numba compiles nothing, all is planned by the planner."""
     try:
-        from kvxfer.copy.template import Template
+        from kvxfer.copy.template import Cut, Template
     except MissingExtraError as error:
         _log.warning("requests_not_compiled", reason=str(error))
         return None
-    return Template
-
-
-def _template(pair: PairPlan) -> "Template | None":
-    """What all requests of a pair have in common, if it has such."""
-    templates = _templates()
-    return None if templates is None else templates.of(pair)
+    return Template, Cut
 
 
 def bind(
@@ -380,46 +379,43 @@ def bind(
     """
     check_tokens(tokens, may_be_empty=True)
     covered = tokens.stop if covered is None else min(covered, tokens.stop)
-    template = _template(pair)
+    compiled = _compiled()
+    template = None if compiled is None else compiled[0].of(pair)
     fitted = None if template is None else template.bind(src_spans, dst_spans, tokens, covered)
     return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
 
 
-@dataclass(frozen=True)
 class Bound:
     """The plan of an accepted transfer, which both sides make.
 
-    Attributes:
+    Args:
         plan: What goes where.
         grid: How it is cut.
         rows: Table rows of the class that has the most.
         pieces: Contiguous runs in all, if no source block is padding.
+
+    Attributes:
+        cut: The chunks as compiled code makes them; None where the planner does.
+        limited_by: What keeps pieces from being longer, in a few words.
+        chunk_rows: About how many of the rows a chunk's plan walks over.
+        part_rows: As many rows as take the planner the time of `part`.
     """
 
-    plan: TransferPlan
-    grid: ChunkGrid
-    rows: int
-    pieces: int
-
-    @property
-    def limited_by(self) -> str:
-        """What keeps pieces from being longer, in a few words."""
-        return self.plan.pair.limited_by
-
-    @lazy
-    def chunk_rows(self) -> int:
-        """About how many of the rows a chunk's plan walks over."""
-        return -(-self.rows // self.grid.windows)
-
-    @property
-    def part_rows(self) -> int:
-        """As many rows as take the planner the time of `part`."""
-        return self.chunk_rows if self.cut is None else 0
+    def __init__(self, plan: TransferPlan, grid: ChunkGrid, rows: int, pieces: int) -> None:
+        compiled = _compiled()
+        self.plan: Final = plan
+        self.grid: Final = grid
+        self.rows: Final = rows
+        self.pieces: Final = pieces
+        self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
+        self.limited_by: Final = plan.pair.limited_by
+        self.chunk_rows: Final = -(-rows // grid.windows)
+        self.part_rows: Final = self.chunk_rows if self.cut is None else 0
 
     @property
     def chunk_pieces(self) -> int:
         """About how many of the pieces are in a chunk."""
-        return -(-self.pieces // len(self.grid))
+        return -(-self.pieces // self.grid.chunks)
 
     @classmethod
     def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
@@ -434,17 +430,7 @@ class Bound:
         """
         plan = self.plan
         further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
-        return replace(self, plan=further)
-
-    @lazy
-    def cut(self) -> "Cut | None":
-        """The chunks as compiled code makes them; None where the planner does."""
-        templates = _templates()
-        if templates is None:
-            return None
-        from kvxfer.copy.template import Cut
-
-        return Cut.of(self.plan, self.grid)
+        return Bound(further, self.grid, self.rows, self.pieces)
 
     def part(self, number: int) -> "Part":
         """One chunk of it.
@@ -541,12 +527,12 @@ def fit_grid(
         by_tokens=listed and plan.pair.joins_layers,
     )
     remedy = "raise chunk_bytes and arena_bytes for the route staged, max_in_place_bytes for the others"
-    if len(grid) > MAX_CHUNKS:
+    if grid.chunks > MAX_CHUNKS:
         raise RefusedError(
-            f"the transfer would be cut into {len(grid)} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
+            f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
             reason=Code.CHUNK_TOO_LARGE,
         )
-    need = plan.staged_bytes if len(grid) == 1 else plan.largest_chunk_bytes(grid)
+    need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
     if need > limit_bytes:
         raise RefusedError(
             f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "

@@ -13,11 +13,10 @@ left to a GPU goes on: so the end of a process that has forked is no evidence wh
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.errors import FabricError
-from kvxfer.lanes import once
 from kvxfer.mapped import check_process, may_be_elsewhere, number_of, own_number, unlike
 from kvxfer.mapped.locks import Lineage
 from kvxfer.mapped.memfd import process_of
@@ -40,7 +39,7 @@ class _Process:
     ended: "asyncio.Future[None]"
     lineage: Lineage | None
     survived: bool = False
-    users: int = 0
+    users: set[object] = field(default_factory=set[object])
     wanted: bool = True
 
 
@@ -91,13 +90,14 @@ class Processes:
         process = self._processes.get(key)
         if process is None:
             return lambda: None
-        process.users += 1
+        user = object()
+        process.users.add(user)
 
-        def leave() -> None:
-            process.users -= 1
+        def leave() -> None:  # of no effect when called again
+            process.users.discard(user)
             self._prune(key, process)
 
-        return once(leave)
+        return leave
 
     def when_gone(self, peer: PeerInfo, then: Callable[[], None]) -> Callable[[], None]:
         """Call `then` once the process of a peer has ended, if that can be known.

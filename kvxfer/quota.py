@@ -1,6 +1,5 @@
 """Places that peers share: bounded in all, and no peer can take every one of them."""
 
-from collections import Counter
 from collections.abc import Hashable
 from typing import Final
 
@@ -23,7 +22,7 @@ class Quota:
 
     def __init__(self, limit: int) -> None:
         self.limit: Final = limit
-        self._held: Counter[Hashable] = Counter()
+        self._held: Final[dict[Hashable, int]] = {}
         self._taken = 0
 
     def __len__(self) -> int:
@@ -31,13 +30,14 @@ class Quota:
 
     def held(self, peer: Hashable) -> int:
         """Places that a peer holds."""
-        return self._held[peer]
+        return self._held.get(peer, 0)
 
     def take(self, peer: Hashable) -> bool:
         """Take a place, to be given back with `give`. False if there is none for this peer now."""
-        if self._held[peer] >= _GREED * (self.limit - self._taken):
+        held = self._held.get(peer, 0)
+        if held >= _GREED * (self.limit - self._taken):
             return False
-        self._held[peer] += 1
+        self._held[peer] = held + 1
         self._taken += 1
         return True
 
@@ -47,7 +47,7 @@ class Quota:
         Raises:
             ValueError: If the peer holds none.
         """
-        if self._held[peer] < 1:
+        if peer not in self._held:
             raise ValueError(f"{peer!r} holds no place")
         self._held[peer] -= 1
         self._taken -= 1

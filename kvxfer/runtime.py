@@ -209,7 +209,8 @@ class Home:
             ForkedError: If this process was forked off the one in which it lives.
             UsageError: If this is another thread, or another loop runs here.
         """
-        self.read(thing)
+        if os.getpid() != self._process:
+            raise self._forked()
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -229,12 +230,15 @@ class Home:
         Raises:
             ForkedError: If this process was forked off the one in which it lives.
         """
-        if not self.here:
-            raise ForkedError(
-                f"this is process {os.getpid()}, forked off process {self._process}, where the worker runs; a fork has "
-                "none of its threads: open another worker here, and start processes with spawn or forkserver"
-            )
+        if os.getpid() != self._process:
+            raise self._forked()
         return thing
+
+    def _forked(self) -> ForkedError:
+        return ForkedError(
+            f"this is process {os.getpid()}, forked off process {self._process}, where the worker runs; a fork has "
+            "none of its threads: open another worker here, and start processes with spawn or forkserver"
+        )
 
 
 class _Signal:

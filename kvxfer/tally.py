@@ -34,7 +34,10 @@ class Tally:
 
     def spent(self, stage: Stage, start: float, end: float) -> None:
         """Count an interval of a stage, in seconds of the runtime's clock; one that ends before it starts is empty."""
-        self.stages[stage].add(start, max(start, end))
+        spans = self.stages[stage]
+        spans.append((start, max(start, end)))
+        if len(spans) >= spans.room:
+            spans.unite()
 
     def began(self, now: float) -> None:
         """Note the first byte, once."""
@@ -46,9 +49,13 @@ class Tally:
         if self.first_byte is None:
             self.first_byte = now
         sent = now - sender.wire_us / 1e6  # about: the sender's durations, on this side's clock
-        self.stages["wire"].add(granted, now)
-        self.stages["posting"].add(sent, sent + sender.post_us / 1e6)
-        self.stages["gathering"].add(sent - sender.gather_us / 1e6, sent)
+        wire = self.stages["wire"]
+        wire.append((granted, now))
+        self.stages["posting"].append((sent, sent + sender.post_us / 1e6))
+        self.stages["gathering"].append((sent - sender.gather_us / 1e6, sent))
+        if len(wire) >= wire.room:
+            for spans in self.stages.values():
+                spans.unite()
 
     def merge(self, other: "Tally") -> None:
         """Count what another rank's part counted."""
@@ -67,7 +74,9 @@ class Tally:
         self, *, route: str, why: str, limited_by: str, peers: tuple[str, ...], started: float, finished: float
     ) -> TransferStats:
         """The counts as the caller sees them."""
-        length = {stage: intervals.length for stage, intervals in self.stages.items()}
+        seconds: dict[Stage, float] = {}
+        for stage, intervals in self.stages.items():
+            seconds[stage] = intervals.length
         return TransferStats(
             route=route,
             why=why,
@@ -77,13 +86,9 @@ class Tally:
             chunks=self.chunks,
             descriptors=self.descriptors,
             peers=peers,
-            queued=length.get("queued", 0.0),
-            gathering=length.get("gathering", 0.0),
-            posting=length.get("posting", 0.0),
-            wire=length.get("wire", 0.0),
-            scattering=length.get("scattering", 0.0),
             started=started,
             first_byte=self.first_byte,
             finished=finished,
             predicted=self.predicted,
+            **seconds,
         )

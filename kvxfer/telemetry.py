@@ -116,7 +116,7 @@ KEYS: Final = frozenset(
 _GIGABYTE: Final = 1e9
 _MASK_BYTES: Final = 4
 _ADDED: Final = 256
-"""Intervals that are kept as they came before they are united."""
+"""Intervals that are kept as they came before they are united: that is cheaper for many at a time."""
 
 logging.getLogger("kvxfer").addHandler(logging.NullHandler())
 
@@ -214,53 +214,61 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-class Intervals:
-    """Collects intervals of time and gives the length of their union.
+class Intervals(list[tuple[float, float]]):
+    """Intervals of time as they came, each its start and end in seconds of one clock, and the length of their union.
 
     A stage of a transfer runs in pieces that overlap (chunks on a wire, copies on a stream); how long the stage took is
-    the time in which at least one of them ran.
+    the time in which at least one of them ran. A list, as every chunk adds to several of them.
+
+    Attributes:
+        room: Whoever appends by himself unites them when there are so many.
     """
 
-    def __init__(self) -> None:
-        self._united: list[tuple[float, float]] = []  # disjoint and in order, so few however many chunks there were
-        self._added: list[tuple[float, float]] = []  # and not united yet: that is cheaper for many at a time
+    room = _ADDED
 
     def add(self, start: float, end: float) -> None:
-        """Count the interval from `start` to `end`, in seconds of one clock; an empty one counts nothing.
+        """Count the interval from `start` to `end`; an empty one counts nothing.
 
         Raises:
             ValueError: If it ends before it starts.
         """
         if end < start:
             raise ValueError(f"an interval cannot end ({end}) before it starts ({start})")
-        self._added.append((start, end))
-        if len(self._added) >= _ADDED:
-            self._unite()
+        self.append((start, end))
+        if len(self) >= self.room:
+            self.unite()
 
     def merge(self, other: "Intervals") -> None:
         """Count every interval of another collection too."""
-        self._added += other.spans()
-        self._unite()
+        self += other
+        self.unite()
 
     def spans(self) -> tuple[tuple[float, float], ...]:
         """The union as disjoint intervals, in order."""
-        self._unite()
-        return tuple(self._united)
+        self.unite()
+        return tuple(self)
 
-    def _unite(self) -> None:
+    def unite(self) -> None:
+        """Keep only their union: few, however many chunks there were."""
         united: list[tuple[float, float]] = []
-        for start, end in sorted(self._united + self._added):
+        for start, end in sorted(self):
             if united and start <= united[-1][1]:
                 if end > united[-1][1]:
                     united[-1] = united[-1][0], end
             elif end > start:
                 united.append((start, end))
-        self._united, self._added = united, []
+        self[:] = united
+        self.room = len(united) + _ADDED
 
     @property
     def length(self) -> float:
         """Seconds in which at least one interval ran."""
-        return sum([end - start for start, end in self.spans()])
+        if len(self) > 1:
+            self.unite()
+        total = 0.0
+        for start, end in self:
+            total += end - start
+        return total
 
     @property
     def first(self) -> float | None:

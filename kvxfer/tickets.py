@@ -18,6 +18,7 @@ import msgspec
 
 from kvxfer.endpoint import MAX_PORT, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.errors import TicketError
+from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
 from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
 
@@ -104,9 +105,6 @@ class _Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 return cls(prefix=prefix, suffix=suffix, first=first)
         return cls(prefix=prefix, suffix=suffix, parts=parts)
 
-    def expand(self, world: int) -> tuple[str, ...]:
-        return _expanded(self, world)
-
 
 @lru_cache(maxsize=_KNOWN_ENGINES)
 def _expanded(endpoints: _Endpoints, world: int) -> tuple[str, ...]:
@@ -180,7 +178,7 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def rank_endpoints(self) -> tuple[str, ...]:
         """Endpoint of every rank."""
-        return self.endpoints.expand(self.world)
+        return _expanded(self.endpoints, self.world)
 
     def check_member(self, mine: RankCard) -> None:
         """See that a rank is one of this engine's.
@@ -208,11 +206,11 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             TicketError: If it is not a card.
         """
         card = _convert(data, cls, "engine card")
-        card.endpoints.expand(card.world)
+        _expanded(card.endpoints, card.world)
         return card
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """The right to fetch one request. Treat it as a secret; `repr` hides the MAC."""
 
     v: Literal[1] = 1
@@ -225,7 +223,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mac: _Hex
 
     def __post_init__(self) -> None:
-        _check_text(self.request)
+        if not self.request.isascii():
+            _check_text(self.request)
 
     @classmethod
     def parse(cls, data: "Mapping[str, Any] | Ticket") -> "Ticket":
@@ -237,20 +236,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if isinstance(data, Ticket):
             return data
         ticket = _convert(data, cls, "ticket")
-        ticket.endpoints.expand(ticket.world)
+        _expanded(ticket.endpoints, ticket.world)
         return ticket
 
     @property
     def rank_endpoints(self) -> tuple[str, ...]:
         """Endpoint of every rank of the prefill engine."""
-        return self.endpoints.expand(self.world)
+        return _expanded(self.endpoints, self.world)
 
     @property
     def card(self) -> EngineCard:
         """The engine that it is a ticket of."""
         return EngineCard(engine=self.engine, world=self.world, epoch=self.epoch, endpoints=self.endpoints)
 
-    @property
+    @lazy
     def key(self) -> tuple[str, str, int]:
         """Epoch, request and attempt: what makes a ticket another one."""
         return self.epoch, self.request, self.attempt
@@ -274,7 +273,8 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True):
     attempt: _Attempt = 0
 
     def __post_init__(self) -> None:
-        _check_text(self.request)
+        if not self.request.isascii():
+            _check_text(self.request)
 
 
 class Issuer:
@@ -296,6 +296,7 @@ class Issuer:
         self.card: Final = card
         self._mac = lru_cache(maxsize=_KNOWN_MACS)(self._made)  # a ticket is shown at least twice: to fetch, to release
         self._key: Final = key
+        self._endpoints: Final = msgspec.json.encode(card.endpoints)
 
     def ticket(self, request: str, *, attempt: int = 0) -> dict[str, Any]:
         """The ticket of a request, as plain JSON data: before, after, or without the offer.
@@ -311,7 +312,7 @@ class Issuer:
             "engine": card.engine,
             "world": card.world,
             "epoch": card.epoch,
-            "endpoints": _plain(card.endpoints),
+            "endpoints": msgspec.json.decode(self._endpoints),
             "request": request,
             "attempt": attempt,
             "mac": self._mac(request, attempt).hex(),
@@ -357,11 +358,10 @@ def _check_endpoint(text: str) -> None:
 
 def _check_text(text: str) -> None:
     """Refuse what JSON can hold and UTF-8 cannot; msgspec makes it an error of its own while converting."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a request id must be UTF-8: {error.reason}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a request id must be UTF-8: {error.reason}") from error
 
 
 def _plain(data: msgspec.Struct) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class Mover:
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
         self._untold = 0  # copies of which nobody was told yet
         self._owners: Final[dict[Hashable, int]] = {}  # by what number the machine knows them, who came last behind
-        self._sent: Final[Counter[Hashable]] = Counter()  # copies that it has of each
+        self._sent: Final[dict[Hashable, int]] = {}  # how many copies it has of each
         self._look: asyncio.Handle | None = None
         self._delay = _LOOK_S
         self._refusing = self._closing = False
@@ -555,7 +555,7 @@ class Mover:
             parts, count = parts_of(tables)
             kept.append(parts)
             copying: tuple[int, ...] = (
-                parts.ctypes.data,
+                parts.__array_interface__["data"][0],  # `ctypes.data` takes three calls
                 count,
                 self._machine.helpers(count, tables.nbytes),
                 *_NO_LAUNCH,
@@ -579,15 +579,15 @@ class Mover:
     def _posting(self, copy: Copy, post: Post) -> tuple[int, ...]:
         """What a record says from POST on."""
         name, near, far = ctypes.create_string_buffer(post.peer.encode()), post.local, post.remote
-        here, there = (np.ascontiguousarray(side.pieces, np.int64) for side in (near, far))
+        here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
         copy.kept += [name, here, there]
         pieces, nbytes = self._limits
         if near.kind == far.kind == "VRAM":
             pieces, nbytes = self._listed * pieces, _UNBOUNDED
         return (
             *(_WAYS[post.operation], ctypes.addressof(name), self._owner((_PEER, post.peer))),
-            *(_MEMORIES[near.kind], near.device, here.ctypes.data),
-            *(_MEMORIES[far.kind], far.device, there.ctypes.data),
+            *(_MEMORIES[near.kind], near.device, here.__array_interface__["data"][0]),
+            *(_MEMORIES[far.kind], far.device, there.__array_interface__["data"][0]),
             *(len(here), pieces, nbytes, int(post.runs_on)),
         )
 
@@ -614,8 +614,8 @@ class Mover:
 
     def _owner(self, owner: Hashable) -> int:
         """By what number the machine knows an owner. One that has had no copy for long is forgotten."""
-        self._sent[owner] += 1
-        self._machine.owners = len(self._sent)
+        self._sent[owner] = self._sent.get(owner, 0) + 1
+        self._machine.state[records.OWNERS] = len(self._sent)
         number = self._owners.pop(owner, None)
         if number is None and len(self._owners) < records.MOST_OWNERS:
             self._owners[owner] = len(self._owners)
@@ -685,7 +685,7 @@ class Mover:
             self._sent[owner] -= 1
             if not self._sent[owner]:
                 del self._sent[owner]
-        self._machine.owners = len(self._sent)
+        self._machine.state[records.OWNERS] = len(self._sent)
         if job.passage is not None:
             job.passage.give_back()
         if self._queue:
@@ -831,15 +831,6 @@ class _Machine:
         sums: bytes = self._sums.total(plan)
         return sums
 
-    @property
-    def owners(self) -> int:
-        """How many owners of copies there are."""
-        return int(self.state[records.OWNERS])
-
-    @owners.setter
-    def owners(self, count: int) -> None:
-        self.state[records.OWNERS] = count
-
     def runs_since(self, slot: int, before: float) -> bool:
         """Whether the copy in a slot runs, and was launched before that time in nanoseconds."""
         job = self.jobs[slot]
@@ -883,22 +874,21 @@ class _Machine:
             return
         if self.state[records.ASLEEP] and self._asked <= int(self.state[records.STEPPED]) / _NS:
             self._asked = self._runtime.now()
-        if self._unsent or not self._write(record):
-            if not self._unsent:
-                self._loop.add_writer(self._commands, self._send)
+        if self._unsent:
             self._unsent.append(record)
+        else:
+            try:
+                os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
+            except BlockingIOError:
+                self._loop.add_writer(self._commands, self._send)
+                self._unsent.append(record)
         self._service.wake()
 
-    def _write(self, record: bytes) -> bool:
-        try:
-            os.write(self._commands, record)  # a pipe takes so few bytes whole, or not at all
-        except BlockingIOError:
-            return False
-        return True
-
     def _send(self) -> None:
-        while self._unsent and self._write(self._unsent[0]):
-            self._unsent.popleft()
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                os.write(self._commands, self._unsent[0])
+                self._unsent.popleft()
         if not self._unsent:
             self._loop.remove_writer(self._commands)
         self._service.wake()
@@ -913,11 +903,13 @@ class _Machine:
     def helpers(self, parts: int, nbytes: int) -> int:
         """How many helpers a copy on CPU memory wakes. They are started when they are first needed."""
         wanted = min(self._most, parts, nbytes // PART_BYTES) - 1
-        with contextlib.suppress(RuntimeError):  # the system does not let them start: who is there does their part
-            while len(self._helpers) < wanted:
-                helper = threading.Thread(target=self._help, name="kvxfer-copy", daemon=True)
+        while len(self._helpers) < wanted:
+            helper = threading.Thread(target=self._help, name="kvxfer-copy", daemon=True)
+            try:
                 helper.start()
-                self._helpers.append(helper)
+            except RuntimeError:  # the system does not let it: who is there does its part
+                break
+            self._helpers.append(helper)
         return max(0, min(wanted, len(self._helpers)))
 
     def _help(self) -> None:

@@ -234,7 +234,7 @@ def pack(plan: CopyPlan) -> Tables:
 def parts_of(tables: Tables, part_bytes: int = PART_BYTES) -> tuple[I64, int]:
     """The list of headers that is walked on a CPU, PART_WORDS each, and parts in all."""
     found: list[tuple[int, ...]] = []
-    count, address, words = 0, tables.words.ctypes.data, tables.words
+    count, address, words = 0, tables.words.__array_interface__["data"][0], tables.words
     for launch in tables.launches:
         elements, width = launch.variant.elements, launch.variant.width
         for header in range(launch.first, launch.first + launch.headers * HEADER_WORDS, HEADER_WORDS):

@@ -10,7 +10,7 @@ beyond all memory, and for lists that are not as they should be, of which it kno
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Final, TypeAlias
@@ -219,17 +219,17 @@ class Template:
             source, target = src_spans.get(name), dst_spans.get(name)
             if source is None or target is None:
                 return None
-            theirs, ours = np.asarray(source.ids, np.int64), np.asarray(target.ids, np.int64)
+            # copies: compiled code takes no array that has gaps or cannot be written to
+            theirs, ours = np.array(source.ids, np.int64), np.array(target.ids, np.int64)
             request += (from_src, len(theirs), source.first_token, from_dst, len(ours), target.first_token)
             src_ids.append(theirs)
             dst_ids.append(ours)
             from_src, from_dst = from_src + len(theirs), from_dst + len(ours)
             marks += binding.marks(len(ours), self.pair.dst.pool_ids[name])
         request += (0,) * (binding.MET_WORDS * len(self.row_tokens))
-        lists = _Lists(np.array(request, np.int64), _joined(src_ids), _joined(dst_ids))
-        words = self.shapes[Kind.COPY].words
-        code = binding.bind(words, lists.request, lists.src_ids, lists.dst_ids, np.zeros(marks, np.int64))
-        if code != binding.FITS:
+        both = (src_ids[0], dst_ids[0]) if len(src_ids) == 1 else (np.concatenate(src_ids), np.concatenate(dst_ids))
+        lists = np.array(request, np.int64), *both
+        if binding.bind(self.shapes[Kind.COPY].words, *lists, np.zeros(marks, np.int64)) != binding.FITS:
             return None
         return Fitted(self.pair, src_spans, dst_spans, tokens, covered, self, lists)
 
@@ -246,68 +246,31 @@ def _limits(geometry: CacheGeometry, group: str) -> list[int]:
     return [geometry.pool_ids[group], null, int(side.is_state)]
 
 
-def _joined(ids: Sequence[I64]) -> I64:
-    """The ids of all groups; compiled code takes no array that has gaps or cannot be written to."""
-    return ids[0] if len(ids) == 1 and ids[0].flags.carray else np.concatenate(ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lists:
-    """The block lists of a request.
-
-    Attributes:
-        request: As `binding` reads it, and what it has counted.
-        src_ids: int64 (N,): of all groups.
-        dst_ids: int64 (M,): likewise.
-    """
-
-    request: I64
-    src_ids: I64
-    dst_ids: I64
-
-
 @dataclass(frozen=True, eq=False)
 class Fitted(TransferPlan):
     """A plan of a request whose numbers and tables are made by compiled code; its rows only if somebody asks for them.
 
     Attributes:
         template: Of its pair.
-        lists: Its block lists.
+        lists: Its block lists, int64: as `binding` reads them, with what it has counted; ids of all groups at the
+            source; likewise at the destination.
+        meeting_rows: Rows of each meeting.
     """
 
     template: Template
-    lists: _Lists
+    lists: tuple[I64, I64, I64]
+    meeting_rows: Sequence[int] = field(init=False)
 
-    @lazy
-    def _counted(self) -> list[int]:
-        found: list[int] = self.lists.request.tolist()
-        return found
-
-    @lazy
-    def nbytes(self) -> int:
-        """Bytes that it carries, if no source block is padding."""
-        return self._counted[binding.TOTAL]
-
-    @lazy
-    def staged_bytes(self) -> int:
-        """Staging that all of it takes as one chunk, if no source block is padding."""
-        return self._counted[binding.TOTAL + 1]
-
-    @lazy
-    def pieces(self) -> int:
-        """Contiguous runs of copies in place, if no source block is padding."""
-        return self._counted[binding.TOTAL + 2]
-
-    @lazy
-    def most_rows(self) -> int:
-        """Rows of the longest table."""
-        return self._counted[binding.TOTAL + 3]
-
-    @lazy
-    def meeting_rows(self) -> Sequence[int]:
-        """Rows of each meeting."""
-        met = binding.LISTS + binding.LIST_WORDS * len(self.template.names)
-        return self._counted[met + binding.M_CELLS :: binding.MET_WORDS]
+    def __post_init__(self) -> None:
+        counted: list[int] = self.lists[0].tolist()
+        at, met = binding.TOTAL, binding.LISTS + binding.LIST_WORDS * len(self.template.names)
+        vars(self).update(  # what the planner finds out when it is asked is known
+            nbytes=counted[at],
+            staged_bytes=counted[at + 1],
+            pieces=counted[at + 2],
+            most_rows=counted[at + 3],
+            meeting_rows=counted[met + binding.M_CELLS :: binding.MET_WORDS],
+        )
 
     def largest_chunk_bytes(self, grid: ChunkGrid) -> int:
         """Staging that the largest chunk of a grid takes, if no source block is padding."""
@@ -343,33 +306,28 @@ class Cut:
     def sizes(self) -> Sequence[Sequence[int]]:
         """Of each chunk, bytes that it carries and staging that it takes; -1 where a source block is not known yet."""
         plan = self._plan
-        if len(self._grid) == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
+        if self._grid.chunks == 1 and not plan.template.padded and plan.covered >= plan.tokens.stop:
             return [(plan.nbytes, plan.staged_bytes)]
         found: list[list[int]] = self.measured(outline=False).tolist()
         return found
 
     def measured(self, *, outline: bool) -> I64:
         """The same, int64 (chunks, 2); of an outline, if no source block is padding and all are known."""
-        chunks = len(self._grid)
+        chunks = self._grid.chunks
         out = np.empty(binding.SIZES * chunks, np.int64)
         self._fill(Kind.COPY, binding.OUTLINE if outline else binding.SIZE, 0, chunks, binding.SIZES, out)
         return out.reshape(chunks, binding.SIZES)
 
     @lazy
-    def _most_rows(self) -> Sequence[int]:
-        """Rows of each meeting in a window, at most."""
-        plan, step = self._plan, self._grid.tokens_per_chunk
-        if self._grid.windows == 1:
-            return plan.meeting_rows
-        most = zip(plan.meeting_rows, plan.template.row_tokens, strict=True)
-        return [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in most]
-
-    @lazy
-    def _scratch(self) -> I64:
-        most = self._most_rows
-        found = np.empty(binding.scratch_words(len(most), len(self._plan.template.classes), sum(most)), np.int64)
-        found[0] = 0
-        return found
+    def _room(self) -> tuple[I64, int]:
+        """Memory for compiled code; and rows of all classes in a window, at most."""
+        template, most = self._plan.template, self._plan.meeting_rows
+        if self._grid.windows > 1:
+            step, of = self._grid.tokens_per_chunk, zip(most, template.row_tokens, strict=True)
+            most = [min(rows, step // tokens + 2) if tokens else rows for rows, tokens in of]
+        scratch = np.empty(binding.scratch_words(len(most), len(template.classes), sum(most)), np.int64)
+        scratch[0] = 0
+        return scratch, sum(map(most.__getitem__, template.classes))
 
     def tables(
         self, kind: Kind, chunk: int, addresses: Sequence[int] = (0,), *, regions: I64 | None = None
@@ -383,39 +341,39 @@ class Cut:
             regions: Of copies in place, where this process addresses destinations differently.
         """
         template, grid = self._plan.template, self._grid
-        shapes, chunks, most = template.shapes[kind], len(addresses), self._most_rows
+        shapes, chunks = template.shapes[kind], len(addresses)
         said = chunks * shapes.told
         room = 3 * len(shapes.regions) * grid.layers_per_chunk // template.layers + shapes.slack
-        room += 3 * sum([most[meeting] for meeting in template.classes])
+        room += 3 * self._room[1]
         while True:
             out = np.empty(said + chunks * room, np.int64)
             out[: said : shapes.told] = addresses
-            code = self._fill(kind, kind.value, chunk, chunks, shapes.told, out, regions)
+            code = self._fill(kind, int(kind), chunk, chunks, shapes.told, out, regions)
             if code != binding.FULL:
                 break
             room *= 2
         if code != binding.FITS:
             return None
         told: list[int] = out[:said].tolist()
+        if chunks == 1:
+            return [shapes.read(told, out)]
         return [shapes.read(told[at : at + shapes.told], out) for at in range(0, said, shapes.told)]
 
     def _fill(
         self, of: Kind, what: int, chunk: int, chunks: int, told: int, out: I64, regions: I64 | None = None
     ) -> int:
         """Have compiled code do something about chunks that follow each other; returns its code."""
-        shapes, lists, grid = self._plan.template.shapes[of], self._plan.lists, self._grid
+        shapes, grid = self._plan.template.shapes[of], self._grid
         return binding.fill(
             what,
             shapes.words,
             shapes.regions if regions is None else regions,
-            lists.request,
-            lists.src_ids,
-            lists.dst_ids,
+            *self._plan.lists,
             grid.layers_per_chunk,
             grid.tokens_per_chunk,
             chunk,
             chunks,
-            self._scratch,
+            self._room[0],
             told,
             out,
         )

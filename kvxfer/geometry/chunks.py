@@ -4,7 +4,7 @@ The staging buffer is just one more strided array, so all three are the same tab
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Final, TypeAlias
 
@@ -42,6 +42,10 @@ class ChunkGrid:
         start: First token of the transfer.
         stop: One past its last token. Where it is `start` too, no token is missing at the destination; the grid then
             is one window at the last token, to which state belongs.
+        first: The token at which the first window begins, if not before.
+        windows: Token windows.
+        layer_runs: Runs of layers in each window.
+        chunks: How many there are.
     """
 
     layers: tuple[int, ...]
@@ -49,25 +53,20 @@ class ChunkGrid:
     tokens_per_chunk: int
     start: int
     stop: int
+    first: int = field(init=False, repr=False, compare=False)
+    windows: int = field(init=False, repr=False, compare=False)
+    layer_runs: int = field(init=False, repr=False, compare=False)
+    chunks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.layers_per_chunk < 1 or self.tokens_per_chunk < 1 or not self.layers or not 0 < self.stop >= self.start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
-
-    @lazy
-    def first(self) -> int:
-        """The token at which the first window begins, if not before."""
-        return min(self.start, self.stop - 1)
-
-    @lazy
-    def layer_runs(self) -> int:
-        """Runs of layers in each window."""
-        return -(-len(self.layers) // self.layers_per_chunk)
-
-    @lazy
-    def windows(self) -> int:
-        """Token windows."""
-        return (self.stop - 1) // self.tokens_per_chunk - self.first // self.tokens_per_chunk + 1
+        first, step, note = min(self.start, self.stop - 1), self.tokens_per_chunk, object.__setattr__
+        windows, runs = (self.stop - 1) // step - first // step + 1, -(-len(self.layers) // self.layers_per_chunk)
+        note(self, "first", first)
+        note(self, "windows", windows)
+        note(self, "layer_runs", runs)
+        note(self, "chunks", windows * runs)
 
     @lazy
     def runs(self) -> Sequence[tuple[int, ...]]:
@@ -82,7 +81,7 @@ class ChunkGrid:
         return np.clip(window * self.tokens_per_chunk, self.first, self.stop)
 
     def __len__(self) -> int:
-        return self.windows * self.layer_runs
+        return self.chunks
 
     def of(self, chunk: int) -> tuple[tuple[int, ...], int, int]:
         """Layers, first token and one past the last token of a chunk.
@@ -92,7 +91,7 @@ class ChunkGrid:
         """
         window, run = divmod(chunk, self.layer_runs)
         if not 0 <= window < self.windows:
-            raise IndexError(f"chunk {chunk} is outside 0..{len(self) - 1}")
+            raise IndexError(f"chunk {chunk} is outside 0..{self.chunks - 1}")
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
         return self.runs[run], max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 

@@ -8,6 +8,7 @@ The planner is pure: numbers in, numbers out.
 """
 
 import hashlib
+import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ _SAMPLED: Final = 4096
 _KEPT_SLICES: Final = 1024
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
+_KEPT_SIZES: Final = 1024
+_TWO: Final = struct.Struct("<qq")
 
 
 class PairPlan:
@@ -68,10 +71,12 @@ class PairPlan:
         self.layers: Final = tuple(sorted({layer for selection in self.selections for layer in selection.layers}))
         self.kept: Final[dict[str, Any]] = {}
         self._slices: dict[tuple[int, int], list[Slice]] = {}
+        self._staged: dict[int, tuple[int, int]] = {}  # by tokens, what `_staged_bytes` says of them
 
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
         _ = self.least_chunk_bytes, self.limited_by, self.digested, self.meeting_of, self.row_tokens, self._layer_kinds
+        _ = self._named, self._rows_bytes, self.has_state
         for geometry in (self.src, self.dst):
             _ = geometry.pool_ids, geometry.sides
 
@@ -146,10 +151,10 @@ class PairPlan:
             touched = -(-tokens_per_chunk // align)
             window = min(window, touched * align)
         if by_tokens and layers_per_chunk is None:
-            fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._all_layers_bytes(n * align))
+            fitting = bisect_right(range(1, touched + 1), target_bytes, key=lambda n: self._staged_bytes(n * align)[1])
             if fitting:
                 return ChunkGrid(self.layers, len(self.layers), min(window, fitting * align), tokens.start, tokens.stop)
-        most = max((kind.staged_bytes(touched * align) for kind in self._layer_kinds), default=1)
+        most, _ = self._staged_bytes(touched * align)
         fitting = max(1, target_bytes // max(1, most))
         layers = min(fitting, layers_per_chunk or fitting, max(1, len(self.layers)))
         if most > target_bytes:
@@ -243,29 +248,35 @@ class PairPlan:
         which may not be there yet. The bytes that are hashed are part of the protocol (section 6.5).
         """
         digest = hashlib.sha256(self.digested)
-        for group in self.groups:
+        for group, name in self._named:
             ids = np.asarray(dst_spans[group].ids, "<u4")
-            digest.update(_packed(group, dst_spans[group].first_token, len(ids)))
+            digest.update(name + _TWO.pack(dst_spans[group].first_token, len(ids)))
             digest.update(ids.tobytes())
-        digest.update(_packed(tokens.start, tokens.stop))
+        digest.update(_TWO.pack(tokens.start, tokens.stop))
         return digest.digest()
 
     def most_bytes(self, dst_spans: BlockLists, tokens: range) -> int:
         """Bytes that a transfer of these tokens carries at the most: as many as if both sides held all of them."""
         total = 0
-        for c in self.classes:
-            key = c.key
-            if key.src_rows.is_state:
-                rows = len(dst_spans[key.group].ids) * key.dst_rows.block_ratio
-            else:
-                rows = len(tokens) // key.src_rows.tokens_per_row + 1
-            total += rows * len(c.bases) * key.token_bytes
+        for group, row_tokens, slot_rows, nbytes in self._rows_bytes:
+            rows = len(tokens) // row_tokens + 1 if row_tokens else len(dst_spans[group].ids) * slot_rows
+            total += rows * nbytes
         return total
+
+    @lazy
+    def _rows_bytes(self) -> Sequence[tuple[str, int, int, int]]:
+        """Of each class its group, tokens of a row (0 of state), rows of a slot (0 of tokens), bytes of a row."""
+        return [
+            (key.group, 0, key.dst_rows.block_ratio, nbytes)
+            if key.src_rows.is_state
+            else (key.group, key.src_rows.tokens_per_row, 0, nbytes)
+            for key, nbytes in ((c.key, len(c.bases) * c.key.token_bytes) for c in self.classes)
+        ]
 
     def most_staged_bytes(self, tokens: range) -> int:
         """Staging that a transfer of these tokens takes at the most, as one chunk."""
         align = self.row_tokens
-        return self._all_layers_bytes((-(-tokens.stop // align) - tokens.start // align) * align)
+        return self._staged_bytes((-(-tokens.stop // align) - tokens.start // align) * align)[1]
 
     @lazy
     def row_tokens(self) -> int:
@@ -287,9 +298,21 @@ class PairPlan:
                     rows[layer][src, dst] += regions * size
         return Counter(_LayerKind(frozenset(rows[layer].items()), fixed[layer]) for layer in self.layers)
 
-    def _all_layers_bytes(self, tokens: int) -> int:
-        """Staging of all layers in a window of so many tokens that cuts no row."""
-        return sum(kind.staged_bytes(tokens) * count for kind, count in self._layer_kinds.items())
+    def _staged_bytes(self, tokens: int) -> tuple[int, int]:
+        """Staging of the largest layer, and of all, in a window of so many tokens that cuts no row."""
+        found = self._staged.get(tokens)
+        if found is None:
+            sizes = [(kind.staged_bytes(tokens), count) for kind, count in self._layer_kinds.items()]
+            found = max([size for size, _ in sizes], default=1), sum(size * count for size, count in sizes)
+            if len(self._staged) >= _KEPT_SIZES:
+                self._staged.clear()
+            self._staged[tokens] = found
+        return found
+
+    @lazy
+    def _named(self) -> Sequence[tuple[str, bytes]]:
+        """Groups, and how they are hashed."""
+        return [(group, _packed(group)) for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +493,7 @@ def _packed(*values: int | str) -> bytes:
 
 def cut_digest(agreement: bytes, layers_per_chunk: int, tokens_per_chunk: int) -> bytes:
     """SHA-256 over an agreement and the grid by which it is cut."""
-    return hashlib.sha256(agreement + _packed(layers_per_chunk, tokens_per_chunk)).digest()
+    return hashlib.sha256(agreement + _TWO.pack(layers_per_chunk, tokens_per_chunk)).digest()
 
 
 def check_state(pair: PairPlan, tokens: range, offered: int) -> None:

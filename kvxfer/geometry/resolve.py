@@ -8,6 +8,7 @@ function of the geometries: every decode rank computes its own part, and nobody 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from kvxfer.errors import MismatchError
 from kvxfer.geometry.cache import CacheGeometry
@@ -16,9 +17,10 @@ from kvxfer.geometry.spec import Interleave, TensorSpec
 __all__ = ["Selection", "common", "resolve"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Selection:
+class Selection(NamedTuple):
     """Part of a tensor class that goes from one prefill rank to one decode rank.
+
+    A tuple, since plans are looked up by it for every transfer.
 
     Attributes:
         group: As in `CacheTensor`.

@@ -180,8 +180,11 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
         BlocksError: If a group is missing or unknown, or ids are not whole numbers in one dimension.
     """
     groups = geometry.groups
-    given = dict(blocks) if isinstance(blocks, Mapping) else dict.fromkeys(groups, blocks)
-    if not isinstance(blocks, Mapping) and len(groups) != 1:
+    if isinstance(blocks, Mapping):
+        given = dict(blocks)
+    elif len(groups) == 1:
+        given = dict.fromkeys(groups, blocks)
+    else:
         raise BlocksError(f"this cache has the groups {list(groups)}: give blocks= as a mapping from group to ids")
     if set(given) != set(groups):
         raise BlocksError(f"blocks= names the groups {sorted(given, key=str)}, but this cache has {sorted(groups)}")

@@ -1,6 +1,6 @@
 """How one side addresses the tokens of a group: which of its blocks holds a token, and where in that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeAlias
 
@@ -19,6 +19,10 @@ class RowSide:
     """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
 
     `block_tokens` counts token rows, and is 0 for state.
+
+    Attributes:
+        is_state: True without a token axis.
+        id_tokens: Tokens that one block id covers on this rank; 0 for state.
     """
 
     block_tokens: int
@@ -28,6 +32,12 @@ class RowSide:
     of: int
     chunk: int
     null_block: int | None
+    is_state: bool = field(init=False, repr=False, compare=False)
+    id_tokens: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_state", self.block_tokens == 0)
+        object.__setattr__(self, "id_tokens", self.block_tokens * self.tokens_per_row * self.block_ratio)
 
     @classmethod
     def of_tensor(cls, spec: TensorSpec) -> "RowSide":
@@ -41,16 +51,6 @@ class RowSide:
             spec.tokens.chunk,
             spec.null_block,
         )
-
-    @property
-    def is_state(self) -> bool:
-        """True without a token axis."""
-        return self.block_tokens == 0
-
-    @property
-    def id_tokens(self) -> int:
-        """Tokens that one block id covers on this rank; 0 for state."""
-        return self.block_tokens * self.tokens_per_row * self.block_ratio
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -208,6 +208,8 @@ class Key:
         self._words: Final = memoryview(self._pages).cast("I")
         self._mutex: Final = threading.Lock()
         self._inside: Final = np.zeros(len(self._words) // 2 - 1, np.int64)  # by gate: this process's writers
+        self._words_at: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self._inside_at: Final = int(self._inside.ctypes.data)
         self._borrowers = 0
         self._closing = False
 
@@ -244,23 +246,18 @@ class Key:
             if self._pages.closed:
                 return SHUT
             granted = 0 if self._closing else generation  # which no gate has ever had
-            return self._descriptor, number, granted, self._at(number), self._users_at(number)
+            words_at, inside_at = self._words_at + _GATE_BYTES * number, self._inside_at + 8 * number
+            return self._descriptor, number, granted, words_at, inside_at
 
     def give_back(self) -> None:
         """See `Passage.give_back`."""
         with self._mutex:
             self._borrowers -= 1
-            self._end_if_free()
-
-    def _at(self, number: int) -> int:
-        """Where a gate's words are."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._pages)) + _GATE_BYTES * number
-
-    def _users_at(self, number: int) -> int:
-        return int(self._inside.ctypes.data) + self._inside.itemsize * number
+            if self._closing:
+                self._end_if_free()
 
     def _end_if_free(self) -> None:
-        if self._closing and not self._borrowers and not self._pages.closed:
+        if not self._borrowers and not self._pages.closed:
             self._words.release()
             self._pages.close()
             os.close(self._descriptor)

@@ -65,27 +65,28 @@ class _GroupBooks:
         readers: The offers after which an id may still be read.
     """
 
-    marks: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    marks: I32
     readers: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
-    def taken(self, ids: I64) -> NDArray[np.bool_]:
-        """Which of `ids` are in the books."""
+    def taken(self, ids: I64) -> int | None:
+        """The position of the first of `ids` that is in the books; None if there is none."""
         known = ids < len(self.marks)
         found = known.copy()
         found[known] = self.marks[ids[known]] != 0
         if self.readers:
             found |= np.fromiter((block in self.readers for block in ids.tolist()), np.bool_, len(ids))
-        return found
+        first = int(found.argmax())
+        return first if found[first] else None
 
     def write(self, ids: I64) -> bool:
         """Mark `ids`, none of which is marked. False, and none is, if one of them is named twice."""
         if not len(ids):
             return True
-        if (most := int(ids.max())) >= len(self.marks):
+        if (most := int(ids[ids.argmax()])) >= len(self.marks):
             self.marks = np.concatenate([self.marks, np.zeros(most + 1 - len(self.marks), np.int32)])
         numbers = np.arange(1, len(ids) + 1, dtype=np.int32)
         self.marks[ids] = numbers
-        once = bool((self.marks[ids] == numbers).all())  # of an id that is named twice only the last number is left
+        once = self.marks[ids].tobytes() == numbers.tobytes()  # of an id named twice only the last number is left
         if not once:
             self.marks[ids] = 0
         return once
@@ -108,9 +109,7 @@ class Custody:
             books = self._groups.get(group)
             if books is not None and len(ids):
                 listed = np.asarray(ids, np.int64)
-                taken = books.taken(listed)
-                if taken.any():
-                    at = int(np.argmax(taken))
+                if (at := books.taken(listed)) is not None:
                     raise self._clash_error(group, at, int(listed[at]), books)
 
     def hold(self, holder: str, blocks: Blocks) -> None:
@@ -122,7 +121,8 @@ class Custody:
             BlocksError: a block is held or in doubt, or named twice; the message names group, position, id and holder.
             InvariantError: `holder` has blocks in the books already.
         """
-        self._refuse_known(holder)
+        if holder in self._entries:
+            raise InvariantError(f"{holder} has blocks in the books already")
         self.check(blocks)
         self._write(holder, {group: np.array(ids, np.int64) for group, ids in blocks.items()})
 
@@ -166,10 +166,11 @@ class Custody:
         Raises:
             InvariantError: `holder` has blocks in the books already.
         """
-        self._refuse_known(holder)
+        if holder in self._entries:
+            raise InvariantError(f"{holder} has blocks in the books already")
         taken = {group: _distinct(ids) for group, ids in blocks.items()}
         for group, ids in taken.items():
-            readers = self._groups.setdefault(group, _GroupBooks()).readers
+            readers = self._books(group).readers
             for block in ids.tolist():
                 readers.setdefault(block, []).append(holder)
         self._entries[holder] = _Entry(taken, in_doubt=True, reads=True)
@@ -207,15 +208,17 @@ class Custody:
             raise InvariantError(f"{holder} has no blocks in the books (any more)")
         return entry
 
-    def _refuse_known(self, holder: str) -> None:
-        if holder in self._entries:
-            raise InvariantError(f"{holder} has blocks in the books already")
+    def _books(self, group: str) -> _GroupBooks:
+        """A group's, begun when it is first named."""
+        if group not in self._groups:
+            self._groups[group] = _GroupBooks(np.zeros(0, np.int32))
+        return self._groups[group]
 
     def _write(self, holder: str, blocks: dict[str, I64]) -> _Entry:
         """Note what `holder` writes: all of it, or nothing."""
         done: list[str] = []
         for group, ids in blocks.items():
-            if not self._groups.setdefault(group, _GroupBooks()).write(ids):
+            if not (self._groups.get(group) or self._books(group)).write(ids):
                 for other in done:
                     self._groups[other].marks[blocks[other]] = 0
                 raise _repeated_error(group, ids.tolist())

@@ -370,24 +370,24 @@ class Share:
         if offset is None:
             raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
         self._generation += 1
-        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation, ExtentState.FREE)
+        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation)
         self._live[extent.generation] = extent
-        self._move(extent, ExtentState.RESERVED)
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
+        account[ExtentState.RESERVED] += length
         return extent
 
     def _move(self, extent: Extent, target: ExtentState) -> None:
-        """Carry out one transition of an extent of this share: the only place where a state and a count change."""
+        """Carry out one transition of an extent: beside `_reserve` the only place where a state and a count change."""
         source = extent.state
         if self._live.get(extent.generation) is not extent:
             why = "was released already" if source is ExtentState.FREE else "belongs to another share"
             raise InvariantError(f"{extent} {why}")
         if target not in TRANSITIONS[source]:
             check_transition(source, target)  # says why
-        account = self._accounts.get(extent.peer)
-        if account is None:
-            account = self._accounts[extent.peer] = dict.fromkeys(_HELD_STATES, 0)
-        if source is not ExtentState.FREE:
-            account[source] -= extent.length
+        account = self._accounts[extent.peer]
+        account[source] -= extent.length
         if target is not ExtentState.FREE:
             account[target] += extent.length
         else:

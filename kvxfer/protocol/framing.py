@@ -41,6 +41,8 @@ _LONG_BYTES: Final = 64 * 1024
 _LENGTH: Final = struct.Struct("<I")
 _BIN_32: Final = struct.Struct(">BI")
 _NO_BODY: Final = b"\xc4\x00"
+_BODY_BYTES: Final = 0xFFFF
+"""Of an `Agent`: a longer one has its length in 32 bits."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 _body_decoder: Final = msgspec.msgpack.Decoder(AgentBody)
@@ -58,14 +60,16 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 
 def encode(message: Message) -> bytes:
     """One frame, length included."""
-    return b"".join(encode_in_parts(message))
+    if isinstance(message, Agent) and len(message.body) > _BODY_BYTES:
+        return b"".join(encode_in_parts(message))
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def encode_in_parts(message: Message) -> tuple[bytes | memoryview, ...]:
     """One frame, length included, in parts that follow each other: the long body of an `Agent` is one, as it is."""
-    if not isinstance(message, Agent) or len(message.body) <= 0xFFFF:  # a longer one has its length in 32 bits
-        payload = _encoder.encode(message)
-        return (_LENGTH.pack(len(payload)) + payload,)
+    if not isinstance(message, Agent) or len(message.body) <= _BODY_BYTES:
+        return (encode(message),)
     behind = _encoder.encode((message.same, message.proof))[1:]
     without = _encoder.encode(msgspec.structs.replace(message, body=memoryview(b"")))
     ahead = without.removesuffix(_NO_BODY + behind) + _BIN_32.pack(0xC6, len(message.body))
@@ -149,7 +153,35 @@ class FrameReader:
         return self._messages()
 
     def _messages(self) -> Iterator[Message]:
-        while (payload := self._next_payload()) is not None:
+        """Take one whole frame after the other out of the buffer, which is consistent whenever one is yielded."""
+        while True:
+            if self._broken:
+                raise ProtocolError(f"the stream is unusable: {self._broken}")
+            buffer, long = self._buffer, self._long
+            if long is not None:
+                if self._filled < len(long):
+                    return
+                self._long, self._filled = None, 0
+                payload: bytes | memoryview = long.toreadonly()
+            elif len(buffer) < _LENGTH.size:
+                return
+            else:
+                (size,) = _LENGTH.unpack_from(buffer)
+                end = _LENGTH.size + size
+                if size > self.limit:
+                    tls = "; it begins as TLS does: set `tls` on both sides, or on none"
+                    looks = tls if buffer.startswith(_TLS_RECORDS) else ""
+                    self._break(f"a frame of {size} bytes is over the limit of {self.limit}{looks}")
+                    raise ProtocolError(self._broken)
+                if len(buffer) < end:
+                    if size > _LONG_BYTES:
+                        self._long = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))  # takes memory as bytes come
+                        self._fill(buffer[_LENGTH.size :])
+                        buffer.clear()
+                    return
+                with memoryview(buffer) as view:
+                    payload = bytes(view[_LENGTH.size : end])
+                del buffer[:end]
             try:
                 message = decode(payload)
             except ProtocolError as error:
@@ -157,39 +189,6 @@ class FrameReader:
                 raise
             if message is not None:
                 yield message
-
-    def _next_payload(self) -> bytes | memoryview | None:
-        """Take one whole frame out of the buffer, so that it is consistent whenever a message is yielded."""
-        if self._broken:
-            raise ProtocolError(f"the stream is unusable: {self._broken}")
-        buffer, long = self._buffer, self._long
-        if long is not None:
-            if self._filled < len(long):
-                return None
-            self._long, self._filled = None, 0
-            return long.toreadonly()
-        if len(buffer) < _LENGTH.size:
-            return None
-        (size,) = _LENGTH.unpack_from(buffer)
-        if size > self.limit:
-            looks = (
-                "; it begins as TLS does: set `tls` on both sides, or on none"
-                if buffer.startswith(_TLS_RECORDS)
-                else ""
-            )
-            self._break(f"a frame of {size} bytes is over the limit of {self.limit}{looks}")
-            raise ProtocolError(self._broken)
-        end = _LENGTH.size + size
-        if len(buffer) < end:
-            if size > _LONG_BYTES:
-                self._long = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))  # takes memory as bytes come
-                self._fill(buffer[_LENGTH.size :])
-                buffer.clear()
-            return None
-        with memoryview(buffer) as view:
-            payload = bytes(view[_LENGTH.size : end])
-        del buffer[:end]
-        return payload
 
     def _fill(self, data: bytes | bytearray) -> int:
         """Put the first of these bytes where they belong to a long frame that is under way; how many they were."""

@@ -28,7 +28,7 @@ from kvxfer.protocol.fields import (
     Scale,
     Status,
     TraceParent,
-    check_ids,
+    torn,
 )
 
 __all__ = [
@@ -128,7 +128,8 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
     head_stop: U32
 
     def __post_init__(self) -> None:
-        check_ids(self.layers)
+        if len(self.layers) % 4:
+            raise torn(self.layers)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -139,7 +140,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     ids: Ids
 
     def __post_init__(self) -> None:
-        check_ids(self.ids)
+        if len(self.ids) % 4:
+            raise torn(self.ids)
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -207,8 +209,10 @@ class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
     scale: Scale = b""
 
     def __post_init__(self) -> None:
-        check_ids(self.layers)
-        check_ids(self.scale)
+        if len(self.layers) % 4:
+            raise torn(self.layers)
+        if len(self.scale) % 4:
+            raise torn(self.scale)
 
 
 class AgentBody(msgspec.Struct, frozen=True, array_like=True):
@@ -350,7 +354,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
     generation: U64 = 0
 
     def __post_init__(self) -> None:
-        check_ids(self.chunks)
+        if len(self.chunks) % 4:
+            raise torn(self.chunks)
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -369,7 +374,8 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):
     chunks: Ids
 
     def __post_init__(self) -> None:
-        check_ids(self.chunks)
+        if len(self.chunks) % 4:
+            raise torn(self.chunks)
 
 
 class KvAgentResult(msgspec.Struct, frozen=True, array_like=True, tag=12):

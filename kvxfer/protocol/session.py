@@ -97,6 +97,10 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
+_OVER: State = State.CLOSED
+"""To compare with what may change while an event is handled: of a literal, type checkers take it that nothing does."""
+
+
 TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
     (Role.SERVER, State.NEW, Hello): State.GREETED,
     (Role.SERVER, State.GREETED, Agent): State.OPEN,
@@ -171,8 +175,7 @@ class Opened:
     peer: PeerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message for the layers above."""
 
     message: Message
@@ -237,6 +240,7 @@ class Session:
         self._nonce = nonce
         self._process = process
         self._reader = FrameReader()
+        self._legal: Final = RECEIVED_WHEN_OPEN[role]
         self._began = now
         self._liveness = Liveness(terms.heartbeat, terms.peer_timeout, now, now, now)
         self._unsent: deque[bytes | memoryview] = deque()
@@ -260,16 +264,21 @@ class Session:
             IdentityError: If the peer does not prove its incarnation, or is engaged at another endpoint.
             UnreachableError: If the peer does not know the secret, or says goodbye before the session is open.
         """
-        if self._closed():
+        if self.state is _OVER:
             return
         self._liveness.hear(now)
         try:
             for message in self._reader.feed(data):
-                if self._closed():  # by whoever handled the last event
+                if self.state is _OVER:  # closed by whoever handled the last event
                     return
-                event = self._take(message, now)
-                if event is not None:
-                    yield event
+                if self.state is not State.OPEN:
+                    if (opened := self._shake_hands(message, now)) is not None:
+                        yield opened
+                elif type(message) not in self._legal:
+                    raise self._illegal(message)
+                elif not isinstance(message, Ping):
+                    self.draining = self.draining or isinstance(message, Goodbye)
+                    yield Received(message)
         except KvxferError:
             self.state = State.CLOSED
             raise
@@ -293,7 +302,10 @@ class Session:
         if self.state is not State.OPEN:
             raise PeerLostError(f"the session is {self.state.value}", peer=self._name)
         self._liveness.look(now)
-        self._write(message, now)
+        frame = encode(message)
+        self._unsent.append(frame)
+        self.unsent_bytes += len(frame)
+        self._liveness.spoke = now
 
     def take_output(self, most: int = sys.maxsize) -> bytes:
         """Bytes to write to the stream now, so many at most: there may be more (`unsent_bytes`)."""
@@ -369,35 +381,24 @@ class Session:
 
     # --- handshake
 
-    def _closed(self) -> bool:
-        return self.state is State.CLOSED
-
-    def _take(self, message: Message, now: float) -> SessionEvent | None:
-        if isinstance(message, Goodbye) and self.state is not State.OPEN:
+    def _shake_hands(self, message: Message, now: float) -> Opened | None:
+        if isinstance(message, Goodbye):
             refused = IdentityError if message.code is Code.IDENTITY else UnreachableError
             refusal = refused(f"the peer said goodbye: {message.reason or message.code.name}")
             refusal.retry_after = 1.0 if message.code is Code.TOO_MANY else None
             raise refusal
-        if self.state is not State.OPEN:
-            following = TRANSITIONS.get((self.role, self.state, type(message)))
-            if following is None:
-                raise self._illegal(message)
-            event = self._advance(message, now)
-            self.state = following
-            return event
-        if type(message) not in RECEIVED_WHEN_OPEN[self.role]:
+        following = TRANSITIONS.get((self.role, self.state, type(message)))
+        if following is None:
             raise self._illegal(message)
-        if isinstance(message, Ping):
-            return None
-        if isinstance(message, Goodbye):
-            self.draining = True
-        return Received(message)
+        opened = self._advance(message, now)
+        self.state = following
+        return opened
 
     def _illegal(self, message: Message) -> ProtocolError:
         name, role, state = type(message).__name__, self.role.value, self.state.value
         return ProtocolError(f"{name} is illegal for a {role} whose session is {state}", peer=self._name)
 
-    def _advance(self, message: Message, now: float) -> SessionEvent | None:
+    def _advance(self, message: Message, now: float) -> Opened | None:
         match message:
             case Hello():
                 self._hello = message

@@ -14,6 +14,14 @@ _NEARLY: Final = 1.05
 _PIECEWISE: Final = frozenset({Route.DIRECT, Route.PULL})
 _IMPOSSIBLE: Final = "is not possible for this pair"
 _FIELDS: Final = {Route.STAGED: "staged", Route.DIRECT: "direct", Route.PULL: "pull", Route.MAPPED: "mapped"}
+_NAMED: Final = {name: route for route, name in _FIELDS.items()}
+_ORDERS: Final = {
+    "auto": (Route.MAPPED, Route.STAGED, Route.DIRECT),
+    "mapped": (Route.MAPPED, Route.STAGED, Route.DIRECT),
+    "staged": (Route.STAGED,),
+    "direct": (Route.DIRECT, Route.MAPPED, Route.STAGED),
+    "pull": (Route.PULL, Route.STAGED, Route.DIRECT),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +72,7 @@ def acceptable(preference: str, means: Means) -> list[Route]:
 
     `auto` leaves the choice between writing routes to the sender; `pull` is used only where the settings ask for it.
     """
-    order = {
-        "auto": (Route.MAPPED, Route.STAGED, Route.DIRECT),
-        "mapped": (Route.MAPPED, Route.STAGED, Route.DIRECT),
-        "staged": (Route.STAGED,),
-        "direct": (Route.DIRECT, Route.MAPPED, Route.STAGED),
-        "pull": (Route.PULL, Route.STAGED, Route.DIRECT),
-    }[preference]
-    return [route for route in order if means.can(route)]
+    return [route for route in _ORDERS[preference] if getattr(means, _FIELDS[route])]
 
 
 Overdue: TypeAlias = Callable[[Route, float, Route, float], bool]
@@ -113,7 +114,7 @@ def choose(
         raise RefusedError(
             f"no common route: the decode rank accepts {asked}, this pair can do {means}", reason=Code.NO_COMMON_ROUTE
         )
-    own = Route[preference.upper()] if preference != "auto" else None
+    own = _NAMED.get(preference)  # none of "auto"
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
     first = own or wanted[0]

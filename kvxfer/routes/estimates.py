@@ -56,7 +56,7 @@ class Estimates:
             chunks: Chunks that it is cut into.
             pieces: Contiguous pieces, neighbours merged.
         """
-        plain = self._profile.seconds(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+        plain = self._profile.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
         return plain * self.factor(peer, route)
 
     def chose(self, peer: bytes, route: Route) -> None:

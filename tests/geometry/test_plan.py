@@ -250,7 +250,7 @@ def test_digest_covers_what_must_agree() -> None:
     )
     nulls = CacheGeometry(tuple(replace(spec, null_block=0) for spec in source.geometry.tensors))
     fewer = PairPlan(source.geometry, target.geometry, pair.selections[:1])
-    narrower = PairPlan(source.geometry, target.geometry, [replace(s, head_stop=1) for s in pair.selections])
+    narrower = PairPlan(source.geometry, target.geometry, [s._replace(head_stop=1) for s in pair.selections])
     others = [
         digest(pair, Span(ids), Span(to[::-1])),
         digest(pair, Span(ids), Span(to), range(2, 12)),

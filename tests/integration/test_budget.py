@@ -1,0 +1,70 @@
+"""How much Python one fetch runs: the latency of a small one is nothing else.
+
+Both ends are in this process, so what is counted is both sides together. Sides that wait for each other may take their
+turns in more than one order; the fetch that took the fewest calls is the one that nothing came in between of.
+"""
+
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from stage import Cache
+
+import kvxfer
+from kvxfer import READY
+
+PACKAGE = f"{Path(kvxfer.__file__).parent}/"
+TESTS = f"{Path(__file__).parents[1]}/"
+BUDGETS = {
+    "mapped": {"calls": 750, "of our own": 635, "modules": 69},
+    "staged": {"calls": 890, "of our own": 755, "modules": 70},
+}
+"""What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
+modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
+FETCHES = 20
+ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
+
+
+class Calls:
+    """Counts calls of Python functions while it is entered, by the file of the function."""
+
+    def __init__(self):
+        self._files = Counter()
+
+    def __enter__(self):
+        self._files.clear()
+        sys.setprofile(self._note)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        if event == "call":
+            self._files[frame.f_code.co_filename] += 1
+
+    @property
+    def spent(self):
+        files = {file: calls for file, calls in self._files.items() if not file.startswith(TESTS)}
+        own = {file: calls for file, calls in files.items() if file.startswith(PACKAGE)}
+        return {"calls": sum(files.values()), "of our own": sum(own.values()), "modules": len(own)}
+
+
+@pytest.mark.parametrize("route", BUDGETS)
+async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, "kvxfer")  # without the line that tells of each
+    for shell in ("link", "copy.mover"):  # on a busy machine a turn ends in the midst of a fetch, which takes calls
+        monkeypatch.setattr(f"kvxfer.{shell}.TURN_SECONDS", 60.0)
+    source, target = Cache(shared=True), Cache(shared=True)
+    prefill, decode = await stage.pair(source, target, route=route, **ROOMY)
+    calls, blocks, found = Calls(), range(4), []
+    for number in range(FETCHES):
+        prefill.offer(f"r{number}", blocks, tokens=16, after=READY)
+        ticket = prefill.engine.ticket(f"r{number}")
+        with calls:
+            result = await decode.fetch(ticket, blocks, tokens=range(16), after=READY)
+        assert (result.stats.route, result.stats.chunks) == (route, 1)
+        found.append(calls.spent)
+    least = {name: min(spent[name] for spent in found) for name in BUDGETS[route]}
+    assert all(least[name] <= most for name, most in BUDGETS[route].items()), least

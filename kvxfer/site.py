@@ -224,12 +224,7 @@ class Site:
 
     async def plan(self, make: Callable[[], _T], *, rows: int) -> _T:
         """What `make` makes: at once if its tables are small, else in a worker thread."""
-        return make() if self.is_small(rows) else await self.runtime.in_thread(make)
-
-    @staticmethod
-    def is_small(rows: int) -> bool:
-        """Whether a plan of so many table rows is made on the loop."""
-        return rows <= _SMALL_PLAN
+        return make() if rows <= _SMALL_PLAN else await self.runtime.in_thread(make)
 
     async def examine(self, peer: PeerInfo, *, sending: bool) -> Agreed:
         """Look at what a new peer says to hold, and plan copies of it in one direction. Nothing is noted yet.

@@ -54,7 +54,7 @@ class ServedWorker(Worker):
 
     def awaited(self, request: str, attempt: int) -> Awaited | None:
         """What decode ranks have said of a request that is not on offer yet. From any thread."""
-        return self._roles[0].book.awaited((request, attempt))
+        return self._entered.prefill.book.awaited((request, attempt))
 
     def hurry(self) -> None:
         """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""

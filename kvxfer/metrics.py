@@ -204,8 +204,8 @@ class Metrics:
         self._memory_refused: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._checked: Counter[str] = Counter()
-        self._frames_sent: Counter[str] = Counter()
-        self._frames_received: Counter[str] = Counter()
+        self.frames_sent: Counter[str] = Counter()
+        self.frames_received: Counter[str] = Counter()
         self._sessions: Counter[str] = Counter()
         self._offers: Counter[str] = Counter()
         self._quarantined = 0
@@ -279,14 +279,6 @@ class Metrics:
         """
         _count(self._memory_refused, kind)
 
-    def frame_sent(self, kind: str) -> None:
-        """Count a control frame by the name of its message, of which there are few."""
-        self._frames_sent[kind] += 1
-
-    def frame_received(self, kind: str) -> None:
-        """Count a control frame by the name of its message, of which there are few."""
-        self._frames_received[kind] += 1
-
     def admission_waited(self, seconds: float) -> None:
         """Count a transfer that had to wait for admission or memory."""
         self._waits += 1
@@ -309,8 +301,8 @@ class Metrics:
             "memory_refused": dict(self._memory_refused),
             "results_dropped": dict(self._dropped),
             "chunks_checked": dict(self._checked),
-            "frames_sent": dict(self._frames_sent),
-            "frames_received": dict(self._frames_received),
+            "frames_sent": dict(self.frames_sent),
+            "frames_received": dict(self.frames_received),
             "sessions_opened": dict(self._sessions),
             "offers_ended": dict(self._offers),
             "quarantined_bytes": self._quarantined,

@@ -1,47 +1,33 @@
 """The state of a worker as plain data: what `Worker.describe` gives."""
 
-from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 from kvxfer.assembly import Assembly
 from kvxfer.decode.failures import standing
 from kvxfer.decode.fetch import Fetch
-from kvxfer.decode.role import Decode
 from kvxfer.link import Link, admitted
 from kvxfer.mapped import elsewhere, may_be_elsewhere
-from kvxfer.peers import Peers
-from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Role
+from kvxfer.service import Service
 from kvxfer.site import Site
 from kvxfer.tickets import RankCard
 
 __all__ = ["overview"]
 
 
-def overview(
-    card: RankCard,
-    site: Site,
-    parts: Assembly,
-    roles: tuple[Prefill, Decode],
-    peers: Peers,
-    links: Collection[Link],
-    greeting: Collection[Link],
-) -> dict[str, Any]:
+def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any]:
     """Identity, peers, arena, threads, offers, transfers and counters.
 
     Args:
         card: What the rank says of itself.
-        site: The worker.
+        service: The worker.
         parts: What it was made of.
-        roles: Its two sides.
-        peers: Where it connects to.
-        links: Sessions that are open.
-        greeting: Streams whose handshake is not complete.
     """
-    sender, receiver = roles
+    site, sender, receiver, peers = service.site, service.prefill, service.decode, service.peers
+    links, greeting = service.links, service.greeting
     staging, now = parts.staging, site.now()
     fabric_late, fabric_broken = site.fabric.health()
     return {

@@ -11,43 +11,30 @@ import asyncio
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from itertools import chain
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
-from kvxfer.decode.role import Decode
-from kvxfer.errors import BusyError, ClosedError, Code, ConfigError, KvxferError, RequestError
+from kvxfer.errors import ClosedError, ConfigError, RequestError
 from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
-from kvxfer.greeting import greeting
 from kvxfer.limits import MAX_CTAS
-from kvxfer.link import Link, admitted, succeeded
 from kvxfer.offers import Offer
 from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
-from kvxfer.peers import Peers
-from kvxfer.planning import Agreed
-from kvxfer.prefill.role import Prefill
-from kvxfer.protocol.messages import Goodbye, Message, Renewed
-from kvxfer.protocol.session import PeerInfo, Role, Session
-from kvxfer.rebuilding import Rebuilding
 from kvxfer.runtime import Runtime
-from kvxfer.site import Site
-from kvxfer.streams import Listener, Streams
+from kvxfer.service import Service
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
 from kvxfer.transfers import FetchResult, Progress, Transfer
-from kvxfer.watch import LoopWatch, TransportWatch
 
 __all__ = ["Worker"]
 
 _log: Final = logger("kvxfer.worker")
 _NAMED: Final = 5
 """Offers that a warning names at most."""
-_LEAVING: Final = Goodbye(Code.DRAINING, "the worker is draining")
 
 
 class Worker:
@@ -89,37 +76,24 @@ class Worker:
         runtime: Runtime | None = None,
     ) -> None:
         self._assembly: Final = Assembly.of(tensors, groups, config, transport, runtime)
-        self._site: Site | None = None
-        self._listener: Listener | None = None
-        self._sender: Prefill | None = None
-        self._receiver: Decode | None = None
-        self._rebuilding: Rebuilding | None = None
-        self._peers: Peers | None = None
-        self._watch: Final = LoopWatch()
-        self._links: set[Link] = set()
-        self._greeting: set[Link] = set()  # links whose handshake is not complete
+        self._service: Service | None = None  # once it is open, and after
         self._draining: asyncio.Task[bool] | None = None
         self._hurried = False  # closes without draining
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._site is not None:
+        if self._service is not None:
             raise ClosedError("a worker is entered once")
-        site = self._site = await assemble(self._assembly)
-        streams = Streams(site.config, site.runtime, site.tasks, self._link)
-        self._peers = Peers(site, streams.connect)
-        self._sender, self._receiver = roles = Prefill(site), Decode(site, self._peers)
-        self._rebuilding = Rebuilding(site, roles, lambda: self._links, self._receiver.renewed)
-        posted = TransportWatch(site, roles)
-        self._watch.start(site.now, site.at, site.metrics, posted.look, own=site.config.loop == "own")
+        site = await assemble(self._assembly)
+        service = self._service = Service(site)
         try:
-            self._listener = await streams.listen()
+            listener = await service.listen()
             if site.config.world == 1:
                 self.join(EngineCard.of([self.card]), key=site.runtime.token(KEY_BYTES))
         except BaseException:
             await self.aclose()
             raise
-        _log.info("worker_opened", endpoint=self._listener.endpoint, rank=site.config.rank, world=site.config.world)
+        _log.info("worker_opened", endpoint=listener.endpoint, rank=site.config.rank, world=site.config.world)
         return self
 
     async def __aexit__(
@@ -128,11 +102,11 @@ class Worker:
         await self.aclose(drain=error is None)
 
     def __del__(self) -> None:
-        if getattr(self, "_site", None) is not None and self._closing is None and self._assembly.home.here:
+        if getattr(self, "_service", None) is not None and self._closing is None and self._assembly.home.here:
             warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
-        state = "new" if self._site is None else "closed" if self._closing is not None else "open"
+        state = "new" if self._service is None else "closed" if self._closing is not None else "open"
         return f"<kvxfer.Worker {self.config.engine}[{self.config.rank}/{self.config.world}] {state}>"
 
     # --- identity
@@ -149,7 +123,8 @@ class Worker:
         Raises:
             ClosedError: If the worker is not open.
         """
-        site, listener = self._assembly.home.read(self._entered), self._listener
+        service = self._assembly.home.read(self._entered)
+        site, listener = service.site, service.listener
         if listener is None:
             raise ClosedError("the worker does not listen yet")
         return RankCard(
@@ -167,7 +142,7 @@ class Worker:
         Raises:
             TicketError: If it has not joined yet.
         """
-        return self._assembly.home.read(self._entered).joined
+        return self._assembly.home.read(self._entered).site.joined
 
     def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
         """Join an engine of several ranks. One of a single rank has joined itself.
@@ -181,10 +156,10 @@ class Worker:
         """
         joined = card if isinstance(card, EngineCard) else EngineCard.from_dict(card)
         joined.check_member(self.card)
-        site = self._open
-        issuer = Issuer(joined, key)
+        service, issuer = self._open, Issuer(joined, key)
+        site = service.site
         if site.issuer is None or site.issuer.card.epoch != joined.epoch:
-            for link in [*self._links, *self._greeting]:  # these were told another epoch
+            for link in [*service.links, *service.greeting]:  # these were told another epoch
                 link.close("this rank joined an engine")
         site.issuer = issuer
 
@@ -223,14 +198,15 @@ class Worker:
             EventError: If `after` is missing or was never recorded.
             ClosedError: If the worker is draining.
         """
-        site, sender = self._open, self._roles[0]
-        if site.draining or self._closing is not None:
+        service = self._open
+        book = service.prefill.book
+        if service.site.draining or self._closing is not None:
             raise ClosedError("this worker is draining or closed: offer on another one")
         if (blocks is None) != (tokens is None) or (blocks is None and not streaming):
             raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
         if streaming and (payload or after is not None):
             raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
-        offer = sender.book.open(request, attempt)
+        offer = book.open(request, attempt)
         try:
             if blocks is not None and tokens is not None:
                 offer.extend(blocks, tokens=token_count(tokens))
@@ -238,9 +214,9 @@ class Worker:
                 offer.ready(after=after)
                 offer.finish(payload)
         except BaseException:
-            sender.book.discard(offer)
+            book.discard(offer)
             raise
-        sender.book.publish(offer)
+        book.publish(offer)
         return offer
 
     # --- decode
@@ -256,7 +232,7 @@ class Worker:
             BusyError: If there are too many claims.
             ClosedError: If the worker is not open.
         """
-        return self._roles[1].claim(self._ticket(ticket))
+        return self._open.decode.claim(self._ticket(ticket))
 
     async def fetch(
         self,
@@ -320,7 +296,7 @@ class Worker:
         Raises:
             PeerError: If a rank could not be told; its lease bounds the wait.
         """
-        await self._roles[1].decline(self._ticket(ticket, ends=True))
+        await self._open.decode.decline(self._ticket(ticket, ends=True))
 
     # --- watching and closing
 
@@ -338,30 +314,23 @@ class Worker:
             raise ConfigError(f"copies cannot occupy {ctas!r} thread blocks: give a number from 1 to {MAX_CTAS}")
         if self._closing is not None:
             raise ClosedError("this worker is closed")
-        self._assembly.home.read(self._entered).mover.occupy(ctas)
+        self._assembly.home.read(self._entered).site.mover.occupy(ctas)
 
     def describe(self) -> dict[str, Any]:
         """The worker's state as plain data: identity, peers, arena, threads, offers, transfers and counters."""
-        site, peers = self._open, self._peers
-        if peers is None:
-            raise ClosedError("this worker is not open yet")
-        return overview(self.card, site, self._assembly, self._roles, peers, self._links, self._greeting)
+        return overview(self.card, self._open, self._assembly)
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        return soon(self._assembly.home.read(self._entered).loop, self._entered.hand_over, self.describe)
+        site = self._assembly.home.read(self._entered).site
+        return soon(site.loop, site.hand_over, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.
 
         Requests that are on offer may still be fetched. Fetches that wait for an offer are refused: it cannot come.
         """
-        site, (sender, _) = self._open, self._roles
-        if not site.draining:
-            site.draining = True
-            for link in self._links:
-                link.send(_LEAVING)
-            sender.refuse_parked()
+        self._open.begin_drain()
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new work, tell every peer, and wait for what is under way.
@@ -372,10 +341,11 @@ class Worker:
         Returns:
             False if some of it did not end in time; it goes on until the worker is closed.
         """
-        site, (sender, receiver) = self._open, self._roles
+        service = self._open
+        site = service.site
         deadline = site.now() + given_seconds(timeout, site.config.drain_timeout)
         self.begin_drain()
-        ends = [offer.wait_end() for offer in sender.book.offers] + receiver.outcomes()
+        ends = [offer.wait_end() for offer in service.prefill.book.offers] + service.decode.outcomes()
         if ends:
             await asyncio.wait(ends, timeout=max(0.0, deadline - site.now()))
         return all(end.done() for end in ends)
@@ -386,151 +356,49 @@ class Worker:
         Cancelling it cuts the drain short, and is let through once the worker is closed. Memory that a silent peer may
         still write is not given back but left to the process's end.
         """
-        if self._site is not None:
+        if self._service is not None:
             self._assembly.home.own(self)
             if self._closing is None:
                 if drain and not self._hurried:
-                    self._warn_of_a_wait(self._site)
+                    self._warn_of_a_wait(self._service)
                     self._draining = asyncio.create_task(self.drain(), name="kvxfer drain")
-                self._closing = asyncio.create_task(self._close(self._site), name="kvxfer close")
+                self._closing = asyncio.create_task(self._close(self._service), name="kvxfer close")
             await see_through(self._closing, self._hurry)
 
-    def _warn_of_a_wait(self, site: Site) -> None:
+    def _warn_of_a_wait(self, service: Service) -> None:
         """Somebody leaves the worker, and will wonder what takes so long."""
-        sender, receiver = self._roles
-        offers, fetches = [offer.request for offer in sender.book.offers], len(receiver.outcomes())
+        offers, fetches = [offer.request for offer in service.prefill.book.offers], len(service.decode.outcomes())
         if offers or fetches:
             some = ", ".join(offers[:_NAMED]) + ("" if len(offers) <= _NAMED else ", ...")
             reason = f"{len(offers)} offers that nobody has released ({some}) and {fetches} fetches are waited for"
-            _log.warning("close_delayed", timeout=site.config.drain_timeout, reason=reason)
+            _log.warning("close_delayed", timeout=self.config.drain_timeout, reason=reason)
 
     def _hurry(self) -> None:
         self._hurried = True
         if self._draining is not None:
             self._draining.cancel()
 
-    async def _close(self, site: Site) -> None:
-        sender, receiver = self._roles
+    async def _close(self, service: Service) -> None:
         if self._draining is not None:
             await asyncio.wait({self._draining})
-        site.draining = True
-        self._watch.stop()
-        if self._listener is not None:
-            self._listener.close()
-        if self._rebuilding is not None:
-            self._rebuilding.close()
-        receiver.cancel_all()
-        sender.withdraw_all()
+        site = service.site
         until = site.now() + site.config.revoke_timeout + site.config.close_timeout
-        await site.tasks.drain(until - site.now(), spare=False)
-        receiver.abandon_all()
-        site.closing.set_result(None)  # whoever looks for evidence looks once more
-        site.tasks.cancel()
-        await site.tasks.drain(site.config.close_timeout)
-        links = [*self._links, *self._greeting]
-        for link in links:
-            link.close("the worker was closed")
-        await asyncio.gather(*(link.wait_gone(site.config.close_timeout) for link in links))
-        if not await site.lookouts.drain(site.config.close_timeout):
-            site.lookouts.cancel()
-        receiver.close()
-        sender.book.close()
+        await service.end(until)
         await self._assembly.dismantle(site, max(0.0, until - site.now()))
         await site.tasks.drain(site.config.close_timeout)  # memory of peers is unmapped when the last link is gone
         _log.info("worker_closed", rank=site.config.rank, world=site.config.world)
 
-    # --- LinkHandler
-
-    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
-        """A fresh session for a new stream, and whether its peer is trusted with addresses."""
-        if role is Role.SERVER and admitted((*self._links, *self._greeting)) >= self.config.max_streams:
-            raise BusyError(f"as many control streams are open as may: max_streams={self.config.max_streams}")
-        return greeting(self._entered, role, self._engaged, process=process, endpoint=endpoint, since=since)
-
-    def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
-        """A peer has said what it is."""
-        site = self._open
-        looking = site.examine(peer, sending=link.role is Role.SERVER)
-        return site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
-
-    def opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
-        """A handshake is complete. A new session of an incarnation ends its old one."""
-        site, (sender, receiver) = self._entered, self._roles
-        older = succeeded(link, (*self._links, *self._greeting))
-        sending = link.role is Role.SERVER
-        site.meet(peer, found, trusted=link.trusted, sending=sending, process=link.process)
-        self._links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
-        for other in older:
-            other.close("a newer session of the same peer was opened")
-        _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
-        if site.draining:
-            link.send(_LEAVING)
-        (receiver if link.role is Role.CLIENT else sender).opened(link)
-        if link.outdated(site.body[link.trusted]) and self._rebuilding is not None:
-            self._rebuilding.tell(link)
-
-    def lost(self, link: Link, error: KvxferError) -> None:
-        """A link is gone."""
-        site, (sender, receiver) = self._entered, self._roles
-        self._links.discard(link)
-        _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
-        if link.role is Role.CLIENT:
-            if self._peers is not None:
-                self._peers.lost(link)
-            receiver.lost(link, error)
-        else:
-            sender.lost(link)
-        incarnation = link.peer.identity.incarnation
-        if all(other.peer.identity.incarnation != incarnation for other in self._links):
-            site.forget(link.peer)
-
-    def received(self, link: Link, message: Message) -> None:
-        """Hand a message to the role that it is for."""
-        sender, receiver = self._roles
-        self._entered.metrics.frame_received(type(message).__name__)
-        if isinstance(message, Goodbye):
-            _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
-        elif isinstance(message, Renewed):
-            link.renewals = max(link.renewals, message.renewals)
-            self._entered.lanes.renewed(link.peer, message.renewals, message.metadata)
-            sender.renewed(link)
-            receiver.renewed(link)
-        elif link.role is Role.SERVER:
-            sender.handle(link, message)
-        else:
-            receiver.handle(link, message)
-
-    def sent(self, link: Link, message: Message) -> None:
-        """Count a message that goes out."""
-        del link
-        self._entered.metrics.frame_sent(type(message).__name__)
-
     # --- inside
 
-    def _engaged(self) -> Iterable[Link]:
-        return chain(self._links, self._greeting, self._roles[1].owing)
-
-    def _link(self, role: Role, endpoint: str) -> Link:
-        link = Link(role, endpoint, self, self._entered.runtime)
-        self._greeting.add(link)
-        link.ready.add_done_callback(lambda _: self._greeting.discard(link))
-        return link
-
     @property
-    def _open(self) -> Site:
+    def _open(self) -> Service:
         return self._assembly.home.own(self._entered)
 
     @property
-    def _entered(self) -> Site:  # for links, which are on its loop, many times a transfer
-        if self._site is None:
+    def _entered(self) -> Service:
+        if self._service is None:
             raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._site
-
-    @property
-    def _roles(self) -> tuple[Prefill, Decode]:
-        if self._sender is None or self._receiver is None:
-            raise ClosedError("this worker is not open: enter it with `async with`")
-        return self._sender, self._receiver
+        return self._service
 
     def _begin_fetch(
         self,
@@ -542,11 +410,12 @@ class Worker:
         *,
         keep: bool,
     ) -> Progress:
-        limit = self._open.config.fetch_timeout if timeout is None else timeout
-        return self._roles[1].start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
+        service = self._open
+        limit = service.site.config.fetch_timeout if timeout is None else timeout
+        return service.decode.start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
 
     def _ticket(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
-        site = self._open
+        site = self._open.site
         if self._closing is not None or (site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
         _ = site.joined  # ranks of one engine must be known as such before they fetch

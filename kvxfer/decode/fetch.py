@@ -127,9 +127,10 @@ class Fetch:
             shares, links = await self._divided()
             self._ask(shares, links)
             if len(self.receivers) == 1:
-                await self.receivers[0].run()
+                (receiver,) = self.receivers
+                await receiver.supervised(receiver.run())
             else:
-                await asyncio.gather(*(receiver.run() for receiver in self.receivers))
+                await asyncio.gather(*(receiver.supervised(receiver.run()) for receiver in self.receivers))
         except KvxferError as error:
             self._stop(error)
         if self._error is None:  # else `changed` ends it, once nobody writes the blocks any more
@@ -275,12 +276,17 @@ class Fetch:
         return tally
 
     def _stats(self, tally: Tally) -> TransferStats:
-        receivers = self.receivers
+        routes, whys, limits, peers = set[str](), dict[str, None](), dict[str, None](), list[str]()
+        for receiver in self.receivers:
+            if receiver.route is not Route.UNKNOWN:
+                routes.add(receiver.route.name.lower())
+            whys[receiver.why] = limits[receiver.limited_by] = None
+            peers.append(receiver.peer.name)
         return tally.stats(
-            route="+".join(sorted({r.route.name.lower() for r in receivers if r.route is not Route.UNKNOWN})),
-            why="; ".join(dict.fromkeys(receiver.why for receiver in receivers if receiver.why)),
-            limited_by="; ".join(dict.fromkeys(r.limited_by for r in receivers if r.limited_by)),
-            peers=tuple(receiver.peer.name for receiver in receivers),
+            route="+".join(sorted(routes)),
+            why="; ".join(filter(None, whys)),
+            limited_by="; ".join(filter(None, limits)),
+            peers=tuple(peers),
             started=self.began,
             finished=self._site.now(),
         )

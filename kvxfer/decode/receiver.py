@@ -287,10 +287,7 @@ class Receiver:
             self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
 
     async def run(self) -> None:
-        """Receive what was asked for. What fails stops the transfer, and is not raised here."""
-        await self._supervised(self._receive())
-
-    async def _receive(self) -> None:
+        """Receive what was asked for. To be run by `supervised`, since what fails stops the transfer."""
         message = await self._answer
         if message.ahead and not self.grants.staged and self.checking is None:
             # the peer has compared what both mean by it, so it need only be known how it is cut
@@ -368,7 +365,7 @@ class Receiver:
                 await work
                 return
             name = f"kvxfer receive {self.transfer} chunk {chunk}"
-            self.site.tasks.spawn(self._supervised(work), name, spare=True)
+            self.site.tasks.spawn(self.supervised(work), name, spare=True)
         await self._until_news()
 
     async def _land(self, chunk: int, bound: Bound, *, granted: bool = False) -> None:
@@ -746,7 +743,7 @@ class Receiver:
 
     # --- ending
 
-    async def _supervised(self, work: Coroutine[Any, Any, None]) -> None:
+    async def supervised(self, work: Coroutine[Any, Any, None]) -> None:
         """Go on with a part of it. What fails stops all of it."""
         try:
             await work

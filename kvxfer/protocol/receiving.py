@@ -83,6 +83,8 @@ class Receiving:
     Attributes:
         transfer: Its id.
         state: See `ReceiveState`.
+        ended: Whether the peer is known to be through with it.
+        heard_last: Whether the last result of a success is in.
         ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
         failure: Why it does not succeed, once that is known.
         payload: The offer's payload, once the last result is in.
@@ -92,6 +94,7 @@ class Receiving:
     def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED
+        self.ended = self.heard_last = False
         self.ahead = ahead
         self._covered: Final = frozenset({Route.STAGED} if staging else {Route.DIRECT, Route.MAPPED})
         self.failure: Failure | None = None
@@ -100,18 +103,7 @@ class Receiving:
         self._chunks: list[_Chunk] = []
         self._done = 0
         self._accepted = False
-        self._last = False
         self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
-
-    @property
-    def ended(self) -> bool:
-        """Whether the peer is known to be through with this transfer."""
-        return self.state in (ReceiveState.DONE, ReceiveState.STOPPED)
-
-    @property
-    def heard_last(self) -> bool:
-        """Whether the last result of a success is in."""
-        return self._last
 
     @property
     def chunks(self) -> int:
@@ -248,7 +240,7 @@ class Receiving:
             return []
         again = self.state is ReceiveState.STOPPING
         self.failure = self.failure or failure
-        if self._last:
+        if self.heard_last:
             self._event("terminal")
             return []
         self._event("cancel")
@@ -261,7 +253,7 @@ class Receiving:
 
     def lost(self, failure: Failure) -> None:
         """The session is gone. After the last result that changes nothing: what remains is this side's own work."""
-        if not (self.ended or self._last):
+        if not (self.ended or self.heard_last):
             self.failure = self.failure or failure
             self._event("lost")
 
@@ -280,7 +272,7 @@ class Receiving:
         return [Abandon(self.transfer, code)] if reading else self.unread()
 
     def _whole(self, message: KvAgentResult) -> None:
-        if self.ended or self._last:
+        if self.ended or self.heard_last:
             self.stale += 1
         elif message.status is Status.OK:
             self._finished(message, self._chunks)
@@ -303,13 +295,13 @@ class Receiving:
         running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
         if running and (self.state is ReceiveState.ASKED or not _THERE.issuperset(others)):
             raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk had landed")
-        self._last, self.payload = True, message.payload
+        self.heard_last, self.payload = True, message.payload
         if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
             self._event("terminal")
         self._complete()
 
     def _complete(self) -> None:
-        whole = self._last and self._done == len(self._chunks) and self.failure is None
+        whole = self.heard_last and self._done == len(self._chunks) and self.failure is None
         if self.state is ReceiveState.MOVING and whole:
             self._event("complete")
 
@@ -336,3 +328,4 @@ class Receiving:
         if following is None:
             raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
         self.state = following
+        self.ended = following is ReceiveState.DONE or following is ReceiveState.STOPPED

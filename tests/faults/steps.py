@@ -28,7 +28,7 @@ from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
-from kvxfer.worker import Worker
+from kvxfer.service import Service
 
 ROUTES = ("staged", "direct", "pull", "mapped")
 PUSHED = frozenset({"staged", "direct", "mapped"})
@@ -93,7 +93,7 @@ def _server(link: Link, *_: Any) -> bool:
     return link.role is Role.SERVER
 
 
-def _server_met(_: Worker, link: Link, *__: Any) -> bool:
+def _server_met(_: Service, link: Link, *__: Any) -> bool:
     return link.role is Role.SERVER
 
 
@@ -101,7 +101,7 @@ def _client(link: Link, *_: Any) -> bool:
     return link.role is Role.CLIENT
 
 
-def _client_met(_: Worker, link: Link, *__: Any) -> bool:
+def _client_met(_: Service, link: Link, *__: Any) -> bool:
     return link.role is Role.CLIENT
 
 
@@ -186,7 +186,7 @@ _PULL = frozenset({"pull"})
 
 SENDER = {
     "hello came": Step("sender", EVERY, _before(Link, "data_received", _server)),
-    "agent came": Step("sender", EVERY, _before(Worker, "opened", _server_met)),
+    "agent came": Step("sender", EVERY, _before(Service, "opened", _server_met)),
     "fetch parked": Step("sender", EVERY, _after(Prefill, "fetch"), "parked"),
     "planned": Step("sender", EVERY, _before(Sender, "_accept"), exposed=True),
     "accept sent": Step("sender", EVERY, _after(Sender, "_accept"), exposed=True),
@@ -209,7 +209,7 @@ SENDER = {
 
 RECEIVER = {
     "hello sent": Step("receiver", EVERY, _after(Link, "connection_made", _client)),
-    "welcome came": Step("receiver", EVERY, _before(Worker, "opened", _client_met)),
+    "welcome came": Step("receiver", EVERY, _before(Service, "opened", _client_met)),
     "fetch sent": Step("receiver", EVERY, _after(Receiver, "ask"), exposed=True),
     "fetch sent, to wait": Step("receiver", EVERY, _after(Receiver, "ask"), "parked"),
     "accept came": Step("receiver", EVERY, _before(Receiver, "accepted"), exposed=True),

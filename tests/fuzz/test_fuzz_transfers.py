@@ -225,11 +225,11 @@ class Receiver:
             ]
         )
         message = PREFILL_RANK.says(draw, likely)
-        before = ([*machine._chunks], machine.state, machine.ahead, machine._last)
+        before = ([*machine._chunks], machine.state, machine.ahead, machine.heard_last)
         try:
             self.take(message)
         except ProtocolError:
-            assert ([*machine._chunks], machine.state, machine.ahead, machine._last) == before
+            assert ([*machine._chunks], machine.state, machine.ahead, machine.heard_last) == before
 
     def take(self, message):
         machine = self.machine

@@ -38,17 +38,17 @@ from kvxfer.staging import Staging
 
 def sessions(*workers: Any) -> set[Any]:
     """Sessions that are open."""
-    return {link for worker in workers for link in worker._links}
+    return {link for worker in workers for link in worker._service.links}
 
 
 def streams(worker: Any) -> list[Any]:
     """Those whose handshake is not complete, too."""
-    return [*worker._links, *worker._greeting]
+    return [*worker._service.links, *worker._service.greeting]
 
 
 def session(worker: Any) -> Any:
     """The only one."""
-    (link,) = worker._links
+    (link,) = worker._service.links
     return link
 
 
@@ -119,7 +119,7 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
 
 def fall_silent(worker: Any) -> None:
     """It says nothing more in any session, and hears all."""
-    for link in worker._links:
+    for link in worker._service.links:
         link._tick = link._flush = lambda: None
         link._timer.cancel()
 
@@ -134,17 +134,17 @@ def stop_reading(worker: Any) -> None:
 
 def stop_listening(worker: Any) -> None:
     """Nobody connects to it any more, and somebody else may listen there."""
-    worker._listener.close()
+    worker._service.listener.close()
 
 
 def turn_deaf(worker: Any) -> Callable[[], Awaitable[None]]:
     """Nobody connects to it, where it is still said to listen; until what is returned has been awaited."""
-    listener = worker._listener
+    listener = worker._service.listener
     listener._stop()
 
     async def listen_again() -> None:
         loop, path = asyncio.get_running_loop(), listener.endpoint.removeprefix("unix:")
-        listener._stop = (await loop.create_unix_server(lambda: worker._link(Role.SERVER, "unix"), path)).close
+        listener._stop = (await loop.create_unix_server(lambda: worker._service._link(Role.SERVER, "unix"), path)).close
 
     return listen_again
 
@@ -157,22 +157,22 @@ def vanish(worker: Any) -> None:
 
 async def connect(worker: Any, endpoint: str) -> Any:
     """The session with whoever is there."""
-    return await worker._peers.link(endpoint, None)
+    return await worker._service.peers.link(endpoint, None)
 
 
 def forget_unreachable(worker: Any) -> None:
     """It tries every endpoint at once again."""
-    worker._peers._away.clear()
+    worker._service.peers._away.clear()
 
 
 def refusals(worker: Any) -> list[Exception]:
     """Why endpoints are left in peace."""
-    return [away.error for away in worker._peers._away.values()]
+    return [away.error for away in worker._service.peers._away.values()]
 
 
 def before_connecting(worker: Any, wait: Callable[[str], Awaitable[Any]]) -> Callable[[], None]:
     """Await `wait(endpoint)` before each stream that it opens, until what is returned is called."""
-    peers = worker._peers
+    peers = worker._service.peers
     connect_to = peers._connect_to
 
     async def connect_later(endpoint: str) -> Any:
@@ -192,12 +192,12 @@ def never_come_back(worker: Any) -> None:
     async def away(endpoint: str, epoch: bytes | None) -> Any:
         raise UnreachableError("nobody answers there", peer=endpoint)
 
-    worker._peers.link = away
+    worker._service.peers.link = away
 
 
 def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
     """Call `act` with each message for its decode role before that has it."""
-    receiver = worker._receiver
+    receiver = worker._service.decode
     handle = receiver.handle
 
     def handle_later(link: Any, message: Message) -> None:
@@ -209,12 +209,12 @@ def before_hearing(worker: Any, act: Callable[[Message], None]) -> None:
 
 def hear_of_no_loss(worker: Any) -> None:
     """Its decode role is not told of sessions that are lost."""
-    worker._receiver.lost = lambda *_: None
+    worker._service.decode.lost = lambda *_: None
 
 
 def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
     """Call `act` with each session that it opens, once its decode role has it."""
-    receiver = worker._receiver
+    receiver = worker._service.decode
     opened = receiver.opened
 
     def opened_and_more(link: Any) -> None:
@@ -226,32 +226,32 @@ def when_connected(worker: Any, act: Callable[[Any], None]) -> None:
 
 def hear(worker: Any, link: Any, message: Message) -> None:
     """Somebody says something; for strangers, who have no stream, `link` is what the scene makes of one."""
-    worker.received(link, message)
+    worker._service.received(link, message)
 
 
 def welcome(worker: Any, link: Any) -> None:
     """One of them has come."""
-    worker._sender.opened(link)
+    worker._service.prefill.opened(link)
 
 
 def lose(worker: Any, link: Any) -> None:
     """One of them is gone."""
-    worker._sender.lost(link)
+    worker._service.prefill.lost(link)
 
 
 def renew(worker: Any, offer: Any, epoch: bytes) -> None:
     """An engine claims a request that is on offer."""
-    worker._sender.book.renew(offer, epoch, 1)
+    worker._service.prefill.book.renew(offer, epoch, 1)
 
 
 def release(worker: Any, offer: Any, who: Any) -> None:
     """A decode rank needs it no more."""
-    worker._sender.book.release(offer.key, who)
+    worker._service.prefill.book.release(offer.key, who)
 
 
 def peers_by(worker: Any, connect_to: Callable[[str], Awaitable[Any]]) -> Peers:
     """Those whom a worker reaches, over streams that the scene opens."""
-    return Peers(worker._site, connect_to)
+    return Peers(worker._service.site, connect_to)
 
 
 # --- what it says of itself when it is met
@@ -259,61 +259,61 @@ def peers_by(worker: Any, connect_to: Callable[[str], Awaitable[Any]]) -> Peers:
 
 def told(worker: Any, *, trusted: bool = True) -> AgentBody:
     """What peers are told, by whether they are trusted with addresses."""
-    return decode_body(worker._site.body[trusted])
+    return decode_body(worker._service.site.body[trusted])
 
 
 def tell(worker: Any, change: Callable[[AgentBody], AgentBody]) -> None:
     """Those who are met from now on are told something else."""
-    for trusted, body in list(worker._site.body.items()):
-        worker._site.body[trusted] = encode_body(change(decode_body(body)))
+    for trusted, body in list(worker._service.site.body.items()):
+        worker._service.site.body[trusted] = encode_body(change(decode_body(body)))
 
 
 def ask_no_proof(worker: Any) -> None:
     """It asks nobody, who is said to be the one that it knows, to prove that."""
-    made = worker.session
+    made = worker._service.session
 
     def session(*arguments: Any, **options: Any) -> Any:
         one, trusted = made(*arguments, **options)
         one._check_same = lambda theirs, heard, now: None
         return one, trusted
 
-    worker.session = session
+    worker._service.session = session
 
 
 async def look_at(worker: Any, peer: Any) -> None:
     """It looks at what a decode rank says of itself."""
-    await worker._site.examine(peer, sending=True)
+    await worker._service.site.examine(peer, sending=True)
 
 
 def compare_no_facts(worker: Any) -> None:
     """It names no facts on which peers must agree: they find out by what they hold."""
-    worker._site.facts = []
+    worker._service.site.facts = []
 
 
 def lack(worker: Any, capability: Capability) -> None:
     """It is built without something that others can."""
-    worker._site.capabilities &= ~capability
+    worker._service.site.capabilities &= ~capability
 
 
 def geometry(worker: Any) -> Any:
     """What it holds."""
-    return worker._site.geometry
+    return worker._service.site.geometry
 
 
 def told_reprs(worker: Any) -> list[str]:
     """What somebody who debugs it may print of its parts."""
-    site = worker._site
+    site = worker._service.site
     return [repr(site), repr(site.key), repr(site.config), repr(site.issuer)]
 
 
 def identity_key(worker: Any) -> Any:
     """By what it proves who it is."""
-    return worker._site.key
+    return worker._service.site.key
 
 
 def tell_the_same(worker: Any, as_another: Any) -> None:
     """They are told what another worker says of itself."""
-    worker._site.body.update(as_another._site.body)
+    worker._service.site.body.update(as_another._service.site.body)
 
 
 # --- the agent that is made anew
@@ -321,44 +321,44 @@ def tell_the_same(worker: Any, as_another: Any) -> None:
 
 def rebuild(worker: Any, *, urgent: bool = True, answered: bool = False) -> Callable[[], None]:
     """There is a doubt that only a new agent ends, until what is returned is called."""
-    leave: Callable[[], None] = worker._site.rebuilds.want(urgent=urgent, answered=answered)
+    leave: Callable[[], None] = worker._service.site.rebuilds.want(urgent=urgent, answered=answered)
     return leave
 
 
 def when_rebuilt(worker: Any, then: Callable[[], None]) -> None:
     """Call `then` when the agent has been made anew."""
-    worker._site.rebuilds.next.add_done_callback(lambda _: then())
+    worker._service.site.rebuilds.next.add_done_callback(lambda _: then())
 
 
 def keep_agent(worker: Any) -> None:
     """Whatever only a new agent would end goes on, until `consider_rebuilding`."""
-    worker._site.rebuilds.wanted = lambda: None
+    worker._service.site.rebuilds.wanted = lambda: None
 
 
 def consider_rebuilding(worker: Any) -> None:
     """It looks whether there is such a doubt."""
-    worker._rebuilding._consider()
+    worker._service.rebuilding._consider()
 
 
 def rebuild_at_once(worker: Any, monkeypatch: Any) -> None:
     """It does not wait for others that might want it too."""
-    rebuilds = worker._site.rebuilds
-    monkeypatch.setattr(worker._rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)
+    rebuilds = worker._service.site.rebuilds
+    monkeypatch.setattr(worker._service.rebuilding, "_due", lambda: 0.0 if rebuilds.wants else math.inf)
 
 
 def pause_grants(worker: Any) -> None:
     """The agent is about to be made anew."""
-    worker._site.pause()
+    worker._service.site.pause()
 
 
 def resume_grants(worker: Any) -> None:
     """It could not be."""
-    worker._site.resume(done=False)
+    worker._service.site.resume(done=False)
 
 
 def timers(worker: Any, monkeypatch: Any) -> list[float]:
     """For how many seconds each of its timers is set from now on; none of them fires."""
-    site = worker._site
+    site = worker._service.site
     seconds: list[float] = []
 
     def at(_: Any, when: float, then: Callable[[], None]) -> Any:
@@ -371,14 +371,14 @@ def timers(worker: Any, monkeypatch: Any) -> list[float]:
 
 def begin_rebuilding(worker: Any) -> bool:
     """The timer for a new agent fires; whether one is being made then."""
-    worker._rebuilding._begin()
-    running: bool = worker._rebuilding._running
+    worker._service.rebuilding._begin()
+    running: bool = worker._service.rebuilding._running
     return running
 
 
 def note_rebuilt(worker: Any) -> None:
     """It was made anew just now."""
-    worker._rebuilding._last = worker._site.now()
+    worker._service.rebuilding._last = worker._service.site.now()
 
 
 # --- memory
@@ -415,7 +415,7 @@ class Taken:
 
 
 def _desk(worker: Any, side: str) -> Any:
-    return {"send": worker._site.send_desk, "receive": worker._site.receive_desk}[side]
+    return {"send": worker._service.site.send_desk, "receive": worker._service.site.receive_desk}[side]
 
 
 def take_if_free(worker: Any, side: str, nbytes: int, peer: str = "peer") -> Taken | None:
@@ -442,13 +442,13 @@ def take_all(worker: Any, side: str) -> Taken:
 
 def take_all_in_place(worker: Any) -> Taken:
     """All that its only peer may write in place is being written."""
-    (desk,) = worker._site.in_place_desks.values()
+    (desk,) = worker._service.site.in_place_desks.values()
     return _all_of(desk)
 
 
 def take_in_place_if_free(worker: Any, peer: Any, nbytes: int) -> Taken | None:
     """A peer may write so much in place, if that may be granted now."""
-    return _taken(worker._site.in_place_desk(peer), peer.name, nbytes)
+    return _taken(worker._service.site.in_place_desk(peer), peer.name, nbytes)
 
 
 def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken:
@@ -460,7 +460,7 @@ def take_in_place(worker: Any, peer: Any, nbytes: int) -> Taken:
 
 def forget_peer(worker: Any, peer: Any) -> None:
     """The last session with a peer is lost."""
-    worker._site.forget(peer)
+    worker._service.site.forget(peer)
 
 
 def _all_of(desk: Any) -> Taken:
@@ -505,7 +505,7 @@ def held(worker: Any, side: str, state: ExtentState) -> list[tuple[int, int]]:
 
 def staging(worker: Any, side: str) -> Any:
     """Where the staging memory of a side is: `address` and `length`."""
-    return worker._site.sending if side == "send" else worker._site.staging
+    return worker._service.site.sending if side == "send" else worker._service.site.staging
 
 
 # --- gates
@@ -513,25 +513,25 @@ def staging(worker: Any, side: str) -> Any:
 
 def gates_of(worker: Any) -> Any:
     """What keeps peers out of its memory."""
-    return worker._site.gates
+    return worker._service.site.gates
 
 
 def allotted(worker: Any) -> int:
     """How many gates were ever in use at once."""
-    fresh: int = worker._site.gates._fresh
+    fresh: int = worker._service.site.gates._fresh
     return fresh
 
 
 def free_gates(worker: Any) -> list[int]:
     """Those that were allotted, and are nobody's."""
-    free: list[int] = worker._site.gates._free
+    free: list[int] = worker._service.site.gates._free
     return free
 
 
 def meet_keys_again(worker: Any) -> None:
     """It opens the gates of its only peer anew."""
-    worker._site.keys.forget(met(worker))
-    worker._site.keys.met(met(worker))
+    worker._service.site.keys.forget(met(worker))
+    worker._service.site.keys.met(met(worker))
 
 
 def leaked() -> list[Any]:
@@ -558,12 +558,12 @@ def leaks(monkeypatch: Any) -> list[Any]:
 
 def mover(worker: Any) -> Any:
     """What copies."""
-    return worker._site.mover
+    return worker._service.site.mover
 
 
 def replace_mover(worker: Any, other: Any) -> None:
     """Something else copies from now on."""
-    worker._site.mover = other
+    worker._service.site.mover = other
 
 
 def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> Callable[[], None]:
@@ -617,7 +617,7 @@ def waits_for_event(worker: Any, direction: Any) -> bool:
 
 def fabric(worker: Any) -> Any:
     """What posts and polls."""
-    return worker._site.fabric
+    return worker._service.site.fabric
 
 
 def holds(worker: Any) -> list[bool]:
@@ -636,56 +636,58 @@ def holds(worker: Any) -> list[bool]:
 
 def transport(worker: Any) -> Any:
     """What moves the bytes."""
-    return worker._site.fabric._transport
+    return worker._service.site.fabric._transport
 
 
 def trace_by(worker: Any, tracer: Any) -> None:
     """This makes its spans."""
-    worker._site.metrics._listener._tracer = tracer
+    worker._service.site.metrics._listener._tracer = tracer
 
 
 def traced(worker: Any) -> int:
     """How many fetches and offers its traces know."""
-    listener = worker._site.metrics._listener
+    listener = worker._service.site.metrics._listener
     return len(listener._fetches) + len(listener._offers)
 
 
 def early_sums(worker: Any) -> int:
     """How many sums its only transfer keeps that nobody compares yet."""
-    (incoming,) = worker._receiver._incoming.values()
+    (incoming,) = worker._service.decode._incoming.values()
     return len(incoming.checking._sums)
 
 
 def factor(worker: Any, route: Route) -> float:
     """How many times as long as is reckoned transfers with its only peer take on a route, as it has learnt."""
-    known: float = worker._site.estimates.factor(met(worker).identity.incarnation, route) if sessions(worker) else 1.0
+    if not sessions(worker):
+        return 1.0
+    known: float = worker._service.site.estimates.factor(met(worker).identity.incarnation, route)
     return known
 
 
 def learn(worker: Any, route: Route, seconds: float) -> None:
     """A transfer with its only peer took so long, and was reckoned to take a second."""
-    worker._site.estimates.took(met(worker).identity.incarnation, route, plain=1.0, seconds=seconds)
+    worker._service.site.estimates.took(met(worker).identity.incarnation, route, plain=1.0, seconds=seconds)
 
 
 def overdue(worker: Any, slow: Route, fast: Route) -> bool:
     """Whether it is time to try the slow one again, where both are reckoned to take as long."""
-    late: bool = worker._site.estimates.overdue(met(worker).identity.incarnation, slow, 10.0, fast, 10.0)
+    late: bool = worker._service.site.estimates.overdue(met(worker).identity.incarnation, slow, 10.0, fast, 10.0)
     return late
 
 
 def plans(worker: Any) -> Any:
     """Plans of copies with its peers."""
-    return worker._site.plans
+    return worker._service.site.plans
 
 
 def close_fabric_by(worker: Any, close: Callable[[], Any]) -> None:
     """This is called where the transport is closed."""
-    worker._site.fabric.close = close
+    worker._service.site.fabric.close = close
 
 
 def mapped_windows(worker: Any) -> list[Any]:
     """Memory of peers that it has mapped, peer by peer."""
-    return [mapping.windows for mapping in worker._site.mappings._mappings.values()]
+    return [mapping.windows for mapping in worker._service.site.mappings._mappings.values()]
 
 
 def holds_arena(worker: Any) -> bool:
@@ -695,7 +697,7 @@ def holds_arena(worker: Any) -> bool:
 
 def now(worker: Any) -> float:
     """Its clock, in seconds."""
-    seconds: float = worker._site.now()
+    seconds: float = worker._service.site.now()
     return seconds
 
 
@@ -704,25 +706,25 @@ def now(worker: Any) -> float:
 
 def unanswered(worker: Any) -> list[int]:
     """Numbers of what it asked peers for that has not ended, or is in doubt."""
-    return list(worker._receiver._incoming)
+    return list(worker._service.decode._incoming)
 
 
 def being_read(worker: Any) -> bool:
     """Whether a decode rank may be reading its blocks, which it has been told of."""
-    exposed: bool = worker._sender.exposed
+    exposed: bool = worker._service.prefill.exposed
     return exposed
 
 
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
-    (receiver,) = worker._receiver._incoming.values()
+    (receiver,) = worker._service.decode._incoming.values()
     return bool(receiver.copying or receiver.reading)
 
 
 def in_custody(worker: Any, blocks: Any) -> bool:
     """Whether some of these blocks are not the caller's to use."""
     try:
-        worker._site.custody.check({group: list(ids) for group, ids in blocks.items()})
+        worker._service.site.custody.check({group: list(ids) for group, ids in blocks.items()})
     except BlocksError:
         return True
     return False
@@ -730,19 +732,19 @@ def in_custody(worker: Any, blocks: Any) -> bool:
 
 def keep_given_up(worker: Any, monkeypatch: Any) -> None:
     """It tells nobody of a fetch that was given up: the dead tell nothing."""
-    monkeypatch.setattr(worker._receiver, "_give_back", lambda *_: None)
+    monkeypatch.setattr(worker._service.decode, "_give_back", lambda *_: None)
 
 
 def die(worker: Any) -> None:
     """Its process is gone, without a goodbye: nothing of it runs on, and what it has posted may still land."""
-    worker._listener.close()
-    worker._site.draining = True
-    worker._receiver._recoveries.cancel()
-    worker._rebuilding.close()
-    worker._site.tasks.cancel()
-    worker._site.lookouts.cancel()
-    worker._site.closing.set_result(None)  # of what begins yet, nothing stays
-    worker._watch.stop()
+    worker._service.listener.close()
+    worker._service.site.draining = True
+    worker._service.decode._recoveries.cancel()
+    worker._service.rebuilding.close()
+    worker._service.site.tasks.cancel()
+    worker._service.site.lookouts.cancel()
+    worker._service.site.closing.set_result(None)  # of what begins yet, nothing stays
+    worker._service._watch.stop()
     worker._closing = asyncio.create_task(asyncio.sleep(0))  # it cannot be closed any more
 
 
@@ -750,18 +752,18 @@ def bury(worker: Any) -> None:
     """Give back what the system takes from a process that died."""
     worker._assembly.staging.close()
     worker._assembly.exports.close()
-    worker._site.mappings.close()
+    worker._service.site.mappings.close()
 
 
 def being_stopped(worker: Any) -> bool:
     """Whether something that is under way has failed, and its peers are yet to say that it has ended."""
-    receiving, sending = worker._receiver._incoming.values(), worker._sender.transfers
+    receiving, sending = worker._service.decode._incoming.values(), worker._service.prefill.transfers
     return any(one.machine.failure for one in (*receiving, *sending))
 
 
 def time_out(worker: Any, *, times: int = 1) -> Any:
     """The time that the caller of its only fetch gave it is over, said so often; a future of how that ends."""
-    (fetch,) = worker._receiver.fetches
+    (fetch,) = worker._service.decode.fetches
     for _ in range(times):
         fetch._timed_out()
     return fetch.transfer.outcome
@@ -769,7 +771,7 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
 
 def posted(worker: Any) -> bool:
     """Whether a write is in flight."""
-    copies = [copy for sender in worker._sender.transfers for copy in sender._shipping.values()]
+    copies = [copy for sender in worker._service.prefill.transfers for copy in sender._shipping.values()]
     return not all(map(mover(worker).may_copy, copies))
 
 
@@ -786,29 +788,29 @@ def knows_layers(transfer: Any) -> bool:
 
 def wants_by_engine(worker: Any) -> list[int]:
     """How many requests are claimed of each engine that is told of claims."""
-    return [len(engine.kept) for engine in worker._receiver._claims._engines.values()]
+    return [len(engine.kept) for engine in worker._service.decode._claims._engines.values()]
 
 
 def renew_claims(worker: Any) -> None:
     """Claim everything anew, of the only engine's first rank."""
-    claims = worker._receiver._claims
+    claims = worker._service.decode._claims
     (engine,) = claims._engines.values()
     claims._say(engine, engine.ranks[0], engine.kept.values())
 
 
 def give_up_claims(worker: Any) -> None:
     """It renews none any more."""
-    worker._receiver._claims.close()
+    worker._service.decode._claims.close()
 
 
 def withdraw_all(worker: Any) -> None:
     """Withdraw every offer."""
-    worker._sender.withdraw_all()
+    worker._service.prefill.withdraw_all()
 
 
 def overlook(worker: Any, offer: Any) -> None:
     """A transfer of it was at work when its lease was looked at, and is not any more when `leave` is called."""
-    book = worker._sender.book
+    book = worker._service.prefill.book
     book._watched.pop(offer.key)
     book._ends.remove(next(entry for entry in book._ends if entry[1] == offer.key))
     book._arm()
@@ -816,42 +818,42 @@ def overlook(worker: Any, offer: Any) -> None:
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    worker._sender.book.left(offer)
+    worker._service.prefill.book.left(offer)
 
 
 def counters(worker: Any) -> Any:
     """What counts."""
-    return worker._site.metrics
+    return worker._service.site.metrics
 
 
 def borrow_thread(worker: Any, work: Callable[[], Any]) -> Awaitable[Any]:
     """Run something in a thread of the worker's."""
-    waiting: Awaitable[Any] = worker._site.runtime.in_thread(work)
+    waiting: Awaitable[Any] = worker._service.site.runtime.in_thread(work)
     return waiting
 
 
 def spawn(worker: Any, work: Any, *, looks: bool = False) -> None:
     """A task of the worker's begins; if it `looks` for evidence, closing waits for it last."""
-    (worker._site.lookouts if looks else worker._site.tasks).spawn(work, "of a scene")
+    (worker._service.site.lookouts if looks else worker._service.site.tasks).spawn(work, "of a scene")
 
 
 def early_places(worker: Any) -> int:
     """Places that requests take which peers were early for."""
-    return len(worker._sender.book._places)
+    return len(worker._service.prefill.book._places)
 
 
 def queues(worker: Any) -> dict[str, int]:
     """How long those are that peers could make grow, and `describe` does not tell of."""
-    unsent = sum(link._transport.get_write_buffer_size() for link in worker._links)
-    return {"timers": len(worker._sender.book._ends), "unsent": unsent, "tasks": tasks(worker)}
+    unsent = sum(link._transport.get_write_buffer_size() for link in worker._service.links)
+    return {"timers": len(worker._service.prefill.book._ends), "unsent": unsent, "tasks": tasks(worker)}
 
 
 def kept_of_peers(worker: Any) -> dict[str, int]:
     """How many things a worker keeps of its peers, by where."""
-    site = worker._site
+    site = worker._service.site
     books = {"plans": site.plans, "estimates": site.estimates, "lanes": site.lanes, "mappings": site.mappings}
-    found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._links)}
-    books |= {"gates": site.gates, "peers": worker._peers}
+    found = {"warming": len(site.warming), "desks": len(site.in_place_desks), "links": len(worker._service.links)}
+    books |= {"gates": site.gates, "peers": worker._service.peers}
     for name, book in books.items():
         for field, value in vars(book).items():
             if isinstance(value, dict | set | list) and f"{name}.{field}" != "gates._free":  # the next one's
@@ -861,12 +863,12 @@ def kept_of_peers(worker: Any) -> dict[str, int]:
 
 def watched(worker: Any) -> bool:
     """Whether it is looked whether its loop stands still."""
-    return not worker._watch._timer.cancelled()
+    return not worker._service._watch._timer.cancelled()
 
 
 def tasks(worker: Any) -> int:
     """Tasks of its own that run."""
-    return len(worker._site.tasks)
+    return len(worker._service.site.tasks)
 
 
 # --- what workers are made of, for all that are opened in a scene
@@ -913,7 +915,7 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     plan = Site.plan
 
     async def planned(site: Any, make: Callable[[], Any], *, rows: int) -> Any:
-        if site is not worker._site or getattr(make, "__qualname__", "").startswith("Fetch."):
+        if site is not worker._service.site or getattr(make, "__qualname__", "").startswith("Fetch."):
             return await plan(site, make, rows=rows)
         wanted = site.loop.create_future()
         plans.append(lambda: wanted.set_result(None))

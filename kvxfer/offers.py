@@ -200,7 +200,11 @@ class Readiness:
     @property
     def fired(self) -> bool:
         """Whether all that was marked may be read now."""
-        return all(event.query() for marks in self._distinct(self._layers) for _, event in marks)
+        for marks in self._distinct(self._layers):
+            for _, event in marks:
+                if event is not READY and not event.query():
+                    return False
+        return True
 
     def _distinct(self, layers: Iterable[int]) -> Iterable[_Marks]:
         """The marks of layers, those that several share once."""
@@ -224,6 +228,7 @@ class Offer:
     `UsageError`.
 
     Attributes:
+        key: Request id and attempt.
         request: Its id.
         attempt: Which attempt at this id.
         tokens: Tokens on offer so far; final once the offer is finished.
@@ -231,6 +236,7 @@ class Offer:
     """
 
     def __init__(self, book: OfferKeeper, site: Site, key: OfferKey) -> None:
+        self.key: Final = key
         self.request: Final = key[0]
         self.attempt: Final = key[1]
         self.tokens = 0
@@ -255,11 +261,6 @@ class Offer:
         self.world = 0
         self.released_ranks: set[int] = set()
         self.lease: float = site.now() + site.config.unclaimed_timeout
-
-    @property
-    def key(self) -> OfferKey:
-        """Request id and attempt."""
-        return self.request, self.attempt
 
     @property
     def ticket(self) -> dict[str, Any]:

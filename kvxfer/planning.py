@@ -256,7 +256,9 @@ class PairPlans:
         """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
         last = self._asked.get(peer.identity.incarnation)
         known = last is not None and last[0] == selections
-        layers = sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
+        layers = 0
+        for selection in selections:
+            layers += len(selection.layers) // 4  # packed: 4 bytes each
         return (_ROWS_A_KNOWN_LAYER if known else _ROWS_A_TENSOR) * layers
 
     def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:

@@ -260,6 +260,9 @@ class Intervals:
     @property
     def length(self) -> float:
         """Seconds in which at least one interval ran."""
+        if len(self._added) == 1 and not self._united:  # mostly: nothing has to be united
+            ((start, end),) = self._added
+            return end - start
         return sum([end - start for start, end in self.spans()])
 
     @property

@@ -568,10 +568,9 @@ class Sender:
 
     def reserve(self, message: Reserve) -> None:
         """It granted memory."""
-        grants = self.machine.reserve(message)
-        until = self.site.now() + message.lease_ms / 1000
-        self._take(grants, until, message.generation)
-        self._wake()
+        if grants := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
+            self._take(grants, self.site.now() + message.lease_ms / 1000, message.generation)
+            self._wake()
 
     def landed(self, message: Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""

@@ -228,17 +228,17 @@ class Offer:
     `UsageError`.
 
     Attributes:
+        key: Request id and attempt.
         request: Its id.
         attempt: Which attempt at this id.
-        key: Both.
         tokens: Tokens on offer so far; final once the offer is finished.
         step: Tokens that came with the last extension.
     """
 
     def __init__(self, book: OfferKeeper, site: Site, key: OfferKey) -> None:
+        self.key: Final = key
         self.request: Final = key[0]
         self.attempt: Final = key[1]
-        self.key: Final = key
         self.tokens = 0
         self.step = 0
         self.spans: dict[str, Span] = {}

@@ -118,7 +118,8 @@ def answer(
         lambda route: _grid(site, fetch, offer, route, plan),
     )
     route, chunks, bound = choice.route, len(grid), Bound.of(plan, grid)
-    ahead = ahead and offer.finished and _covers(site, peer, fetch, route, plan, chunks)
+    fenced = site.keys.has(peer)
+    ahead = ahead and offer.finished and _covers(peer, fetch, route, plan, chunks, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
     predicted = seconds(route, plan.merged_pieces if route in LISTED else bound.pieces, chunks)
     message = Accept(
@@ -134,7 +135,7 @@ def answer(
         ahead=ahead,
         pieces=bound.pieces,
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
-        fenced=site.keys.has(peer),
+        fenced=fenced,
     )
     return Answer(bound, choice, message, predicted / site.estimates.factor(incarnation, route))
 
@@ -146,10 +147,10 @@ def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
-def _covers(site: Site, peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chunks: int) -> bool:
+def _covers(peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chunks: int, *, fenced: bool) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
     passes_word = route is Route.MAPPED and peer.body.gates > 0
-    if fetch.generation and not passes_word and not site.keys.has(peer):
+    if fetch.generation and not passes_word and not fenced:
         return False
     if not fetch.staging_lease_ms:
         return route in IN_PLACE

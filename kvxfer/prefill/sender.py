@@ -213,7 +213,7 @@ class Sender:
                 self._void_ahead()
                 await self._wait()
             elif (task := self.site.warming.get((self.peer.identity.incarnation, True))) and not task.done():
-                await asyncio.wait({task})
+                await self._until(task)
             else:
                 return offer
         return None
@@ -221,6 +221,13 @@ class Sender:
     async def _wait(self) -> None:
         self._news = self.site.loop.create_future()
         await self._news
+
+    async def _until(self, done: "asyncio.Future[Any]") -> None:
+        """Wait for what others wait for too, but no longer once the transfer has failed."""
+        done.add_done_callback(self._wake)
+        while not done.done() and self.machine.failure is None:
+            await self._wait()
+        done.remove_done_callback(self._wake)
 
     def _outside(self, offer: Offer) -> None:
         """There is less on offer than was asked for, and no more will come."""
@@ -368,7 +375,8 @@ class Sender:
         """Hand a chunk to the mover, as soon as there is all that it takes."""
         (grant, terms), site, peer = granted, self.site, self.peer
         chunk, route = grant.chunk, self.machine.route
-        part = await site.plan(partial(bound.part, chunk), rows=bound.part_rows)
+        rows = bound.part_rows
+        part = await site.plan(partial(bound.part, chunk), rows=rows) if rows else bound.part(chunk)
         if chunk not in self._unshipped:  # it was stopped
             return
         if not part.bytes:  # a window in which no group has a row
@@ -379,13 +387,17 @@ class Sender:
             self._submit(part, terms, part.copy(windows.reached), gate)
         else:
             connected = site.lanes.connect(peer, terms.renewals)
-            lane = connected.result() if connected.done() else await asyncio.shield(connected)
+            if not connected.done():
+                await self._until(connected)
+                if chunk not in self._unshipped:
+                    return
+            lane = connected.result()
             if route is Route.DIRECT:
                 pieces = await site.plan(part.listed, rows=bound.chunk_pieces)
                 local = block_pieces(site.geometry, pieces.src, pieces.nbytes)
                 remote = block_pieces(site.plans.geometry(peer), pieces.dst, pieces.nbytes)
                 self._submit(part, terms, NOTHING, post=self._post(lane, chunk, local, remote))
-            elif chunk in self._unshipped:
+            else:
                 if not peer.body.staging or grant.length < part.staged_bytes:
                     raise ProtocolError(f"{grant.length} bytes were granted for a chunk of {part.staged_bytes}")
                 extent = site.send_desk.take(peer.account, part.staged_bytes)
@@ -453,7 +465,7 @@ class Sender:
         if chunk in self._unshipped:
             # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
             passage = site.keys.passage(self.peer, terms.generation) if gate is None else None
-            done, event = partial(self._shipped, part, extent), self._events(chunk)
+            done, event = partial(self._shipped, part, extent), READY if self._prompt else self._events(chunk)
             job = CopyJob(tables, done, event, terms.until, passage, gate, part.bytes, self.tally, post=post)
             self._shipping[chunk] = site.mover.submit(job, Direction.GATHER)
             del self._unshipped[chunk]
@@ -556,10 +568,9 @@ class Sender:
 
     def reserve(self, message: Reserve) -> None:
         """It granted memory."""
-        grants = self.machine.reserve(message)
-        until = self.site.now() + message.lease_ms / 1000
-        self._take(grants, until, message.generation)
-        self._wake()
+        if grants := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
+            self._take(grants, self.site.now() + message.lease_ms / 1000, message.generation)
+            self._wake()
 
     def landed(self, message: Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
@@ -585,13 +596,14 @@ class Sender:
         """The offer is there."""
         self.offer = offer
         offer.transfers.add(self)
-        self._wake()
+        if self._news is not None:
+            self._wake()
 
     def offer_grew(self) -> None:
         """More is ready, or the offer was finished."""
         self._wake()
 
-    def _wake(self) -> None:
+    def _wake(self, _: object = None) -> None:
         if self._news is not None:
             resolve(self._news, None)
 
@@ -778,7 +790,8 @@ class Sender:
             self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if ours:
             self._unwant = want_end(self.site, self.peer, urgent=True)
-        self._wake()
+        if self._news is not None:
+            self._wake()
 
     def _tell(self, stats: TransferStats, failure: Failure | None, *, reads: bool) -> None:
         """One call to who counts, and one line in the log; `reads` if the offered blocks may still be read."""

@@ -104,6 +104,7 @@ class Sending:
 
     Attributes:
         fetch: The message that began it.
+        transfer: Its id, unique within the decode rank's incarnation.
         state: See `SendState`.
         route: Chosen route once accepted.
         failure: Why it stops, once it does.
@@ -111,6 +112,7 @@ class Sending:
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch: Final = fetch
+        self.transfer: Final = fetch.transfer
         self.state = SendState.PARKED
         self.route = Route.UNKNOWN
         self.failure: Failure | None = None
@@ -120,11 +122,6 @@ class Sending:
         self._announced = 0  # route pull: chunks that the decode rank may be reading
         self._payload: bytes | None = None
         self._last_sent = False
-
-    @property
-    def transfer(self) -> int:
-        """The transfer's id, unique within the decode rank's incarnation."""
-        return self.fetch.transfer
 
     @property
     def moving(self) -> int:

@@ -32,6 +32,7 @@ from kvxfer.geometry import BlockLists, Selection
 from kvxfer.link import Link
 from kvxfer.metrics import Ended
 from kvxfer.protocol.messages import Release, Route, Status
+from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
 from kvxfer.tally import Tally
@@ -133,6 +134,9 @@ class Fetch:
                 await asyncio.gather(*(receiver.supervised(receiver.run()) for receiver in self.receivers))
         except KvxferError as error:
             self._stop(error)
+        if not all(receiver.machine.state is ReceiveState.DONE for receiver in self.receivers):
+            text = f"fetch of {self.transfer.request!r} came to its end before every byte had"
+            self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
         if self._error is None:  # else `changed` ends it, once nobody writes the blocks any more
             self._end()
 
@@ -317,7 +321,7 @@ class Fetch:
             self._collect_failures()
             if self._error is not None:
                 self._wind_down(self._error)
-                if not self.transfer.done and all(receiver.quiet for receiver in self.receivers):
+                if all(receiver.quiet for receiver in self.receivers):
                     self._end()
 
     def doubted(self, receiver: Receiver) -> None:

@@ -432,7 +432,7 @@ class Receiver:
                 desk.withdraw(request)
         if isinstance(found, KvxferError):
             raise found
-        if not self.moving:
+        if self._given_up:
             desk.release(found)
             raise asyncio.CancelledError
         return found

@@ -286,7 +286,7 @@ class Prefill:
         self._doubtful.keep(transfer, sender, connected=who in self._here)
         if (here := self._here.get(who)) is not None:
             sender.help_to_read()
-            self.renewed(here)  # as above
+            self.renewed(here)  # it may have told of that before our post to the old one ended
 
     def _doubted_late(self, who: bytes, transfer: int, moved: Sender) -> None:
         """More is known of what ended in doubt."""

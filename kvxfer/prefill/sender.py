@@ -88,14 +88,12 @@ class _Unsure:
     Attributes:
         copy: What the mover still has.
         left: Whether it has left this side: our memory is not read for it any more.
-        extent: Our memory that is read for it.
-        unwant: Says that no agent needs to be made anew for it.
+        let_go: Gives that memory back.
     """
 
     copy: Copy
     left: bool
-    extent: Extent | None = None
-    unwant: Callback = no_hold
+    let_go: Callback = no_hold
 
 
 class Sender:
@@ -155,6 +153,7 @@ class Sender:
         self._unsure: dict[int, _Unsure] = {}  # chunks in doubt
         self._summing = 0  # chunks that are being added up
         self._announcing: dict[int, Copy] = {}  # `pull`: chunks that will be announced when their events have fired
+        self._chunk_bytes = 1  # about so many, once there is a plan
         self._readable = 0  # `pull`: chunks announced and not yet read
         self._exposure: Exposure | None = None  # `pull`
         self._stopped_at: Step | None = None
@@ -271,7 +270,7 @@ class Sender:
             self._exposure = Exposure(site, self.link, self.name, self.unread_at_last, {Route.PULL})
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
-        self._ungranted = message.chunks
+        self._ungranted, self._chunk_bytes = message.chunks, max(1, message.bytes // max(1, message.chunks))
         self._say(machine.accept(message))
         if message.ahead:
             grants = [Grant(chunk, fetch.staging_address, fetch.staging_bytes) for chunk in range(message.chunks)]
@@ -292,10 +291,13 @@ class Sender:
             if ready:
                 gone = set(ready)
                 self._remaining = [chunk for chunk in self._remaining if chunk not in gone]
-                if machine.route is Route.PULL:
-                    self._announce_readable(ready)
-                else:
+                if machine.route is not Route.PULL:
                     self._want(ready)
+                else:
+                    self._readable += len(ready)
+                    at_once = self._prompt and not self.site.rebuilds.paused
+                    for chunk in ready:
+                        self._readable_now(chunk) if at_once else self._spawn(self._readable_later, chunk)
         if offer.finished:
             self._say(machine.finish_offer(offer.payload))
 
@@ -316,18 +318,11 @@ class Sender:
             generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
             self._say(self.machine.ready(chunks, lease_ms, news, generation))
 
-    def _announce_readable(self, chunks: list[int]) -> None:
-        """Route `pull`: the peer may read at once, so a chunk is announced only when its events have fired."""
-        self._readable += len(chunks)
-        at_once = self._prompt and not self.site.rebuilds.paused
-        for chunk in chunks:
-            if at_once:
-                self._want([chunk], self._lease_ms)
-            else:
-                self._spawn(self._open, chunk)
+    def _readable_now(self, chunk: int) -> None:
+        self._want([chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
 
-    async def _open(self, chunk: int) -> None:
-        """Route `pull`: announce a chunk once it may be read."""
+    async def _readable_later(self, chunk: int) -> None:
+        """Route `pull`: announce a chunk when its events have fired, and not before: the peer may read at once."""
         site, fired = self.site, self.site.loop.create_future()
         if self.machine.state is not SendState.MOVING:
             return
@@ -343,16 +338,7 @@ class Sender:
             opened = site.loop.create_future()
             site.rebuilds.when_open(partial(resolve, opened, None))
             await opened
-        self._want([chunk], self._lease_ms)
-
-    @property
-    def _chunk_bytes(self) -> int:
-        """About so many, once there is a plan."""
-        return max(1, self._bound.plan.nbytes // len(self._bound.grid)) if self._bound is not None else 1
-
-    @property
-    def _lease_ms(self) -> int:
-        return self.site.lease_ms(self._readable * self._chunk_bytes)
+        self._readable_now(chunk)
 
     def _events(self, chunk: int) -> Event:
         """When a chunk may be read."""
@@ -511,21 +497,22 @@ class Sender:
         """Bytes of a chunk may still move. Our memory is given back now unless our own post may still read it."""
         site, reads = self.site, outcome.may_move
         doubt = self._unsure[chunk] = _Unsure(copy, left=not reads)
-        if extent is None:
-            return
-        if reads:
+        if extent is not None and reads:
             site.send_desk.quarantine(extent, "our own post did not end")
-            doubt.extent, doubt.unwant = extent, want_end(site, self.peer, urgent=False)
-        else:
+            unwant = want_end(site, self.peer, urgent=False)
+
+            def let_go() -> None:
+                unwant()
+                site.send_desk.settle(extent)
+
+            doubt.let_go = let_go
+        elif extent is not None:
             site.send_desk.release(extent)
 
     def _late(self, chunk: int, ended: bool) -> None:
         """A chunk in doubt has ended after all; or our agent has, and what had left it may still land."""
         doubt = self._unsure[chunk]
-        doubt.unwant()
-        if doubt.extent is not None:
-            self.site.send_desk.settle(doubt.extent)
-            doubt.extent = None
+        doubt.let_go()
         doubt.left = True
         if ended:
             del self._unsure[chunk]
@@ -596,8 +583,7 @@ class Sender:
         """The offer is there."""
         self.offer = offer
         offer.transfers.add(self)
-        if self._news is not None:
-            self._wake()
+        self._wake()
 
     def offer_grew(self) -> None:
         """More is ready, or the offer was finished."""
@@ -790,8 +776,7 @@ class Sender:
             self.offer.left(self, in_doubt=self.peer.name if reads else "", moved=failure is None)
         if ours:
             self._unwant = want_end(self.site, self.peer, urgent=True)
-        if self._news is not None:
-            self._wake()
+        self._wake()
 
     def _tell(self, stats: TransferStats, failure: Failure | None, *, reads: bool) -> None:
         """One call to who counts, and one line in the log; `reads` if the offered blocks may still be read."""

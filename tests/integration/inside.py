@@ -775,6 +775,11 @@ def posted(worker: Any) -> bool:
     return not all(map(mover(worker).may_copy, copies))
 
 
+def granted_by(worker: Any) -> list[int]:
+    """How often decode ranks had made their agents anew when they granted what is being written to them."""
+    return [sender.renewals for sender in worker._sender.transfers]
+
+
 def waits_for_layers(transfer: Any) -> bool:
     """Whether a fetch keeps anybody who waits for layers of it, on whichever loop."""
     inner = getattr(transfer, "_inner", None) or transfer._progress

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 from inside import (
     begin_rebuilding,
+    being_stopped,
     build_without,
     consider_rebuilding,
     crowded_bytes,
     cut,
     free_gates,
     gates_of,
+    granted_by,
+    hear,
     hear_later,
     keep_agent,
     keep_gathers,
@@ -44,7 +47,7 @@ from kvxfer import (
 from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
-from kvxfer.protocol.messages import Capability
+from kvxfer.protocol.messages import Capability, Grant, Reserve
 from kvxfer.protocol.session import Role
 
 TOKENS = range(8)
@@ -256,8 +259,8 @@ async def test_who_meets_while_it_is_made_anew_is_told_of_the_new_one(stage, sou
         await eventually(lambda: kept)
         rebuild(decode)
         await eventually(lambda: decode.describe()["agent"]["rebuilt"])
-    for hear in kept:
-        hear()
+    for late in kept:
+        late()
     await fetching
 
 
@@ -405,6 +408,23 @@ async def test_what_was_granted_before_is_not_posted_to_the_new_agent_of_which_a
     await eventually(lambda: not prefill.describe()["sending"])
     assert len(stage.network.log) == moved, "memory that is somebody else's by now was written"
     stream.abort()
+
+
+async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(stage, source, target, hosts):
+    """Nothing is posted under it: what was, is over as soon as its decode rank has a new agent."""
+    prefill, decode = await stage.pair(source, target, route="staged", **TIMES)
+    transfer = await in_flight(stage, prefill, decode)
+    (link,) = sessions(prefill)
+    transfer.cancel()
+    await eventually(lambda: being_stopped(prefill))
+    link.renewals += 1
+    (number,) = (int(one["id"].rpartition("-")[2]) for one in prefill.describe()["transfers"])
+    hear(prefill, link, Reserve(number, [Grant(0, 0, 1 << 20)], 1000))
+    assert granted_by(prefill) == [0]
+    stage.network.release("decode")
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await quiet(prefill, decode)
 
 
 async def test_little_waits_for_company_and_much_or_the_callers_does_not(stage, source, target, monkeypatch):

@@ -166,7 +166,7 @@ class Sender:
             given_up = self.began + fetch.timeout_ms / 1000 + site.config.heartbeat
             self._patience = site.at(given_up, self._overdue)
 
-    # --- from the offer to the last announcement
+    # --- a transfer, in order
 
     def begin(self) -> None:
         """Go."""

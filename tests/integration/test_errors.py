@@ -395,20 +395,20 @@ async def test_an_answer_that_does_not_fit_is_refused(stage, source, target, mon
     if "route" in change:
         change = {"route": Route(change["route"])}
     prefill, decode = await stage.pair(source, target, trust="none")
-    real = type(decode).received
+    real = type(decode._service).received
 
     def received(self, link, message):
         edited = msgspec.structs.replace(message, **change) if type(message).__name__ == kind else message
         real(self, link, edited)
 
-    monkeypatch.setattr(type(decode), "received", received)
+    monkeypatch.setattr(type(decode._service), "received", received)
     untouched = Copied(target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     with pytest.raises((TransferFailedError, RefusedError)) as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
     assert caught.value.reason is (Code.NO_COMMON_ROUTE if "route" in change else Code.PLAN_DIFFERS)
     untouched.check()
-    monkeypatch.setattr(type(decode), "received", real)
+    monkeypatch.setattr(type(decode._service), "received", real)
     await quiet(prefill, decode)
     await works(prefill, decode, source, target)
     await offer.withdraw()
@@ -441,7 +441,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
     """Refused by the code that PROTOCOL.md says, or answered with a route that can serve it."""
     route, change, code = FOREIGN_FETCHES[case]
     prefill, decode = await stage.pair(source, target, route=route)
-    real = type(prefill).received
+    real = type(prefill._service).received
 
     def seconds(_, __, route, **___):
         return float(route is not Route.STAGED)
@@ -452,7 +452,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
         void = {"lease_ms": 0, "staging_lease_ms": 0, "agreement": b""}
         real(self, link, msgspec.structs.replace(message, **void, **change) if isinstance(message, Fetch) else message)
 
-    monkeypatch.setattr(type(prefill), "received", received)
+    monkeypatch.setattr(type(prefill._service), "received", received)
     offer = prefill.offer("r", [1, 2], tokens=8)
     fetching = decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
     if code is None:
@@ -461,7 +461,7 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
         with pytest.raises(RefusedError) as caught:
             await fetching
         assert caught.value.reason is code
-    monkeypatch.setattr(type(prefill), "received", real)
+    monkeypatch.setattr(type(prefill._service), "received", real)
     await works(prefill, decode, source, target)
     await offer.withdraw()
 
@@ -469,19 +469,19 @@ async def test_a_fetch_that_this_library_would_not_send(stage, source, target, m
 @pytest.mark.parametrize("kind", ["Accept", "Want"])
 async def test_blocks_of_a_group_that_was_not_asked_for_fail_the_fetch(stage, source, target, monkeypatch, kind):
     prefill, decode = await stage.pair(source, target, trust="none")
-    real = type(decode).received
+    real = type(decode._service).received
 
     def received(self, link, message):
         if type(message).__name__ == kind:
             message = msgspec.structs.replace(message, spans=[*message.spans, Span("nobody's", 0, b"\0" * 4096)])
         real(self, link, message)
 
-    monkeypatch.setattr(type(decode), "received", received)
+    monkeypatch.setattr(type(decode._service), "received", received)
     offer = prefill.offer("r", [1, 2], tokens=8)
     with pytest.raises(TransferFailedError, match='blocks of group "nobody\'s"') as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
     assert caught.value.reason is Code.PROTOCOL
-    monkeypatch.setattr(type(decode), "received", real)
+    monkeypatch.setattr(type(decode._service), "received", real)
     await quiet(prefill, decode)
     await offer.withdraw()
 
@@ -510,7 +510,7 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
 @pytest.mark.parametrize("grant", ["short", "outside", "own arena"])
 async def test_a_grant_that_does_not_fit_is_not_written(stage, source, target, monkeypatch, grant):
     prefill, decode = await stage.pair(source, target, route="staged")
-    real = type(prefill).received
+    real = type(prefill._service).received
     arena = staging(decode, "receive")
 
     def received(self, link, message):
@@ -525,14 +525,14 @@ async def test_a_grant_that_does_not_fit_is_not_written(stage, source, target, m
             )
         real(self, link, message)
 
-    monkeypatch.setattr(type(prefill), "received", received)
+    monkeypatch.setattr(type(prefill._service), "received", received)
     untouched = Copied(target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     with pytest.raises(TransferFailedError):
         await decode.fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=5)
     untouched.check()
     assert not stage.network.log
-    monkeypatch.setattr(type(prefill), "received", real)
+    monkeypatch.setattr(type(prefill._service), "received", real)
     await quiet(prefill, decode)
     await works(prefill, decode, source, target)
     await offer.withdraw()

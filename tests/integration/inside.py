@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvxfer import assembly, exports, mappings, rebuilding
+from kvxfer.copy import records
 from kvxfer.copy.mover import _machines
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
@@ -34,6 +35,11 @@ from kvxfer.site import Site
 from kvxfer.staging import Staging
 
 # --- sessions
+
+
+def service(worker: Any) -> Any:
+    """What links are handed to."""
+    return worker._service
 
 
 def sessions(*workers: Any) -> set[Any]:
@@ -771,13 +777,12 @@ def time_out(worker: Any, *, times: int = 1) -> Any:
 
 def posted(worker: Any) -> bool:
     """Whether a write is in flight."""
-    copies = [copy for sender in worker._service.prefill.transfers for copy in sender._shipping.values()]
-    return not all(map(mover(worker).may_copy, copies))
+    return bool(mover(worker)._machine.state[records.FLYING_COUNT])
 
 
 def granted_by(worker: Any) -> list[int]:
     """How often decode ranks had made their agents anew when they granted what is being written to them."""
-    return [sender.renewals for sender in worker._sender.transfers]
+    return [sender.renewals for sender in worker._service.prefill.transfers]
 
 
 def waits_for_layers(transfer: Any) -> bool:

@@ -9,7 +9,7 @@ import time
 import inside
 import pytest
 from certificates import Authority
-from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, sessions
+from inside import connect, hang_up, look_in_threads, plans, remember_unreachable, service, sessions
 from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
@@ -31,13 +31,13 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, monkeypa
     target = Cache(blocks=100)
     decode = await stage.worker("decode", target)
     opened = []
-    session = type(decode).session
+    session = Service.session
 
     def counted(self, role, **options):
         opened.append((self, role.value))
         return session(self, role, **options)
 
-    monkeypatch.setattr(type(decode), "session", counted)
+    monkeypatch.setattr(Service, "session", counted)
     offers = [rank.offer(f"r{n}", [n], tokens=4) for rank in ranks for n in range(100)]
     copied = Copied(target)
     for source in sources:
@@ -45,7 +45,7 @@ async def test_a_hundred_first_fetches_make_one_handshake_a_rank(stage, monkeypa
     ticket = ranks[0].engine.ticket
     await asyncio.gather(*(decode.fetch(ticket(f"r{n}"), [n], tokens=BLOCK, timeout=20) for n in range(100)))
     copied.check()
-    assert sorted(role for worker, role in opened if worker is decode) == ["client"] * 2
+    assert sorted(role for worker, role in opened if worker is service(decode)) == ["client"] * 2
     assert len(opened) == 4
     assert not tap.of(Goodbye)
     assert {type(await offer.released()) for offer in offers} == {Released}

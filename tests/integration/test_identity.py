@@ -10,7 +10,7 @@ from pathlib import Path
 import inside
 import pytest
 from impostor import made_up, posing_as
-from inside import cut, forget_unreachable, refusals, session, sessions, unanswered, when_connected
+from inside import cut, forget_unreachable, refusals, service, session, sessions, unanswered, when_connected
 from stage import DEFAULTS, SOON, Cache, Copied, eventually, handshakes, quiet
 
 from kvxfer import (
@@ -254,7 +254,7 @@ async def test_nobody_passes_on_what_two_workers_prove_to_each_other(stage, tmp_
     """A peer whose ticket leads to itself would have the decode rank speak with its prefill rank through it."""
     prefill, decode, moving = await under_way(stage, route="pull")
     link = session(prefill)
-    hello = decode.session(Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
+    hello = service(decode).session(Role.CLIENT, process=None, endpoint="", since=0.0)[0].take_output()
     ours, sent = await relayed(decode, prefill, tmp_path / "between")
     assert sessions(decode) == {ours}
     assert sent == len(hello)  # and no proof

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from inside import early_places, queues, renew_claims
+from inside import early_places, queues, renew_claims, service
 from stage import Cache, Copied, eventually, quiet
 from wire import play
 
@@ -83,13 +83,13 @@ def test_under_overload_nothing_grows_and_a_retry_cures_all(tmp_path):
             for name, value in now.items():
                 most[name] = max(most[name], value)
 
-        received = one.prefill.received
+        received = service(one.prefill).received
 
         def counted(link, message):
             received(link, message)
             measure()
 
-        one.prefill.received = counted
+        service(one.prefill).received = counted
 
         async def fetch(client, number):
             request = f"r{client}-{number}"

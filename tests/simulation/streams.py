@@ -34,7 +34,7 @@ class Streams:
 
     def silence(self, worker):
         """Let nothing that comes reach this worker, for now."""
-        self._deaf.add(worker)
+        self._deaf.add(inside.service(worker))
 
     def heal(self):
         """What was kept back comes now."""
@@ -48,7 +48,7 @@ class Streams:
 
     def kill(self, worker):
         """The streams of a process that was killed: the other ends hear that they are closed, it hears nothing."""
-        self._dead.add(worker)
+        self._dead.add(inside.service(worker))
         for link in inside.streams(worker):
             self.cut(link)
 

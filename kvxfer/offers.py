@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from kvxfer.blocklists import check_cover, offered_blocks
-from kvxfer.copy.port import READY, Event
+from kvxfer.copy.port import READY, Event, has_fired
 from kvxfer.errors import (
     BlocksError,
     ClosedError,
@@ -202,7 +202,7 @@ class Readiness:
         """Whether all that was marked may be read now."""
         for marks in self._distinct(self._layers) if self._of_all is None else (self._of_all,):
             for _, event in marks:
-                if event is not READY and not event.query():
+                if not has_fired(event):
                     return False
         return True
 

@@ -31,6 +31,7 @@ __all__ = [
     "Outcome",
     "Passage",
     "Post",
+    "has_fired",
     "join",
 ]
 
@@ -55,6 +56,16 @@ class _Ready:
 
 READY: Final[Event] = _Ready()
 """Pass it as `after=` when the work on the blocks is known to be complete."""
+
+
+def has_fired(event: Event) -> bool:
+    """Whether an event has happened. Not if that cannot be asked: whoever waits for it is told why."""
+    if event is READY:
+        return True
+    try:
+        return bool(event.query())
+    except Exception:  # noqa: BLE001 - an event of the caller's
+        return False
 
 
 class Direction(StrEnum):

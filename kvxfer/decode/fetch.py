@@ -119,9 +119,14 @@ class Fetch:
         self._settled: Final[asyncio.Future[None]] = site.loop.create_future()
         self._revoke: asyncio.TimerHandle | None = None
         self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
-        self._task: Final = site.tasks.spawn(self._run(), f"kvxfer fetch {ident}", self._abandoned, spare=True)
+        self._task: asyncio.Task[None] | None = None
 
     # --- from the ticket to the end
+
+    def begin(self) -> None:
+        """Go."""
+        name = f"kvxfer fetch {self.transfer.id}"
+        self._task = self._site.tasks.spawn(self._run(), name, self._abandoned, spare=True)
 
     async def _run(self) -> None:
         try:
@@ -129,9 +134,9 @@ class Fetch:
             self._ask(shares, links)
             if len(self.receivers) == 1:
                 (receiver,) = self.receivers
-                await receiver.supervised(receiver.run())
+                await receiver.supervised(receiver.run)
             else:
-                await asyncio.gather(*(receiver.supervised(receiver.run()) for receiver in self.receivers))
+                await asyncio.gather(*(receiver.supervised(receiver.run) for receiver in self.receivers))
         except KvxferError as error:
             self._stop(error)
         if not all(receiver.machine.state is ReceiveState.DONE for receiver in self.receivers):
@@ -373,7 +378,8 @@ class Fetch:
             self.changed()
         else:  # nobody was asked for anything yet
             self._end()
-            self._task.cancel()
+            if self._task is not None:  # else it is in its first step, and comes to its end by itself
+                self._task.cancel()
 
     def _fail(self, error: Cause, failed: Receiver | None = None) -> None:
         """Note why it fails, and where it stands."""

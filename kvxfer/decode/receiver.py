@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, has_fired
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.decode.checking import Checking
 from kvxfer.desk import Desk
@@ -290,9 +290,7 @@ class Receiver:
         """Receive what was asked for. To be run by `supervised`, since what fails stops the transfer."""
         message = await self._answer
         if message.ahead and not self.grants.staged and self.checking is None:
-            # the peer has compared what both mean by it, so it need only be known how it is cut
-            self._cut(self._agreed(message))
-            self.tally.pieces = message.pieces
+            self.tally.pieces = message.pieces  # the peer has compared what both mean by it: no plan is needed here
             for chunk in range(message.chunks):
                 await self._arrived(chunk)
         else:
@@ -310,10 +308,11 @@ class Receiver:
 
     async def _planned(self, message: wire.Accept) -> Bound:
         """Make the plan that the peer has made, once kernels are compiled for it."""
-        site, demand, source = self.site, self._demand, self._source
+        site, demand = self.site, self._demand
         warming = site.warming.get((self.peer.identity.incarnation, False))
         if warming is not None and not warming.done():
             await self._wait(asyncio.ensure_future(asyncio.wait({warming})))
+        source, self._stale = self._source, False  # while a thread plans with these, they may grow
 
         def make() -> Bound:
             try:
@@ -329,11 +328,12 @@ class Receiver:
         bound = await site.plan(make, rows=max(_rows(source), _rows(demand.spans)))
         self._pair = bound.plan.pair
         self.tally.pieces = bound.pieces
-        self._cut(bound.grid)
+        if self._grid is None:
+            self._cut(bound.grid)
         return bound
 
     def _agreed(self, message: wire.Accept) -> ChunkGrid:
-        """How the peer cut what was granted in place with the question.
+        """How the peer cut what was granted with the question.
 
         Raises:
             RefusedError: If it means something else by it.
@@ -360,9 +360,9 @@ class Receiver:
             chunk, until, generation = self._queue.popleft()
             self._under_way.add(chunk)
             reads = self.route is Route.PULL
-            work = self._read(chunk, bound, until, generation) if reads else self._land(chunk, bound)
+            work = partial(self._read, chunk, bound, until, generation) if reads else partial(self._land, chunk, bound)
             if len(bound.grid) == 1:
-                await work
+                await work()
                 return
             name = f"kvxfer receive {self.transfer} chunk {chunk}"
             self.site.tasks.spawn(self.supervised(work), name, spare=True)
@@ -382,7 +382,7 @@ class Receiver:
             if not grants.staged:
                 await self._until_writable()
             await self._grant(chunk, part.staged_bytes if grants.staged else part.bytes, asked)
-        elif grants.staged and (extent := grants.theirs.get(chunk)) and extent.nbytes < part.staged_bytes:
+        elif (extent := grants.theirs.get(chunk) or grants.ours.get(chunk)) and extent.nbytes < part.staged_bytes:
             raise ProtocolError(
                 f"a chunk of {part.staged_bytes} bytes was said to fit into {extent.nbytes} granted ahead"
             )
@@ -600,7 +600,7 @@ class Receiver:
         """
         site, demand, first = self.site, self._demand, self._routes[0] if self._routes else Route.UNKNOWN
         staged = first is Route.STAGED
-        if not staged and (first not in IN_PLACE or not (demand.after is READY or demand.after.query())):
+        if not staged and (first not in IN_PLACE or not has_fired(demand.after)):
             return False
         pair = site.plans.incoming(self.peer, self._selections)
         nbytes = pair.most_staged_bytes(demand.tokens) if staged else pair.most_bytes(demand.spans, demand.tokens)
@@ -632,6 +632,12 @@ class Receiver:
         site.heard(self.peer, fenced=message.fenced)
         self.exposure.routes = frozenset({message.route})
         if message.ahead:
+            try:
+                grid = self._agreed(message)
+            except KvxferError as error:
+                self._failed(error)
+                return
+            self._cut(grid)
             now = site.now()
             for chunk in range(message.chunks):
                 self._arrivals[chunk] = now, site.loop.create_future()
@@ -658,7 +664,7 @@ class Receiver:
         if not self.machine.exposed:
             self.grants.void_ahead()
         if message.spans and self.moving:
-            self._stale = self._grid is not None
+            self._stale = True
             self._learn(message.spans)
         self._wake()
 
@@ -743,10 +749,10 @@ class Receiver:
 
     # --- ending
 
-    async def supervised(self, work: Coroutine[Any, Any, None]) -> None:
-        """Go on with a part of it. What fails stops all of it."""
+    async def supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do a part of it. What fails stops all of it."""
         try:
-            await work
+            await work()
         except asyncio.CancelledError:
             if not self._given_up:
                 raise

@@ -100,6 +100,7 @@ class Decode:
         self._close_window(ticket.key)
         self._fetches.add(fetch)
         self._of_ticket.setdefault(ticket.key, set()).add(fetch)
+        fetch.begin()
         return fetch.transfer
 
     def claim(self, ticket: Ticket) -> Claim:

@@ -62,6 +62,7 @@ _PULL_AHEAD: Final = 16
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
 _UNTIMED: Final = Timings()
+_RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class Sender:
         self._summing = 0  # chunks that are being added up
         self._announcing: dict[int, Copy] = {}  # `pull`: chunks that will be announced when their events have fired
         self._chunk_bytes = 1  # about so many, once there is a plan
+        self._closed: Final[set[asyncio.Future[None]]] = set()  # `pull`: what waits until the agent was made anew
         self._readable = 0  # `pull`: chunks announced and not yet read
         self._exposure: Exposure | None = None  # `pull`
         self._stopped_at: Step | None = None
@@ -218,8 +220,10 @@ class Sender:
         return None
 
     async def _wait(self) -> None:
-        self._news = self.site.loop.create_future()
-        await self._news
+        """Wait for news. There is none any more once what was said just now has ended it, or lost the link."""
+        if self.machine.state in _RUNNING:
+            self._news = self.site.loop.create_future()
+            await self._news
 
     async def _until(self, done: "asyncio.Future[Any]") -> None:
         """Wait for what others wait for too, but no longer once the transfer has failed."""
@@ -334,10 +338,12 @@ class Sender:
             raise outcome.error
         if outcome.stopped:
             return
-        while site.rebuilds.paused:  # again and again
+        while site.rebuilds.paused and self.machine.state is SendState.MOVING:  # again and again
             opened = site.loop.create_future()
+            self._closed.add(opened)
             site.rebuilds.when_open(partial(resolve, opened, None))
             await opened
+            self._closed.discard(opened)
         self._readable_now(chunk)
 
     def _events(self, chunk: int) -> Event:
@@ -613,6 +619,8 @@ class Sender:
             messages += machine.dropped(chunk)
         for copy in (*self._shipping.values(), *self._announcing.values()):
             site.mover.cancel(copy)
+        for opened in self._closed:
+            resolve(opened, None)
         if machine.state is SendState.STOPPING and self._revoke is None:
             self._revoke = site.at(site.now() + site.config.revoke_timeout, self._unanswered)
             if self._exposure is not None and machine.being_read:

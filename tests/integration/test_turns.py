@@ -1,0 +1,104 @@
+"""News that comes in the turns of the loop in which a transfer goes on with something else."""
+
+import asyncio
+
+import pytest
+from inside import keep_plans, pause_grants, resume_grants
+from stage import Cache, Copied, eventually, quiet
+
+from kvxfer import KvxferError
+
+IDS, INTO = [3, 2, 1, 0], [4, 5, 6, 7]
+ROUTES = ["staged", "direct", "pull"]
+
+
+def tasks_of_senders():
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("kvxfer send")]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_block_lists_that_grow_while_the_first_plan_is_made_are_planned_too(stage, route, monkeypatch):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    prefill.offer("before", [5], tokens=4)
+    await decode.fetch(prefill.engine.ticket("before"), [9], tokens=range(4))
+    plans = keep_plans(decode, monkeypatch)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer.extend(IDS[:1], tokens=range(4))
+    offer.ready()
+    await eventually(lambda: plans)
+    heard = decode.describe()["metrics"]["frames_received"].get("Want", 0)
+    offer.extend(IDS[1:], tokens=range(4, 16))
+    offer.ready()
+    offer.finish()
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want", 0) > heard)
+
+    async def plan():
+        while True:
+            while plans:
+                plans.pop(0)()
+            await asyncio.sleep(0)
+
+    planning = asyncio.create_task(plan())
+    try:
+        await transfer
+    finally:
+        planning.cancel()
+    copied.check()
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_an_offer_that_is_finished_when_all_was_moved_leaves_no_task_behind(stage, route):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", [1, 2], tokens=8, streaming=True)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=20)
+    offer.ready()
+    await transfer.layers(0, 2)
+    copied.check()
+    offer.finish()
+    await transfer
+    await offer.released()
+    await quiet(prefill, decode)
+    await eventually(lambda: not tasks_of_senders(), timeout=5)
+
+
+async def test_what_is_to_be_announced_when_the_agent_was_made_anew_is_given_up_with_its_transfer(stage):
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route="pull")
+    prefill.offer("before", [1], tokens=4)
+    await decode.fetch(prefill.engine.ticket("before"), [3], tokens=range(4))
+    pause_grants(prefill)
+    prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=30)
+    await eventually(tasks_of_senders)
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await eventually(lambda: not tasks_of_senders(), timeout=5)
+    resume_grants(prefill)
+    await quiet(prefill, decode)
+
+
+class Broken:
+    """An event of the caller's that cannot be asked."""
+
+    def query(self):
+        raise RuntimeError("no such event")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("route", [*ROUTES, "mapped"])
+async def test_an_event_that_cannot_be_asked_fails_the_fetch_and_is_no_defect(stage, route, side, caplog):
+    source, target = (Cache(shared=True) for _ in range(2))
+    prefill, decode = await stage.pair(source, target, route=route)
+    prefill.offer("r", [1, 2], tokens=8, **({"after": Broken()} if side == "prefill" else {}))
+    after = {"after": Broken()} if side == "decode" else {}
+    with pytest.raises(KvxferError, match="cannot be queried"):
+        await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10, **after)
+    assert "task_failed" not in caplog.text
+    await quiet(decode)

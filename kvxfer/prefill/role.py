@@ -1,6 +1,7 @@
 """The prefill role of a worker: takes `Fetch`, `Claim`, `Release` and what follows, and runs the transfers."""
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -37,6 +38,8 @@ __all__ = ["Prefill"]
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
 _NOT_WRITTEN: Final = Failure(Status.CANCELLED, Code.TOO_MANY, "nothing is written there")
+_AT_ONCE: Final = 2
+"""Transfers that begin in one turn of the loop: to plan one takes some tenths of a millisecond."""
 _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
 """Routes on which the transport writes what this rank sends."""
 
@@ -55,6 +58,8 @@ class Prefill:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
+        self._begun = 0  # transfers in this turn of the loop
+        self._beginning: Final[deque[Sender]] = deque()  # those that begin in a later one
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
     def __len__(self) -> int:
@@ -126,7 +131,22 @@ class Prefill:
                 f"as many fetches wait for their offers as may, in all or of one peer "
                 f"(max_parked={self._site.config.max_parked})",
             )
-        sender.begin()
+        if self._begun < _AT_ONCE and not self._beginning:
+            if not self._begun:
+                self._site.loop.call_soon(self._next_turn)
+            self._begun += 1
+            sender.begin()
+        else:
+            self._beginning.append(sender)
+
+    def _next_turn(self) -> None:
+        """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
+        self._begun = 0
+        while self._beginning and self._begun < _AT_ONCE:
+            self._begun += 1
+            self._beginning.popleft().begin()
+        if self._begun:
+            self._site.loop.call_soon(self._next_turn)
 
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""

@@ -39,14 +39,6 @@ async def test_what_is_free_is_given_before_ask_returns(desk):
     assert desk._metrics.snapshot()["admission_waits"] == 0
 
 
-async def test_what_is_given_back_for_who_waits_is_given_before_ask_returns(desk):
-    told, lent = [], desk.take("lent", 3 * PAGE)
-    desk.crowded = lambda: desk.release(lent)
-    assert desk.ask("a", 2 * PAGE, 1.0, told.append) is None
-    (extent,) = told
-    assert isinstance(extent, Extent)
-
-
 async def test_who_waits_is_told_once_and_in_turn(desk):
     told = []
     desk.ask("a", 4 * PAGE, 1.0, told.append)

@@ -7,59 +7,23 @@ evidence: after each of them bytes were seen to land.
 
 import asyncio
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
-from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import severed
 from kvxfer.site import Callback, Site, no_hold, resolve
 
-__all__ = ["Exposed", "seek"]
+if TYPE_CHECKING:
+    from kvxfer.exposure import Exposure
+
+__all__ = ["seek"]
 
 _SECONDS: Final = 0.005
 _SECONDS_MAX: Final = 1.0
 
 
-class Exposed(Protocol):
-    """What a peer may still write, or read."""
-
-    @property
-    def peer(self) -> PeerInfo:
-        """Who."""
-        ...
-
-    @property
-    def gate(self) -> int:
-        """The gate that leads to it."""
-        ...
-
-    @property
-    def fenced(self) -> bool:
-        """Whether the peer passes that gate, or touches nothing."""
-        ...
-
-    @property
-    def ends_with_process(self) -> bool:
-        """Whether nothing of it goes on, or does harm, when the peer's process has ended."""
-        ...
-
-    @property
-    def clueless(self) -> "asyncio.Future[None]":
-        """Resolves when the peer has made its agent anew, and can tell no more before this side has, too."""
-        ...
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it may be memory of the caller's, and not staging memory."""
-        ...
-
-    def safe(self, why: str) -> None:
-        """There is evidence. To no effect if the peer has answered meanwhile."""
-        ...
-
-
-def seek(site: Site, exposed: Exposed, name: str) -> Callback:
+def seek(site: Site, exposed: "Exposure", name: str) -> Callback:
     """Close the gate that a peer was granted, see its process end, or wait for a new agent, in a task of the worker's.
 
     The task ends when one of them is evidence. A peer that is stopped inside of its gate may go on at any time, so
@@ -73,7 +37,7 @@ def seek(site: Site, exposed: Exposed, name: str) -> Callback:
     return partial(resolve, over, None)
 
 
-async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", before: int) -> None:
+async def _seek(site: Site, exposed: "Exposure", over: "asyncio.Future[None]", before: int) -> None:
     delay, found = _SECONDS, None
     leave = no_hold  # the agent is wanted anew
     wanted = -1, False  # as often as it had been, and whether an answer is out of reach, when that was said
@@ -105,12 +69,12 @@ async def _seek(site: Site, exposed: Exposed, over: "asyncio.Future[None]", befo
         leave()
 
 
-def _may_empty(exposed: Exposed, found: Revoked | None) -> bool:
+def _may_empty(exposed: "Exposure", found: Revoked | None) -> bool:
     """Whether there is a gate that is worth another look: where a process has died in it, nothing more will show."""
     return exposed.fenced and exposed.gate != SHARED_GATE and found is not Revoked.DIED
 
 
-async def _evidence(site: Site, exposed: Exposed, found: Revoked | None, *, rebuilt: bool) -> str:
+async def _evidence(site: Site, exposed: "Exposure", found: Revoked | None, *, rebuilt: bool) -> str:
     """What shows that nothing is touched any more; empty if nothing does.
 
     `rebuilt` if that was done since the doubt began, before which all was granted: only then does it tell anything.

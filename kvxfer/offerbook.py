@@ -9,17 +9,20 @@ import heapq
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import BusyError, Code, RequestError, TicketError
 from kvxfer.limits import MAX_WORLD
-from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, OutgoingTransfer, Released, Withdrawn
+from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, Released, Withdrawn
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import Identity
 from kvxfer.quota import Quota
 from kvxfer.site import Site
 from kvxfer.telemetry import hears_info, logger
+
+if TYPE_CHECKING:
+    from kvxfer.prefill.sender import Sender
 
 __all__ = ["TOO_MANY_ENGINES", "Awaited", "OfferBook"]
 
@@ -60,7 +63,7 @@ class Early:
 
     until: float
     peer: bytes
-    fetches: list[OutgoingTransfer] = field(default_factory=list[OutgoingTransfer])
+    fetches: "list[Sender]" = field(default_factory=list)
     claims: dict[bytes, int] = field(default_factory=dict[bytes, int])
     releases: dict[tuple[bytes, int], Identity] = field(default_factory=dict[tuple[bytes, int], Identity])
     declined: bool = False
@@ -168,7 +171,7 @@ class OfferBook:
         if early is not None and (who.epoch in early.claims or len(early.claims) < _ENGINES):
             early.claims[who.epoch] = who.world
 
-    def park(self, key: OfferKey, fetch: OutgoingTransfer) -> bool:
+    def park(self, key: OfferKey, fetch: "Sender") -> bool:
         """Keep a fetch that came before its offer. False if there is no room."""
         early = self._keep_early(key, fetch.peer.identity.incarnation)
         if early is None:
@@ -176,7 +179,7 @@ class OfferBook:
         early.fetches.append(fetch)
         return True
 
-    def unpark(self, key: OfferKey, fetch: OutgoingTransfer) -> None:
+    def unpark(self, key: OfferKey, fetch: "Sender") -> None:
         """A fetch ended before its offer came."""
         early = self._early.get(key)
         if early is not None and fetch in early.fetches:

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from kvxfer.errors import (
     BlocksError,
     ClosedError,
     Code,
-    FailureReport,
     MemoryInDoubtError,
     RequestError,
     TokensError,
@@ -29,19 +28,20 @@ from kvxfer.geometry import Blocks, Span, check_tokens
 from kvxfer.onlookers import follow
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
-from kvxfer.protocol.session import PeerInfo
 from kvxfer.runtime import Home
 from kvxfer.site import Site, resolve
 from kvxfer.telemetry import TransferStats
+
+if TYPE_CHECKING:
+    from kvxfer.offerbook import OfferBook
+    from kvxfer.prefill.sender import Sender
 
 __all__ = [
     "Ending",
     "Expired",
     "Offer",
-    "OfferKeeper",
     "OfferKey",
     "OfferState",
-    "OutgoingTransfer",
     "Released",
     "Withdrawn",
 ]
@@ -70,59 +70,6 @@ class Withdrawn:
 
 
 Ending: TypeAlias = Released | Expired | Withdrawn
-
-
-class OutgoingTransfer(Protocol):
-    """What an offer needs to know of a transfer that reads it."""
-
-    stats: TransferStats | None
-    report: FailureReport | None
-
-    @property
-    def first_token(self) -> int:
-        """Where what it wants begins."""
-        ...
-
-    @property
-    def peer(self) -> PeerInfo:
-        """The decode rank."""
-        ...
-
-    def attach(self, offer: "Offer") -> None:
-        """The offer that it waited for is there."""
-        ...
-
-    def refuse(self, code: Code, reason: str) -> None:
-        """End before anything moved."""
-        ...
-
-    def offer_grew(self) -> None:
-        """Something became ready, or the offer was finished."""
-        ...
-
-    def stop(self, failure: Failure) -> None:
-        """Give up; leaves the offer's set once nothing reads its blocks."""
-        ...
-
-
-class OfferKeeper(Protocol):
-    """The books that an offer is in."""
-
-    def grew(self, offer: "Offer") -> None:
-        """Its owner added something."""
-        ...
-
-    def touched(self, offer: "Offer") -> None:
-        """Its decode engine moves it."""
-        ...
-
-    def left(self, offer: "Offer") -> None:
-        """The last transfer that read its blocks is over."""
-        ...
-
-    def ended(self, offer: "Offer", ending: "Ending") -> None:
-        """It is over."""
-        ...
 
 
 class OfferState(StrEnum):
@@ -235,7 +182,7 @@ class Offer:
         step: Tokens that came with the last extension.
     """
 
-    def __init__(self, book: OfferKeeper, site: Site, key: OfferKey) -> None:
+    def __init__(self, book: "OfferBook", site: Site, key: OfferKey) -> None:
         self.key: Final = key
         self.request: Final = key[0]
         self.attempt: Final = key[1]
@@ -246,8 +193,8 @@ class Offer:
         self.finished = False
         self.payload = b""
         self.state = OfferState.LIVE
-        self.transfers: Final[set[OutgoingTransfer]] = set()
-        self.doubtful: Final[dict[OutgoingTransfer, str]] = {}  # over, but its reads may be in flight; with the peer
+        self.transfers: Final[set[Sender]] = set()
+        self.doubtful: Final[dict[Sender, str]] = {}  # over, but its reads may be in flight; with the peer
         self.stats: Final[list[TransferStats]] = []
         self._book = book
         self._site = site
@@ -409,7 +356,7 @@ class Offer:
             self._site.custody.settle(self._holder)
             resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
 
-    def left(self, transfer: OutgoingTransfer, *, in_doubt: str = "", moved: bool = False) -> None:
+    def left(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
         """A transfer is over.
 
         Args:

@@ -349,14 +349,6 @@ class Site:
         if (maps or self.geometry.kind == "cuda") and key not in self.warming:
             self.warming[key] = self.tasks.spawn(self._warm(peer, maps, sending=sending), f"kvxfer warm {peer.name}")
 
-    def when_warm(self, peer: PeerInfo, then: Callback, *, sending: bool) -> None:
-        """Go on once the kernels for this peer are compiled; at once if they are, or none are needed."""
-        task = self.warming.get((peer.identity.incarnation, sending))
-        if task is None or task.done():
-            then()
-        else:
-            task.add_done_callback(lambda _: then())
-
     async def _warm(self, peer: PeerInfo, maps: bool, *, sending: bool) -> None:
         if not self.plans.knows(peer):  # it left in the turn in which it came
             return

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import vmm
-from kvxfer.memory.driver import call, in_thread, load, transferred
+from kvxfer.memory.driver import call, download, in_thread, load
 from kvxfer.memory.extent import InvariantError
 
 __all__ = ["Backing", "Kind", "allocate", "peek"]
@@ -138,7 +138,7 @@ def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
     if kind == "DRAM":
         return ctypes.string_at(address, nbytes)
     data = ctypes.create_string_buffer(nbytes)
-    transferred(device, ctypes.addressof(data), address, nbytes, to_device=False)
+    download(device, ctypes.addressof(data), address, nbytes)
     return data.raw
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
 
-__all__ = ["call", "in_thread", "load", "pci_bus_id", "transferred", "upload"]
+__all__ = ["call", "download", "in_thread", "load", "pci_bus_id", "upload"]
 
 T = TypeVar("T")
 
@@ -80,22 +80,20 @@ def upload(device: int, address: int, data: bytes) -> None:
     in_thread(copy)
 
 
-def transferred(device: int, target: int, source: int, nbytes: int, *, to_device: bool) -> None:
-    """Copy between host memory and a GPU, and wait for it, but for nothing else that runs there.
+def download(device: int, target: int, source: int, nbytes: int) -> None:
+    """Copy from a GPU to host memory, and wait for it, but for nothing else that runs there.
 
     Args:
         device: Index of the GPU.
         target: Address of the first byte to write.
         source: Address of the first byte to read.
         nbytes: Length.
-        to_device: Which way.
 
     Raises:
         FabricError: CUDA failed.
     """
-    cuda = load("runtime", "copying from or to a GPU")
-    kinds = cuda.cudaMemcpyKind
-    kind = kinds.cudaMemcpyHostToDevice if to_device else kinds.cudaMemcpyDeviceToHost
+    cuda = load("runtime", "copying from a GPU")
+    kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
     def copy() -> None:
         call(cuda, "cudaSetDevice", device)

@@ -288,6 +288,9 @@ def test_the_owner_dies_under_a_kernel_that_writes_its_memory():
             under_way = [made.begin(what, gate) for _ in range(200)]
             under_way[5][0].wait(20)
             child.kill()
+            while child.is_alive():  # that takes as long as it takes, and they run all the while
+                if under_way[-100][0].is_set():
+                    under_way += [made.begin(what, gate) for _ in range(100)]
             child.join()
             assert not under_way[-1][0].is_set()  # it died while they ran
             for ended, outcomes in under_way:

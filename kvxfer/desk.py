@@ -70,6 +70,11 @@ class Desk:
         """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
         return None if self._waiting or self._paused else self.share.take(peer, nbytes)
 
+    @property
+    def contended(self) -> bool:
+        """Whether others wait, or nothing is granted now: whoever has an extent had better give it back soon."""
+        return self._paused or bool(self._waiting)
+
     def withdraw(self, request: Request) -> None:
         """Wait no longer; `then` will not be called. Harmless if it was."""
         if self._waiting.pop(request, None) is not None:

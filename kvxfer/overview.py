@@ -135,7 +135,7 @@ def _sending(sender: Sender, now: float) -> dict[str, Any]:
         "step": sender.step.value,
         "in_doubt": sender.in_doubt,
         "bytes": sender.tally.bytes,
-        "chunks_done": machine.chunks_done,
+        "chunks_done": machine.arrived,
         "chunks": machine.chunks,
         "seconds": now - sender.began,
     }

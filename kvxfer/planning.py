@@ -31,6 +31,7 @@ from kvxfer.geometry import (
     differences,
     resolve,
 )
+from kvxfer.lazy import lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
@@ -412,6 +413,11 @@ class Bound:
         self.chunk_rows: Final = -(-rows // grid.windows)
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
 
+    @lazy
+    def most_bytes(self) -> int:
+        """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
+        return self.plan.staged_bytes if self.grid.chunks == 1 else self.plan.largest_chunk_bytes(self.grid)
+
     @property
     def chunk_pieces(self) -> int:
         """About how many of the pieces are in a chunk."""
@@ -439,7 +445,7 @@ class Bound:
             BlocksError: If a source block is not known yet.
         """
         if self.cut is not None:
-            nbytes, staged_bytes = self.cut.sizes[number]
+            nbytes, staged_bytes = self.cut.sizes[self.grid.cells[number]]
             if nbytes >= 0:
                 return Part(self, number, nbytes, staged_bytes)
         plan = self.chunk(number)
@@ -484,7 +490,7 @@ class Part:
         cut = self.bound.cut
         if cut is not None:
             regions = None if reached is None else reached(cut.regions)
-            if found := cut.tables(Kind.COPY, self.number, regions=regions):
+            if found := cut.tables(Kind.COPY, self.bound.grid.cells[self.number], regions=regions):
                 return found[0]
         plan = self.plan.copy()
         return pack(plan if reached is None else plan.elsewhere(reached))
@@ -492,13 +498,13 @@ class Part:
     def gather(self, staging: int) -> Tables:
         """Source blocks into staging at an address, every byte of which is written."""
         cut = self.bound.cut
-        found = None if cut is None else cut.tables(Kind.GATHER, self.number, (staging,))
+        found = None if cut is None else cut.tables(Kind.GATHER, self.bound.grid.cells[self.number], (staging,))
         return found[0] if found else pack(self.plan.gather(staging))
 
     def scatter(self, staging: int) -> Tables:
         """Staging at an address into destination blocks."""
         cut = self.bound.cut
-        found = None if cut is None else cut.tables(Kind.SCATTER, self.number, (staging,))
+        found = None if cut is None else cut.tables(Kind.SCATTER, self.bound.grid.cells[self.number], (staging,))
         return found[0] if found else pack(self.plan.scatter(staging))
 
 

@@ -21,6 +21,7 @@ from kvxfer.protocol.messages import (
     Accept,
     Agent,
     AgentBody,
+    Arrived,
     Cancel,
     Capability,
     Check,
@@ -33,7 +34,6 @@ from kvxfer.protocol.messages import (
     Landed,
     MemorySpan,
     Message,
-    Probe,
     Refuse,
     Release,
     Renewed,
@@ -86,7 +86,7 @@ DECODE = _card("decode", 0x60)
 TICKET = Ticket.parse(Issuer(PREFILL, KEY).ticket("req-1", attempt=258)).ref()
 
 
-def _greeting(card: EngineCard, seed: int, wire: int = 1, wire_min: int = 1) -> tuple[Any, ...]:
+def _greeting(card: EngineCard, seed: int, wire: int = 2, wire_min: int = 2) -> tuple[Any, ...]:
     """The fields that Hello and Welcome share."""
     incarnation = _incarnation(seed)
     nonce = bytes(range(seed + 64, seed + 96))
@@ -154,51 +154,75 @@ def _accept(route: Route, transfer: int = TRANSFER) -> Accept:
     return Accept(transfer, route, 2 * CHUNK_BYTES, spans, 2, 16, 2, DIGEST)
 
 
-def _ok(chunk: int, *, last: bool = False, transfer: int = TRANSFER) -> KvAgentResult:
-    payload = b"first token" if last else b""
-    return KvAgentResult(
-        transfer, chunk, Status.OK, CHUNK_BYTES, last, timings=Timings(10, 20, 30, 40), payload=payload
-    )
+def _arrived(chunks: int, new: int = 1) -> Arrived:
+    """So many chunks have arrived, of which so many are new."""
+    return Arrived(TRANSFER, chunks, Timings(10 * new, 20 * new, 30 * new, 40 * new))
 
 
-def _extent(chunk: int) -> Grant:
-    return Grant(chunk, 0x1000_0000 + chunk * CHUNK_BYTES, CHUNK_BYTES)
+def _done(new: int = 1) -> KvAgentResult:
+    """The last result of both chunks, so many of which were not told yet."""
+    timings = Timings(10 * new, 20 * new, 30 * new, 40 * new)
+    return KvAgentResult(TRANSFER, WHOLE, Status.OK, 2 * CHUNK_BYTES, True, timings=timings, payload=b"first token")
 
 
-def _want(*chunks: int, lease_ms: int = 0, transfer: int = TRANSFER) -> Want:
-    return Want(transfer, pack_u32(chunks), lease_ms)
+def _stopped(code: Code, status: Status = Status.CANCELLED, chunk: int = WHOLE) -> KvAgentResult:
+    reason = "cancelled by the decode rank"
+    return KvAgentResult(TRANSFER, chunk, status, 0, chunk == WHOLE, code, reason)
 
 
-def _reserve(*grants: Grant, transfer: int = TRANSFER) -> Reserve:
-    return Reserve(transfer, list(grants), 30_000)
+def _place(number: int) -> Grant:
+    return Grant(0x1000_0000 + number * CHUNK_BYTES, CHUNK_BYTES)
+
+
+def _want(chunks: int, lease_ms: int = 0) -> Want:
+    return Want(TRANSFER, chunks, lease_ms)
+
+
+def _reserve(chunks: int, *ring: Grant) -> Reserve:
+    return Reserve(TRANSFER, chunks, 30_000, 0, list(ring))
 
 
 _STAGED: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(0)),
-    ("decode", _reserve(_extent(0))),
     ("prefill", _want(1)),
-    ("prefill", _ok(0)),
-    ("decode", _reserve(_extent(1))),
-    ("prefill", _ok(1, last=True)),
+    ("decode", _reserve(1, _place(0), _place(1))),
+    ("prefill", _want(2)),
+    ("decode", _reserve(2)),  # the second place
+    ("prefill", _arrived(1)),
+    ("prefill", _done()),
+    ("decode", Release(TICKET)),
+]
+_TURNS: list[Line] = [
+    ("decode", _fetch([Route.STAGED])),
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(1, _place(0))),
+    ("prefill", _arrived(1)),
+    ("decode", _reserve(2)),  # the first chunk is scattered: the same place again
+    ("prefill", _done()),
+    ("decode", Release(TICKET)),
+]
+_OTHER_RING: list[Line] = [
+    *_TURNS[:5],
+    ("decode", _reserve(2, _place(3))),  # nothing granted is under way
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 _DIRECT: list[Line] = [
     ("decode", _fetch([Route.DIRECT])),
     ("prefill", _accept(Route.DIRECT)),
-    ("prefill", _want(0, 1)),
-    ("decode", _reserve(Grant(0, 0, 0), Grant(1, 0, 0))),
-    ("prefill", _ok(1)),
-    ("prefill", _ok(0, last=True)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(2)),
+    # one after the other or both at once, in either order: the last result tells of both
+    ("prefill", _done(2)),
     ("decode", Release(TICKET)),
 ]
 _AGREEMENT = bytes(range(0xC0, 0xE0))
 _AHEAD: list[Line] = [
     ("decode", msgspec.structs.replace(_fetch([Route.MAPPED]), lease_ms=30_000, agreement=_AGREEMENT)),
     ("prefill", msgspec.structs.replace(_accept(Route.MAPPED), spans=[], ahead=True, pieces=64)),
-    ("prefill", _ok(0)),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", _done(2)),
     ("decode", Release(TICKET)),
 ]
 _AHEAD_STAGED: list[Line] = [
@@ -208,7 +232,7 @@ _AHEAD_STAGED: list[Line] = [
             _fetch([Route.STAGED]),
             staging_lease_ms=30_000,
             agreement=_AGREEMENT,
-            staging_address=_extent(0).address,
+            staging_address=_place(0).address,
             staging_bytes=2 * CHUNK_BYTES,
         ),
     ),
@@ -216,27 +240,27 @@ _AHEAD_STAGED: list[Line] = [
         "prefill",
         msgspec.structs.replace(_accept(Route.STAGED), layers_per_chunk=2, tokens_per_chunk=32, chunks=1, ahead=True),
     ),
-    ("prefill", msgspec.structs.replace(_ok(0, last=True), bytes=2 * CHUNK_BYTES)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 _VOID: list[Line] = [
     _AHEAD[0],
-    ("prefill", Want(TRANSFER, b"")),  # the offer is not there yet: what was granted ahead is void
+    ("prefill", Want(TRANSFER, 0)),  # the offer is not there yet: what was granted ahead is void
     ("prefill", _accept(Route.MAPPED)),
-    ("prefill", _want(0, 1)),
-    ("decode", _reserve(Grant(0, 0, 0), Grant(1, 0, 0))),
-    ("prefill", _ok(0)),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(2)),
+    ("prefill", _arrived(1)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 _PULL: list[Line] = [
     ("decode", _fetch([Route.PULL])),
     ("prefill", _accept(Route.PULL)),
-    ("prefill", _want(0, 1, lease_ms=30_000)),
-    ("decode", Landed(TRANSFER, pack_u32([0]))),
-    ("prefill", _ok(0)),
-    ("decode", Landed(TRANSFER, pack_u32([1]))),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", _want(2, lease_ms=30_000)),
+    ("decode", Landed(TRANSFER, 1)),
+    ("prefill", _arrived(1)),
+    ("decode", Landed(TRANSFER, 2)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 _FORGED = TicketRef(TICKET.request, TICKET.attempt, bytes(byte ^ 0xFF for byte in TICKET.mac))
@@ -246,87 +270,67 @@ _REFUSED: list[Line] = [
 ]
 _CANCELLED: list[Line] = [
     *_STAGED[:3],
-    ("decode", _reserve(_extent(0))),
-    ("prefill", _ok(0)),
-    ("prefill", _want(1)),
+    ("decode", _reserve(1, _place(0))),
+    ("prefill", _arrived(1)),
+    ("prefill", _want(2)),
     ("decode", Cancel(TRANSFER, Code.TIMEOUT)),  # instead of a grant for the second chunk
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.TIMEOUT, "cancelled by the decode rank"),
-    ),
+    ("prefill", _stopped(Code.TIMEOUT)),
     ("decode", Release(TICKET, Code.CANCELLED)),
+]
+_OVERDUE: list[Line] = [
+    *_STAGED[:4],
+    # the offer is withdrawn, and the write of the first chunk does not end: nobody need wait to hear that it fails
+    ("prefill", KvAgentResult(TRANSFER, 0, Status.CANCELLED, 0, False, Code.OFFER_WITHDRAWN, "withdrawn")),
+    ("decode", Cancel(TRANSFER)),
+    ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.OFFER_WITHDRAWN, "withdrawn")),
 ]
 _PARKED: list[Line] = [
     ("decode", Claim([TICKET])),
     ("decode", _fetch([Route.STAGED])),
     # the offer is made here; nothing was said meanwhile but Ping
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(0, 1)),
-    ("decode", _reserve(_extent(0), _extent(1))),
-    ("prefill", _ok(0)),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(2, _place(0), _place(1))),
+    ("prefill", _done(2)),
     ("decode", Release(TICKET)),
 ]
 _PARKED_CANCELLED: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     ("decode", Cancel(TRANSFER)),
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
-    ),
+    ("prefill", _stopped(Code.CANCELLED)),
 ]
 _PAYLOAD_LATER: list[Line] = [
     *_PULL[:4],
-    ("prefill", _ok(0)),
-    ("decode", Landed(TRANSFER, pack_u32([1]))),
-    ("prefill", _ok(1)),
-    # every chunk has landed before the offer is finished: the payload comes with the transfer as a whole
-    ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True, payload=b"first token")),
+    ("prefill", _arrived(1)),
+    ("decode", Landed(TRANSFER, 2)),
+    ("prefill", _arrived(2)),
+    # every chunk has arrived before the offer is finished: the last result tells of none
+    ("prefill", _done(0)),
     ("decode", Release(TICKET)),
 ]
 
 _ABANDONED: list[Line] = [
     *_PULL[:3],
     ("decode", Abandon(TRANSFER)),  # the caller cancelled; both chunks are being read
-    ("prefill", KvAgentResult(TRANSFER, 0, Status.CANCELLED, 0, False, Code.CANCELLED, "cancelled by the decode rank")),
+    ("prefill", _stopped(Code.CANCELLED, chunk=0)),
     # one read does not end; the prefill rank has waited long enough
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.IN_DOUBT, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
-    ),
+    ("prefill", _stopped(Code.CANCELLED, Status.IN_DOUBT)),
     ("decode", Cancel(TRANSFER)),  # it has ended after all
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.CANCELLED, "cancelled by the decode rank"),
-    ),
+    ("prefill", _stopped(Code.CANCELLED)),
 ]
 
 _GROWING: list[Line] = [
     ("decode", _fetch([Route.STAGED])),
     # 16 of 32 tokens are computed: the offer has one block
     ("prefill", msgspec.structs.replace(_accept(Route.STAGED), spans=[Span("attention", 0, pack_u32([40]))])),
-    ("prefill", _want(0)),
-    ("decode", _reserve(_extent(0))),
-    ("prefill", _ok(0)),
+    ("prefill", _want(1)),
+    ("decode", _reserve(1, _place(0))),
+    ("prefill", _arrived(1)),
     # the others are, in a block that was not named yet
-    ("prefill", msgspec.structs.replace(_want(1), spans=[Span("attention", 0, pack_u32([41]))])),
-    ("decode", _reserve(_extent(1))),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", msgspec.structs.replace(_want(2), spans=[Span("attention", 0, pack_u32([41]))])),
+    ("decode", _reserve(2)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
-]
-
-_PROBED: list[Line] = [
-    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.PROBE)),
-    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 5_000, 0, bytes(range(16)))),
-    ("prefill", KvAgentResult(TRANSFER, WHOLE, Status.OK, 0, True)),
-]
-_PROBED_IN_VAIN: list[Line] = [
-    *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.PROBE)),
-    ("decode", Probe(TRANSFER, _STAGING[0].address, 1 << 20, 30_000)),
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.TOO_MANY, "nothing is written there now"),
-    ),
 ]
 
 _SUMS = bytes(range(0x80, 0xA0))  # of two regions and two rows
@@ -335,36 +339,33 @@ _SUMMED: list[Line] = [
     ("decode", Check(1)),
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(0, 1)),
-    ("decode", _reserve(_extent(0), _extent(1))),
+    ("prefill", _want(2)),
+    ("decode", _reserve(2, _place(0), _place(1))),
     ("prefill", Sums(TRANSFER, 0, _SUMS)),
-    ("prefill", _ok(0)),
+    ("prefill", _arrived(1)),
 ]
 _SUMS_AGREE: list[Line] = [
     *_SUMMED,
     ("prefill", Sums(TRANSFER, 1, _SUMS)),
-    ("prefill", _ok(1, last=True)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 _SUMS_DIFFER: list[Line] = [
     *_SUMMED,
     ("decode", Cancel(TRANSFER, Code.INTEGRITY)),  # the blocks add up to something else
-    (
-        "prefill",
-        KvAgentResult(TRANSFER, WHOLE, Status.CANCELLED, 0, True, Code.INTEGRITY, "cancelled by the decode rank"),
-    ),
+    ("prefill", _stopped(Code.INTEGRITY)),
 ]
 
 _RENEWED: list[Line] = [
     *_handshake(msgspec.structs.replace(_BARE, capabilities=CAPABILITIES | Capability.RENEWED)),
     ("decode", _fetch([Route.STAGED])),
     ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(0, 1)),
-    ("decode", _reserve(_extent(0))),
-    ("prefill", _ok(0)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(1, _place(0))),
+    ("prefill", _arrived(1)),
     ("decode", Renewed(1, b"the agent that there is now")),
-    ("decode", _reserve(_extent(1))),
-    ("prefill", _ok(1, last=True)),
+    ("decode", _reserve(2)),
+    ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
 
@@ -394,19 +395,21 @@ _NOT_THE_SAME: list[Line] = [
 # name, what happens, how it ends for the transfer, lines
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
-    ("direct_in_place", "grants without addresses; chunks land in any order", "done", [*HANDSHAKE, *_DIRECT]),
+    ("staged_in_turns", "one place of staging memory for two chunks", "done", [*HANDSHAKE, *_TURNS]),
+    ("staged_in_another_ring", "the second chunk is granted other memory", "done", [*HANDSHAKE, *_OTHER_RING]),
+    ("direct_in_place", "a grant without a ring, and one result for all of it", "done", [*HANDSHAKE, *_DIRECT]),
     ("granted_ahead", "the grant rides with the fetch, and is used", "done", [*HANDSHAKE, *_AHEAD]),
     ("staging_granted_ahead", "an extent rides with the fetch", "done", [*HANDSHAKE, *_AHEAD_STAGED]),
     ("granted_ahead_in_vain", "the fetch waits for its offer, and its grant is void", "done", [*HANDSHAKE, *_VOID]),
     ("pull_with_landed", "the decode rank reads under a lease and reports", "done", [*HANDSHAKE, *_PULL]),
     ("forged_ticket", "the MAC is wrong: a refusal, and the session goes on", "refused", [*HANDSHAKE, *_REFUSED]),
     ("cancel_between_chunks", "a time-out after the first chunk", "stopped", [*HANDSHAKE, *_CANCELLED]),
+    ("write_that_does_not_end", "the failure is told before its promise can be made", "stopped",
+     [*HANDSHAKE, *_OVERDUE]),
     ("fetch_before_offer", "a claim and a fetch wait for their offer", "done", [*HANDSHAKE, *_PARKED]),
     ("cancel_before_offer", "a parked fetch is given up", "stopped", [*HANDSHAKE, *_PARKED_CANCELLED]),
     ("payload_after_the_last_chunk", "the offer is finished late", "done", [*HANDSHAKE, *_PAYLOAD_LATER]),
     ("offer_that_grows", "the second block comes when its tokens are computed", "done", [*HANDSHAKE, *_GROWING]),
-    ("lane_proved", "staging memory is lent, written with a nonce, and given back", "done", _PROBED),
-    ("lane_not_measured", "without a nonce nothing is written", "stopped", _PROBED_IN_VAIN),
     ("chunks_summed", "what arrived adds up to what was sent (sums here are fixed numbers)", "done", _SUMS_AGREE),
     ("agent_made_anew", "the decode rank rebuilds its agent when nothing is granted", "done", _RENEWED),
     ("chunk_damaged", "what arrived adds up to something else, and its sender hears of it", "stopped", _SUMS_DIFFER),
@@ -415,10 +418,10 @@ _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("drained", "the prefill rank goes away in order", "none",
      [*HANDSHAKE, ("prefill", Goodbye(Code.DRAINING, "the worker is closing"))]),
     ("not_the_same_process", "somebody else says to be the decode rank", "identity", _NOT_THE_SAME),
-    ("version_mismatch_seen_by_decode", "the server speaks version 2 alone; the client closes", "mismatch",
-     [("decode", HELLO), ("prefill", Welcome(*_greeting(PREFILL, 0x10, 2, 2)))]),
-    ("version_mismatch_seen_by_prefill", "the client speaks version 2 alone; the server closes", "mismatch",
-     [("decode", Hello(*_greeting(DECODE, 0x60, 2, 2)))]),
+    ("version_mismatch_seen_by_decode", "the server speaks version 3 alone; the client closes", "mismatch",
+     [("decode", HELLO), ("prefill", Welcome(*_greeting(PREFILL, 0x10, 3, 3)))]),
+    ("version_mismatch_seen_by_prefill", "the client speaks version 3 alone; the server closes", "mismatch",
+     [("decode", Hello(*_greeting(DECODE, 0x60, 3, 3)))]),
 ]  # fmt: skip
 
 

@@ -14,11 +14,14 @@ from kvxfer.errors import Code
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode, encode_body
 from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
+    MAX_CHUNKS,
+    MAX_GRANTS,
     WHOLE,
     Abandon,
     Accept,
     Agent,
     AgentBody,
+    Arrived,
     Cancel,
     Capability,
     Check,
@@ -33,7 +36,6 @@ from kvxfer.protocol.messages import (
     MemorySpan,
     Message,
     Ping,
-    Probe,
     Refuse,
     Release,
     Renewed,
@@ -60,6 +62,7 @@ EPOCH = bytes.fromhex("00112233445566778899aabbccddeeff")
 INCARNATION, SAME = bytes(range(32, 64)), bytes(range(64, 96))
 DIGEST = bytes(range(32))
 GROUPS = [Span("attention", 0, pack_u32([7, 3, 4]))]
+PLACE = Grant(0x7F10_0000_0000, 1_048_576)
 MAX_U64 = 2**63 - 1
 BODY = AgentBody(
     fabric="nixl/UCX",
@@ -111,15 +114,13 @@ def _through_gates() -> Iterator[tuple[str, Message]]:
     fetch = Fetch(1, TICKET, [], GROUPS, 0, 48, [Route.PULL], 33_554_432, 10_000)
     yield "fetch_that_may_read_through_gates", msgspec.structs.replace(fetch, fenced=True)
     yield "accept_that_passes_gates", Accept(1, Route.STAGED, 8192, GROUPS, 2, 32, 1, DIGEST, "", False, 64, 9, True)
-    yield "want_through_a_gate", Want(1, pack_u32([5]), 30_000, [], gate)
-    yield "reserve_through_a_gate", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000, gate)
-    yield "probe_through_a_gate", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000, gate)
-    yield "probe_with_a_nonce", Probe(8, 0x7F10_0000_0000, 1_048_576, 5_000, gate, bytes(range(16)))
+    yield "want_through_a_gate", Want(1, 6, 30_000, [], gate)
+    yield "reserve_through_a_gate", Reserve(1, 1, 30_000, gate, [PLACE])
 
 
 def _greetings() -> Iterator[tuple[str, Message]]:
     """How a stream begins."""
-    hello = (1, 1, "kvxfer 0.1.0", "decode", EPOCH, INCARNATION, 1, 2)
+    hello = (2, 2, "kvxfer 0.1.0", "decode", EPOCH, INCARNATION, 1, 2)
     able = int(Capability.STAGED | Capability.STREAMING)
     yield "hello", Hello(*hello, able, bytes(range(32)), 2000)
     yield "hello_of_another_version", Hello(9, 8, "kvxfer 9.0", "", b"", INCARNATION, 0, 1, MAX_U64, b"", 0)
@@ -156,15 +157,11 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "accept_with_a_reason", Accept(1, Route.DIRECT, 8192, GROUPS, 2, 32, 1, DIGEST, "only 2 pieces")
     yield "refuse", Refuse(1, Code.TICKET_FORGED, "this engine did not issue the ticket")
     yield "refuse_for_a_while", Refuse(1, Code.TOO_MANY, "", 250)
-    yield "want", Want(1, pack_u32([0, 1]))
-    yield "want_of_nothing_yet", Want(1, b"")
-    yield "want_with_a_lease", Want(1, pack_u32([5]), 30_000)
-    yield "want_with_blocks", Want(1, pack_u32([2]), 0, [Span("attention", 0, pack_u32([41, 7]))])
-    yield "reserve_extents", Reserve(1, [Grant(0, 0x7F10_0000_0000, 1_048_576)], 30_000)
-    yield "reserve_in_place", Reserve(1, [Grant(0, 0, 0), Grant(1, 0, 0)], 30_000, 42)
-    yield "landed", Landed(1, pack_u32([0, 1]))
-    yield "result_of_a_chunk", KvAgentResult(1, 0, Status.OK, 1_048_576, False, timings=Timings(10, 20, 30, 40))
-    yield "result_with_payload", KvAgentResult(1, 1, Status.OK, 524_288, True, payload=b"first token")
+    yield from _counts()
+    yield "result_of_a_chunk", KvAgentResult(1, 3, Status.FAILED, 0, False, Code.FABRIC, "a write is stuck")
+    timings = Timings(10, 20, 30, 40)
+    yield "result", KvAgentResult(1, WHOLE, Status.OK, 1_572_864, True, timings=timings, payload=b"first token")
+    yield "result_without_payload", KvAgentResult(1, WHOLE, Status.OK, 0, True)
     yield (
         "result_of_the_whole",
         KvAgentResult(1, WHOLE, Status.CANCELLED, 0, True, Code.CANCELLED, "cancelled by the decode rank", DIGEST),
@@ -176,12 +173,28 @@ def _messages() -> Iterator[tuple[str, Message]]:
     yield "release_of_a_failed_request", Release(TICKET, Code.CANCELLED)
     yield "goodbye", Goodbye()
     yield "goodbye_with_a_reason", Goodbye(Code.CLOSED, "out of service")
-    yield "probe", Probe(7, 0x7F10_0000_0000, 33_554_432, 30_000)
     yield from _sums()
     yield "abandon", Abandon(1)
     yield "abandon_for_a_time_out", Abandon(MAX_U64, Code.TIMEOUT)
     yield "renewed", Renewed(1, b"transport")
     yield "renewed_often", Renewed(0xFFFF_FFFF, b"")
+
+
+def _counts() -> Iterator[tuple[str, Message]]:
+    """Messages that count chunks."""
+    yield "want", Want(1, 2)
+    yield "want_of_nothing_yet", Want(1, 0)
+    yield "want_with_a_lease", Want(1, 6, 30_000)
+    yield "want_with_blocks", Want(1, 3, 0, [Span("attention", 0, pack_u32([41, 7]))])
+    yield "want_at_its_bounds", Want(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, [], MAX_U64)
+    yield "reserve_a_place", Reserve(1, 1, 30_000, 0, [PLACE])
+    yield "reserve_a_ring", Reserve(1, 2, 30_000, 0, [PLACE, Grant(PLACE.address + PLACE.length, 524_288)])
+    yield "reserve_in_the_ring_that_there_is", Reserve(1, 3, 30_000)
+    yield "reserve_in_place", Reserve(1, 2, 30_000, 42)
+    yield "reserve_at_its_bounds", Reserve(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, MAX_U64, [Grant(MAX_U64, MAX_U64)])
+    yield "landed", Landed(1, 2)
+    yield "arrived", Arrived(1, 2, Timings(10, 20, 30, 40))
+    yield "arrived_at_its_bounds", Arrived(MAX_U64, MAX_CHUNKS, Timings(MAX_U64, MAX_U64, MAX_U64, MAX_U64))
 
 
 def _sums() -> Iterator[tuple[str, Message]]:
@@ -193,8 +206,12 @@ def _sums() -> Iterator[tuple[str, Message]]:
 
 # Frames that a receiver must read although no peer of this version sends them in this form: (name, note, payload).
 _READABLE: list[tuple[str, str, bytes]] = [
-    ("want_without_its_tail", "lease_ms is missing: its default holds", bytes.fromhex("930901c40400000000")),
-    ("result_without_its_tail", "five fields are missing: their defaults hold", bytes.fromhex("960c010001cd0400c2")),
+    ("want_without_its_tail", "three fields are missing: their defaults hold", bytes.fromhex("93090101")),
+    ("reserve_without_its_tail", "two fields are missing: their defaults hold", bytes.fromhex("940a010119")),
+    ("arrived_without_its_tail", "timings are missing: all are 0", bytes.fromhex("93100101")),
+    ("arrived_with_some_timings", "two of four are missing: they are 0", bytes.fromhex("9410010192050a")),
+    ("result_without_its_tail", "five fields are missing: their defaults hold",
+     bytes.fromhex("960c01ceffffffff01cd0400c3")),
     ("goodbye_without_fields", "every field has a default", bytes.fromhex("910f")),
     ("agent_without_its_tail", "the proof is missing: its default holds",
      bytes.fromhex("940390c40f9ba166c400909000a09000c4000000c420") + SAME),
@@ -216,6 +233,7 @@ _READABLE: list[tuple[str, str, bytes]] = [
 # Unknown tags of 128 and up are skipped without a look at what follows them.
 _IGNORABLE: list[tuple[str, str, bytes]] = [
     ("tag_128", "the lowest that may be ignored", bytes.fromhex("91cc80")),
+    ("tag_129", "of the past: it is not used again", bytes.fromhex("92cc8107")),
     ("tag_200_with_fields", "whatever its fields are", bytes.fromhex("94ccc80181a16bc0c4020102")),
     ("tag_65535", "written as u16", bytes.fromhex("91cdffff")),
     ("tag_200_as_a_signed_integer", "a positive integer in a signed form", bytes.fromhex("91d100c8")),
@@ -268,18 +286,21 @@ _INVALID: list[tuple[str, str, bytes]] = [
     ("tag_is_a_string", "the tag must be an integer", bytes.fromhex("91a450696e67")),
     ("tag_is_negative", "the tag must not be negative", bytes.fromhex("91ff")),
     ("tag_0", "no message, and not ignorable", bytes.fromhex("9100")),
-    ("tag_16", "the lowest that this version does not know", bytes.fromhex("9110")),
+    ("tag_17", "the lowest that this version does not know", bytes.fromhex("9111")),
     ("tag_127", "the highest that may not be ignored", bytes.fromhex("917f")),
     ("payload_is_truncated", "the length field agrees, the MessagePack inside is cut",
-     bytes.fromhex("930901c408000000")),
+     bytes.fromhex("930f40a8616263")),
     ("array_is_truncated", "three entries are announced, two are there", bytes.fromhex("93090100")[:3]),
     ("array_of_four_billion", "a size that no frame can hold", bytes.fromhex("9205ddffffffff")),
-    ("bin_of_four_gigabytes", "a size that no frame can hold", bytes.fromhex("930901c6ffffffff")),
+    ("bin_of_four_gigabytes", "a size that no frame can hold", bytes.fromhex("920e93a17200c6ffffffff")),
     ("trailing_bytes", "bytes after the array", bytes.fromhex("9104") + b"\x00"),
     ("byte_c1", "a byte that begins no MessagePack value", bytes.fromhex("9204c1")),
     ("required_field_is_missing", "Want needs chunks", bytes.fromhex("920901")),
-    ("nil_for_bin", "no field may be nil", bytes.fromhex("930901c0")),
-    ("str_for_bin", "chunks must be bin", bytes.fromhex("930901a400000000")),
+    ("nil_for_bin", "no field may be nil", bytes.fromhex("920e93a17200c0")),
+    ("nil_for_int", "no field may be nil", bytes.fromhex("930901c0")),
+    ("ids_for_a_count", "chunks are counted, not named", bytes.fromhex("930901c40400000000")),
+    ("grants_for_a_count", "chunks are counted, not named", bytes.fromhex("940a0191930000 0019")),
+    ("str_for_bin", "a mac must be bin", bytes.fromhex("920e93a17200a400000000")),
     ("bin_for_str", "reason must be str", bytes.fromhex("930f40c40161")),
     ("float_for_int", "transfer must be an integer", bytes.fromhex("920dcb3ff0000000000000")),
     ("bool_for_int", "transfer must be an integer", bytes.fromhex("920dc3")),
@@ -302,13 +323,21 @@ _INVALID: list[tuple[str, str, bytes]] = [
     ("mac_is_too_long", "65 bytes, 64 are allowed", bytes.fromhex("920e93a17200") + _hash(65)),
     ("string_is_no_utf8", "reason must be UTF-8", bytes.fromhex("930f40a2fffe")),
     ("string_is_a_surrogate", "reason must be UTF-8", bytes.fromhex("930f40a3eda080")),
-    ("ids_are_torn", "three bytes are no whole number of u32", bytes.fromhex("930901c403000000")),
+    ("ids_are_torn", "three bytes are no whole number of u32", bytes.fromhex("9509010100 9193a167 00 c403000000")),
     ("layers_are_torn", "five bytes are no whole number of u32",
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("9196a0a0a0c4050000000000 0001 90 0001 90 0000")),
     ("span_is_torn", "two bytes are no whole number of u32",
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("90 9193a000c4020000 0001 90 0000")),
     ("chunks_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed",
      bytes.fromhex("9907010100 90 0101ce00100001 c400")),
+    ("want_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("930901ce00100001")),
+    ("reserve_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("940a01ce0010000100")),
+    ("landed_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("930b01ce00100001")),
+    ("arrived_over_the_bound", "2^20 + 1 chunks, 2^20 are allowed", bytes.fromhex("931001ce00100001")),
+    ("negative_count", "no number may be negative", bytes.fromhex("931001ff")),
+    ("place_without_a_length", "a place is an address and a length", bytes.fromhex("960a01010000 919100")),
+    ("too_many_places", "1025 places, 1024 are allowed",
+     bytes.fromhex("960a01010000 dc") + (MAX_GRANTS + 1).to_bytes(2, "big") + b"\x92\x00\x00" * (MAX_GRANTS + 1)),
     ("too_many_routes", "17 routes, 16 are allowed",
      bytes.fromhex("9a0601") + _TICKET + bytes.fromhex("9090 0001 dc0011") + b"\x01" * 17 + bytes.fromhex("0000")),
     ("too_many_tickets", "4097 tickets are announced, 4096 are allowed",
@@ -335,7 +364,7 @@ def invalid() -> list[dict[str, Any]]:
                 "hex": struct.pack("<I", limit + 1).hex(),
             }
         )
-    ping = encode(Want(1, pack_u32([0])))
+    ping = encode(Want(1, 1))
     cases.extend(
         {
             "name": f"cut_after_{cut}_bytes",

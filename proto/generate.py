@@ -2,6 +2,7 @@
 
 The schema follows the types. Golden bytes do not: what a name stands for is never changed, so this refuses to write a
 frame or a conversation that differs from the one in git. Add new names; rename what was wrong before its first release.
+Only a version that speaks no older one begins with vectors of its own: who makes it removes the files of the old ones.
 """
 
 import json

@@ -44,7 +44,7 @@ def test_version():
     lines = dict(line.split(" ", 1) for line in out.splitlines())
     assert (code, err) == (0, "")
     assert lines["kvxfer"] == kvxfer.__version__
-    assert lines["wire"].startswith("1 ")
+    assert lines["wire"].startswith("2 ")
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["nixl"] == importlib.metadata.version("nixl")
     assert re.fullmatch(r"\d+\.\d+\.\d+", lines["ucx"]), "NIXL's wheel brings UCX"

@@ -104,3 +104,30 @@ async def test_a_deadline_that_passes_is_an_error_and_leaves_nothing(desk):
 async def test_what_can_never_fit_is_refused_at_once(desk):
     with pytest.raises(ArenaError):
         desk.ask("a", 5 * PAGE, 1.0, lambda _: pytest.fail("told"))
+
+
+async def test_it_is_contended_while_somebody_waits_or_nothing_is_granted(desk):
+    """And not by whoever has all of it, as long as nobody else wants any."""
+    told = []
+    assert not desk.contended
+    desk.ask("a", 4 * PAGE, 1.0, told.append)
+    assert not desk.contended
+    waiting = desk.ask("b", PAGE, 9.0, told.append)
+    assert desk.contended
+    desk.release(told[0])
+    assert not desk.contended, "it was served"
+    more = desk.ask("a", 4 * PAGE, 9.0, told.append)
+    assert desk.contended
+    desk.withdraw(more)
+    assert not desk.contended
+    desk.ask("a", 4 * PAGE, 0.5, told.append)
+    desk.clock.time = 1.0
+    desk.advance()
+    assert isinstance(told.pop(), ArenaError)
+    assert not desk.contended, "it waits no longer"
+    desk.pause()
+    assert desk.contended
+    desk.resume()
+    assert not desk.contended
+    assert waiting is not None
+    desk.release(told[1])

@@ -44,8 +44,7 @@ class Checking:
         self.finding: Finding | None = None
         self._transfer: Final = transfer
         self._every: Final = every
-        self._heard: Sums | None = None
-        self._sums: dict[int, bytes] = {}  # of chunks that have landed
+        self._sums: dict[int, bytes] = {}  # by chunk
 
     @classmethod
     def of(cls, transfer: int, every: int) -> "Checking | None":
@@ -53,14 +52,9 @@ class Checking:
         return cls(transfer, every) if every else None
 
     def heard(self, message: Sums) -> None:
-        """The peer says what the chunk adds up to whose result comes next."""
-        self._heard = message
-
-    def arrived(self, chunk: int) -> None:
-        """A chunk that was waited for has come; what is said of any other is not kept."""
-        heard, self._heard = self._heard, None
-        if heard is not None and heard.chunk == chunk and selected(self._transfer, chunk, self._every):
-            self._sums[chunk] = heard.sums
+        """The peer says what a chunk adds up to that it has, and that has not arrived yet."""
+        if selected(self._transfer, message.chunk, self._every):
+            self._sums[message.chunk] = message.sums
 
     def wants(self, chunk: int, nbytes: int) -> bool:
         """Whether a chunk of so many bytes is compared."""

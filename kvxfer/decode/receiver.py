@@ -28,7 +28,7 @@ from kvxfer.fabric.port import Operation
 from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, Pieces, Selection, SumPlan, cut_digest
 from kvxfer.link import Link
 from kvxfer.mapped import may_be_elsewhere
-from kvxfer.memory import Extent, ExtentState
+from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import IN_PLACE, Bound, bind, block_pieces
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, WHOLE, Grant, KvAgentResult, Route, Status
@@ -54,26 +54,32 @@ _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveSta
 class Grants:
     """What one transfer puts into its peer's hands: staging memory, or in place its part of what the peer may write.
 
+    On `staged` chunks take turns in a ring of extents. A place of it is the peer's from the grant of a chunk on until
+    the peer says that the chunk has arrived. Then our own copy reads it, and then the next chunk may be granted there.
+    In place there are no addresses, and an extent is the admission of so many bytes.
+
     Attributes:
         desk: Where it comes from.
         staged: Whether it is staging memory.
-        theirs: What the peer may be writing, by chunk; under `AHEAD` what `Fetch` grants before any answer.
-        ours: Staging memory that the peer is through with, until it has been scattered from, by chunk.
-        copied: Those of them that are being scattered from.
+        ahead: What `Fetch` grants before any answer.
+        ring: What chunks take turns in.
         lease_ms: For how long `Fetch` grants, from its arrival on.
     """
-
-    AHEAD: Final = -1
 
     def __init__(self, site: Site, peer: PeerInfo) -> None:
         self.desk: Desk = site.receive_desk
         self.staged = True
-        self.theirs: Final[dict[int, Extent]] = {}
-        self.ours: Final[dict[int, Extent]] = {}
-        self.copied: Final[set[int]] = set()
+        self.ahead: Extent | None = None
+        self.ring: Sequence[Extent] = ()
         self.lease_ms = 0
+        self._first = 0  # the chunk that the first place was for
+        self._read: Final[dict[int, Extent]] = {}  # what our copies read, by chunk
         self._site: Final = site
         self._peer: Final = peer
+
+    def __bool__(self) -> bool:
+        """Whether it has any memory."""
+        return bool(self.ahead or self.ring or self._read)
 
     def choose(self, *, staged: bool) -> None:
         """It is known where memory comes from."""
@@ -84,54 +90,95 @@ class Grants:
         """Grant so much with the question, if it is free right now."""
         extent = self.desk.take(self._peer.account, max(1, nbytes))
         if extent is not None:
-            self.give(self.AHEAD, extent)
+            self.desk.share.write(extent)
+            self.ahead = extent
             self.lease_ms = self.next_lease_ms()
         return extent is not None
 
-    def give(self, chunk: int, extent: Extent) -> None:
-        """The peer is about to hear of it."""
-        self.desk.share.write(extent)
-        self.theirs[chunk] = extent
+    def use_ahead(self) -> None:
+        """The peer uses what `Fetch` granted."""
+        if self.ahead is not None:
+            self.ring, self.ahead = [self.ahead], None
+
+    def void_ahead(self) -> None:
+        """The peer writes nothing under the grant of `Fetch`."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            self._give_back(ahead)
+
+    def hold(self, extent: Extent, more: int, chunk: int) -> list[Grant]:
+        """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now.
+
+        The peer is about to hear of it.
+        """
+        ring = [extent]
+        while len(ring) <= more and (another := self.desk.take(self._peer.account, extent.nbytes)) is not None:
+            ring.append(another)
+        for one in ring:
+            self.desk.share.write(one)
+        self.ring, self._first = ring, chunk
+        return [Grant(one.address, one.nbytes) for one in ring] if self.staged else []
+
+    def again(self, chunks: range) -> None:
+        """Chunks are about to be granted that take their turn where others were."""
+        if self.staged:
+            for chunk in chunks:
+                self.desk.share.write(self.place(chunk))
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
         return self._site.lease_ms(self.desk.share.held_bytes(self._peer.account))
 
-    def arrived(self, chunk: int) -> None:
-        """The peer is through with a chunk, if it was granted by itself."""
-        extent = self.theirs.pop(chunk, None)
-        if extent is not None and self.staged:
-            self.desk.share.scatter(extent)
-            self.ours[chunk] = extent
-        elif extent is not None:
+    def place(self, chunk: int) -> Extent:
+        """Where a chunk goes, or is."""
+        return self.ring[(chunk - self._first) % len(self.ring)]
+
+    def copying(self, chunk: int, extent: Extent) -> None:
+        """A chunk has arrived, and a copy of ours reads its memory from now on."""
+        self.desk.share.scatter(extent)
+        self._read[chunk] = extent
+
+    def copied(self, chunk: int) -> None:
+        """Nothing reads a chunk's memory any more."""
+        extent = self._read.pop(chunk)
+        if extent not in self.ring:
             self.desk.release(extent)
 
-    def void_ahead(self) -> None:
-        """The peer writes nothing under the grant of `Fetch`."""
-        self._give_back(self.AHEAD)
+    def let_go(self) -> None:
+        """Nothing is in the peer's hands: give the ring back, but for what is still read."""
+        self._settle(range(0))
 
-    def scattered(self, chunk: int) -> None:
-        """Nothing is copied from a chunk's memory any more."""
-        self.copied.discard(chunk)
-        self.desk.release(self.ours.pop(chunk))
+    def settle(self, hands: range, *, lost: bool) -> None:
+        """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
 
-    def give_up(self) -> None:
-        """Nothing more will be scattered."""
-        for chunk in [chunk for chunk in self.ours if chunk not in self.copied]:
-            self.desk.release(self.ours.pop(chunk))
+        Args:
+            hands: Chunks in the peer's hands.
+            lost: Whether it is lost.
+        """
+        if self.ahead is not None and not lost:
+            self.void_ahead()
+        elif self.ahead is not None and self.ahead.state is not ExtentState.QUARANTINED:
+            self.desk.quarantine(self.ahead, f"{self._peer.name} is silent")
+        if self.ring:
+            self._settle(hands if lost else range(0))
 
-    def settle(self, *, lost: bool) -> None:
-        """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write."""
-        for chunk, extent in list(self.theirs.items()):
-            if not lost:
-                self._give_back(chunk)
-            elif extent.state is not ExtentState.QUARANTINED:
-                self.desk.quarantine(extent, f"{self._peer.name} is silent")
+    def _settle(self, hands: range) -> None:
+        """Give back what the peer has not in its hands, and what nobody reads; quarantine the rest."""
+        ring, read = self.ring, set(self._read.values())
+        kept: Sequence[Extent] = ring if hands else ()
+        if 0 < len(hands) < len(ring):
+            kept = [self.place(chunk) for chunk in hands]
+        if len(kept) < len(ring):
+            self.ring, self._first = kept, hands.start  # more may arrive yet: it must be known where that is
+        for extent in ring:
+            if extent in kept:
+                if extent.state is not ExtentState.QUARANTINED:
+                    self.desk.quarantine(extent, f"{self._peer.name} is silent")
+            elif extent not in read:
+                self._give_back(extent)
 
-    def _give_back(self, chunk: int) -> None:
-        extent = self.theirs.pop(chunk, None)
-        if extent is not None:
-            (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
+    def _give_back(self, extent: Extent) -> None:
+        (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
 
 
 class Receiver:
@@ -181,12 +228,22 @@ class Receiver:
         self._grid: ChunkGrid | None = None
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
-        self._queue: Final = deque[tuple[int, float, int]]()  # chunks that are ready; to read: until when, through what
-        self._under_way: Final[set[int]] = set()  # those that were taken from there, and have not landed
+        self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
+        self._begun = 0  # of the first so many chunks the landing, or the reading, was begun
+        self._placed: Final[dict[int, int]] = {}  # bytes of those that are in place and are not counted as landed yet
+        self._read_done = 0  # the first so many have been read
+        self._granted: Final = deque[tuple[int, float]]()  # up to which chunk, and when
+        self._readable: Final = deque[tuple[int, float, int]]()  # up to which chunk, until when, through what
+        self._asked = 0.0  # since when memory is waited for
+        self._request: Request | None = None
+        self._room: Extent | None = None  # what was waited for
+        self._waiting = False
+        self._nbytes: int | None = None  # that the peer has moved, as it says
+        self._plans = True  # whether this side makes a plan of it
         self._answer: Final[asyncio.Future[wire.Accept]] = site.loop.create_future()
-        self._arrivals: Final[dict[int, tuple[float, asyncio.Future[KvAgentResult]]]] = {}  # since when it is granted
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
         self._news: asyncio.Future[None] | None = None
+        self._stirred = False  # whether there is news that `run` has not looked at
         self._writable: asyncio.Future[None] | None = None
         self._posted: Final[dict[int, Copy]] = {}  # reads, by chunk; under -1 what waits until blocks may be written
         self._copies = self._reads = self._doubts = 0  # of our own, in the caller's blocks; reads that are in doubt
@@ -238,7 +295,7 @@ class Receiver:
     @property
     def finished(self) -> bool:
         """Whether nothing of it is under way or in doubt, staging memory included."""
-        return self.quiet and not (self.grants.theirs or self.grants.ours)
+        return self.quiet and not self.grants
 
     @property
     def owes_an_answer(self) -> bool:
@@ -259,7 +316,7 @@ class Receiver:
     def ask(self) -> None:
         """Ask, and grant with the question what may be granted."""
         site, demand, grants = self.site, self._demand, self.grants
-        left, ahead = self._fetch.deadline - site.now(), grants.theirs.get(grants.AHEAD)
+        left, ahead = self._fetch.deadline - site.now(), grants.ahead
         staging = ahead if grants.staged else None
         message = wire.Fetch(
             transfer=self.transfer,
@@ -288,21 +345,20 @@ class Receiver:
 
     async def run(self) -> None:
         """Receive what was asked for. To be run by `supervised`, since what fails stops the transfer."""
-        message = await self._answer
-        if message.ahead and not self.grants.staged and self.checking is None:
-            self.tally.pieces = message.pieces  # the peer has compared what both mean by it: no plan is needed here
-            for chunk in range(message.chunks):
-                await self._arrived(chunk)
-        else:
+        message, machine = await self._answer, self.machine
+        bound: Bound | None = None
+        if self._plans:
             bound = await self._planned(message)
-            for chunk in range(message.chunks if message.ahead else 0):
-                await self._land(chunk, bound, granted=True)
-            while self.moving and self.machine.chunks_done < message.chunks:
-                if self._stale:  # no chunk may begin with the old lists
-                    self._stale = False
-                    bound = await self.site.plan(partial(bound.grown, self._source, covered=0), rows=bound.rows)
-                    continue
-                await self._begin(bound)
+        else:
+            self.tally.pieces = message.pieces
+        while self.moving and machine.chunks_done < message.chunks:
+            if bound is not None and self._stale:  # no chunk may begin with the old lists
+                self._stale = False
+                bound = await self.site.plan(partial(bound.grown, self._source, covered=0), rows=bound.rows)
+            else:
+                await self._go_on(bound)
+        if self.moving:  # all is where it belongs, and the last result may be long in coming: others want the memory
+            self.grants.let_go()
         while self.moving:  # for the last result
             await self._until_news()
 
@@ -354,138 +410,220 @@ class Receiver:
         self.tally.chunks = len(grid)
         self._fetch.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
 
-    async def _begin(self, bound: Bound) -> None:
-        """Begin with chunks that are ready while the window has room, and wait for what comes next."""
-        while self._queue and len(self._under_way) < self.site.config.window:
-            chunk, until, generation = self._queue.popleft()
-            self._under_way.add(chunk)
-            reads = self.route is Route.PULL
-            work = partial(self._read, chunk, bound, until, generation) if reads else partial(self._land, chunk, bound)
-            if len(bound.grid) == 1:
-                await work()
-                return
-            name = f"kvxfer receive {self.transfer} chunk {chunk}"
-            self.site.tasks.spawn(self.supervised(work), name, spare=True)
-        await self._until_news()
+    # --- chunks, in their order
 
-    async def _land(self, chunk: int, bound: Bound, *, granted: bool = False) -> None:
-        """A chunk that the peer writes: into staging memory, to be scattered from there, or in place.
+    async def _go_on(self, bound: Bound | None) -> None:
+        """Do all that can be done now, and wait for news."""
+        machine = self.machine
+        if bound is not None and self.route is Route.PULL:
+            await self._read(bound)
+            await self._flush()
+        elif self._begun < machine.arrived:
+            await (self._scatter(bound) if bound is not None and self.grants.staged else self._see(bound))
+        # on `pull` a chunk is placed before it has arrived, and one that arrives from here on is not flushed yet
+        there = self._flushed if self.route is Route.PULL else machine.arrived
+        while machine.chunks_done < there and machine.chunks_done in self._placed:
+            await self._land(bound)
+        if machine.chunks_done < machine.chunks:
+            if bound is not None and self.route is not Route.PULL and machine.granted < machine.chunks:
+                await self._grant(bound)
+            await self._until_news()
+        elif not machine.ended:  # the offer is not finished, which may take as long as it likes
+            self.grants.let_go()
 
-        Args:
-            chunk: Its number.
-            bound: The plan.
-            granted: Whether the peer has memory for it already.
+    async def _grant(self, bound: Bound) -> None:
+        """Put chunks that are ready into the peer's hands, as far as there is memory for them.
+
+        Where others wait for memory no place is used again: when the last one is free, all are given back, and this
+        transfer takes its turn as well. So they are where there are fewer than are wanted by now: a stream begins with
+        the few chunks that are ready first.
         """
-        asked, grants = self.site.now(), self.grants
-        part = await self.site.plan(partial(bound.part, chunk), rows=bound.part_rows)
-        if not granted:
-            if not grants.staged:
-                await self._until_writable()
-            await self._grant(chunk, part.staged_bytes if grants.staged else part.bytes, asked)
-        elif (extent := grants.theirs.get(chunk) or grants.ours.get(chunk)) and extent.nbytes < part.staged_bytes:
-            raise ProtocolError(
-                f"a chunk of {part.staged_bytes} bytes was said to fit into {extent.nbytes} granted ahead"
-            )
-        if grants.staged:
-            message = await self._arrivals[chunk][1]
-            _compare(chunk, part.bytes, message.bytes)
-            await self._until_writable()
-            tables = part.scatter(grants.ours[chunk].address)
-            if _by_nic(self, staged=True):
-                tables = replace(tables, from_nic=True)
-            copied = await self._copy(tables, part.bytes, chunk=chunk)
-            self.tally.spent("scattering", copied.started, copied.finished)
-            await self._check(chunk, bound, part.bytes)
-            self._landed(chunk, part.bytes)
-        else:
-            await self._arrived(chunk, bound, part.bytes)
-
-    async def _grant(self, chunk: int, nbytes: int, asked: float) -> None:
-        """Put memory for a chunk into the peer's hands, as soon as there is some."""
-        site, grants = self.site, self.grants
-        extent = await self._extent(max(1, nbytes))
-        grants.give(chunk, extent)
-        now = site.now()
-        self.tally.spent("queued", asked, now)
-        self._arrivals[chunk] = now, site.loop.create_future()
-        place = (extent.address, extent.nbytes) if grants.staged else (0, 0)
-        gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
-        self.link.send(*self.machine.grant([Grant(chunk, *place)], grants.next_lease_ms(), gate))
-
-    async def _extent(self, nbytes: int) -> Extent:
-        """Memory, or admission in place, of so many bytes. Waits for it no longer than `_patience`."""
-        desk, account = self.grants.desk, self.peer.account
+        machine, grants = self.machine, self.grants
         if not self.moving:
             raise asyncio.CancelledError
-        extent = desk.take(account, nbytes)
-        if extent is not None:
-            return extent
-        answer: asyncio.Future[Extent | KvxferError] = self.site.loop.create_future()
-        # its number: a request may be kept for a while, and would keep the whole transfer
-        request = desk.ask(account, nbytes, self._patience, partial(_admitted, desk, answer), owner=self.transfer)
-        self._waits.add(answer)
-        try:
-            found = await answer
-        finally:
-            self._waits.discard(answer)
-            if answer.cancelled() and request is not None:
-                desk.withdraw(request)
+        more = machine.granted < machine.ready
+        if more and not grants.staged:
+            await self._until_writable()
+        free = machine.chunks_done if grants.staged else machine.arrived
+        most = min(self.site.config.window, machine.ready - machine.granted)
+        contended = grants.desk.contended
+        if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
+            grants.let_go()
+        if grants.ring and more and not contended:
+            chunks = min(machine.ready, free + len(grants.ring))
+            grants.again(range(machine.granted, chunks))
+            self._reserve(chunks)
+        elif more and not grants.ring and not self._waiting:
+            self._ask_for_room(bound)
+        if self._room is not None:
+            extent, self._room, self._waiting = self._room, None, False
+            ring = grants.hold(extent, most - 1, machine.granted)
+            self.tally.spent("queued", self._asked, self.site.now())
+            self._reserve(min(machine.ready, machine.granted + len(grants.ring)), ring)
+
+    def _ask_for_room(self, bound: Bound) -> None:
+        """Ask for memory, or admission in place, that holds any chunk. It is waited for no longer than `_patience`."""
+        desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
+        self._asked, self._waiting = self.site.now(), True
+        self._room = desk.take(account, nbytes)
+        if self._room is None:
+            # its number: a request may be kept for a while, and would keep the whole transfer
+            self._request = desk.ask(account, nbytes, self._patience, self._admitted, owner=self.transfer)
+
+    def _admitted(self, found: Extent | KvxferError) -> None:
+        """There is memory, or there will not be."""
+        self._request = None
         if isinstance(found, KvxferError):
-            raise found
+            self._failed(found)
+        elif self._given_up:
+            self.grants.desk.release(found)
+        else:
+            self._room = found
+            self._wake()
+
+    def _reserve(self, chunks: int, ring: Sequence[Grant] = ()) -> None:
+        """Say that the peer may write the first so many chunks."""
+        machine = self.machine
+        if chunks > machine.granted:
+            self._granted.append((chunks, self.site.now()))
+            gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
+            self.link.send(*machine.grant(chunks, self.grants.next_lease_ms(), gate, ring))
+
+    async def _scatter(self, bound: Bound) -> None:
+        """Copy chunks that have arrived in staging memory to where they belong."""
+        grants = self.grants
+        while self._begun < self.machine.arrived and not self._stale:
+            chunk = self._begun
+            part = await self.site.plan(partial(bound.part, chunk), rows=bound.part_rows)
+            await self._until_writable()
+            extent = grants.place(chunk)
+            if extent.nbytes < part.staged_bytes:
+                raise ProtocolError(f"a chunk of {part.staged_bytes} bytes was said to fit into {extent.nbytes}")
+            tables = part.scatter(extent.address)
+            job = CopyJob(
+                replace(tables, from_nic=True) if _by_nic(self, staged=True) else tables,
+                partial(self._scattered, chunk, part.bytes),
+                nbytes=part.bytes,
+                owner=self._owner,
+            )
+            self.site.mover.submit(job, Direction.SCATTER)
+            self._begun += 1
+            self._copies += 1
+            grants.copying(chunk, extent)
+
+    def _scattered(self, chunk: int, nbytes: int, outcome: CopyOutcome) -> None:
+        """A chunk is where it belongs, or could not be copied."""
+        self._copies -= 1
+        self.grants.copied(chunk)
+        if outcome.error is not None:
+            self._failed(outcome.error)
+        else:
+            self.tally.spent("scattering", outcome.started, outcome.finished)
+            self._placed[chunk] = nbytes
+            self._wake()
         if self._given_up:
-            desk.release(found)
+            self._settle()
+
+    async def _see(self, bound: Bound | None) -> None:
+        """What has arrived in the caller's blocks is there once the device sees it."""
+        arrived = await self._flush()
+        while self._begun < arrived:
+            part = None
+            if bound is not None:
+                part = await self.site.plan(partial(bound.part, self._begun), rows=bound.part_rows)
+            self._placed[self._begun] = 0 if part is None else part.bytes
+            self._begun += 1
+
+    async def _flush(self) -> int:
+        """Flush what has come into the caller's blocks, once for all of it; the first so many chunks are visible."""
+        arrived = self.machine.arrived
+        if self._flushed < arrived and _by_nic(self, staged=False):
+            await self._copy(_FLUSH, 0)
+        self._flushed = arrived
+        return arrived
+
+    async def _land(self, bound: Bound | None) -> None:
+        """The next chunk is in place: it has landed if it is as it should be."""
+        machine, grid = self.machine, self._grid
+        chunk = machine.chunks_done
+        nbytes = self._placed.pop(chunk)
+        if bound is not None:
+            await self._check(chunk, bound, nbytes)
+            self.tally.bytes += nbytes
+        if self._given_up:
             raise asyncio.CancelledError
-        return found
+        if bound is not None and chunk + 1 == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
+            raise self._differs()
+        machine.done(chunk + 1)
+        if grid is not None:
+            self._fetch.landed(grid.runs[grid.cells[chunk] % grid.layer_runs])
+        if machine.ended:
+            self._settle()
+
+    def _differs(self) -> RefusedError:
+        """The two sides do not mean the same by the transfer: its bytes are not where they belong."""
+        reason = f"{self.tally.bytes} bytes were to come by this side's plan, and {self._nbytes} by the prefill rank's"
+        return RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
     @property
     def _patience(self) -> float:
-        """Seconds that a chunk waits for memory at most; infinity where the fetch has a time-out, which ends it."""
+        """Seconds that memory is waited for at most; infinity where the fetch has a time-out, which ends it."""
         if self._fetch.deadline < math.inf:
             return math.inf
         before = 0 if self.grants.staged else self.grants.desk.share.held_bytes(self.peer.account)
         return self.site.lease_ms(before) / 1000
 
-    async def _read(self, chunk: int, bound: Bound, until: float, generation: int) -> None:
-        """A chunk that this side reads into place; the peer then confirms that the offer was held meanwhile.
+    async def _read(self, bound: Bound) -> None:
+        """Read chunks that the peer lets us read into place. It then confirms that the offer was held meanwhile."""
+        machine, window = self.machine, self.site.config.window
+        while self._begun < machine.ready and self._begun - self._read_done < window and not self._stale:
+            await self._read_one(self._begun, bound)
+        if self._read_done > machine.granted:
+            self.link.send(*machine.landed(self._read_done))
 
-        Args:
-            chunk: Its number.
-            bound: The plan.
-            until: When it may be read no more, by the runtime's clock.
-            generation: What leads through the gate to it.
-        """
+    async def _read_one(self, chunk: int, bound: Bound) -> None:
         site, peer, machine, renewals = self.site, self.peer, self.machine, self.link.renewals
+        while chunk >= self._readable[0][0]:
+            self._readable.popleft()
+        _, until, generation = self._readable[0]
         passage = site.keys.passage(peer, generation)
         pieces = await site.plan(lambda: bound.chunk(chunk).listed(), rows=bound.chunk_pieces)
         await self._until_writable()
         leave = site.lanes.hold(peer)
         try:
             lane = await self._wait(site.lanes.connect(peer, renewals))
-            machine.reading([chunk])
-            if len(pieces) and not await self._has_read(chunk, lane, pieces, until, passage):
-                return
+            machine.read(chunk + 1)
+            self._begun += 1
+            if len(pieces):
+                self._post_read(chunk, lane, pieces, until, passage, leave)
+                leave = no_hold  # it is over when the read is
+            else:
+                self._has_read(chunk, 0)
         finally:
             leave()
-        self._arrivals[chunk] = site.now(), site.loop.create_future()
-        self.link.send(*machine.landed([chunk]))
-        await self._arrived(chunk, bound, int(pieces.nbytes.sum()))
 
-    async def _has_read(self, chunk: int, lane: str, pieces: Pieces, until: float, passage: Passage | None) -> bool:
-        """Post a read into the caller's blocks. Whether it is done, and the transfer goes on."""
-        site, peer, unwant = self.site, self.peer, no_hold
-        ended: asyncio.Future[CopyOutcome] = site.loop.create_future()
+    def _post_read(
+        self, chunk: int, lane: str, pieces: Pieces, until: float, passage: Passage | None, leave: Callable[[], None]
+    ) -> None:
+        """Post a read into the caller's blocks."""
+        site, peer, unwant, nbytes = self.site, self.peer, no_hold, int(pieces.nbytes.sum())
 
         def done(outcome: CopyOutcome) -> None:
             nonlocal unwant
+            leave()
             del self._posted[chunk]
             self._reads -= 1
             if outcome.may_move:
                 self._doubts += 1
                 unwant = want_end(site, peer, urgent=True)
-            if outcome.outcome is not Outcome.DONE:
+            if outcome.posted:
+                self.tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
+                self.tally.spent("wire", outcome.posted, outcome.finished)
+            if outcome.outcome is Outcome.DONE:
+                self._has_read(chunk, nbytes)
+            else:
                 reason = str(outcome.error or "the lease ran out before the chunk was read")
                 self.stop(Failure(Status.FAILED, Code.FABRIC if outcome.error else Code.TIMEOUT, reason))
-            resolve(ended, outcome)
             self._settle()
 
         def late(_: bool) -> None:  # it has ended, or our agent has
@@ -500,30 +638,13 @@ class Receiver:
         self._posted[chunk] = site.mover.submit(job, Direction.SCATTER)
         self._reads += 1
         self.tally.descriptors += len(pieces)
-        outcome = await ended
-        if outcome.posted:
-            self.tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
-            self.tally.spent("wire", outcome.posted, outcome.finished)
-        return outcome.outcome is Outcome.DONE and self.moving
 
-    async def _arrived(self, chunk: int, bound: Bound | None = None, nbytes: int = -1) -> None:
-        """A chunk comes into the caller's blocks: it has landed once the device sees it, and it is as it should be.
-
-        Args:
-            chunk: Its number.
-            bound: The plan, if one was made.
-            nbytes: How many bytes it has by that.
-        """
-        message = await self._arrivals[chunk][1]
-        if not self.moving:
-            raise asyncio.CancelledError
-        if bound is not None:
-            _compare(chunk, nbytes, message.bytes)
-        if _by_nic(self, staged=False):
-            await self._copy(_FLUSH, 0)
-        if bound is not None:
-            await self._check(chunk, bound, nbytes)
-        self._landed(chunk, message.bytes)
+    def _has_read(self, chunk: int, nbytes: int) -> None:
+        """A chunk has been read."""
+        self._placed[chunk] = nbytes
+        while self._read_done in self._placed:
+            self._read_done += 1
+        self._wake()
 
     async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
         """Compare a chunk that is in the caller's blocks with what the peer says it adds up to, if that is wanted."""
@@ -544,25 +665,12 @@ class Receiver:
                 self.link.send(wire.Cancel(self.transfer, Code.INTEGRITY))
             raise asyncio.CancelledError
 
-    def _landed(self, chunk: int, nbytes: int) -> None:
-        """A chunk is where it belongs, and visible."""
-        grid = self._grid
-        self._arrivals.pop(chunk, None)
-        self._under_way.discard(chunk)
-        self.tally.bytes += nbytes
-        self.machine.chunk_done(chunk)
-        if grid is not None:
-            self._fetch.landed(grid.runs[chunk % grid.layer_runs])
-        self._wake()
-        self._settle()
-
-    async def _copy(self, tables: Tables, nbytes: int, *, chunk: int = -1, sums: SumPlan | None = None) -> CopyOutcome:
-        """Copy about so many bytes into the caller's blocks, or add up what is there.
+    async def _copy(self, tables: Tables, nbytes: int, *, sums: SumPlan | None = None) -> CopyOutcome:
+        """Flush what has come into the caller's blocks, or add up about so many bytes that are there.
 
         Args:
-            tables: What to copy.
-            nbytes: How much that is.
-            chunk: Whose staging memory is copied from, if that is.
+            tables: What to flush.
+            nbytes: How much there is to add up.
             sums: What to add up.
 
         Raises:
@@ -572,16 +680,12 @@ class Receiver:
 
         def done(outcome: CopyOutcome) -> None:
             self._copies -= 1
-            if chunk >= 0:
-                self.grants.scattered(chunk)
             resolve(ended, outcome)
             self._settle()
 
         job = CopyJob(tables, done, nbytes=nbytes, owner=self._owner, sums=sums)
         self.site.mover.submit(job, Direction.SCATTER)
         self._copies += 1
-        if chunk >= 0:
-            self.grants.copied.add(chunk)
         outcome = await ended
         if outcome.error is not None:
             raise outcome.error
@@ -620,7 +724,9 @@ class Receiver:
         if not self.machine.accept(message):
             return
         site, grants = self.site, self.grants
-        if not message.ahead:
+        if message.ahead:  # even if it is stopped below: what is under way may still arrive
+            self._granted.append((message.chunks, site.now()))
+        else:
             grants.void_ahead()
         if message.route not in self._routes:
             name = message.route.name.lower()
@@ -638,11 +744,8 @@ class Receiver:
                 self._failed(error)
                 return
             self._cut(grid)
-            now = site.now()
-            for chunk in range(message.chunks):
-                self._arrivals[chunk] = now, site.loop.create_future()
-            if grants.staged:
-                grants.theirs[0] = grants.theirs.pop(grants.AHEAD)
+            self._plans = grants.staged or self.checking is not None  # else the peer has compared what both mean by it
+            grants.use_ahead()
         else:
             self.exposure.void()
             if message.route is not Route.PULL:
@@ -659,8 +762,8 @@ class Receiver:
 
     def wanted(self, message: wire.Want) -> None:
         """Chunks are ready at the peer, and perhaps its block lists have grown."""
-        until = self.site.now() + message.lease_ms / 1000
-        self._queue.extend((chunk, until, message.generation) for chunk in self.machine.wanted(message))
+        if self.machine.wanted(message):
+            self._readable.append((message.chunks, self.site.now() + message.lease_ms / 1000, message.generation))
         if not self.machine.exposed:
             self.grants.void_ahead()
         if message.spans and self.moving:
@@ -668,28 +771,49 @@ class Receiver:
             self._learn(message.spans)
         self._wake()
 
-    def result(self, message: KvAgentResult) -> None:
-        """A chunk has landed, or the transfer ended at the peer."""
+    def came(self, message: wire.Arrived) -> None:
+        """Chunks have arrived."""
         stale = self.machine.stale
-        chunk = self.machine.result(message)
+        self._arrived(self.machine.came(message), message.timings)
         if self.machine.stale > stale:
             self.site.metrics.result_dropped("stale")
-        arrival = None if chunk is None else self._arrivals.get(chunk)
-        if chunk is not None and arrival is not None:
-            if self.checking is not None:
-                self.checking.arrived(chunk)
-            if self.route is Route.PULL:
-                self.tally.began(self.site.now())
-            else:
-                self.tally.arrived(arrival[0], self.site.now(), message.timings)
-            if self.moving:  # if it is being stopped, `_settle` gives the memory back
-                self.grants.arrived(chunk)
-                resolve(arrival[1], message)
-        if self.machine.failure is not None and self.machine.state is ReceiveState.MOVING:
-            self.stop(self.machine.failure)
+
+    def added_up(self, message: wire.Sums) -> None:
+        """What a chunk adds up to at the peer that has been granted."""
+        if self.checking is not None and self.machine.arrived <= message.chunk < self.machine.granted:
+            self.checking.heard(message)
+
+    def result(self, message: KvAgentResult) -> None:
+        """The transfer ended at the peer, or will fail."""
+        machine, stale = self.machine, self.machine.stale
+        if message.status is Status.OK and message.chunk == WHOLE and machine.state is ReceiveState.MOVING:
+            self._nbytes = message.bytes
+            if not self._plans:
+                self.tally.bytes = message.bytes
+            elif machine.chunks_done == machine.chunks and message.bytes != self.tally.bytes:
+                self._failed(self._differs())
+        self._arrived(machine.result(message), message.timings)
+        if self.machine.stale > stale:
+            self.site.metrics.result_dropped("stale")
+        if machine.failure is not None and machine.state is ReceiveState.MOVING:
+            self.stop(machine.failure)
         if message.status is Status.IN_DOUBT and message.chunk == WHOLE:
             self.exposure.told_in_doubt()
         self._settle()
+
+    def _arrived(self, chunks: range, timings: wire.Timings) -> None:
+        """The peer is through with chunks."""
+        if not chunks:
+            return
+        now = self.site.now()
+        if self.route is Route.PULL:
+            self.tally.began(now)
+        else:
+            _, granted = self._granted[0]
+            self.tally.arrived(granted, now, timings)
+            while self._granted and self._granted[0][0] <= chunks.stop:
+                self._granted.popleft()
+        self._wake()
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
         """Block ids of the peer that it did not name before; only of what was asked for, or they would pile up here."""
@@ -719,12 +843,17 @@ class Receiver:
 
     async def _until_news(self) -> None:
         """A chunk was announced, or has landed, or the last result is there."""
-        self._news = self.site.loop.create_future()
-        await self._news
+        if self._given_up:
+            raise asyncio.CancelledError
+        if not self._stirred:
+            self._news = self.site.loop.create_future()
+            await self._news
+        self._stirred = False
 
     def _wake(self) -> None:
-        if self._news is not None:
-            resolve(self._news, None)
+        self._stirred = True
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def _until_writable(self) -> None:
         """The caller's blocks may be written."""
@@ -803,15 +932,17 @@ class Receiver:
     def _give_up(self) -> None:
         """Begin nothing new, and wait for nothing but what is in flight."""
         self._given_up = True
-        self._queue.clear()
-        self.grants.give_up()
+        if self._request is not None:
+            self.grants.desk.withdraw(self._request)
+            self._request = None
+        if self._room is not None:
+            self.grants.desk.release(self._room)
+            self._room = None
         for copy in self._posted.values():
             self.site.mover.cancel(copy)
         self._answer.cancel()
         if self._news is not None:
             self._news.cancel()
-        for _, arrival in self._arrivals.values():
-            arrival.cancel()
         for waiting in list(self._waits):
             waiting.cancel()
 
@@ -831,7 +962,7 @@ class Receiver:
             self.link.send(*unread)
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
-            self.grants.settle(lost=lost)
+            self.grants.settle(range(machine.arrived, machine.granted), lost=lost)
             if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
                 self._awake()  # else the peer is there, and what it has posted may need this side to end
                 self._awake = no_hold
@@ -852,20 +983,13 @@ def _by_nic(receiver: Receiver, *, staged: bool) -> bool:
     return site.geometry.kind == "cuda" and may_be_elsewhere(receiver.peer.body.host)
 
 
-def _admitted(desk: Desk, answer: "asyncio.Future[Extent | KvxferError]", found: Extent | KvxferError) -> None:
-    """Hand over what a desk gives, or give it back where nobody waits any more."""
-    if not answer.done():
-        answer.set_result(found)
-    elif isinstance(found, Extent):
-        desk.release(found)
-
-
 def _rows(side: BlockLists) -> int:
     return sum(len(span.ids) for span in side.values())
 
 
 def _grid(pair: PairPlan, message: wire.Accept, tokens: range) -> ChunkGrid:
-    return ChunkGrid(pair.layers, message.layers_per_chunk, message.tokens_per_chunk, tokens.start, tokens.stop)
+    layers, window, band = message.layers_per_chunk, message.tokens_per_chunk, message.windows_per_band
+    return ChunkGrid(pair.layers, layers, window, tokens.start, tokens.stop, band)
 
 
 def _plan_differs(message: wire.Accept) -> RefusedError:
@@ -874,14 +998,3 @@ def _plan_differs(message: wire.Accept) -> RefusedError:
         f"({message.chunks} chunks, {message.bytes} bytes there)",
         reason=Code.PLAN_DIFFERS,
     )
-
-
-def _compare(chunk: int, here: int, there: int) -> None:
-    """Check that the two sides mean the same by a chunk.
-
-    Raises:
-        RefusedError: If they do not: its bytes are not where they belong.
-    """
-    if here != there:
-        reason = f"chunk {chunk} has {here} bytes by this side's plan, and {there} by the prefill rank's"
-        raise RefusedError(reason, reason=Code.PLAN_DIFFERS)

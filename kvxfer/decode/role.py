@@ -16,7 +16,19 @@ from kvxfer.geometry import Blocks, Selection
 from kvxfer.link import Link
 from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import Accept, Check, KvAgentResult, Message, Refuse, Release, Route, Status, Sums, Want
+from kvxfer.protocol.messages import (
+    Accept,
+    Arrived,
+    Check,
+    KvAgentResult,
+    Message,
+    Refuse,
+    Release,
+    Route,
+    Status,
+    Sums,
+    Want,
+)
 from kvxfer.protocol.sending import Failure
 from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
@@ -186,30 +198,26 @@ class Decode:
 
     def handle(self, link: Link, message: Message) -> None:
         """Take a message of a prefill rank."""
+        if not isinstance(message, (Accept, Refuse, Want, Arrived, Sums, KvAgentResult)):
+            return
+        incoming = self._find(link, message.transfer)
+        if incoming is None:
+            if isinstance(message, (Arrived, KvAgentResult)):
+                self._site.metrics.result_dropped("stale")
+            return
         match message:
-            case KvAgentResult():  # a chunk landed, or a transfer ended
-                self._result(link, message)
-            case Sums():
-                incoming = self._find(link, message.transfer)
-                if incoming is not None and incoming.checking is not None:
-                    incoming.checking.heard(message)
+            case KvAgentResult():
+                incoming.result(message)
+            case Arrived():
+                incoming.came(message)
             case Accept():
-                if (incoming := self._find(link, message.transfer)) is not None:
-                    incoming.accepted(message)
+                incoming.accepted(message)
             case Refuse():
-                if (incoming := self._find(link, message.transfer)) is not None:
-                    incoming.refused(message)
+                incoming.refused(message)
             case Want():
-                if (incoming := self._find(link, message.transfer)) is not None:
-                    incoming.wanted(message)
-            case _:
-                pass
-
-    def _result(self, link: Link, message: KvAgentResult) -> None:
-        if (incoming := self._find(link, message.transfer)) is not None:
-            incoming.result(message)
-        else:
-            self._site.metrics.result_dropped("stale")
+                incoming.wanted(message)
+            case Sums():
+                incoming.added_up(message)
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""

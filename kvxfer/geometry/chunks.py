@@ -31,9 +31,40 @@ MOST_BLANKS: Final = 8
 """Where more places would have to be zeroed, all of a chunk is: each costs a call."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Banded:
+    """Cells of a grid with bands of several windows: see `ChunkGrid`.
+
+    Attributes:
+        windows: How many there are.
+        runs: Runs of layers.
+        band: Windows in a band.
+        first: The number of the first window, counted from the first token of all.
+    """
+
+    windows: int
+    runs: int
+    band: int
+    first: int
+
+    def __getitem__(self, chunk: int) -> int:
+        lead = min(self.windows, self.band - self.first % self.band)
+        begin, size, at = 0, lead, chunk
+        if chunk >= lead * self.runs:
+            bands, at = divmod(chunk - lead * self.runs, self.band * self.runs)
+            begin = lead + bands * self.band
+            size = min(self.band, self.windows - begin)
+        run, window = divmod(at, size)
+        return (begin + window) * self.runs + run
+
+
 @dataclass(frozen=True)
 class ChunkGrid:
-    """How a transfer is cut: windows of tokens x runs of layers, numbered window by window.
+    """How a transfer is cut: windows of tokens x runs of layers.
+
+    Chunks go in the order of their numbers: band by band of windows, in a band run by run, and of a run window by
+    window. So bands of one window are for a request that grows by tokens, and one band of all windows is for layers
+    that are computed one after the other.
 
     Attributes:
         layers: All selected layers, ascending.
@@ -42,10 +73,12 @@ class ChunkGrid:
         start: First token of the transfer.
         stop: One past its last token. Where it is `start` too, no token is missing at the destination; the grid then
             is one window at the last token, to which state belongs.
+        band: Windows in a band; bands begin at multiples of it, as windows do.
         first: The token at which the first window begins, if not before.
         windows: Token windows.
         layer_runs: Runs of layers in each window.
         chunks: How many there are.
+        cells: By chunk, where it is in the table of windows (rows) and runs, counted row by row.
     """
 
     layers: tuple[int, ...]
@@ -53,13 +86,16 @@ class ChunkGrid:
     tokens_per_chunk: int
     start: int
     stop: int
+    band: int = 1
     first: int = field(init=False, repr=False, compare=False)
     windows: int = field(init=False, repr=False, compare=False)
     layer_runs: int = field(init=False, repr=False, compare=False)
     chunks: int = field(init=False, repr=False, compare=False)
+    cells: "range | _Banded" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.layers_per_chunk < 1 or self.tokens_per_chunk < 1 or not self.layers or not 0 < self.stop >= self.start:
+        steps = min(self.layers_per_chunk, self.tokens_per_chunk, self.band)
+        if steps < 1 or not self.layers or not 0 < self.stop >= self.start:
             raise GeometryError(f"a chunk grid needs layers, tokens and positive steps, not {self}")
         first, step, note = min(self.start, self.stop - 1), self.tokens_per_chunk, object.__setattr__
         windows, runs = (self.stop - 1) // step - first // step + 1, -(-len(self.layers) // self.layers_per_chunk)
@@ -67,6 +103,8 @@ class ChunkGrid:
         note(self, "windows", windows)
         note(self, "layer_runs", runs)
         note(self, "chunks", windows * runs)
+        row_by_row = self.band == 1 or runs == 1 or windows == 1
+        note(self, "cells", range(windows * runs) if row_by_row else _Banded(windows, runs, self.band, first // step))
 
     @lazy
     def runs(self) -> Sequence[tuple[int, ...]]:
@@ -89,9 +127,9 @@ class ChunkGrid:
         Raises:
             IndexError: If there is no such chunk.
         """
-        window, run = divmod(chunk, self.layer_runs)
-        if not 0 <= window < self.windows:
+        if not 0 <= chunk < self.chunks:
             raise IndexError(f"chunk {chunk} is outside 0..{self.chunks - 1}")
+        window, run = divmod(self.cells[chunk], self.layer_runs)
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
         return self.runs[run], max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 

@@ -1,6 +1,7 @@
 """One reserved run of arena bytes and the states that it may pass through, as a table.
 
     FREE -> RESERVED -> WRITING -> SCATTERING -> FREE
+    SCATTERING                     -> WRITING       our copy has ended, and the next chunk is granted there
     RESERVED, WRITING              -> FREE          a terminal result proves that nothing was or will be written
     RESERVED, WRITING, SCATTERING  -> QUARANTINED   somebody may still touch the bytes
     QUARANTINED                    -> FREE          there is evidence that nobody can
@@ -46,7 +47,7 @@ TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyT
         ExtentState.FREE: frozenset({ExtentState.RESERVED}),
         ExtentState.RESERVED: frozenset({ExtentState.WRITING, ExtentState.QUARANTINED, ExtentState.FREE}),
         ExtentState.WRITING: frozenset({ExtentState.SCATTERING, ExtentState.QUARANTINED, ExtentState.FREE}),
-        ExtentState.SCATTERING: frozenset({ExtentState.QUARANTINED, ExtentState.FREE}),
+        ExtentState.SCATTERING: frozenset({ExtentState.WRITING, ExtentState.QUARANTINED, ExtentState.FREE}),
         ExtentState.QUARANTINED: frozenset({ExtentState.FREE}),
     }
 )

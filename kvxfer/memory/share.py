@@ -236,10 +236,12 @@ class Share:
     # --- the life of an extent
 
     def write(self, extent: Extent) -> None:
-        """RESERVED -> WRITING: call it before anybody is told the address.
+        """RESERVED or SCATTERING -> WRITING: call it before anybody is told the address, or that it is free again.
+
+        The caller vouches that what was scattered from there has been.
 
         Raises:
-            InvariantError: the extent is stale, of another share, or not RESERVED.
+            InvariantError: the extent is stale, of another share, or in another state.
         """
         self._move(extent, ExtentState.WRITING)
 

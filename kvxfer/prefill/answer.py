@@ -1,6 +1,6 @@
 """What the prefill rank answers a fetch: plan, route and grid, and the `Accept` that says so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -9,7 +9,7 @@ from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Offer
 from kvxfer.planning import IN_PLACE, LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
-from kvxfer.protocol.messages import FOREVER_MS, Accept, Fetch, Route
+from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never
 from kvxfer.site import Site
@@ -136,6 +136,7 @@ def answer(
         pieces=bound.pieces,
         predicted_us=min(FOREVER_MS, int(predicted * 1e6)),
         fenced=fenced,
+        windows_per_band=grid.band,
     )
     return Answer(bound, choice, message, predicted / site.estimates.factor(incarnation, route))
 
@@ -163,14 +164,20 @@ def _grid(site: Site, fetch: Fetch, offer: Draft, route: Route, plan: TransferPl
     target, limit = _chunk_sizes(site, fetch, route, plan)
     if not offer.finished:
         target = min(target, max(_SMALLEST_STREAMED_CHUNK, nbytes // 8))
-    return fit_grid(
+    step = _streamed_tokens(offer, plan, nbytes)
+    grid = fit_grid(
         plan,
         target_bytes=target,
         limit_bytes=limit,
         layers_per_chunk=1 if offer.by_layer else None,
-        tokens_per_chunk=_streamed_tokens(offer, plan, nbytes),
+        tokens_per_chunk=step,
         listed=route in LISTED,
     )
+    if offer.prompt or grid.layer_runs == 1:
+        return grid
+    # chunks go in their order: all windows of a layer before the next one, of the tokens that are computed together
+    together = -(-(plan.tokens.stop if step is None else step) // grid.tokens_per_chunk)
+    return replace(grid, band=min(MAX_CHUNKS, together))
 
 
 def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:

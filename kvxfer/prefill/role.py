@@ -20,7 +20,6 @@ from kvxfer.protocol.messages import (
     KvAgentResult,
     Landed,
     Message,
-    Probe,
     Refuse,
     Release,
     Reserve,
@@ -37,7 +36,6 @@ __all__ = ["Prefill"]
 
 _log: Final = logger("kvxfer.send")
 _CANCELLED: Final = "cancelled by the decode rank"
-_NOT_WRITTEN: Final = Failure(Status.CANCELLED, Code.TOO_MANY, "nothing is written there")
 _AT_ONCE: Final = 2
 """Transfers that begin in one turn of the loop: to plan one takes some tenths of a millisecond."""
 _POSTED: Final = frozenset({Route.STAGED, Route.DIRECT})
@@ -101,8 +99,6 @@ class Prefill:
                 self.release(link, message)
             case Check():
                 self.check(link, message)
-            case Probe():  # of the past: nothing is written there
-                link.send(_terminal(message.transfer, _NOT_WRITTEN))
             case _:
                 pass
 

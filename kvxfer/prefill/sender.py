@@ -11,7 +11,7 @@ transfer is stopped, and wake `run`, which looks at how things stand.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -19,7 +19,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate, Post, join
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate, Post, has_fired, join
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
@@ -35,13 +35,13 @@ from kvxfer.prefill.answer import Answer, Draft, answer
 from kvxfer.protocol.messages import (
     FOREVER_MS,
     Fetch,
-    Grant,
     Landed,
     Message,
     Reserve,
     Route,
     Span,
     Status,
+    Sums,
     Timings,
     Want,
 )
@@ -146,17 +146,16 @@ class Sender:
         self._answer: Answer | None = None
         self._prompt = False  # nothing of it is waited for, as of `Draft`
         self._said: BlockLists = {}  # source blocks that the decode rank was told of
-        self._remaining: list[int] = []  # chunks that were not announced yet
-        self._ungranted = 0  # chunks that are not granted yet
-        self._granted: deque[tuple[Grant, _Terms]] = deque()  # those that `run` has not looked at yet
+        self._granted: deque[tuple[int, _Terms]] = deque()  # chunks that `run` has not looked at yet
         self._unshipped: dict[int, Callback] = {}  # chunks granted, and not the mover's yet; ends what they wait for
         self._shipping: dict[int, Copy] = {}  # chunks that the mover has
         self._unsure: dict[int, _Unsure] = {}  # chunks in doubt
         self._summing = 0  # chunks that are being added up
-        self._announcing: dict[int, Copy] = {}  # `pull`: chunks that will be announced when their events have fired
+        self._told = False  # whether the decode rank was told in this turn of something that has arrived
         self._chunk_bytes = 1  # about so many, once there is a plan
-        self._closed: Final[set[asyncio.Future[None]]] = set()  # `pull`: what waits until the agent was made anew
-        self._readable = 0  # `pull`: chunks announced and not yet read
+        self._fired = 0  # `pull`: of the first so many chunks it is known that their events have
+        self._firing: Copy | None = None  # `pull`: what waits for those of the next one
+        self._waits_for_agent = False  # `pull`
         self._exposure: Exposure | None = None  # `pull`
         self._stopped_at: Step | None = None
         self._unwant: Callback = no_hold
@@ -189,7 +188,7 @@ class Sender:
             self._accept(draft, made)
         while machine.state is SendState.MOVING and (bound := self._bound) is not None:
             if self._granted:
-                await self._ship(bound, self._granted.popleft())
+                await self._ship(bound, *self._granted.popleft())
             elif offer.finished and offer.tokens < stop:
                 self._outside(offer)
             elif bound.plan.pair.has_state and offer.tokens > stop:
@@ -199,7 +198,7 @@ class Sender:
                 self._bound = await site.plan(partial(bound.grown, offer.spans, offer.tokens), rows=bound.rows)
             else:
                 self._announce(bound, offer)
-                if offer.finished and not self._ungranted:
+                if offer.finished and machine.granted == machine.chunks:
                     return  # the rest is in the mover's hands
                 await self._wait()
 
@@ -243,7 +242,7 @@ class Sender:
         """Say that what `Fetch` grants is not used, if it must wait: the decode rank shall not have to fear for it."""
         if self._ahead:
             self._ahead = False
-            self.link.send(Want(self.machine.transfer, b""))
+            self.link.send(Want(self.machine.transfer, 0))
 
     def _rows(self, draft: Draft) -> int:
         """As many table rows as take the time of the plan."""
@@ -261,7 +260,6 @@ class Sender:
         if message.ahead and site.now() >= self._ahead_until:  # planning, or compiling before, took too long
             message = replace(message, ahead=False, spans=encode_spans(draft.spans, made.bound.plan.pair.groups))
         self._said = draft.spans
-        self._remaining = [] if message.ahead else list(range(message.chunks))
         tally = self.tally
         tally.chunks, tally.pieces, tally.predicted = message.chunks, made.bound.pieces, message.predicted_us / 1e6
         if self._prompt:
@@ -274,34 +272,25 @@ class Sender:
             self._exposure = Exposure(site, self.link, self.name, self.unread_at_last, {Route.PULL})
         else:  # for all chunks: the peer may be lost while one of them is under way
             self._way = (site.mappings if choice.route is Route.MAPPED else site.lanes).hold(self.peer)
-        self._ungranted, self._chunk_bytes = message.chunks, max(1, message.bytes // max(1, message.chunks))
+        self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         self._say(machine.accept(message))
         if message.ahead:
-            grants = [Grant(chunk, fetch.staging_address, fetch.staging_bytes) for chunk in range(message.chunks)]
-            self._take(grants, self._ahead_until, fetch.generation)
+            self._take(range(message.chunks), self._ahead_until, fetch.generation)
 
     def _announce(self, bound: Bound, offer: Offer) -> None:
         """Tell the decode rank which chunks may go now."""
-        machine, remaining = self.machine, self._remaining
-        if remaining:
-            most = len(remaining)
-            if machine.route is Route.PULL:
-                # a lease runs from the announcement on: no more is announced than the other side may soon begin to read
-                ahead = max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes))
-                most = max(0, ahead - self._readable)
-            if not offer.finished or bound.plan.covered < bound.plan.tokens.stop:
-                remaining = [chunk for chunk in remaining if self._is_ready(bound, offer, chunk)]
-            ready = remaining[:most]
-            if ready:
-                gone = set(ready)
-                self._remaining = [chunk for chunk in self._remaining if chunk not in gone]
-                if machine.route is not Route.PULL:
-                    self._want(ready)
-                else:
-                    self._readable += len(ready)
-                    at_once = self._prompt and not self.site.rebuilds.paused
-                    for chunk in ready:
-                        self._readable_now(chunk) if at_once else self._spawn(self._readable_later, chunk)
+        machine = self.machine
+        ready, most = machine.ready, machine.chunks
+        if machine.route is Route.PULL:
+            # a lease runs from the announcement on: no more is announced than the other side may soon begin to read
+            most = min(most, machine.granted + max(2, min(_PULL_AHEAD, _PULL_AHEAD_BYTES // self._chunk_bytes)))
+        if offer.finished and bound.plan.covered >= bound.plan.tokens.stop:
+            ready = max(ready, most)
+        else:
+            while ready < most and self._is_ready(bound, offer, ready):
+                ready += 1
+        if ready > machine.ready:
+            self._want(ready) if machine.route is not Route.PULL else self._let_read(ready)
         if offer.finished:
             self._say(machine.finish_offer(offer.payload))
 
@@ -311,8 +300,8 @@ class Sender:
         known = stop <= bound.plan.covered
         return known and (offer.finished or offer.readiness.events(layers, start, stop) is not None)
 
-    def _want(self, chunks: Sequence[int], lease_ms: int = 0) -> None:
-        """Announce chunks, and before them the blocks that they are in."""
+    def _want(self, ready: int, lease_ms: int = 0) -> None:
+        """Announce chunks, the first so many, and before them the blocks that they are in."""
         offer, bound = self.offer, self._bound
         if offer is not None and bound is not None and self.machine.state is SendState.MOVING:
             news: list[Span] = []
@@ -320,31 +309,39 @@ class Sender:
                 news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
                 self._said = offer.spans
             generation = self._exposure.grant(mapped=False) if self._exposure is not None else 0
-            self._say(self.machine.ready(chunks, lease_ms, news, generation))
+            self._say(self.machine.announce(ready, lease_ms, news, generation))
 
-    def _readable_now(self, chunk: int) -> None:
-        self._want([chunk], self.site.lease_ms(self._readable * self._chunk_bytes))
-
-    async def _readable_later(self, chunk: int) -> None:
-        """Route `pull`: announce a chunk when its events have fired, and not before: the peer may read at once."""
-        site, fired = self.site, self.site.loop.create_future()
-        if self.machine.state is not SendState.MOVING:
+    def _let_read(self, ready: int) -> None:
+        """Route `pull`: announce chunks whose events have fired, and not before: the peer may read at once."""
+        site, machine = self.site, self.machine
+        if site.rebuilds.paused:
+            if not self._waits_for_agent:
+                self._waits_for_agent = True
+                site.rebuilds.when_open(self._agent_is_there)
             return
-        job = CopyJob(NOTHING, partial(resolve, fired), self._events(chunk), owner=self.name)
-        self._announcing[chunk] = site.mover.submit(job, Direction.GATHER)
-        outcome: CopyOutcome = await fired
-        del self._announcing[chunk]
+        fired = max(self._fired, machine.ready)
+        while fired < ready and (self._prompt or has_fired(self._events(fired))):
+            fired += 1
+        self._fired = fired
+        if fired > machine.ready:
+            self._want(fired, site.lease_ms((fired - machine.granted) * self._chunk_bytes))
+        if fired < ready and self._firing is None:
+            job = CopyJob(NOTHING, partial(self._has_fired, fired), self._events(fired), owner=self.name)
+            self._firing = site.mover.submit(job, Direction.GATHER)
+
+    def _has_fired(self, chunk: int, outcome: CopyOutcome) -> None:
+        """The events of a chunk have."""
+        self._firing = None
         if outcome.error is not None:
-            raise outcome.error
-        if outcome.stopped:
-            return
-        while site.rebuilds.paused and self.machine.state is SendState.MOVING:  # again and again
-            opened = site.loop.create_future()
-            self._closed.add(opened)
-            site.rebuilds.when_open(partial(resolve, opened, None))
-            await opened
-            self._closed.discard(opened)
-        self._readable_now(chunk)
+            self._deny(outcome.error.code, str(outcome.error))
+        elif not outcome.stopped:
+            self._fired = chunk + 1
+            self._wake()
+
+    def _agent_is_there(self) -> None:
+        """It was made anew."""
+        self._waits_for_agent = False
+        self._wake()
 
     def _events(self, chunk: int) -> Event:
         """When a chunk may be read."""
@@ -354,20 +351,17 @@ class Sender:
 
     # --- a chunk, from its grant to its result
 
-    def _take(self, grants: Sequence[Grant], until: float, generation: int) -> None:
+    def _take(self, chunks: range, until: float, generation: int) -> None:
         """Chunks may be moved: `run` does it."""
         self.renewals = self.link.renewals
         terms = _Terms(self.site.now(), until, generation, self.renewals)
-        self._ungranted -= len(grants)
-        for grant in grants:
-            self._unshipped[grant.chunk] = no_hold
-            self._granted.append((grant, terms))
+        for chunk in chunks:
+            self._unshipped[chunk] = no_hold
+            self._granted.append((chunk, terms))
 
-    async def _ship(self, bound: Bound, granted: tuple[Grant, _Terms]) -> None:
+    async def _ship(self, bound: Bound, chunk: int, terms: _Terms) -> None:
         """Hand a chunk to the mover, as soon as there is all that it takes."""
-        (grant, terms), site, peer = granted, self.site, self.peer
-        chunk, route = grant.chunk, self.machine.route
-        rows = bound.part_rows
+        site, peer, route, rows = self.site, self.peer, self.machine.route, bound.part_rows
         part = await site.plan(partial(bound.part, chunk), rows=rows) if rows else bound.part(chunk)
         if chunk not in self._unshipped:  # it was stopped
             return
@@ -390,19 +384,16 @@ class Sender:
                 remote = block_pieces(site.plans.geometry(peer), pieces.dst, pieces.nbytes)
                 self._submit(part, terms, NOTHING, post=self._post(lane, chunk, local, remote))
             else:
-                if not peer.body.staging or grant.length < part.staged_bytes:
-                    raise ProtocolError(f"{grant.length} bytes were granted for a chunk of {part.staged_bytes}")
-                extent = site.send_desk.take(peer.account, part.staged_bytes)
+                place = self.machine.place(chunk)
+                if not peer.body.staging or place.length < part.staged_bytes:
+                    raise ProtocolError(f"{place.length} bytes were granted for a chunk of {part.staged_bytes}")
+                extent = site.send_desk.take(peer.account, part.staged_bytes) or await self._room(part)
                 if extent is not None:
-                    self._gather(part, terms, grant, lane, extent)
-                else:
-                    self._spawn(self._gather_later, part, terms, grant, lane)  # others may need less
+                    self._gather(part, terms, place.address, lane, extent)
 
-    async def _gather_later(self, part: Part, terms: _Terms, grant: Grant, lane: str) -> None:
-        """Wait for staging memory to gather a chunk into."""
+    async def _room(self, part: Part) -> Extent | None:
+        """Wait for staging memory to gather a chunk into; None if it was stopped."""
         desk, chunk = self.site.send_desk, part.number
-        if chunk not in self._unshipped:
-            return
         admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
         lease = self.site.config.grant_lease
         request = desk.ask(self.peer.account, part.staged_bytes, lease, partial(resolve, admitted))
@@ -418,20 +409,20 @@ class Sender:
 
         self._unshipped[chunk] = forgo
         extent = await admitted
-        if chunk in self._unshipped:  # else `forgo` was called
-            self._unshipped[chunk] = no_hold
-            if isinstance(extent, KvxferError):
-                raise extent
-            if extent is not None:
-                self._gather(part, terms, grant, lane, extent)
+        if chunk not in self._unshipped:  # `forgo` was called
+            return None
+        self._unshipped[chunk] = no_hold
+        if isinstance(extent, KvxferError):
+            raise extent
+        return extent
 
-    def _gather(self, part: Part, terms: _Terms, grant: Grant, lane: str, extent: Extent) -> None:
+    def _gather(self, part: Part, terms: _Terms, address: int, lane: str, extent: Extent) -> None:
         """Copy a chunk into staging memory here, and write it from there into staging memory of the peer."""
         site, nbytes = self.site, part.staged_bytes
         try:
             site.send_desk.share.write(extent)
             local = staging_pieces(site.arena, extent.address, nbytes)
-            remote = staging_pieces(self.peer.body.staging[0], grant.address, nbytes)
+            remote = staging_pieces(self.peer.body.staging[0], address, nbytes)
             post = self._post(lane, part.number, local, remote)
             self._submit(part, terms, part.gather(extent.address), post=post, extent=extent)
         except BaseException:
@@ -535,7 +526,7 @@ class Sender:
         nbytes, machine = part.bytes, self.machine
         wanted = self._sums_every and selected(machine.transfer, chunk, self._sums_every)
         if not nbytes or not wanted or machine.state is not SendState.MOVING:
-            self._say(machine.moved(chunk, nbytes, timings))
+            self._moved(chunk, nbytes, timings)
             return
 
         def summed(outcome: CopyOutcome) -> None:
@@ -543,7 +534,7 @@ class Sender:
             if outcome.error is not None:
                 self._not_summed(chunk, outcome.error)
             else:
-                self._say(machine.moved(chunk, nbytes, timings, outcome.sums))
+                self._moved(chunk, nbytes, timings, outcome.sums)
 
         try:
             job = CopyJob(NOTHING, summed, nbytes=nbytes, owner=self.name, sums=SumPlan.at_source(part.plan))
@@ -551,6 +542,21 @@ class Sender:
             self._summing += 1
         except KvxferError as error:
             self._not_summed(chunk, error)
+
+    def _moved(self, chunk: int, nbytes: int, timings: Timings, sums: bytes = b"") -> None:
+        """A chunk has arrived. The decode rank is told at once, and once more of all that follow in this turn."""
+        machine = self.machine
+        if sums:
+            self.link.send(Sums(machine.transfer, chunk, sums))
+        self._say(machine.moved(chunk, nbytes, timings))
+        if machine.state is SendState.MOVING and not self._told:
+            self._told = True
+            self._say(machine.news())
+            self.site.loop.call_soon(self._tell_the_rest)
+
+    def _tell_the_rest(self) -> None:
+        self._told = False
+        self._say(self.machine.news())
 
     def _not_summed(self, chunk: int, error: KvxferError) -> None:
         """It has arrived, but nobody would know whether as it should."""
@@ -561,8 +567,8 @@ class Sender:
 
     def reserve(self, message: Reserve) -> None:
         """It granted memory."""
-        if grants := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
-            self._take(grants, self.site.now() + message.lease_ms / 1000, message.generation)
+        if chunks := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
+            self._take(chunks, self.site.now() + message.lease_ms / 1000, message.generation)
             self._wake()
 
     def landed(self, message: Landed) -> None:
@@ -571,7 +577,6 @@ class Sender:
             if self._bound is not None:
                 part = self._bound.part(chunk)
                 self.tally.bytes += part.bytes
-                self._readable -= 1
                 self._confirm(chunk, part, _UNTIMED)
         self._wake()
 
@@ -617,10 +622,8 @@ class Sender:
         for chunk, forgo in unshipped.items():
             forgo()
             messages += machine.dropped(chunk)
-        for copy in (*self._shipping.values(), *self._announcing.values()):
+        for copy in (*self._shipping.values(), *([] if self._firing is None else [self._firing])):
             site.mover.cancel(copy)
-        for opened in self._closed:
-            resolve(opened, None)
         if machine.state is SendState.STOPPING and self._revoke is None:
             self._revoke = site.at(site.now() + site.config.revoke_timeout, self._unanswered)
             if self._exposure is not None and machine.being_read:
@@ -798,7 +801,7 @@ class Sender:
                 elapsed=stats.duration,
                 route=stats.route,
                 bytes=stats.bytes,
-                chunks_done=machine.chunks_done,
+                chunks_done=machine.arrived,
                 chunks=machine.chunks,
                 code=failure.code,
                 reason=failure.reason,

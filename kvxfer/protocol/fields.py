@@ -85,7 +85,6 @@ class Capability(IntFlag):
     MAPPED = 1 << 3
     STREAMING = 1 << 4
     CONVERT = 1 << 5
-    PROBE = 1 << 6
     SUMS = 1 << 7
     GATES = 1 << 8
     RENEWED = 1 << 9

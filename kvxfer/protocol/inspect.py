@@ -1,8 +1,8 @@
 """Frames as text, for people: what `kvxfer inspect` prints.
 
-    frame 0 at byte 0: 21 bytes, tag 9 WANT
+    frame 0 at byte 0: 4 bytes, tag 9 WANT
       transfer          7
-      chunks            0-3, 8 (5)
+      chunks            5
       lease_ms          0 ms (absent, default)
 
 Secrets are never shown whole: of MACs, proofs, nonces and payloads a line gives the length and at most two bytes.
@@ -30,7 +30,7 @@ _SHOWN_RANGES: Final = 8
 _SHOWN_ITEMS: Final = 64
 _WIDTH: Final = 18
 _SECRET: Final = frozenset({"mac", "proof", "same", "nonce", "payload", "metadata"})
-_PACKED: Final = frozenset({"ids", "layers", "chunks"})
+_PACKED: Final = frozenset({"ids", "layers"})
 _ADDRESSES: Final = frozenset({"address", "base"})
 _UNITS: Final = {"_ms": "ms", "_us": "us", "_bytes": "bytes"}
 _BYTE_COUNTS: Final = frozenset({"bytes", "length"})

@@ -47,6 +47,7 @@ __all__ = [
     "Accept",
     "Agent",
     "AgentBody",
+    "Arrived",
     "Cancel",
     "Capability",
     "Check",
@@ -61,7 +62,6 @@ __all__ = [
     "MemorySpan",
     "Message",
     "Ping",
-    "Probe",
     "Refuse",
     "Release",
     "Renewed",
@@ -78,9 +78,9 @@ __all__ = [
     "Welcome",
 ]
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 """The protocol version that this package speaks best."""
-WIRE_MIN: Final = 1
+WIRE_MIN: Final = 2
 """The oldest one it still speaks."""
 WHOLE: Final = 0xFFFF_FFFF
 """Chunk number that stands for the transfer as a whole in `KvAgentResult`."""
@@ -93,8 +93,8 @@ MAX_CHUNKS: Final = 1 << 20
 """Most chunks of one transfer, so that a peer's number never decides how much memory a table of them takes."""
 MAX_TICKETS: Final = 4096
 """Most tickets in one `Claim`; who has more sends more frames."""
-MAX_GRANTS: Final = 65_536
-"""Most grants in one `Reserve`."""
+MAX_GRANTS: Final = 1024
+"""Most places in the ring of one `Reserve`."""
 MAX_SELECTIONS: Final = 4096
 """Most selections in one `Fetch`."""
 MAX_SPANS: Final = 1024
@@ -145,9 +145,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Memory for one chunk. Address and length are 0 on routes that write blocks in place."""
+    """Staging memory for a chunk, and then for another one: a place in the ring of a transfer."""
 
-    chunk: U32
     address: U64
     length: U64
 
@@ -329,6 +328,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, tag=7):
     pieces: U64 = 0
     predicted_us: U32 = 0
     fenced: bool = False
+    windows_per_band: U32 = 1
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -341,45 +341,41 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """These chunks are ready to go. On `pull` they may be read until `lease_ms` after the frame arrived.
+    """The first so many chunks are ready to go. On `pull` those that are new may be read for `lease_ms`.
 
     The ids in `spans` follow those of `Accept` and of earlier frames: the offer's block lists have grown. One without
     chunks before `Accept` says that the fetch waits for its offer, and what it granted ahead is void.
     """
 
     transfer: U64
-    chunks: Ids
+    chunks: Chunks
     lease_ms: U32 = 0
     spans: Spans = []
     generation: U64 = 0
 
-    def __post_init__(self) -> None:
-        if len(self.chunks) % 4:
-            raise torn(self.chunks)
-
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The grant: these chunks may be written, to begin within `lease_ms` after the frame arrived."""
+    """The grant: the first so many chunks may be written; those that are new, to begin within `lease_ms`.
+
+    On `staged` the chunks from the first new one on take turns in `ring`; an empty one is that of the grant before.
+    """
 
     transfer: U64
-    grants: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)]
+    chunks: Chunks
     lease_ms: U32
     generation: U64 = 0
+    ring: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)] = []
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """`pull` only: these chunks have been read."""
+    """`pull` only: the first so many chunks have been read."""
 
     transfer: U64
-    chunks: Ids
-
-    def __post_init__(self) -> None:
-        if len(self.chunks) % 4:
-            raise torn(self.chunks)
+    chunks: Chunks
 
 
 class KvAgentResult(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Outcome of one chunk, or of the transfer as a whole (`chunk == WHOLE`); registry name KV_AGENT_RESULT.
+    """Outcome of the transfer as a whole (`chunk == WHOLE`), or why it will fail; registry name KV_AGENT_RESULT.
 
     With `chunk == WHOLE` and any status but `IN_DOUBT` it also promises that no write of this transfer is posted and
     none will be.
@@ -418,15 +414,15 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=15):
     reason: Reason = ""
 
 
-class Probe(msgspec.Struct, frozen=True, array_like=True, tag=129):
-    """Lends staging memory of this side, so that it sees who moves what is written there (PROTOCOL.md section 5.7)."""
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """The first so many chunks have arrived (on `pull`: were readable and unchanged while they were read).
+
+    `timings` are those of the chunks that are new.
+    """
 
     transfer: U64
-    address: U64
-    bytes: U64
-    lease_ms: U32
-    generation: U64 = 0
-    nonce: Hash = b""
+    chunks: Chunks
+    timings: Timings = Timings()
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag=130):
@@ -436,7 +432,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True, tag=130):
 
 
 class Sums(msgspec.Struct, frozen=True, array_like=True, tag=131):
-    """What a chunk adds up to at the prefill rank (PROTOCOL.md section 6.7). Comes before the result that says `OK`."""
+    """What a chunk adds up to at the prefill rank (PROTOCOL.md section 6.7), said before it is said to have arrived."""
 
     transfer: U64
     chunk: U32
@@ -469,14 +465,14 @@ Message: TypeAlias = (
     | Want
     | Reserve
     | Landed
+    | Arrived
     | KvAgentResult
     | Cancel
     | Release
     | Goodbye
-    | Probe
     | Check
     | Sums
     | Abandon
     | Renewed
 )
-"""Every message of version 1."""
+"""Every message of version 2."""

@@ -1,7 +1,8 @@
 """The decode side of one transfer with one prefill rank, sans-I/O (PROTOCOL.md section 5).
 
 Messages and news go in; messages to send and work for the shell come out. What the machine knows about memory is which
-chunks are granted: those may be written by the peer, and only a result takes a chunk out of its hands.
+chunks are granted: those may be written by the peer, and only its word that they have arrived, or a terminal result,
+takes them out of its hands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from kvxfer.protocol.messages import (
     WHOLE,
     Abandon,
     Accept,
+    Arrived,
     Cancel,
     Grant,
     KvAgentResult,
@@ -24,7 +26,6 @@ from kvxfer.protocol.messages import (
     Status,
     Want,
 )
-from kvxfer.protocol.packing import pack_u32, unpack_u32
 from kvxfer.protocol.sending import Failure
 
 __all__ = ["RECEIVE_TRANSITIONS", "ReceiveState", "Receiving"]
@@ -60,20 +61,12 @@ RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
 """Legal events of `ReceiveState`. DONE and STOPPED are final."""
 
 
-class _Chunk(StrEnum):
-    OPEN = "open"
-    WANTED = "wanted"
-    READING = "reading"  # route pull: we read it; only then may the peer confirm it
-    GRANTED = "granted"
-    LANDED = "landed"
-    DONE = "done"
-
-
-_THERE: Final = frozenset({_Chunk.LANDED, _Chunk.DONE})
-
-
 class Receiving:
     """One transfer at the decode rank.
+
+    Chunks go in their order, so how it stands is told by counts: of so many, from the first on, the peer said that they
+    are ready; so many were granted to it (`pull`: have been read, and it is to confirm that they were unchanged); so
+    many have arrived; so many are where they belong.
 
     Args:
         transfer: Its id, unique within this rank's incarnation.
@@ -88,7 +81,13 @@ class Receiving:
         ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
         failure: Why it does not succeed, once that is known.
         payload: The offer's payload, once the last result is in.
-        stale: Results that were dropped because nothing waited for them.
+        stale: Frames that were dropped because nothing waited for them.
+        chunks: Chunks that the peer has cut it into; 0 before it was accepted.
+        ready: The first so many are ready.
+        reading: Of the first so many a read was begun (`pull`).
+        granted: The first so many are, or were, in the peer's hands.
+        arrived: The first so many have arrived.
+        chunks_done: The first so many are where they belong.
     """
 
     def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
@@ -100,48 +99,27 @@ class Receiving:
         self.failure: Failure | None = None
         self.payload = b""
         self.stale = 0
-        self._chunks: list[_Chunk] = []
-        self._done = 0
+        self.chunks = self.ready = self.reading = self.granted = self.arrived = self.chunks_done = 0
         self._accepted = False
         self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that the peer has cut it into; 0 before it was accepted."""
-        return len(self._chunks)
-
-    @property
-    def chunks_done(self) -> int:
-        """Chunks that are where they belong."""
-        return self._done
 
     @property
     def step(self) -> Step:
         """What it waits for, or waited for when it ended."""
         if not self._accepted:
             return Step.ASKING
-        if _Chunk.GRANTED in self._chunks or _Chunk.READING in self._chunks:
+        if self.arrived < max(self.granted, self.reading):
             return Step.MOVING
-        if _Chunk.LANDED in self._chunks:
+        if self.chunks_done < self.arrived:
             return Step.SCATTERING
-        if _Chunk.WANTED in self._chunks:
+        if self.granted < self.ready:
             return Step.RESERVING
-        return Step.WAITING if _Chunk.OPEN in self._chunks else Step.ENDING
-
-    @property
-    def granted(self) -> list[int]:
-        """Chunks in the peer's hands: it may write them, or (`pull`) is to confirm that they were read unchanged."""
-        return [chunk for chunk, state in enumerate(self._chunks) if state is _Chunk.GRANTED]
+        return Step.WAITING if self.ready < self.chunks else Step.ENDING
 
     @property
     def exposed(self) -> bool:
         """Whether the peer may be writing what was granted: chunks, or all of it ahead."""
-        return self.ahead or _Chunk.GRANTED in self._chunks
-
-    @property
-    def outstanding(self) -> int:
-        """Chunks granted, being read or landed, and not yet done: what the credit window counts."""
-        return sum(state in (_Chunk.READING, _Chunk.GRANTED, _Chunk.LANDED) for state in self._chunks)
+        return self.ahead or self.arrived < self.granted
 
     def accept(self, message: Accept) -> bool:
         """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
@@ -156,7 +134,9 @@ class Receiving:
             return False
         self._event("accept")
         self._accepted = True
-        self._chunks = [_Chunk.GRANTED if message.ahead else _Chunk.OPEN] * message.chunks
+        self.chunks = message.chunks
+        if message.ahead:
+            self.ready = self.granted = message.chunks
         self.ahead = False
         return True
 
@@ -167,64 +147,88 @@ class Receiving:
             self.failure = self.failure or failure
             self._event("terminal")
 
-    def wanted(self, message: Want) -> list[int]:
+    def wanted(self, message: Want) -> range:
         """Chunks that became ready at the peer.
 
         Raises:
-            ProtocolError: If a chunk does not exist (nothing was accepted yet) or was announced before.
+            ProtocolError: If it names one that does not exist (nothing was accepted yet), or fewer than before.
         """
         if self.state not in (ReceiveState.ASKED, ReceiveState.MOVING):
-            return []  # it crossed our Cancel
-        chunks = list(unpack_u32(message.chunks))
-        self._advance(chunks, _Chunk.OPEN, _Chunk.WANTED)
+            return range(0)  # it crossed our Cancel
+        if not self.ready <= message.chunks <= self.chunks:
+            raise ProtocolError(
+                f"{message.chunks} chunks of transfer {self.transfer} are said to be ready, of {self.chunks}, after "
+                f"{self.ready}"
+            )
+        fresh, self.ready = range(self.ready, message.chunks), message.chunks
         self.ahead = False  # last: a peer that breaks the protocol has voided nothing, and may be writing
-        return chunks
+        return fresh
 
-    def grant(self, grants: Sequence[Grant], lease_ms: int, generation: int = 0) -> list[Message]:
-        """Put wanted chunks into the peer's hands; not while the transfer is being stopped."""
+    def grant(self, chunks: int, lease_ms: int, generation: int = 0, ring: Sequence[Grant] = ()) -> list[Message]:
+        """Put chunks that are ready into the peer's hands, up to this count; not while the transfer is stopped."""
         self._begin("grant")
-        self._advance([grant.chunk for grant in grants], _Chunk.WANTED, _Chunk.GRANTED)
-        return [Reserve(self.transfer, list(grants), lease_ms, generation)]
+        self._advance(self.granted, chunks, self.ready)
+        self.granted = chunks
+        return [Reserve(self.transfer, chunks, lease_ms, generation, list(ring))]
 
-    def reading(self, chunks: Sequence[int]) -> None:
-        """Route `pull`: this side begins to read wanted chunks; not while the transfer is being stopped."""
+    def read(self, chunks: int) -> None:
+        """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
         self._begin("read")
-        self._advance(chunks, _Chunk.WANTED, _Chunk.READING)
+        self._advance(self.reading, chunks, self.ready)
+        self.reading = chunks
 
-    def landed(self, chunks: Sequence[int]) -> list[Message]:
-        """Route `pull`: chunks have been read; the peer confirms them with a result."""
-        self._advance(chunks, _Chunk.READING, _Chunk.GRANTED)
-        return [Landed(self.transfer, pack_u32(chunks))]
+    def landed(self, chunks: int) -> list[Message]:
+        """Route `pull`: the first so many chunks have been read; the peer confirms them."""
+        self._advance(self.granted, chunks, self.reading)
+        self.granted = chunks
+        return [Landed(self.transfer, chunks)]
 
-    def result(self, message: KvAgentResult) -> int | None:
+    def came(self, message: Arrived) -> range:
+        """Chunks have arrived, to be scattered (and then counted by `done`).
+
+        Raises:
+            ProtocolError: If one of them was not granted.
+        """
+        if message.chunks > self.granted and self.state in (ReceiveState.ASKED, ReceiveState.MOVING):
+            raise ProtocolError(
+                f"{message.chunks} chunks of transfer {self.transfer} are said to have arrived, and "
+                f"{self.granted} were granted"
+            )
+        if self.ended or not self.arrived < message.chunks <= self.granted:
+            self.stale += 1
+            return range(0)
+        fresh, self.arrived = range(self.arrived, message.chunks), message.chunks
+        return fresh
+
+    def result(self, message: KvAgentResult) -> range:
         """A result came in.
 
         Returns:
-            The chunk that has landed, to be scattered (and then reported by `chunk_done`), or None.
+            Chunks that have arrived by it, as of `came`.
 
         Raises:
-            ProtocolError: If it reports as `OK` what was not granted, or the transfer as complete when it is not.
+            ProtocolError: If it reports the transfer as complete when it is not.
         """
-        if message.chunk == WHOLE:
-            self._whole(message)
-            return None
-        state = self._chunks[message.chunk] if message.chunk < len(self._chunks) else None
-        if message.status is not Status.OK and state in (_Chunk.WANTED, _Chunk.READING, _Chunk.GRANTED):
-            # the chunk stays granted: only the terminal result says that nothing of it is in flight
+        if message.chunk != WHOLE:
+            open_yet = self.arrived <= message.chunk < self.ready and not (self.ended or self.heard_last)
+            if message.status is not Status.OK and open_yet:
+                # what was granted stays so: only the terminal result says that nothing of it is in flight
+                self.failure = self.failure or Failure(message.status, message.code, message.reason)
+            else:
+                self.stale += 1
+        elif self.ended or self.heard_last:
+            self.stale += 1
+        elif message.status is Status.OK:
+            return self._finished(message)
+        else:
             self.failure = self.failure or Failure(message.status, message.code, message.reason)
-            return None
-        if message.status is Status.OK and state is _Chunk.GRANTED:
-            return self._landed(message)
-        if message.status is Status.OK and state not in _THERE and self.state is ReceiveState.MOVING:
-            self._expect(message.chunk, _Chunk.GRANTED)
-        self.stale += 1
-        return None
+            self._event("lost" if message.status is Status.IN_DOUBT else "terminal")
+        return range(0)
 
-    def chunk_done(self, chunk: int) -> None:
-        """A landed chunk is where it belongs, and visible."""
-        self._expect(chunk, _Chunk.LANDED)
-        self._chunks[chunk] = _Chunk.DONE
-        self._done += 1
+    def done(self, chunks: int) -> None:
+        """The first so many chunks are where they belong, and visible."""
+        self._advance(self.chunks_done, chunks, self.arrived)
+        self.chunks_done = chunks
         self._complete()
 
     def cancel(self, failure: Failure, *, reading: bool = False) -> list[Message]:
@@ -271,37 +275,20 @@ class Receiving:
         self._unsaid = [Cancel(self.transfer, code)]
         return [Abandon(self.transfer, code)] if reading else self.unread()
 
-    def _whole(self, message: KvAgentResult) -> None:
-        if self.ended or self.heard_last:
-            self.stale += 1
-        elif message.status is Status.OK:
-            self._finished(message, self._chunks)
-        elif message.status is Status.IN_DOUBT:
-            self.failure = self.failure or Failure(message.status, message.code, message.reason)
-            self._event("lost")
-        else:
-            self.failure = self.failure or Failure(message.status, message.code, message.reason)
-            self._event("terminal")
-
-    def _landed(self, message: KvAgentResult) -> int:
-        chunk = message.chunk
-        if message.last:
-            self._finished(message, [*self._chunks[:chunk], *self._chunks[chunk + 1 :]])
-        self._chunks[chunk] = _Chunk.LANDED
-        return chunk
-
-    def _finished(self, message: KvAgentResult, others: Sequence[_Chunk]) -> None:
-        """The last result of a success, which every one of the other chunks must have gone before."""
+    def _finished(self, message: KvAgentResult) -> range:
+        """The last result of a success: all that was granted has arrived, and that is all of it."""
         running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
-        if running and (self.state is ReceiveState.ASKED or not _THERE.issuperset(others)):
-            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk had landed")
+        if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
+            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk was granted")
         self.heard_last, self.payload = True, message.payload
+        fresh, self.arrived = range(self.arrived, self.granted), self.granted
         if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
             self._event("terminal")
         self._complete()
+        return fresh
 
     def _complete(self) -> None:
-        whole = self.heard_last and self._done == len(self._chunks) and self.failure is None
+        whole = self.heard_last and self.chunks_done == self.chunks and self.failure is None
         if self.state is ReceiveState.MOVING and whole:
             self._event("complete")
 
@@ -309,19 +296,10 @@ class Receiving:
         if self.state is not ReceiveState.MOVING:
             raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
 
-    def _advance(self, chunks: Sequence[int], before: _Chunk, after: _Chunk) -> None:
-        """Chunks go on by one step: all of them, or none if one of them must not."""
-        for chunk in chunks:
-            self._expect(chunk, before)
-        if len(set(chunks)) < len(chunks):
-            raise ProtocolError(f"a chunk of transfer {self.transfer} is named twice")
-        for chunk in chunks:
-            self._chunks[chunk] = after
-
-    def _expect(self, chunk: int, state: _Chunk) -> None:
-        if chunk >= len(self._chunks) or self._chunks[chunk] is not state:
-            found = self._chunks[chunk].value if chunk < len(self._chunks) else "unknown"
-            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is {found}, not {state.value}")
+    def _advance(self, before: int, chunks: int, most: int) -> None:
+        """Check that a count goes on, and not too far."""
+        if not before < chunks <= most:
+            raise ProtocolError(f"transfer {self.transfer} cannot go on from {before} to {chunks} chunks of {most}")
 
     def _event(self, event: str) -> None:
         following = RECEIVE_TRANSITIONS.get((self.state, event))

@@ -4,15 +4,17 @@ Messages and news go in; messages to send and chunks to move come out. The machi
 terminal result with any status but `IN_DOUBT` leaves only when no chunk is in the hands of the shell any more.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
+    MAX_CHUNKS,
     WHOLE,
     Accept,
+    Arrived,
     Fetch,
     Grant,
     KvAgentResult,
@@ -23,11 +25,9 @@ from kvxfer.protocol.messages import (
     Route,
     Span,
     Status,
-    Sums,
     Timings,
     Want,
 )
-from kvxfer.protocol.packing import pack_u32, unpack_u32
 
 __all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "build_result"]
 
@@ -53,15 +53,7 @@ SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
 """Legal events of `SendState`. ENDED is final."""
 
 _OVER: Final = (SendState.STOPPING, SendState.ENDED)
-
-
-class _Chunk(StrEnum):
-    WAITING = "waiting"
-    WANTED = "wanted"
-    MOVING = "moving"
-    MOVED = "moved"
-    DEAD = "dead"
-    IN_DOUBT = "in_doubt"
+_UNTIMED: Final = Timings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +94,19 @@ def build_result(
 class Sending:
     """One transfer at the prefill rank.
 
+    Chunks go in their order: some have arrived, those up to `granted` are in the shell's hands, those up to `ready`
+    were announced, and the rest was not. Within the shell's hands they may end in any order.
+
     Attributes:
         fetch: The message that began it.
         transfer: Its id, unique within the decode rank's incarnation.
         state: See `SendState`.
         route: Chosen route once accepted.
         failure: Why it stops, once it does.
+        chunks: Chunks that it is cut into; 0 before it was accepted.
+        ready: The first so many were announced.
+        granted: The first so many were put into the shell's hands (`pull`: have been read).
+        nbytes: Bytes of those that have arrived.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -116,49 +115,47 @@ class Sending:
         self.state = SendState.PARKED
         self.route = Route.UNKNOWN
         self.failure: Failure | None = None
-        self._chunks: list[_Chunk] = []
-        self._moving = 0
-        self._moved = 0
-        self._announced = 0  # route pull: chunks that the decode rank may be reading
+        self.chunks = self.ready = self.granted = self.nbytes = 0
+        self._hands: Final[set[int]] = set()  # chunks that the shell has and has not reported
+        self._doubts: Final[set[int]] = set()  # those that it has given up, and that may still move
+        self._gap = MAX_CHUNKS  # the first chunk that was dropped
+        self._said = 0  # the first so many have arrived, as the decode rank was told
+        self._timings = _UNTIMED  # of those that have arrived since
+        self._ring: Sequence[Grant] = ()
+        self._ring_at = 0  # the chunk that its first place was for
+        self._unread = False  # route pull: what was announced is not read any more
         self._payload: bytes | None = None
-        self._last_sent = False
 
     @property
     def moving(self) -> int:
         """Chunks in the hands of the shell: granted and not yet reported back."""
-        return self._moving
+        return len(self._hands)
 
     @property
-    def chunks(self) -> int:
-        """Chunks that it is cut into; 0 before it was accepted."""
-        return len(self._chunks)
-
-    @property
-    def chunks_done(self) -> int:
-        """Chunks that have arrived."""
-        return self._moved
+    def arrived(self) -> int:
+        """The first so many chunks have arrived."""
+        return min(self._gap, min(self._hands, default=self.granted))
 
     @property
     def step(self) -> Step:
         """What it waits for."""
         if self.state is SendState.PARKED:
             return Step.ASKING
-        taken = _Chunk.MOVING in self._chunks or _Chunk.IN_DOUBT in self._chunks
-        if taken or self._announced:
+        if self._hands or self._doubts or self.being_read:
             return Step.MOVING
-        if _Chunk.WANTED in self._chunks:
+        if self.granted < self.ready:
             return Step.RESERVING
-        return Step.WAITING if _Chunk.WAITING in self._chunks else Step.ENDING
+        return Step.WAITING if self.ready < self.chunks else Step.ENDING
 
     @property
     def in_doubt(self) -> bool:
         """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
-        return _Chunk.IN_DOUBT in self._chunks
+        return bool(self._doubts)
 
     @property
     def being_read(self) -> bool:
         """Route `pull`: whether the decode rank may be reading chunks, and has not said that it does no more."""
-        return self._announced > 0
+        return self.route is Route.PULL and self.granted < self.ready and not self._unread
 
     def accept(self, message: Accept) -> list[Message]:
         """The offer is there and the plan is made.
@@ -166,9 +163,11 @@ class Sending:
         With `message.ahead` every chunk is to be moved now, under the grant of `Fetch`.
         """
         self._event("accept")
-        self.route = message.route
-        self._chunks = [_Chunk.MOVING if message.ahead else _Chunk.WAITING] * message.chunks
-        self._moving = message.chunks if message.ahead else 0
+        self.route, self.chunks = message.route, message.chunks
+        if message.ahead:
+            self.ready = self.granted = self.chunks
+            self._ring = [Grant(self.fetch.staging_address, self.fetch.staging_bytes)]
+            self._hands.update(range(self.chunks))
         return [message, *self._complete()]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
@@ -177,91 +176,102 @@ class Sending:
         self.failure = Failure(Status.FAILED, code, reason, retry_after_ms)
         return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
 
-    def ready(
-        self, chunks: Iterable[int], lease_ms: int = 0, spans: Sequence[Span] = (), generation: int = 0
-    ) -> list[Message]:
-        """These chunks may go now, but those announced before. `spans` are block ids that were not said yet."""
-        if self.state is not SendState.MOVING:
+    def announce(self, ready: int, lease_ms: int = 0, spans: Sequence[Span] = (), generation: int = 0) -> list[Message]:
+        """The first so many chunks may go now. `spans` are block ids that were not said yet."""
+        if self.state is not SendState.MOVING or self._unread or (ready <= self.ready and not spans):
             return []
-        fresh = [chunk for chunk in dict.fromkeys(chunks) if self._chunks[chunk] is _Chunk.WAITING]
-        for chunk in fresh:
-            self._chunks[chunk] = _Chunk.WANTED
-        self._announced += len(fresh) if self.route is Route.PULL else 0
-        return [Want(self.transfer, pack_u32(fresh), lease_ms, list(spans), generation)] if fresh else []
+        self.ready = max(self.ready, ready)
+        return [Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
 
     def finish_offer(self, payload: bytes) -> list[Message]:
         """The offer is complete: no chunk will be added, and this is the payload."""
         self._payload = payload
         return self._complete()
 
-    def reserve(self, message: Reserve) -> list[Grant]:
-        """The decode rank granted memory; returns the chunks to move now.
+    def reserve(self, message: Reserve) -> range:
+        """The decode rank granted memory; returns the chunks to move now. `place` says where to.
 
         Raises:
-            ProtocolError: If a chunk does not exist, was not announced, or was granted before.
+            ProtocolError: If a chunk was not announced or was granted before, or there is no place for it. Nothing has
+                changed then.
         """
         if self.state in _OVER:
-            return []  # it crossed our stop; the terminal result answers it
+            return range(0)  # it crossed our stop; the terminal result answers it
         if self.route is Route.PULL:
             raise ProtocolError("Reserve is no message of the route pull")
-        self._take([grant.chunk for grant in message.grants])
-        return list(message.grants)
+        fresh = self._fresh(message.chunks)
+        if message.ring and self.route is not Route.STAGED:
+            raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
+        if message.ring and self.arrived < self.granted:
+            raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
+        if self.route is Route.STAGED and message.chunks - self.arrived > len(message.ring or self._ring):
+            raise ProtocolError(f"transfer {self.transfer} was granted more chunks at once than there are places")
+        if message.ring:
+            self._ring, self._ring_at = message.ring, self.granted
+        self.granted = message.chunks
+        self._hands.update(fresh)
+        return fresh
 
-    def landed(self, message: Landed) -> list[int]:
+    def place(self, chunk: int) -> Grant:
+        """Where in staging memory a chunk that was granted goes."""
+        return self._ring[(chunk - self._ring_at) % len(self._ring)]
+
+    def landed(self, message: Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
 
         Raises:
-            ProtocolError: If a chunk does not exist or was not announced.
+            ProtocolError: If a chunk was not announced, or was read before.
         """
         if self.state in _OVER:
-            return []
+            return range(0)
         if self.route is not Route.PULL:
             raise ProtocolError("Landed is a message of the route pull only")
-        chunks = list(unpack_u32(message.chunks))
-        self._take(chunks)
-        self._announced -= len(chunks)
-        return chunks
+        if self._unread:
+            raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
+        fresh = self._fresh(message.chunks)
+        self.granted = message.chunks
+        self._hands.update(fresh)
+        return fresh
 
     def unread(self, *, in_doubt: bool = False) -> list[Message]:
         """Route `pull`: the decode rank reads nothing any more; `in_doubt` if it is silent, and may be reading."""
-        if self._announced:
-            after = _Chunk.IN_DOUBT if in_doubt else _Chunk.DEAD
-            self._chunks = [after if chunk is _Chunk.WANTED else chunk for chunk in self._chunks]
-            self._announced = 0
+        if self.being_read:
+            self._unread = True
+            if in_doubt:
+                self._doubts.add(self.granted)
         return self._complete()
 
-    def moved(self, chunk: int, nbytes: int, timings: Timings, sums: bytes = b"") -> list[Message]:
-        """A chunk has arrived in full; `sums`, if wanted, are what it adds up to here."""
-        self._report(chunk, _Chunk.MOVED)
-        self._moved += 1
-        done = self._moved == len(self._chunks) and self._payload is not None and self.state is SendState.MOVING
-        self._last_sent = self._last_sent or done
-        payload = self._payload or b""
-        result = build_result(
-            self.transfer,
-            Status.OK,
-            chunk=chunk,
-            nbytes=nbytes,
-            last=done,
-            timings=timings,
-            payload=payload if done else b"",
-        )
-        return [*([Sums(self.transfer, chunk, sums)] if sums else []), result, *self._complete()]
+    def moved(self, chunk: int, nbytes: int, timings: Timings = _UNTIMED) -> list[Message]:
+        """A chunk has arrived in full. The decode rank is told by `news`, or with the last result."""
+        self._report(chunk)
+        self.nbytes += nbytes
+        self._timings = timings if self._timings is _UNTIMED else _added(self._timings, timings)
+        return self._complete()
+
+    def news(self) -> list[Message]:
+        """What has arrived since the decode rank was told last; for after a turn in which some did."""
+        arrived = self.arrived
+        if arrived <= self._said or self.state is not SendState.MOVING:
+            return []
+        self._said, timings, self._timings = arrived, self._timings, _UNTIMED
+        return [Arrived(self.transfer, arrived, timings)]
 
     def dropped(self, chunk: int, *, in_doubt: bool = False) -> list[Message]:
         """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight.
 
         It ends the transfer; who can say why calls `stop` before.
         """
-        self._report(chunk, _Chunk.IN_DOUBT if in_doubt else _Chunk.DEAD)
+        self._report(chunk)
+        self._gap = min(self._gap, chunk)
+        if in_doubt:
+            self._doubts.add(chunk)
         if self.state is SendState.MOVING:
             return self.stop(Failure(Status.FAILED, Code.FAILED, f"chunk {chunk} could not be moved"))
         return self._complete()
 
     def settled(self, chunk: int) -> None:
         """Nothing of a chunk that was dropped in doubt is in flight any more."""
-        self._expect(chunk, _Chunk.IN_DOUBT)
-        self._chunks[chunk] = _Chunk.DEAD
+        self._doubts.remove(chunk)
 
     def stop(self, failure: Failure) -> list[Message]:
         """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
@@ -276,57 +286,68 @@ class Sending:
         self._event("stop")
         if before is SendState.PARKED:
             return [build_result(self.transfer, failure.status, last=True, failure=failure)]
-        if before is SendState.MOVING and self._announced:
-            chunk = self._chunks.index(_Chunk.WANTED)
-            return [build_result(self.transfer, failure.status, chunk=chunk, failure=failure)]
+        if before is SendState.MOVING and self.being_read:
+            return [build_result(self.transfer, failure.status, chunk=self.granted, failure=failure)]
         return self._complete()
 
     def overdue(self) -> list[Message]:
         """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
-        if self.state is not SendState.STOPPING or _Chunk.MOVING not in self._chunks or self.failure is None:
+        if self.state is not SendState.STOPPING or not self._hands or self.failure is None:
             return []
-        chunk = self._chunks.index(_Chunk.MOVING)
-        return [build_result(self.transfer, self.failure.status, chunk=chunk, failure=self.failure)]
+        return [build_result(self.transfer, self.failure.status, chunk=min(self._hands), failure=self.failure)]
 
     def _complete(self) -> list[Message]:
         """End the transfer if nothing is left to wait for."""
-        if self._moving or self.state not in (SendState.MOVING, SendState.STOPPING):
-            return []
-        if self._announced and self.state is SendState.STOPPING:
+        if self._hands or self.state not in (SendState.MOVING, SendState.STOPPING):
             return []
         if self.state is SendState.STOPPING:
+            if self.being_read:
+                return []
             self._event("finish")
             status = Status.IN_DOUBT if self.in_doubt else (self.failure.status if self.failure else Status.FAILED)
             return [build_result(self.transfer, status, last=True, failure=self.failure)]
-        if self._moved < len(self._chunks) or self._payload is None:
+        if self.granted < self.chunks or self._payload is None:
             return []
         self._event("finish")
-        if self._last_sent:
-            return []
-        return [build_result(self.transfer, Status.OK, last=True, payload=self._payload)]
+        return [
+            build_result(
+                self.transfer,
+                Status.OK,
+                nbytes=self.nbytes,
+                last=True,
+                timings=self._timings,
+                payload=self._payload,
+            )
+        ]
 
-    def _expect(self, chunk: int, state: _Chunk) -> None:
-        if chunk >= len(self._chunks) or self._chunks[chunk] is not state:
-            found = self._chunks[chunk].value if chunk < len(self._chunks) else "unknown"
-            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is {found}, not {state.value}")
+    def _fresh(self, chunks: int) -> range:
+        """The chunks that a count adds.
 
-    def _take(self, chunks: list[int]) -> None:
-        """Chunks come into the shell's hands: all of them, or none if one of them must not."""
-        for chunk in chunks:
-            self._expect(chunk, _Chunk.WANTED)
-        if len(set(chunks)) < len(chunks):
-            raise ProtocolError(f"a chunk of transfer {self.transfer} is named twice in one message")
-        for chunk in chunks:
-            self._chunks[chunk] = _Chunk.MOVING
-        self._moving += len(chunks)
+        Raises:
+            ProtocolError: If it adds none, or one that was not announced.
+        """
+        if not self.granted < chunks <= self.ready:
+            said = f"{chunks} of {self.ready} chunks that were announced, and {self.granted} were before"
+            raise ProtocolError(f"transfer {self.transfer} was moved on to {said}")
+        return range(self.granted, chunks)
 
-    def _report(self, chunk: int, state: _Chunk) -> None:
-        self._expect(chunk, _Chunk.MOVING)
-        self._chunks[chunk] = state
-        self._moving -= 1
+    def _report(self, chunk: int) -> None:
+        if chunk not in self._hands:
+            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is not under way")
+        self._hands.remove(chunk)
 
     def _event(self, event: str) -> None:
         following = SEND_TRANSITIONS.get((self.state, event))
         if following is None:
             raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
         self.state = following
+
+
+def _added(one: Timings, other: Timings) -> Timings:
+    """What several chunks took."""
+    return Timings(
+        one.queued_us + other.queued_us,
+        one.gather_us + other.gather_us,
+        one.post_us + other.post_us,
+        one.wire_us + other.wire_us,
+    )

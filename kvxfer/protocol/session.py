@@ -41,6 +41,7 @@ from kvxfer.protocol.messages import (
     Accept,
     Agent,
     AgentBody,
+    Arrived,
     Cancel,
     Capability,
     Check,
@@ -52,7 +53,6 @@ from kvxfer.protocol.messages import (
     Landed,
     Message,
     Ping,
-    Probe,
     Refuse,
     Release,
     Renewed,
@@ -110,10 +110,8 @@ TRANSITIONS: Final[Mapping[tuple[Role, State, type[Message]], State]] = {
 """Legal messages of the handshake, received by this role in this state; see also `RECEIVED_WHEN_OPEN`."""
 
 RECEIVED_WHEN_OPEN: Final[Mapping[Role, frozenset[type[Message]]]] = {
-    Role.SERVER: frozenset(
-        {Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Probe, Check, Abandon, Renewed}
-    ),
-    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, KvAgentResult, Sums, Renewed}),
+    Role.SERVER: frozenset({Ping, Goodbye, Claim, Fetch, Reserve, Landed, Cancel, Release, Check, Abandon, Renewed}),
+    Role.CLIENT: frozenset({Ping, Goodbye, Accept, Refuse, Want, Arrived, KvAgentResult, Sums, Renewed}),
 }
 """Legal messages of an open session, by the role that receives them, in any order. `Goodbye` also ends a handshake."""
 

@@ -525,9 +525,9 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def _settle_at_once(holder: Any, *, lost: bool, settle: Any) -> None:
+def _settle_at_once(holder: Any, hands: range, *, lost: bool, settle: Any) -> None:
     del lost
-    settle(holder, lost=False)
+    settle(holder, hands, lost=False)
 
 
 def _bytes_at(extent: Any) -> Any:

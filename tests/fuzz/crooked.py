@@ -15,7 +15,7 @@ from mutation import SPOKEN, VALID, Mutator, frame, pack
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import decode
-from kvxfer.protocol.messages import Fetch, Probe, Reserve, Route
+from kvxfer.protocol.messages import Fetch, Grant, Reserve, Route
 from kvxfer.protocol.packing import unpack_u32
 from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Role
 
@@ -91,8 +91,7 @@ class CrookedWire:
     Attributes:
         said: Frames of the liar's that were passed on or made up.
         honest: It does not lie any more.
-        grants: Staging memory that they allowed to write: by its address, the length of each grant.
-        lent: Staging memory that may be written as one likes: address and length.
+        grants: Staging memory that they allowed to write: by its address, its length once for each chunk.
         blocks: Destination blocks that they named.
         in_place: Whether they allowed to write those.
     """
@@ -102,8 +101,8 @@ class CrookedWire:
         self.said = 0
         self.honest = False
         self.grants: dict[int, list[int]] = {}
-        self.lent: list[tuple[int, int]] = []
         self.blocks: set[int] = set()
+        self._rings: dict[int, tuple[list[Grant], int, int]] = {}  # of each transfer: ring, its first chunk, granted
         self.in_place = False
         self._path, self._target = path, target.removeprefix("unix:")
         self._draw, self._from_far = draw, from_far
@@ -196,14 +195,21 @@ class CrookedWire:
         except ProtocolError:
             return
         match message:
-            case Reserve(grants=grants):
-                for grant in grants:
-                    self.grants.setdefault(grant.address, []).append(grant.length)
-            case Probe():
-                self.lent.append((message.address, message.bytes))
+            case Reserve():
+                self._turns(message)
             case Fetch():
                 self.grants.setdefault(message.staging_address, []).append(message.staging_bytes)
                 self.blocks |= {int(block) for span in message.spans for block in unpack_u32(span.ids)}
                 self.in_place |= bool({Route.DIRECT, Route.MAPPED} & set(message.routes))
             case _:
                 pass
+
+    def _turns(self, message: Reserve):
+        """Each chunk that is new may be written to its place in the ring, once."""
+        ring, first, granted = self._rings.get(message.transfer, ([], 0, 0))
+        if message.ring:
+            ring, first = message.ring, granted
+        for chunk in range(granted, min(message.chunks, granted + len(ring))):
+            place = ring[(chunk - first) % len(ring)]
+            self.grants.setdefault(place.address, []).append(place.length)
+        self._rings[message.transfer] = ring, first, max(granted, message.chunks)

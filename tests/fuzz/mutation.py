@@ -145,7 +145,7 @@ class Mutator:
     def _change(self, draw: Random, tree: Any) -> Any:
         if isinstance(tree, list | tuple) and tree and draw.random() < 0.85:
             inner = [at for at, entry in enumerate(tree) if isinstance(entry, list) and entry]
-            # what is deep would seldom be met: grants, spans and selections are where the numbers are that matter
+            # what is deep would seldom be met: places, spans and selections are where the numbers are that matter
             at = draw.choice(inner) if inner and draw.random() < 0.5 else draw.randrange(len(tree))
             return [*tree[:at], self._change(draw, tree[at]), *tree[at + 1 :]]
         if isinstance(tree, dict) and tree and draw.random() < 0.9:

@@ -132,7 +132,8 @@ def test_memory_is_in_proportion_to_the_frame(name):
 
 
 DENSE = [
-    pack([10, 1, [[0, 0, 0]] * 65_536, 0], Random(0)),  # grants
+    pack([10, 1, 1024, 0, 0, [[0, 0]] * 1024], Random(0)),  # a ring
+    pack([9, 1, 0, 0, [["", 0, b""]] * 1024], Random(0)),  # spans
     pack([5, [["r", 0, b""]] * 4096], Random(0)),
     pack([3, [["", ""]] * 1024, b""], Random(0)),
     pack([200, [[]] * 100_000], Random(0)),

@@ -4,10 +4,10 @@ The test plays the shell as it is, and holds the machine to what memory depends 
 not granted, nothing twice, and what was refused has changed nothing.
 """
 
-from collections import deque
 from random import Random
 
 import campaign
+import pytest
 from mutation import SPOKEN, VALID, Mutator
 
 from kvxfer.errors import Code, ProtocolError
@@ -16,6 +16,7 @@ from kvxfer.protocol.messages import (
     MAX_CHUNKS,
     WHOLE,
     Accept,
+    Arrived,
     Fetch,
     Grant,
     KvAgentResult,
@@ -28,13 +29,12 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
 )
-from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure, Sending, SendState, build_result
 
 FAILURE = Failure(Status.CANCELLED, Code.CANCELLED, "stopped")
 ROUTES = [Route.STAGED, Route.DIRECT, Route.PULL, Route.MAPPED]
-STEPS = 12
+STEPS = 40
 
 
 def payloads(messages):
@@ -63,10 +63,13 @@ def taken(payload):
         return None
 
 
+PLACES = [Grant(4096 * number, 64) for number in range(1, 8)]
+
+
 DECODE_RANK = Peer(
     (Reserve, Landed),
-    [Reserve(1, [Grant(n, 4096, 64) for n in range(count)], 100) for count in range(4)]
-    + [Landed(1, pack_u32(range(count))) for count in range(4)],
+    [Reserve(1, count, 100, 0, PLACES[:places]) for count in range(5) for places in (0, 1, 3)]
+    + [Landed(1, count) for count in range(4)],
 )
 
 
@@ -76,38 +79,67 @@ class Sender:
     def __init__(self, draw: Random):
         self.draw = draw
         self.route = draw.choice(ROUTES)
-        self.chunks = draw.randrange(5)
+        self.chunks = draw.randrange(7)
         self.machine = Sending(Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1))
-        self.announced, self.hands, self.moved = set(), set(), set()
+        self.announced = self.granted = self.told = 0
+        self.readable = 0  # route pull: so many chunks may be read
+        self.parted = False
+        self.hands, self.moved, self.doubts = set(), set(), set()
+        self.ring, self.ring_at = [], 0
         self.lasts = 0
+        self.luck = draw.choice((0.6, 0.98))  # how likely a chunk is to arrive
 
     def say(self, messages):
         for message in messages:
             match message:
                 case Want(chunks=chunks):
-                    news = {int.from_bytes(chunks[at : at + 4], "little") for at in range(0, len(chunks), 4)}
-                    assert not news & (self.announced | self.hands | self.moved)
-                    self.announced |= news
-                case KvAgentResult(chunk=chunk, last=last, status=status):
                     assert self.lasts == 0
-                    self.lasts += last
-                    if chunk == WHOLE and status is not Status.IN_DOUBT:
-                        assert not self.hands
+                    assert self.announced < chunks <= self.chunks
+                    assert not self.parted
+                    self.announced = self.readable = chunks
+                case Arrived(chunks=chunks):
+                    assert self.lasts == 0
+                    assert self.told < chunks <= self.granted
+                    assert set(range(chunks)) <= self.moved
+                    self.told = chunks
+                case KvAgentResult():
+                    self.result(message)
                 case Refuse():
                     assert not self.hands
                 case _:
                     assert isinstance(message, Accept)
 
+    def result(self, message):
+        assert self.lasts == 0
+        assert message.last == (message.chunk == WHOLE)
+        self.lasts += message.last
+        if message.chunk != WHOLE:
+            assert message.status is not Status.OK
+            assert message.chunk < self.announced
+            assert message.chunk not in self.moved
+        elif message.status is Status.OK:
+            assert self.moved == set(range(self.chunks))
+            assert message.bytes == 64 * self.chunks
+        elif message.status is not Status.IN_DOUBT:
+            assert not self.doubts
+            assert self.route is not Route.PULL or self.readable == self.granted, "blocks would be freed while read"
+        if message.chunk == WHOLE:  # also one that leaves doubt: of what the shell has, it knows the end
+            assert not self.hands
+
     def accept(self):
         if self.machine.state is SendState.PARKED:
             ahead = self.route is not Route.PULL and self.draw.random() < 0.2
+            ahead = ahead and (self.route is not Route.STAGED or self.chunks == 1)
             accept = Accept(1, self.route, 0, [], 1, 1, self.chunks, b"", ahead=ahead)
-            self.hands |= set(range(self.chunks)) if ahead else set()
+            if ahead:
+                self.announced = self.granted = self.chunks
+                self.hands = set(range(self.chunks))
+                self.ring = [Grant(0, 0)]
             self.say(self.machine.accept(accept))
 
-    def ready(self):
-        if self.chunks and self.machine.state is SendState.MOVING:
-            self.say(self.machine.ready(self.draw.choices(range(self.chunks), k=2)))
+    def announce(self):
+        if self.machine.state is SendState.MOVING:
+            self.say(self.machine.announce(self.draw.randrange(self.chunks + 1)))
 
     def finish(self):
         if self.machine.state is SendState.MOVING:
@@ -117,52 +149,95 @@ class Sender:
         if self.hands:
             chunk = self.draw.choice(sorted(self.hands))
             self.hands.discard(chunk)
-            self.moved.add(chunk)
-            if self.draw.random() < 0.8:
-                self.say(self.machine.moved(chunk, 64, Timings()))
+            if self.draw.random() < self.luck:
+                self.moved.add(chunk)
+                self.say(self.machine.moved(chunk, 64, Timings(wire_us=1)))
             else:
-                self.say(self.machine.dropped(chunk, in_doubt=self.draw.random() < 0.5))
+                in_doubt = self.draw.random() < 0.5
+                if in_doubt:
+                    self.doubts.add(chunk)
+                self.say(self.machine.dropped(chunk, in_doubt=in_doubt))
+
+    def news(self):
+        self.say(self.machine.news())
+
+    def settle(self):
+        if self.doubts and self.route is not Route.PULL:
+            self.machine.settled(self.doubts.pop())
 
     def stop(self):
         self.say(self.machine.stop(FAILURE))
 
+    def overdue(self):
+        self.say(self.machine.overdue())
+
     def unread(self):
-        self.say(self.machine.unread(in_doubt=self.draw.random() < 0.5))
+        in_doubt = self.draw.random() < 0.5
         if self.route is Route.PULL:
-            self.announced = set()
+            if in_doubt and self.machine.being_read:
+                self.doubts.add("reads")
+            self.parted = self.parted or self.readable > self.granted  # it read, and said that it does not
+            self.readable = self.granted
+        self.say(self.machine.unread(in_doubt=in_doubt))
+
+    def known(self):
+        """What the machine knows, for comparison."""
+        machine = self.machine
+        counts = machine.ready, machine.granted, machine.arrived, machine.moving, machine.nbytes
+        return machine.state, counts, machine.being_read, machine.in_doubt, [*machine._ring], machine._ring_at
 
     def hear(self):
         draw, machine = self.draw, self.machine
-        some = (
-            draw.choices(sorted(self.announced), k=draw.randrange(3)) if self.announced else []
-        )  # one twice, at times
-        pull = self.route is Route.PULL
-        likely = Landed(1, pack_u32(some)) if pull else Reserve(1, [Grant(n, 4096, 64) for n in some], 100)
+        upto = max(0, self.granted + draw.choice((0, 1, 1, 1, 2, 3)))
+        places = draw.choice((0, 0, 0, 1, 2)) if self.ring else draw.choice((0, 1, 1, 2, 4))
+        ring = draw.choices(PLACES, k=places) if self.route is Route.STAGED else []
+        likely = Landed(1, upto) if self.route is Route.PULL else Reserve(1, upto, 100, 0, ring)
         message = DECODE_RANK.says(draw, likely)
-        before = ([*machine._chunks], machine.moving, machine._announced, machine.state)
-        try:
-            if isinstance(message, Reserve):
-                granted = [grant.chunk for grant in machine.reserve(message)]
-            elif isinstance(message, Landed):
-                granted = machine.landed(message)
-            else:
-                return
-        except ProtocolError:
-            assert ([*machine._chunks], machine.moving, machine._announced, machine.state) == before
+        if not isinstance(message, Reserve | Landed):
             return
-        assert len(granted) == len(set(granted))
-        assert set(granted) <= self.announced
-        self.announced -= set(granted)
+        before, running = self.known(), machine.state in (SendState.PARKED, SendState.MOVING)
+        try:
+            granted = machine.reserve(message) if isinstance(message, Reserve) else machine.landed(message)
+        except ProtocolError:
+            assert self.known() == before
+            return
+        if not running:
+            assert not granted
+            assert self.known() == before
+            return
+        assert isinstance(message, Landed) == (self.route is Route.PULL)
+        assert granted == range(self.granted, message.chunks)
+        assert len(granted) > 0
+        assert message.chunks <= (self.readable if self.route is Route.PULL else self.announced)
+        if isinstance(message, Reserve) and message.ring:
+            assert self.route is Route.STAGED
+            assert not self.hands, "a ring under what is being written"
+            self.ring, self.ring_at = message.ring, self.granted
+        self.granted = message.chunks
         self.hands |= set(granted)
 
+    def check(self):
+        machine = self.machine
+        assert machine.moving == len(self.hands)
+        assert machine.chunks in (0, self.chunks)
+        assert (machine.ready, machine.granted) == (self.announced, self.granted)
+        assert set(range(machine.arrived)) <= self.moved
+        assert machine.in_doubt == bool(self.doubts)
+        if self.route is Route.STAGED:
+            places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]
+            assert len(places) == len(set(places)), "two chunks are written to one place"
+            for chunk, place in zip(self.hands, places, strict=True):
+                assert self.ring == [Grant(0, 0)] or machine.place(chunk) == self.ring[place]
+
     def play(self) -> int:
-        acts = [self.accept, self.ready, self.ready, self.finish, self.report, *[self.hear] * 6]
+        acts = [self.accept, *[self.announce] * 2, self.finish, *[self.report] * 2, self.news, *[self.hear] * 6]
         if self.draw.random() < 0.4:
-            acts += [self.stop, self.unread]
+            acts += [self.stop, self.unread, self.overdue, self.settle]
+        if self.draw.random() < 0.8:
+            self.accept()
         for _ in range(STEPS):
             self.draw.choice(acts)()
-            assert self.machine.moving == len(self.hands)
-            assert len(self.machine._chunks) in (0, self.chunks)
+            self.check()
         self.wind_down()
         return STEPS * 6 // len(acts)
 
@@ -174,7 +249,11 @@ class Sender:
             self.report()
         assert self.machine.state is SendState.ENDED
         assert self.lasts <= 1
-        assert self.machine.reserve(Reserve(1, [Grant(0, 0, 0)], 1)) == []
+        before = self.known()
+        assert not self.machine.reserve(Reserve(1, 1, 1, 0, PLACES))
+        assert not self.machine.landed(Landed(1, 1))
+        assert self.machine.news() == self.machine.announce(self.chunks) == self.machine.overdue() == []
+        assert self.known() == before
 
 
 def one_sender(draw: Random) -> int:
@@ -186,14 +265,15 @@ def test_sending():
 
 
 PREFILL_RANK = Peer(
-    (Accept, Refuse, Want, KvAgentResult),
+    (Accept, Refuse, Want, Arrived, KvAgentResult),
     [
         *(
             Accept(1, route, 64, [], 1, 1, count, b"", ahead=ahead)
             for route in ROUTES
             for count, ahead in ((3, False), (1, True))
         ),
-        *(Want(1, pack_u32(range(count)), 100) for count in range(4)),
+        *(Want(1, count, 100) for count in range(4)),
+        *(Arrived(1, count, Timings(1, 2, 3, 4)) for count in range(5)),
         *(build_result(1, status, chunk=chunk) for status in Status for chunk in (0, 1, WHOLE)),
         *(build_result(1, Status.OK, chunk=chunk, last=True, payload=b"p") for chunk in (0, 2, WHOLE)),
         Refuse(1, Code.TOO_MANY, "no"),
@@ -208,28 +288,33 @@ class Receiver:
         self.draw = draw
         self.ahead, self.staging = draw.random() < 0.4, draw.random() < 0.5
         self.machine = Receiving(1, ahead=self.ahead, staging=self.staging)
-        self.queue, self.granted, self.reading = deque(), set(), set()
-        self.landed, self.placed = set(), set()
-        self.chunks = 0
+        self.ready = self.reading = self.granted = self.arrived = self.placed = self.chunks = 0
         self.route = Route.UNKNOWN
 
+    def known(self):
+        """What the machine knows, for comparison."""
+        machine = self.machine
+        counts = machine.ready, machine.reading, machine.granted, machine.arrived, machine.chunks_done, machine.chunks
+        return machine.state, counts, machine.ahead, machine.exposed, machine.heard_last, machine.failure
+
     def hear(self):
-        machine, draw = self.machine, self.draw
-        chunk = draw.choice(sorted(self.granted) or [0])
+        draw = self.draw
+        near = draw.choice((0, 1, 1, 2))
         likely = draw.choice(
             [
-                Accept(1, draw.choice(ROUTES), 64, [], 1, 1, draw.randrange(4), b"", ahead=draw.random() < 0.3),
-                Want(1, pack_u32(draw.choices(range(4), k=draw.choice((1, 1, 2))))),
-                build_result(1, Status.OK, chunk=chunk, last=draw.random() < 0.3),
+                Accept(1, draw.choice(ROUTES), 64, [], 1, 1, draw.randrange(5), b"", ahead=draw.random() < 0.3),
+                *[Want(1, self.ready + near)] * 3,
+                *[Arrived(1, self.arrived + near)] * 3,
+                build_result(1, Status.FAILED, chunk=self.arrived),
                 build_result(1, Status.OK, last=True),
             ]
         )
         message = PREFILL_RANK.says(draw, likely)
-        before = ([*machine._chunks], machine.state, machine.ahead, machine.heard_last)
+        before = self.known()
         try:
             self.take(message)
         except ProtocolError:
-            assert ([*machine._chunks], machine.state, machine.ahead, machine.heard_last) == before
+            assert self.known() == before
 
     def take(self, message):
         machine = self.machine
@@ -241,44 +326,73 @@ class Receiver:
                 if asked:
                     assert not message.ahead or exposed
                     self.chunks, self.route = message.chunks, message.route
-                    self.granted = set(range(self.chunks)) if message.ahead else set()
+                    self.ready = self.granted = self.chunks if message.ahead else 0
             case Refuse():
                 machine.refused(message)
                 assert machine.ended
             case Want():
+                running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
                 news = machine.wanted(message)
-                assert not set(news) & (set(self.queue) | self.granted | self.reading | self.landed | self.placed)
-                self.queue += news
+                if running:
+                    assert not machine.ahead
+                    assert news == range(self.ready, message.chunks)
+                    assert message.chunks <= self.chunks
+                    self.ready = message.chunks
+                else:
+                    assert not news
+            case Arrived():
+                running = machine.state in (ReceiveState.ASKED, ReceiveState.MOVING)
+                self.arrive(machine.came(message), message.chunks, ended=machine.ended)
+                assert not running or message.chunks <= self.granted, "what was not granted is said to have arrived"
             case KvAgentResult():
-                chunk = machine.result(message)
-                if chunk is not None:
-                    assert chunk in self.granted
-                    self.granted.discard(chunk)
-                    self.landed.add(chunk)
+                ended, failed = machine.ended or machine.heard_last, machine.failure is not None
+                chunks = machine.result(message)
+                if message.chunk != WHOLE and not failed:
+                    fails = message.status is not Status.OK and self.arrived <= message.chunk < self.ready
+                    assert (machine.failure is not None) == (fails and not ended)
+                assert message.status is Status.OK or not chunks
+                if machine.heard_last and not ended:
+                    assert (message.chunk, message.status) == (WHOLE, Status.OK)
+                    assert machine.state is ReceiveState.STOPPED or self.granted == self.chunks
+                self.arrive(chunks, self.granted, ended=ended)
             case _:
                 return
 
+    def arrive(self, chunks, upto, *, ended):
+        """Only what was granted arrives, each chunk once, in their order, and nothing after the end."""
+        if chunks:
+            assert not ended
+            assert chunks == range(self.arrived, upto)
+            assert upto <= self.granted
+            self.arrived = upto
+
     def grant(self):
-        if self.queue and self.machine.state is ReceiveState.MOVING:
-            chunk = self.queue.popleft()
+        if self.machine.state is not ReceiveState.MOVING:
+            return
+        begun = self.reading if self.route is Route.PULL else self.granted
+        if begun < self.ready:
+            upto = self.draw.randint(begun + 1, self.ready)
             if self.route is Route.PULL:
-                self.machine.reading([chunk])
-                self.reading.add(chunk)
+                self.machine.read(upto)
+                self.reading = upto
             else:
-                self.machine.grant([Grant(chunk, 4096, 64)], 100)
-                self.granted.add(chunk)
+                ring = PLACES[: self.draw.randrange(3)]
+                assert self.machine.grant(upto, 100, 7, ring) == [Reserve(1, upto, 100, 7, ring)]
+                self.granted = upto
 
     def read(self):
-        if self.reading:
-            chunk = self.reading.pop()
-            self.machine.landed([chunk])
-            self.granted.add(chunk)
+        if self.granted < self.reading:
+            upto = self.draw.randint(self.granted + 1, self.reading)
+            for wrong in (self.granted, self.reading + 1):
+                with pytest.raises(ProtocolError):
+                    self.machine.landed(wrong)
+            assert self.machine.landed(upto) == [Landed(1, upto)]
+            self.granted = upto
 
     def place(self):
-        if self.landed:
-            chunk = self.landed.pop()
-            self.machine.chunk_done(chunk)
-            self.placed.add(chunk)
+        if self.placed < self.arrived:
+            self.placed = self.draw.randint(self.placed + 1, self.arrived)
+            self.machine.done(self.placed)
 
     def cancel(self):
         self.machine.cancel(FAILURE)
@@ -292,6 +406,11 @@ class Receiver:
         acts = [*[self.grant] * 2, self.read, self.place, self.place, *[self.hear] * 7]
         if self.draw.random() < 0.3:
             acts += [self.cancel, self.lose]
+        if self.draw.random() < 0.8:
+            ahead = self.ahead and self.draw.random() < 0.5
+            route = Route.STAGED if ahead and self.staging else self.draw.choice(ROUTES[1:2] if ahead else ROUTES)
+            chunks = 1 if ahead and self.staging else self.draw.randrange(6)
+            self.take(Accept(1, route, 64, [], 1, 1, chunks, b"", ahead=ahead))
         for _ in range(STEPS):
             self.draw.choice(acts)()
             self.check()
@@ -299,13 +418,17 @@ class Receiver:
 
     def check(self):
         machine = self.machine
-        assert set(machine.granted) == self.granted
-        assert len(machine._chunks) <= MAX_CHUNKS
-        assert machine.outstanding == len(self.granted) + len(self.reading) + len(self.landed)
+        counts = machine.ready, machine.reading, machine.granted, machine.arrived, machine.chunks_done
+        assert counts == (self.ready, self.reading, self.granted, self.arrived, self.placed)
+        assert 0 <= self.placed <= self.arrived <= self.granted <= self.ready <= self.chunks <= MAX_CHUNKS
+        assert machine.chunks == self.chunks
+        assert machine.exposed == (machine.ahead or self.arrived < self.granted)
         if machine.state is ReceiveState.DONE:
-            assert self.placed == set(range(self.chunks))
+            assert self.placed == self.chunks
             assert machine.failure is None
-        if self.ahead and machine.state is ReceiveState.ASKED and not machine._chunks and not machine.ahead:
+        if machine.state is ReceiveState.STOPPED:
+            assert machine.failure is not None
+        if self.ahead and machine.state is ReceiveState.ASKED and not machine.chunks and not machine.ahead:
             assert not machine.exposed
 
 

@@ -216,8 +216,8 @@ def check_writes(network, wire, cache):
         if enough:
             grants[first].remove(enough[0])
             continue
-        lent = any(start <= first and last <= start + length for start, length in wire.lent)
-        assert lent or (wire.in_place and blocks_of(cache, first, last) <= wire.blocks)
+        assert wire.in_place
+        assert blocks_of(cache, first, last) <= wire.blocks
 
 
 def blocks_of(cache, first, last):

@@ -1,5 +1,7 @@
 """Chunk grids, and the order of bytes in staging."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from execute import by_destination, byte_pairs
@@ -38,8 +40,38 @@ def test_windows_begin_at_multiples_and_layers_come_in_runs() -> None:
         ((5,), 32, 40),
     ]
     for number in (-1, 6):
-        with pytest.raises(IndexError, match=rf"chunk {number} is outside 0\.\.5"):
-            grid.of(number)
+        for band in (1, 2, 9):
+            with pytest.raises(IndexError, match=rf"chunk {number} is outside 0\.\.5"):
+                replace(grid, band=band).of(number)
+
+
+def test_bands_of_windows() -> None:
+    """Layers that come one after the other go so, though each is several chunks."""
+    whole = ChunkGrid((1, 4, 5), 2, 16, 10, 40, 3)
+    assert [whole.of(n) for n in range(6)] == [
+        ((1, 4), 10, 16),
+        ((1, 4), 16, 32),
+        ((1, 4), 32, 40),
+        ((5,), 10, 16),
+        ((5,), 16, 32),
+        ((5,), 32, 40),
+    ]
+    steps = ChunkGrid((0, 7), 1, 4, 4, 19, 2)  # whose first band has one window, and the last one too
+    assert [(layers[0], first) for layers, first, _ in map(steps.of, range(8))] == [
+        (0, 4), (7, 4), (0, 8), (0, 12), (7, 8), (7, 12), (0, 16), (7, 16),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("band", range(1, 9))
+@pytest.mark.parametrize(("start", "stop"), [(0, 48), (5, 47), (16, 17), (21, 21), (24, 71), (44, 100)])
+def test_every_chunk_has_its_number(band: int, start: int, stop: int) -> None:
+    """By the words of the protocol: band by band, in a band run by run, and of a run window by window."""
+    plain = ChunkGrid((0, 3, 7, 8, 9), 2, 8, start, stop)
+    ordered = sorted(map(plain.of, range(len(plain))), key=lambda cell: (cell[1] // 8 // band, cell[0], cell[1]))
+    grid = replace(plain, band=band)
+    assert list(map(grid.of, range(len(grid)))) == ordered
+    assert sorted(grid.cells[number] for number in range(len(grid))) == list(range(len(plain)))
+    assert [plain.of(grid.cells[number]) for number in range(len(grid))] == ordered
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 16), (15, 17), (16, 32), (31, 33), (5, 6), (0, 100)])
@@ -57,9 +89,17 @@ def test_a_grid_covers_every_token_of_every_layer_once(start: int, stop: int) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [((), 1, 1, 0, 1), ((0,), 0, 1, 0, 1), ((0,), 1, 0, 0, 1), ((0,), 1, 1, 3, 2), ((0,), 1, 1, 0, 0)]
+    "wrong",
+    [
+        ((), 1, 1, 0, 1, 1),
+        ((0,), 0, 1, 0, 1, 1),
+        ((0,), 1, 0, 0, 1, 1),
+        ((0,), 1, 1, 3, 2, 1),
+        ((0,), 1, 1, 0, 0, 1),
+        ((0,), 1, 1, 0, 1, 0),
+    ],
 )
-def test_an_empty_grid_is_refused(wrong: tuple[tuple[int, ...], int, int, int, int]) -> None:
+def test_an_empty_grid_is_refused(wrong: tuple[tuple[int, ...], int, int, int, int, int]) -> None:
     with pytest.raises(GeometryError, match="a chunk grid needs layers, tokens and positive steps, not ChunkGrid"):
         ChunkGrid(*wrong)
 

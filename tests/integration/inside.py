@@ -30,6 +30,7 @@ from kvxfer.peers import Peers
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
+from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
 from kvxfer.site import Site
 from kvxfer.staging import Staging
@@ -903,20 +904,44 @@ def parts_made(monkeypatch: Any) -> list[Any]:
 
 def serve_chunks_by(side: str, act: Callable[[Callable[[], None], Callable[[], None]], None], monkeypatch: Any) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
-    post, give = Sender._post, Grants.give
+    post, hold = Sender._post, Grants.hold
 
     def posted(sender: Any, *given: Any) -> Any:
         made: list[Any] = []
         act(lambda: None, lambda: made.append(post(sender, *given)))  # whoever calls this has it
         return made[0]
 
-    def given(grants: Any, chunk: int, extent: Any) -> None:
-        act(lambda: grants.theirs.update({chunk: extent}), lambda: give(grants, chunk, extent))
+    def held(grants: Any, extent: Any, more: int, chunk: int) -> Any:
+        made: list[Any] = []
+        act(lambda: hold(grants, extent, 0, chunk), lambda: made.append(hold(grants, extent, more, chunk)))
+        return made[0]
 
     if side == "send":
         monkeypatch.setattr(Sender, "_post", posted)
     else:
-        monkeypatch.setattr(Grants, "give", given)
+        monkeypatch.setattr(Grants, "hold", held)
+
+
+def watch_chunks(say: Callable[[str, int], None], monkeypatch: Any) -> None:
+    """Call `say(what, chunks)` where a decode rank hears that the first so many have arrived, and where they landed."""
+
+    def arrives(tell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def told(machine: Any, message: Any) -> Any:
+            fresh = tell(machine, message)
+            if fresh:
+                say("arrived", machine.arrived)
+            return fresh
+
+        return told
+
+    def lands(machine: Any, chunks: int) -> None:
+        say("landed", chunks)
+        done(machine, chunks)
+
+    done = Receiving.done
+    monkeypatch.setattr(Receiving, "came", arrives(Receiving.came))
+    monkeypatch.setattr(Receiving, "result", arrives(Receiving.result))
+    monkeypatch.setattr(Receiving, "done", lands)
 
 
 def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:

@@ -5,33 +5,28 @@ import gc
 
 import pytest
 from inside import parts_made, send_by, serve_chunks_by, take_all, when_crowded
-from stage import Cache, Copied, eventually, in_place, quiet
+from stage import Cache, Copied, Tap, eventually, in_place, quiet
 
 from kvxfer import KvxferError
 from kvxfer.errors import FabricError
-from kvxfer.protocol.messages import Landed, Want
-from kvxfer.protocol.packing import unpack_u32
+from kvxfer.protocol.messages import Arrived, KvAgentResult, Landed, Reserve, Want
 
 IDS = list(range(64))
-
-
-def announcing():
-    return any(task.get_name().startswith("kvxfer want") for task in asyncio.all_tasks())
 
 
 async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     source, target = Cache(blocks=64), Cache(blocks=64)
     prefill, decode = await stage.pair(source, target, in_place_chunk_bytes="1KiB", route="pull")
-    outstanding, most = 0, 0
+    announced, read, most = 0, 0, 0
 
     def watch(send, messages):
-        nonlocal outstanding, most
+        nonlocal announced, read, most
         for message in messages:
             if isinstance(message, Want):
-                outstanding += len(unpack_u32(message.chunks))
+                announced = message.chunks
             elif isinstance(message, Landed):
-                outstanding -= len(unpack_u32(message.chunks))
-            most = max(most, outstanding)
+                read = message.chunks
+            most = max(most, announced - read)
         return send(*messages)
 
     send_by(watch, monkeypatch)
@@ -39,17 +34,18 @@ async def test_a_puller_has_few_chunks_before_it(stage, network, monkeypatch):
     offer = prefill.offer("r", IDS, tokens=256)
     network.hold("*")
     transfer = decode.start_fetch(prefill.engine.ticket("r"), IDS[::-1], tokens=range(256), timeout=10)
-    await eventually(lambda: outstanding >= 16 and not announcing())
+    await eventually(lambda: announced - read >= 16)
     network.release("*")
     result = await transfer
     wanted.check()
     await offer.released()
     assert result.stats.chunks > 16  # else the bound would not have been reached
     assert most == 16
-    assert outstanding == 0
+    assert announced == read == result.stats.chunks
 
 
-async def test_in_place_grants_are_bounded(stage, network):
+async def test_in_place_grants_are_bounded(stage, network, monkeypatch):
+    """At no time may more be under way than the bound, and whoever else wants to write in place waits for that."""
     source, target = Cache(blocks=64), Cache(blocks=64)
     bound = {
         "chunk_bytes": "1KiB",
@@ -58,26 +54,41 @@ async def test_in_place_grants_are_bounded(stage, network):
         "window": 8,
         "route": "direct",
     }
+    tap, under_way = Tap(monkeypatch), []
+
+    def note(message):
+        done = {one.transfer: one.chunks for one in tap.of(Arrived)}
+        ended = {one.transfer for one in tap.of(KvAgentResult)}
+        granted = {one.transfer: one.chunks for one in (*tap.of(Reserve), message)}
+        under_way.append(sum(most - done.get(one, 0) for one, most in granted.items() if one not in ended))
+        return message
+
+    tap.change[Reserve] = note
     prefill, decode = await stage.pair(source, target, **bound)
     network.hold("decode")
     wanted = Copied(target).bring(source, IDS, IDS, range(256))
-    offer = prefill.offer("r", IDS, tokens=256)
-    transfer = decode.start_fetch(prefill.engine.ticket("r"), IDS, tokens=range(256), timeout=10)
-    await eventually(lambda: network.held("decode") > 0)
+    offers = [prefill.offer(request, IDS[at : at + 32], tokens=128) for request, at in (("r", 0), ("s", 32))]
+    transfers = [decode.start_fetch(prefill.engine.ticket("r"), IDS[:32], tokens=range(128), timeout=10)]
+    await eventually(lambda: network.held("decode") == 2)
+    assert [(one.chunks, one.ring) for one in tap.of(Reserve)] == [(2, [])]
+    assert tap.of(Want)[-1].chunks == 64, "many more could go"
+    transfers.append(decode.start_fetch(prefill.engine.ticket("s"), IDS[32:], tokens=range(128), timeout=10))
     await eventually(lambda: in_place(decode).waiting_requests > 0)
-    assert in_place(decode).writing_bytes <= 2048
+    assert in_place(decode).writing_bytes == 2048
     network.release("decode")
-    result = await transfer
+    results = await asyncio.gather(*transfers)
     wanted.check()
-    assert result.stats.route == "direct"
-    await offer.released()
+    assert [result.stats.route for result in results] == ["direct", "direct"]
+    assert max(under_way) == 2
+    for offer in offers:
+        await offer.released()
     assert in_place(decode).free_bytes == in_place(decode).capacity_bytes
 
 
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("ending", ["served", "fails", "cancelled"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(stage, monkeypatch, side, fails):
-    """Memory comes back while the second of two chunks asks; the first one is served before, and may end them both."""
+async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(stage, monkeypatch, side, ending):
+    """Memory comes back while a chunk asks; then it is served, or that fails, or nobody wants it any more."""
     source, target = Cache(), Cache(layout="HND")
     prefill, decode = await stage.pair(source, target, route="staged", window=2)
     worker, share = (prefill, "send") if side == "prefill" else (decode, "receive")
@@ -85,12 +96,14 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
 
     def crowded():
         asked.append(1)
-        if len(asked) == 2:
+        if len(asked) == 1:
             full.release()
+            if ending == "cancelled":
+                transfer.cancel()
 
     def serve(takes, serves):
         served.append(1)
-        if fails:
+        if ending == "fails":
             takes()
             raise FabricError("it cannot be served")
         serves()
@@ -100,14 +113,18 @@ async def test_a_chunk_that_was_ended_while_it_asked_gives_back_what_it_gets(sta
     offer = prefill.offer("r", [1, 2, 3, 4], tokens=16)
     copied = Copied(target).bring(source, [1, 2, 3, 4], [5, 6, 7, 8], range(16))
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [5, 6, 7, 8], tokens=range(16), timeout=10)
-    if fails:
+    if ending == "fails":
         with pytest.raises(KvxferError, match="it cannot be served"):
+            await transfer
+        assert len(served) == 1
+    elif ending == "cancelled":
+        with pytest.raises(asyncio.CancelledError):
             await transfer
     else:
         await transfer
         copied.check()
-    assert len(asked) >= 2
-    assert (len(served) == 1) is fails
+        assert served
+    assert len(asked) == 1
     await offer.withdraw()
     await quiet(prefill, decode)
 

@@ -166,7 +166,7 @@ async def test_a_chunk_that_is_larger_than_what_was_granted_is_never_scattered(s
     before = Copied(target)
     monkeypatch.setattr(PairPlan, "most_staged_bytes", lambda pair, tokens: 1024)
     tap.change[Fetch] = lambda fetch: replace(fetch, staging_bytes=32 << 10)
-    with pytest.raises(TransferFailedError, match="was said to fit into 1024 granted ahead"):
+    with pytest.raises(TransferFailedError, match="was said to fit into 1024"):
         await begin(prefill, decode)
     before.check()
     await quiet(prefill, decode)

@@ -12,7 +12,7 @@ from stored import Converted, Stored
 from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError, Released, TransferFailedError
 from kvxfer.copy import sums
 from kvxfer.geometry import selected
-from kvxfer.protocol.messages import WHOLE, Accept, Cancel, Capability, Check, KvAgentResult, Status, Sums
+from kvxfer.protocol.messages import Accept, Cancel, Capability, Check, Status, Sums
 from kvxfer.protocol.sending import build_result
 
 ROUTES = ["staged", "direct", "pull", "mapped"]
@@ -155,7 +155,7 @@ async def test_some_chunks_are_compared_and_both_sides_know_which(stage, route, 
     for number in range(4):
         await bring(prefill, decode, source, target, f"r{number}")
     said = {(sums.transfer, sums.chunk) for sums in tap.of(Sums)}
-    moved = {(result.transfer, result.chunk) for result in tap.of(KvAgentResult) if result.chunk != WHOLE}
+    moved = {(accept.transfer, chunk) for accept in tap.of(Accept) for chunk in range(accept.chunks)}
     assert said == {one for one in moved if selected(*one, 3)}
     assert 0 < len(said) < len(moved)
     assert counted(decode) == {"ok": len(said)}

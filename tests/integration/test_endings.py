@@ -4,12 +4,24 @@ import asyncio
 import time
 
 import pytest
-from stage import Cache, Gate, eventually, quiet
+from stage import Cache, Gate, Tap, eventually, quiet
 
 from kvxfer import KvxferError, TransferFailedError, Withdrawn
 from kvxfer.copy.mover import Mover
+from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
+
+
+async def granted(prefill, tap, chunks):
+    """The only transfer may move so many chunks, and its prefill rank knows."""
+
+    def heard():
+        said = tap.of(Reserve)
+        count = prefill.describe()["metrics"]["frames_received"].get("Reserve", 0)
+        return said and said[-1].chunks >= chunks and count == len(said)
+
+    await eventually(heard)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -24,7 +36,7 @@ async def test_after_that_fires_late_begins_nothing(stage, route):
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), after=gate)
     await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Want"))
     if route == "staged":
-        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("KvAgentResult"))
+        await eventually(lambda: decode.describe()["metrics"]["frames_received"].get("Arrived"))
     assert isinstance(await offer.withdraw(), Withdrawn)
     with pytest.raises(TransferFailedError):
         await transfer
@@ -40,9 +52,9 @@ async def test_after_that_fires_late_begins_nothing(stage, route):
 
 
 @pytest.mark.parametrize("how", ["withdraw", "cancel"])
-async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how):
+async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how, monkeypatch):
     """The decode rank's window decides how many there are; most of them wait for memory to gather into."""
-    blocks = 1024
+    blocks, tap = 1024, Tap(monkeypatch)
     source, target = Cache(blocks=blocks), Cache(blocks=blocks)
     prefill, decode = await stage.pair(
         source,
@@ -56,7 +68,7 @@ async def test_hundreds_of_chunks_that_were_granted_end_at_once(stage, how):
     ids = list(range(blocks))
     offer = prefill.offer("r", ids, tokens=4 * blocks, after=Gate())
     transfer = decode.start_fetch(prefill.engine.ticket("r"), ids, tokens=range(4 * blocks))
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 500)
+    await granted(prefill, tap, 500)
     if how == "withdraw":
         assert isinstance(await asyncio.wait_for(offer.withdraw(), 3), Withdrawn)
         with pytest.raises(TransferFailedError):
@@ -78,7 +90,7 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monk
         time.sleep(0.003)  # as if another thread held the GIL
         cancel(mover, copy)
 
-    source, target = Cache(), Cache()
+    source, target, tap = Cache(), Cache(), Tap(monkeypatch)
     prefill, decode = await stage.pair(source, target, route=route, window=64)
     offer = prefill.offer("r", streaming=True)
     offer.extend([1, 2], tokens=range(8))
@@ -86,7 +98,7 @@ async def test_chunks_that_never_became_readable_are_not_sent(stage, route, monk
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
     layers = sorted({layer for tensor in source.tensors for layer in tensor.layers})
     waits = [asyncio.ensure_future(transfer.layers(layer, layer + 1)) for layer in layers]
-    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= len(layers))
+    await granted(prefill, tap, len(layers))
     monkeypatch.setattr(Mover, "cancel", slow)
     await offer.withdraw()
     with pytest.raises(TransferFailedError):

@@ -495,7 +495,7 @@ async def test_a_grant_that_crosses_the_end_of_a_pull_disturbs_nobody(stage, sou
     withdrawing = asyncio.create_task(offer.withdraw())
     await eventually(lambda: being_stopped(prefill))
     (number,), link = unanswered(decode), session(decode)
-    link.send(Reserve(number, [], 100))
+    link.send(Reserve(number, 1, 100))
     await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve"))
     assert link.is_open
     network.release("prefill")
@@ -516,12 +516,12 @@ async def test_a_grant_that_does_not_fit_is_not_written(stage, source, target, m
     def received(self, link, message):
         if type(message).__name__ == "Reserve":
             change = {
-                "short": {"length": message.grants[0].length - 1},
+                "short": {"length": message.ring[0].length - 1},
                 "outside": {"address": arena.address + arena.length - 8},
                 "own arena": {"address": target.memory[0].data_ptr()},
             }[grant]
             message = msgspec.structs.replace(
-                message, grants=[msgspec.structs.replace(one, **change) for one in message.grants]
+                message, ring=[msgspec.structs.replace(one, **change) for one in message.ring]
             )
         real(self, link, message)
 

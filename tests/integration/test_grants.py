@@ -1,12 +1,12 @@
 """What a peer names is held against what was announced and granted; one that lies moves nothing and is let go."""
 
 import pytest
-from inside import staging
+from inside import session, staging
 from msgspec.structs import replace
-from stage import Cache, Copied, Tap, quiet
+from stage import Cache, Copied, Tap, eventually, quiet
 
 from kvxfer import KvxferError
-from kvxfer.protocol.messages import WHOLE, Fetch, Grant, KvAgentResult, Reserve, Status
+from kvxfer.protocol.messages import WHOLE, Accept, Arrived, Fetch, Grant, KvAgentResult, Reserve, Status
 from kvxfer.protocol.packing import pack_u32
 
 PLENTY = {"arena_bytes": "64KiB", "chunk_bytes": "16KiB", "route": "staged"}  # for all of a fetch in one chunk
@@ -54,7 +54,7 @@ def outside(place):
 async def test_a_grant_outside_of_staging_memory_is_not_written(pair, tap, place, caplog):
     prefill, decode, _, target = pair
     span, move = staging(decode, "receive"), outside(place)
-    tap.change[Reserve] = lambda message: replace(message, grants=[move(grant, span) for grant in message.grants])
+    tap.change[Reserve] = lambda message: replace(message, ring=[move(place, span) for place in message.ring])
     await ends_badly(start(pair), target)
     assert "outside the staging memory" in caplog.text
     assert prefill.describe()["metrics"]["send"]["bytes"] == {}
@@ -69,7 +69,7 @@ async def test_nor_is_one_that_rides_with_a_fetch(stage, tap, place, caplog):
 
     def change(fetch):
         assert fetch.staging_bytes
-        return replace(fetch, staging_address=move(Grant(0, 0, 0), span).address)
+        return replace(fetch, staging_address=move(Grant(0, 0), span).address)
 
     tap.change[Fetch] = change
     await ends_badly(start((prefill, decode, source, target)), target)
@@ -81,37 +81,71 @@ async def test_nor_is_one_that_rides_with_a_fetch(stage, tap, place, caplog):
 async def test_a_grant_that_is_too_short_is_not_written(pair, tap, caplog):
     prefill, _, _, target = pair
     tap.change[Reserve] = lambda message: replace(
-        message, grants=[replace(grant, length=grant.length - 16) for grant in message.grants]
+        message, ring=[replace(place, length=place.length - 16) for place in message.ring]
     )
     await ends_badly(start(pair), target)
     assert "bytes were granted for a chunk of" in caplog.text
     await quiet(prefill)
 
 
+@pytest.mark.parametrize("places", ["one too few", "none"])
+async def test_a_grant_of_more_chunks_than_there_are_places_is_not_written(pair, tap, places, caplog):
+    """Two would be under way to one place, or one to nowhere."""
+    prefill, _, _, _ = pair
+    tap.change[Reserve] = lambda message: replace(message, ring=message.ring[:-1] if places == "one too few" else [])
+    with pytest.raises(KvxferError):
+        await start(pair, tokens=64)
+    assert "protocol_violated" in caplog.text
+    assert not prefill.describe()["metrics"]["send"]["bytes"]
+    await quiet(prefill)
+
+
+@pytest.mark.parametrize("ring", ["the same", "another"])
+async def test_a_ring_is_not_taken_while_chunks_are_under_way_in_one(stage, pair, tap, ring, caplog):
+    prefill, decode, _, _ = pair
+    stage.network.hold("decode")
+    transfer = start(pair, tokens=64)
+    await eventually(lambda: stage.network.held("decode") == 4)
+    (said,) = tap.of(Reserve)
+    session(decode).send(replace(said, chunks=5, ring=said.ring if ring == "the same" else said.ring[::-1]))
+    await eventually(lambda: "protocol_violated" in caplog.text)
+    stage.network.release("decode")
+    with pytest.raises(KvxferError):
+        await transfer
+    assert len(stage.network.log) == 4
+    await quiet(prefill)
+
+
 @pytest.mark.parametrize("chunk", ["never granted", "none of these"])
-async def test_a_result_for_what_was_not_granted_is_not_scattered(pair, tap, chunk, caplog):
-    number = {"never granted": lambda chunks: chunks - 1, "none of these": lambda chunks: chunks}[chunk]
+async def test_what_was_not_granted_is_not_scattered_when_it_is_said_to_have_arrived(pair, tap, chunk, caplog):
     changed = []
 
-    def lie(result):
-        if result.status is not Status.OK or result.chunk == WHOLE or changed:
-            return result
-        changed.append(result)
-        return replace(result, chunk=number(8), last=False)
+    def lie(message):
+        if changed:
+            return message
+        granted, (accept,) = tap.of(Reserve)[-1].chunks, tap.of(Accept)
+        assert granted < accept.chunks
+        changed.append(message)
+        return replace(message, chunks=(granted if chunk == "never granted" else accept.chunks) + 1)
 
-    tap.change[KvAgentResult] = lie
+    tap.change[Arrived] = lie
     with pytest.raises(KvxferError):
         await start(pair, tokens=64)
     assert changed
     assert "protocol_violated" in caplog.text
 
 
-async def test_a_result_with_another_number_of_bytes_fails_the_fetch(pair, tap):
-    _, _, _, target = pair
+@pytest.mark.parametrize("sizes", ["of many chunks", "of one"])
+async def test_a_result_with_another_number_of_bytes_fails_the_fetch(stage, tap, sizes):
+    """Whatever it has brought: the two sides have meant something else by it."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, **(PLENTY if sizes == "of one" else {"route": "staged"}))
     tap.change[KvAgentResult] = lambda result: (
-        replace(result, bytes=result.bytes + 16) if result.status is Status.OK and result.chunk != WHOLE else result
+        replace(result, bytes=result.bytes + 16) if result.status is Status.OK and result.chunk == WHOLE else result
     )
-    assert "bytes" in await ends_badly(start(pair), target)
+    with pytest.raises(KvxferError, match=r"(\d+) bytes were to come by this side's plan, and (?!\1)\d+ by"):
+        await start((prefill, decode, source, target))
+    await quiet(prefill, decode)
 
 
 async def test_block_ids_beyond_the_pool_are_refused(pair, tap):
@@ -124,7 +158,7 @@ async def test_block_ids_beyond_the_pool_are_refused(pair, tap):
 
 async def test_a_peer_that_lied_can_come_back_and_be_served(pair, tap):
     prefill, decode, source, target = pair
-    tap.change[Reserve] = lambda message: replace(message, grants=[replace(g, address=16) for g in message.grants])
+    tap.change[Reserve] = lambda message: replace(message, ring=[replace(place, address=16) for place in message.ring])
     await ends_badly(start(pair), target)
     del tap.change[Reserve]
     prefill.offer("s", [1, 2], tokens=8)

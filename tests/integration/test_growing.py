@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 from inside import break_steps, plan_steps_in_threads
-from stage import Cache, Copied, eventually, quiet
+from stage import Cache, Copied, Tap, eventually, in_place, quiet
 
 from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
 from kvxfer.encoding import joined_spans
 from kvxfer.geometry import normalise_blocks
+from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]
 STEPS = ((range(3), [3]), (range(3, 4), []), (range(4, 9), [2, 1]), (range(9, 16), [0]))
@@ -52,6 +53,32 @@ async def test_each_step_moves_while_the_next_is_computed(stage, route, by_layer
     await quiet(prefill, decode)
 
 
+@pytest.mark.parametrize("steps", [[16], [8, 8]])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_each_layer_of_a_step_moves_though_it_is_several_chunks(stage, route, steps):
+    """None waits for the next layer, which is not computed yet."""
+    source, target = Cache(layers=range(3)), Cache(layers=range(3), layout="HND")
+    sizes = {"chunk_bytes": "1KiB", "in_place_chunk_bytes": "1KiB"}
+    prefill, decode = await stage.pair(source, target, route=route, **sizes)
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    reached, first = Copied(target), 0
+    for tokens in steps:
+        stop = first + tokens
+        offer.extend(IDS[first // 4 : stop // 4], tokens=range(first, stop))
+        whole = Copied(target).bring(source, IDS, INTO, range(stop))
+        for layer in range(3):
+            offer.ready(layers=[layer])
+            reached.expected[layer] = whole.expected[layer]
+            await eventually(lambda: landed(reached))
+            if stop == 16:
+                await transfer.layers(0, layer + 1)
+        first = stop
+    offer.finish()
+    assert (await transfer).stats.chunks == 12
+    await quiet(prefill, decode)
+
+
 async def test_a_layer_that_is_complete_can_be_used(stage):
     source, target = Cache(layers=range(3)), Cache(layers=range(3))
     prefill, decode = await stage.pair(source, target)
@@ -61,14 +88,57 @@ async def test_a_layer_that_is_complete_can_be_used(stage):
     first = Copied(target)
     first.expected[0] = Copied(target).bring(source, IDS, INTO, range(8)).expected[0]
     await eventually(lambda: landed(first))
+    offer.ready()
     offer.extend([1, 0], tokens=range(8, 16))
     offer.ready(layers=[0])
+    first.bring(source, IDS, INTO, range(8))
     first.expected[0] = Copied(target).bring(source, IDS, INTO, range(16)).expected[0]
     await transfer.layers(0, 1)
     first.check()
     offer.ready()
     offer.finish()
     await transfer
+    await quiet(prefill, decode)
+
+
+@pytest.mark.parametrize("route", ["staged", "direct"])
+async def test_a_stream_that_waits_for_its_end_keeps_no_memory(stage, route):
+    """All of it has landed, and its payload may be long in coming."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route=route)
+    offer = prefill.offer("r", IDS, tokens=16, streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer.ready()
+    await eventually(lambda: landed(copied))
+    share = (lambda: in_place(decode)) if route == "direct" else (lambda: decode.describe()["arena"]["receive"])
+    await eventually(lambda: share().free_bytes == share().capacity_bytes)
+    assert not transfer.done
+    offer.finish()
+    await transfer
+    await quiet(prefill, decode)
+
+
+async def test_a_stream_that_began_with_one_chunk_goes_on_with_as_many_as_others(stage, monkeypatch):
+    source, target, tap = Cache(), Cache(), Tap(monkeypatch)
+    prefill, decode = await stage.pair(source, target, route="staged")
+    stage.network.hold("decode")
+    offer = prefill.offer("r", streaming=True)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), INTO, tokens=range(16), timeout=20)
+    copied = Copied(target).bring(source, IDS, INTO, range(16))
+    offer.extend(IDS[:1], tokens=range(4))
+    offer.ready(layers=[0])
+    await eventually(lambda: stage.network.held("decode"))
+    offer.extend(IDS[1:], tokens=range(4, 16))
+    offer.ready()
+    heard = decode.describe()["metrics"]["frames_received"]["Want"]
+    await eventually(lambda: decode.describe()["metrics"]["frames_received"]["Want"] > heard)
+    offer.finish()
+    stage.network.release("decode")
+    result = await transfer
+    copied.check()
+    assert result.stats.chunks > 5
+    assert [len(said.ring) for said in tap.of(Reserve) if said.ring][:2] == [1, 4]
     await quiet(prefill, decode)
 
 

@@ -18,7 +18,7 @@ from kvxfer import KvxferError, Released, UnreachableError, assembly, planning, 
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode
-from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
+from kvxfer.protocol.messages import WIRE_MIN, WIRE_VERSION, Agent, Goodbye, Hello, Welcome
 from kvxfer.testing import DeterministicRuntime
 
 BLOCK = range(4)
@@ -83,7 +83,7 @@ def unconnected(worker):
 def welcome_of(worker):
     """What a prefill worker would say."""
     epoch, incarnation = map(bytes.fromhex, (worker.engine.card.epoch, worker.card.incarnation))
-    return Welcome(1, 1, "x", "prefill", epoch, incarnation, 0, 1, 0, bytes(32), 2000)
+    return Welcome(WIRE_MIN, WIRE_VERSION, "x", "prefill", epoch, incarnation, 0, 1, 0, bytes(32), 2000)
 
 
 @pytest.mark.parametrize("silent_after", ["connect", "Hello", "Welcome"])
@@ -115,7 +115,7 @@ def test_a_decode_rank_that_falls_silent_in_its_handshake(tmp_path, says):
 
     async def scenario(one):
         await one.pair(prefill={"handshake_timeout": 7})
-        hello = encode(Hello(1, 1, "x", "decode", b"e" * 32, b"i" * 32, 0, 1, 0, bytes(32), 2000))
+        hello = encode(Hello(WIRE_MIN, WIRE_VERSION, "x", "decode", b"e" * 32, b"i" * 32, 0, 1, 0, bytes(32), 2000))
         agent = encode(Agent([("model", "m")], memoryview(b""), bytes(32)))
         began = one.now
         reader, writer = await asyncio.open_unix_connection(one.prefill.card.endpoint.removeprefix("unix:"))

@@ -404,13 +404,14 @@ async def test_a_wedged_post_is_given_up(stage, source, target, route):
 
 
 async def test_a_late_result_is_dropped_and_counted(stage, source, target):
-    from kvxfer.protocol.messages import KvAgentResult, Status
+    from kvxfer.protocol.messages import Arrived, KvAgentResult, Status
 
     prefill, decode = await stage.pair(source, target)
     offer = prefill.offer("r", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
     session(prefill).send(KvAgentResult(2, 0, Status.OK, 8, True), KvAgentResult(99, 0, Status.OK, 8, True))
-    await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 2)
+    session(prefill).send(Arrived(2, 1), Arrived(99, 1))
+    await eventually(lambda: decode.describe()["metrics"]["results_dropped"].get("stale") == 4)
     offer = prefill.offer("s", [1, 2], tokens=8)
     await works(prefill, decode, source, target, offer)
 

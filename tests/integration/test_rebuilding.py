@@ -419,7 +419,7 @@ async def test_a_grant_that_crosses_the_stop_of_its_transfer_counts_for_nothing(
     await eventually(lambda: being_stopped(prefill))
     link.renewals += 1
     (number,) = (int(one["id"].rpartition("-")[2]) for one in prefill.describe()["transfers"])
-    hear(prefill, link, Reserve(number, [Grant(0, 0, 1 << 20)], 1000))
+    hear(prefill, link, Reserve(number, 1, 1000, ring=[Grant(0, 1 << 20)]))
     assert granted_by(prefill) == [0]
     stage.network.release("decode")
     with pytest.raises(asyncio.CancelledError):

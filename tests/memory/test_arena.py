@@ -53,6 +53,7 @@ class TestStates:
             (RESERVED, WRITING),
             (WRITING, SCATTERING),
             (SCATTERING, FREE),
+            (SCATTERING, WRITING),
             (RESERVED, FREE),
             (WRITING, FREE),
             (RESERVED, QUARANTINED),

@@ -8,7 +8,27 @@ from kvxfer.errors import IdentityError, MismatchError
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode
 from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.inspect import registry_name
-from kvxfer.protocol.messages import WHOLE, Agent, Fetch, Goodbye, Hello, KvAgentResult, Refuse, Status, Welcome
+from kvxfer.protocol.messages import (
+    WHOLE,
+    Abandon,
+    Accept,
+    Agent,
+    Arrived,
+    Cancel,
+    Fetch,
+    Goodbye,
+    Hello,
+    KvAgentResult,
+    Landed,
+    Refuse,
+    Reserve,
+    Status,
+    Timings,
+    Want,
+    Welcome,
+)
+from kvxfer.protocol.receiving import Receiving
+from kvxfer.protocol.sending import Failure, Sending, SendState
 from kvxfer.protocol.session import Identity, Opened, Received, Role, Session, State, Terms
 from proto.generate import HERE
 
@@ -16,6 +36,7 @@ DOCUMENT = json.loads((HERE / "vectors/conversations.json").read_text())
 SETTING, CONVERSATIONS = DOCUMENT["setting"], DOCUMENT["conversations"]
 REQUIRED = {
     "staged_two_chunks", "forged_ticket", "cancel_between_chunks", "pull_with_landed", "fetch_before_offer",
+    "staged_in_turns", "staged_in_another_ring", "write_that_does_not_end",
     "version_mismatch_seen_by_decode", "version_mismatch_seen_by_prefill", "not_the_same_process",
 }  # fmt: skip
 SAME = json.loads((HERE / "vectors/handshake.json").read_text())["same"]
@@ -100,13 +121,115 @@ def test_two_sessions_write_the_same_handshake(conversation):
         assert received == [Received(m) for m in messages({"frames": after}) if m is not None]
 
 
+FETCHED = [c for c in CONVERSATIONS if any(isinstance(m, Fetch) for m in messages(c))]
+
+
+class Played:
+    """The machines of a transfer, to which a script is played: each must say what its side says there."""
+
+    def __init__(self, fetch):
+        ahead = bool(fetch.lease_ms or fetch.staging_lease_ms)
+        self.receiving = Receiving(fetch.transfer, ahead=ahead, staging=bool(fetch.staging_lease_ms))
+        self.sending = Sending(fetch)
+        self.sent, self.total = [], 0
+
+    def said(self, messages):
+        self.sent += messages
+
+    def moved(self, upto, timings, total):
+        """So many chunks arrive; the first of them took as long as is said of all."""
+        for chunk in range(self.sending.arrived, upto):
+            share = total // self.sending.chunks
+            self.said(self.sending.moved(chunk, share, timings))
+            timings = Timings()
+
+    def play(self, message):
+        sending, receiving = self.sending, self.receiving
+        match message:
+            case Accept():
+                self.said(sending.accept(message))
+                receiving.accept(message)
+                self.total = message.bytes
+            case Refuse():
+                self.said(sending.refuse(message.code, message.reason))
+                receiving.refused(message)
+            case Want():
+                if sending.state is SendState.PARKED:
+                    self.said([message])  # the shell's own: the grant is void
+                else:
+                    self.said(sending.announce(message.chunks, message.lease_ms, message.spans, message.generation))
+                receiving.wanted(message)
+            case Reserve():
+                sending.reserve(message)
+                if receiving.arrived > receiving.chunks_done:
+                    receiving.done(receiving.arrived)
+                granted = receiving.grant(message.chunks, message.lease_ms, message.generation, message.ring)
+                assert granted == [message]
+            case Landed():
+                sending.landed(message)
+                receiving.read(message.chunks)
+                assert receiving.landed(message.chunks) == [message]
+            case Arrived():
+                self.moved(message.chunks, message.timings, self.total)
+                self.said(sending.news())
+                assert receiving.came(message)
+            case KvAgentResult(status=Status.OK):
+                self.moved(sending.granted, message.timings, self.total)
+                self.said(sending.finish_offer(message.payload))
+                receiving.result(message)
+            case KvAgentResult():
+                failure = Failure(Status.CANCELLED, message.code, message.reason)
+                if message.status is Status.IN_DOUBT:
+                    self.said(sending.unread(in_doubt=True))
+                elif sending.state is SendState.ENDED:
+                    self.said([message])  # the shell's own: it answers Cancel for what has ended
+                else:
+                    self.said(sending.stop(failure))
+                    if message.chunk == WHOLE:
+                        for chunk in range(sending.arrived, sending.granted):
+                            self.said(sending.dropped(chunk))
+                    else:
+                        self.said(sending.overdue())
+                receiving.result(message)
+            case Abandon() | Cancel():
+                failure = Failure(Status.CANCELLED, message.code, "")
+                reads = isinstance(message, Abandon)
+                said = receiving.unread() or receiving.cancel(failure, reading=reads)
+                assert said == [message]
+                if not reads:
+                    self.said(sending.unread())
+            case _:
+                pass
+
+
+@pytest.mark.parametrize("conversation", FETCHED, ids=name)
+def test_the_machines_of_a_transfer_say_the_same(conversation):
+    played = None
+    told = []
+    for line in conversation["frames"]:
+        message = decode(bytes.fromhex(line["frame"])[4:])
+        if isinstance(message, Fetch):
+            played = Played(message)
+        elif played:
+            told += [message] if isinstance(message, Accept | Refuse | Want | Arrived | KvAgentResult) else []
+            played.play(message)
+    assert played
+    assert played.sent == told
+    assert played.receiving.stale == 0
+    done = conversation["outcome"] == "done"
+    if done and played.receiving.arrived > played.receiving.chunks_done:
+        played.receiving.done(played.receiving.arrived)
+    assert played.receiving.ended
+    assert (played.receiving.failure is None) == done
+
+
 @pytest.mark.parametrize(("script", "role"), [("decode", Role.CLIENT), ("prefill", Role.SERVER)])
 def test_a_session_notices_a_version_mismatch(script, role):
     conversation = next(c for c in CONVERSATIONS if c["name"] == f"version_mismatch_seen_by_{script}")
     own = messages(CONVERSATIONS[0])[0 if role is Role.CLIENT else 1]
     side = session(role, own, None)
     other = "prefill" if script == "decode" else "decode"
-    with pytest.raises(MismatchError, match=r"no common protocol version: 1\.\.1 here, 2\.\.2 there"):
+    with pytest.raises(MismatchError, match=r"no common protocol version: 2\.\.2 here, 3\.\.3 there"):
         list(side.receive(sent(conversation, other), 1.0))
     assert side.state is State.CLOSED
 

@@ -1,13 +1,15 @@
 """One `Sending` and one `Receiving` joined by two queues: a model of both shells around them.
 
 The model plays the two shells: it knows which chunks the sender may still write and which the receiver still reads,
-and holds both machines to what their messages promise about that.
+and in which place of staging memory each chunk is until it was scattered. It holds both machines to what their messages
+promise about that.
 """
 # the model knows when there is a sender
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 from collections import deque
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +19,7 @@ from kvxfer.protocol.messages import (
     WHOLE,
     Abandon,
     Accept,
+    Arrived,
     Cancel,
     Fetch,
     Grant,
@@ -40,6 +43,9 @@ OWNER = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "withdrawn")
 GONE = Failure(Status.CANCELLED, Code.PEER_LOST, "the session was lost")
 SILENT = Failure(Status.FAILED, Code.PEER_LOST, "no answer")
 
+PLACES = [4096 * number for number in range(1, 7)]
+"""Staging memory of the decode rank: where a chunk can be."""
+
 pick = st.integers(0, 7)
 
 
@@ -51,7 +57,7 @@ def chosen(number, options):
 class Pair(RuleBasedStateMachine):
     @initialize(
         route=st.sampled_from([Route.STAGED, Route.DIRECT, Route.PULL]),
-        chunks=st.integers(1, 3),
+        chunks=st.integers(1, 5),
         ahead=st.booleans(),
         sticky=st.booleans(),
         troubles=st.integers(0, 3),
@@ -64,22 +70,26 @@ class Pair(RuleBasedStateMachine):
         self.troubles = troubles  # how often somebody gives up; it begins calmly, or no schedule would get far
         lease = 1000 if self.ahead else 0
         fetch = Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1, lease_ms=lease)
+        if staging and self.ahead:
+            fetch = msgspec.structs.replace(fetch, staging_address=PLACES[0], staging_bytes=64)
         self.receiver = Receiving(1, ahead=self.ahead, staging=staging)
         self.sender = None
         self.connected = True
         self.to_sender, self.to_receiver = deque([fetch]), deque()
-        self.heard = []  # results that this session has delivered
+        self.heard = []  # what this session has said of chunks and of the end
         # the prefill shell
         self.hands = set()  # chunks that it moves (pull: is about to confirm)
         self.zombies = set()  # chunks whose writes may arrive at any later time
         self.moved_chunks = set()
         self.offered = False
-        self.lasts = self.payloads = 0
+        self.lasts = self.payloads = self.told = self.wire_us = 0
         # the decode shell
         self.reads = set()
         self.landed = set()
         self.placed = []
-        self.sticky = sticky  # the first read does not end
+        self.ring, self.ring_at = [], 0
+        self.where = {0: PLACES[0]} if staging and self.ahead else {}  # the place that each chunk was granted
+        self.sticky = sticky  # one of the first reads does not end
         self.stuck = set()
         self.given_up = False
         self.work(calm)
@@ -104,14 +114,15 @@ class Pair(RuleBasedStateMachine):
         steps = [
             (sending is SendState.PARKED, self.accept, 1),
             (sending is SendState.PARKED and self.ahead, self.void, 0),
-            (sending is SendState.MOVING, self.ready, 1),
+            (sending is SendState.MOVING, self.announce, 1),
             (sending is SendState.MOVING and not self.offered, self.finish_offer, 0),
             (self.hands, self.moved, 1),
+            (sending is SendState.MOVING and self.sender.arrived > self.told, self.news, 0),
             (self.to_sender, self.deliver_to_sender, 0),
             (self.to_receiver, self.deliver_to_receiver, 0),
-            (self.can_grant(), self.read if pull else self.grant, 1),
+            (self.readable if pull else self.grantable(), self.read if pull else self.grant, 1),
             (self.reads, self.read_ends, 1),
-            (self.landed, self.chunk_done, 1),
+            (self.landed, self.place, 1),
             (not self.connected, self.resume, 0),
         ]
         return [(act, arguments) for condition, act, arguments in steps if condition]
@@ -125,11 +136,18 @@ class Pair(RuleBasedStateMachine):
     def say(self, messages):
         """What the sending machine says: held to its promises, whether or not anybody hears it."""
         for message in messages:
-            if isinstance(message, KvAgentResult):
-                assert self.lasts == 0, "a result after the last one"
-                self.lasts += message.last
-                self.payloads += bool(message.payload)
-                self.promised(message)
+            match message:
+                case KvAgentResult():
+                    assert self.lasts == 0, "a result after the last one"
+                    self.lasts += message.last
+                    self.payloads += bool(message.payload)
+                    self.promised(message)
+                case Arrived():
+                    assert self.lasts == 0
+                    assert self.told < message.chunks <= self.chunks
+                    assert set(range(message.chunks)) <= self.moved_chunks
+                    self.told = message.chunks
+                    self.wire_us += message.timings.wire_us
         if self.connected:
             self.to_receiver.extend(messages)
 
@@ -138,18 +156,15 @@ class Pair(RuleBasedStateMachine):
             return
         assert not self.hands
         assert not self.zombies
-        if self.route is Route.PULL and message.status is not Status.OK:
+        if message.status is Status.OK:
+            assert self.moved_chunks == set(range(self.chunks))
+            assert message.bytes == 64 * self.chunks
+            assert self.wire_us + message.timings.wire_us == self.chunks, "the time of each chunk is told once"
+        elif self.route is Route.PULL:
             assert not self.reading, "the offer's blocks would be freed while they are read"
             if self.connected and self.receiver.state is ReceiveState.MOVING:
-                assert not self.readable
+                assert self.receiver.reading == self.receiver.ready
                 assert not any(isinstance(frame, Want) for frame in self.to_receiver)
-
-    @property
-    def readable(self):
-        return self.receiver_chunks("wanted")
-
-    def receiver_chunks(self, *states):
-        return {chunk for chunk, state in enumerate(self.receiver._chunks) if state.value in states}
 
     # --- the prefill shell
 
@@ -161,12 +176,12 @@ class Pair(RuleBasedStateMachine):
         self.say(self.sender.accept(Accept(1, self.route, 1, [], 1, 1, self.chunks, b"", ahead=used)))
         self.ahead = False
         if used:
-            self.hands |= set(range(self.chunks))
+            self.take(range(self.chunks))
 
     def void(self):
         """The offer is not there: the grant is not used."""
         self.ahead = False
-        self.say([Want(1, b"")])
+        self.say([Want(1, 0)])
 
     @precondition(lambda self: self.troubles and self.live() and self.sender.state is SendState.PARKED)
     @rule()
@@ -174,8 +189,8 @@ class Pair(RuleBasedStateMachine):
         self.troubles -= 1
         self.say(self.sender.refuse(Code.TOO_MANY, "busy"))
 
-    def ready(self, number):
-        self.say(self.sender.ready([number % self.chunks, number // 4 % self.chunks]))
+    def announce(self, number):
+        self.say(self.sender.announce(number % (self.chunks + 1)))
 
     def finish_offer(self):
         self.offered = True
@@ -185,7 +200,10 @@ class Pair(RuleBasedStateMachine):
         chunk = chosen(number, self.hands)
         self.hands.remove(chunk)
         self.moved_chunks.add(chunk)
-        self.say(self.sender.moved(chunk, 64, Timings()))
+        self.say(self.sender.moved(chunk, 64, Timings(wire_us=1)))
+
+    def news(self):
+        self.say(self.sender.news())
 
     @precondition(lambda self: self.hands and (self.troubles or self.sender.state is SendState.STOPPING))
     @rule(which=pick, in_doubt=st.booleans(), reason=st.booleans())
@@ -221,9 +239,17 @@ class Pair(RuleBasedStateMachine):
             case Abandon() if self.live():
                 self.say(self.sender.stop(THEIRS))
             case Reserve() if self.live():
-                self.hands |= {grant.chunk for grant in self.sender.reserve(message)}
+                self.take(self.sender.reserve(message))
             case Landed() if self.live():
-                self.hands |= set(self.sender.landed(message))
+                self.take(self.sender.landed(message))
+
+    def take(self, chunks):
+        """Chunks come into the prefill shell's hands, to be written where the decode shell expects them."""
+        assert not set(chunks) & (self.hands | self.moved_chunks | self.zombies)
+        self.hands |= set(chunks)
+        if self.route is Route.STAGED:
+            for chunk in chunks:
+                assert self.sender.place(chunk).address == self.where[chunk]
 
     def cancelled(self):
         if self.live():
@@ -248,40 +274,94 @@ class Pair(RuleBasedStateMachine):
                 receiver.refused(message)
             case Want():
                 receiver.wanted(message)
+            case Arrived():
+                self.heard.append(message)
+                self.arrive(receiver.came(message))
             case KvAgentResult():
                 self.heard.append(message)
-                chunk = receiver.result(message)
-                if chunk is not None:
-                    assert chunk in self.moved_chunks
-                    self.landed.add(chunk)
+                self.arrive(receiver.result(message))
                 if receiver.failure is not None and receiver.state is ReceiveState.MOVING:
                     self.give_up(receiver.failure)
 
-    def can_grant(self):
-        return self.receiver.state is ReceiveState.MOVING and not self.given_up and bool(self.readable)
+    def arrive(self, chunks):
+        assert set(chunks) <= self.moved_chunks
+        assert not set(chunks) & (self.landed | set(self.placed))
+        self.landed |= set(chunks)
+
+    @property
+    def running(self):
+        return self.receiver.state is ReceiveState.MOVING and not self.given_up
+
+    @property
+    def readable(self):
+        """How many more chunks may be read."""
+        return self.receiver.ready - self.receiver.reading if self.running else 0
+
+    @property
+    def free(self):
+        """Places in which nothing is, nor may come to be."""
+        return [place for place in PLACES if place not in {self.where[c] for c in self.where if c not in self.placed}]
+
+    def grantable(self):
+        """How many more chunks may be granted: each goes where the one before it has been scattered."""
+        receiver = self.receiver
+        wanted = receiver.ready - receiver.granted if self.running else 0
+        if self.route is not Route.STAGED or not wanted:
+            return wanted
+        if receiver.arrived == receiver.granted:
+            return min(wanted, len(self.free))  # there may be a new ring
+        return self.turns(wanted)
+
+    def turns(self, wanted):
+        """How many of so many chunks can go into the ring that there is."""
+        for more in range(wanted):
+            before = self.receiver.granted + more - len(self.ring)
+            if not self.ring or (before >= self.ring_at and before not in self.placed):
+                return more
+        return wanted
 
     def grant(self, number):
-        chunks = {chosen(number, self.readable), chosen(number // 4, self.readable)}
-        self.to_peer(self.receiver.grant([Grant(chunk, 4096, 64) for chunk in sorted(chunks)], 1000))
+        receiver, ring = self.receiver, []
+        most = self.grantable()
+        if self.route is Route.STAGED and receiver.arrived == receiver.granted:
+            keep = self.turns(most)
+            if not keep or number % 4 == 0:  # a new ring, as long as it may be
+                ring, self.ring_at = self.free[: 1 + number // 4 % 3], receiver.granted
+                self.ring = ring
+            most = self.turns(most)
+        upto = receiver.granted + 1 + number // 12 % most
+        if self.route is Route.STAGED:
+            for chunk in range(receiver.granted, upto):
+                place = self.ring[(chunk - self.ring_at) % len(self.ring)]
+                assert place in self.free
+                self.where[chunk] = place
+        self.to_peer(receiver.grant(upto, 1000, ring=[Grant(place, 64) for place in ring]))
 
     def read(self, number):
-        chunk = chosen(number, self.readable)
-        self.receiver.reading([chunk])
-        (self.stuck if self.sticky else self.reads).add(chunk)
+        first = self.receiver.reading
+        upto = first + 1 + number % self.readable
+        self.receiver.read(upto)
+        self.reads |= set(range(first, upto))
+        if self.sticky:
+            self.reads.remove(upto - 1)
+            self.stuck.add(upto - 1)
         self.sticky = False
 
     def read_ends(self, number):
-        chunk = chosen(number, self.reads)
-        self.reads.remove(chunk)
-        if self.receiver.state is ReceiveState.MOVING:
-            self.to_peer(self.receiver.landed([chunk]))
+        self.reads.remove(chosen(number, self.reads))
+        read = min(self.reads | self.stuck, default=self.receiver.reading)
+        if self.receiver.state is ReceiveState.MOVING and read > self.receiver.granted:
+            self.to_peer(self.receiver.landed(read))
         self.say_unread()
 
-    def chunk_done(self, number):
+    def place(self, number):
+        """A chunk is scattered, in whatever order; it counts when all before it are."""
         chunk = chosen(number, self.landed)
         self.landed.remove(chunk)
         self.placed.append(chunk)
-        self.receiver.chunk_done(chunk)
+        done = next(count for count in range(self.chunks + 1) if count not in self.placed)
+        if done > self.receiver.chunks_done:
+            self.receiver.done(done)
 
     @precondition(lambda self: self.troubles)
     @rule()
@@ -334,14 +414,16 @@ class Pair(RuleBasedStateMachine):
 
     @precondition(lambda self: self.heard)
     @rule(which=pick)
-    def a_result_comes_twice(self, which):
+    def a_message_comes_twice(self, which):
         before = self.snapshot()
-        assert self.receiver.result(self.heard[which % len(self.heard)]) is None
+        message = self.heard[which % len(self.heard)]
+        assert not (self.receiver.came if isinstance(message, Arrived) else self.receiver.result)(message)
         assert self.snapshot() == before
 
     def snapshot(self):
         receiver = self.receiver
-        return receiver.state, receiver.failure, receiver.payload, list(receiver._chunks), receiver.ended
+        counts = receiver.ready, receiver.reading, receiver.granted, receiver.arrived, receiver.chunks_done
+        return receiver.state, receiver.failure, receiver.payload, counts, receiver.ended, receiver.exposed
 
     # --- what must hold
 
@@ -356,9 +438,14 @@ class Pair(RuleBasedStateMachine):
             assert not self.hands
             assert not self.zombies
         assert not (self.landed | set(self.placed)) & (self.hands | self.zombies)
-        if self.route is not Route.PULL and not self.receiver.ended:
-            assert self.receiver.exposed or not (self.hands | self.zombies)
+        taken, receiver = self.hands | self.zombies, self.receiver
+        if self.route is not Route.PULL and not receiver.ended:
+            assert receiver.exposed or not taken
+            assert receiver.ahead or taken <= set(range(receiver.arrived, receiver.granted))
         assert self.sender is None or self.sender.moving == len(self.hands)
+        assert self.sender is None or set(range(self.sender.arrived)) <= self.moved_chunks
+        held = [self.where[chunk] for chunk in self.where if chunk not in self.placed]
+        assert len(held) == len(set(held)), "two chunks in one place"
 
     def success_is_whole(self):
         if self.receiver.state is ReceiveState.DONE:
@@ -409,8 +496,8 @@ class Pair(RuleBasedStateMachine):
         """Nobody gives up any more: deliver every frame, do all work; then the prefill rank waits no longer."""
         for _ in range(200):
             if self.live() and self.sender.state is SendState.MOVING:
-                self.say(self.sender.ready(range(self.chunks)))
-            due = [(act, arguments) for act, arguments in self.due() if act not in (self.ready, self.resume)]
+                self.say(self.sender.announce(self.chunks))
+            due = [(act, arguments) for act, arguments in self.due() if act not in (self.announce, self.resume)]
             if due:
                 act, arguments = due[0]
                 act(*[0] * arguments)

@@ -20,6 +20,7 @@ from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
     AgentBody,
+    Arrived,
     Cancel,
     Capability,
     Claim,
@@ -39,6 +40,7 @@ from kvxfer.protocol.messages import (
     Status,
     TensorFrame,
     TicketRef,
+    Timings,
     Want,
 )
 from kvxfer.protocol.packing import pack_u32, unpack_u32
@@ -50,8 +52,6 @@ PACKED = {
     ("Span", "ids"),
     ("TensorFrame", "layers"),
     ("TensorFrame", "scale"),
-    ("Want", "chunks"),
-    ("Landed", "chunks"),
 }
 
 
@@ -115,9 +115,14 @@ def test_noise_is_a_body_or_a_protocol_error(data):
 def test_tags_are_unique_and_only_what_a_peer_may_ignore_is_above_the_bound():
     tags = {kind.__struct_config__.tag: kind for kind in MESSAGES}
     assert len(tags) == len(MESSAGES)
-    assert sorted(tag for tag in tags if tag < messages.IGNORABLE_TAG) == list(range(1, 16))
+    assert sorted(tag for tag in tags if tag < messages.IGNORABLE_TAG) == list(range(1, 17))
     above = {kind for tag, kind in tags.items() if tag >= messages.IGNORABLE_TAG}
-    assert above == {messages.Probe, messages.Check, messages.Sums, messages.Abandon, messages.Renewed}
+    assert above == {messages.Check, messages.Sums, messages.Abandon, messages.Renewed}
+
+
+def test_numbers_of_the_past_are_not_used_again():
+    assert 129 not in {kind.__struct_config__.tag for kind in MESSAGES}
+    assert 1 << 6 not in {bit.value for bit in Capability}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
@@ -138,13 +143,20 @@ def test_defaults_are_part_of_the_wire():
     assert decode(encode(Cancel(1))[4:]) == Cancel(1, Code.CANCELLED)
     assert decode(bytes.fromhex("920d01")) == Cancel(1, Code.CANCELLED)
     assert decode(bytes.fromhex("910f")) == Goodbye(Code.DRAINING, "")
+    assert decode(bytes.fromhex("93090105")) == Want(1, 5, 0, [], 0)
+    assert decode(bytes.fromhex("940a010507")) == Reserve(1, 5, 7, 0, [])
+    assert decode(bytes.fromhex("93100105")) == Arrived(1, 5, Timings())
     result = decode(bytes.fromhex("960c01000100c2"))
     assert result == KvAgentResult(1, 0, Status.OK, 0, last=False)
 
 
 def test_bytes_of_some_messages_written_by_hand():
     assert encode(Ping()).hex() == "020000009104"
-    assert encode(Want(1, pack_u32([0, 258]), 5)).hex() == "10000000960901c4080000000002010000059000"
+    assert encode(Want(1, 258, 5)).hex() == "090000009609 01cd0102 05 90 00".replace(" ", "")
+    reserve = Reserve(1, 3, 5, 7, [Grant(256, 128)])
+    assert encode(reserve).hex() == "0d000000 96 0a 01 03 05 07 91 92cd0100cc80".replace(" ", "")
+    assert encode(Landed(1, 2)).hex() == "04000000930b0102"
+    assert encode(Arrived(1, 2, Timings(0, 1))).hex() == "090000009410 0102 9400010000".replace(" ", "")
     assert encode(Release(TicketRef("a", 2, b"\xff"))).hex() == "0a000000930e93a16102c401ff00"
     assert encode(Cancel(2**32)).hex() == "0c000000930dcf000000010000000044"
     whole = KvAgentResult(1, WHOLE, Status.IN_DOUBT, 0, True)
@@ -200,8 +212,6 @@ def test_ids_that_do_not_fit_are_refused(bad):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda torn: Want(1, torn),
-        lambda torn: Landed(1, torn),
         lambda torn: Span("g", 0, torn),
         lambda torn: Selection("g", "", "k", torn, 0, 1),
         lambda torn: TensorFrame("g", "", "k", "block", [1], [1], torn, 0, 1, "int8", 1, 0),
@@ -222,6 +232,7 @@ def raw(message, **changes):
 
 FETCH = Fetch(1, TICKET, [], [], 0, 1, [], 0, 0)
 ACCEPT = Accept(1, Route.STAGED, 0, [], 1, 1, 1, b"")
+COUNTING = [Want(1, 1), Reserve(1, 1, 1), Landed(1, 1), Arrived(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +246,9 @@ ACCEPT = Accept(1, Route.STAGED, 0, [], 1, 1, 1, b"")
         (FETCH, {"timeout_ms": 2**32}, {"timeout_ms": 2**32 - 1}),
         (FETCH, {"max_extent_bytes": 2**63}, {"max_extent_bytes": 2**63 - 1}),
         (Claim([]), {"tickets": [TICKET] * (MAX_TICKETS + 1)}, {"tickets": [TICKET] * MAX_TICKETS}),
-        (Reserve(1, [], 0), {"grants": [Grant(0, 0, 0)] * (MAX_GRANTS + 1)}, {"grants": [Grant(0, 0, 0)] * MAX_GRANTS}),
+        *((kind, {"chunks": MAX_CHUNKS + 1}, {"chunks": MAX_CHUNKS}) for kind in COUNTING),
+        *((kind, {"chunks": -1}, {"chunks": 0}) for kind in COUNTING),
+        (Reserve(1, 1, 0), {"ring": [Grant(0, 0)] * (MAX_GRANTS + 1)}, {"ring": [Grant(0, 0)] * MAX_GRANTS}),
         (Goodbye(), {"reason": "x" * 1025}, {"reason": "\N{GRINNING FACE}" * 1024}),
         (
             KvAgentResult(1, 0, Status.OK, 0, last=True),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from pair import Pair
 
-from kvxfer.protocol.messages import Route
+from kvxfer.protocol.messages import Reserve, Route
 from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import SendState
 
@@ -36,6 +36,56 @@ def test_what_is_granted_ahead_is_used_or_void(route, chunks, used):
     assert (pair.hands == set(range(chunks))) == used
     pair.deliver_to_receiver()
     assert pair.receiver.exposed == used
+    pair.teardown()
+    assert pair.receiver.state is ReceiveState.DONE
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_chunks_take_turns_in_one_ring(places):
+    """Each is written to the place that the one before it in the ring has left, and no ring is named again."""
+    pair = Pair()
+    pair.begin(Route.STAGED, 5, False, False, 0, [])
+    pair.deliver_to_sender()
+    pair.accept(1)
+    pair.announce(5)
+    pair.deliver_to_receiver()
+    pair.deliver_to_receiver()
+    pair.grant(16 * (places - 1))  # as many as there are places, into a new ring
+    assert pair.receiver.granted == places
+    for chunk in range(5):
+        if pair.to_sender:
+            pair.deliver_to_sender()
+        pair.moved(0)
+        pair.news()
+        pair.deliver_to_receiver()
+        pair.place(0)
+        pair.check()
+        if pair.grantable():
+            assert pair.turns(1)
+            pair.grant(1)
+            assert pair.to_sender[-1] == Reserve(1, pair.receiver.granted, 1000)
+        assert pair.where[chunk] == pair.ring[chunk % places]
+    pair.teardown()
+    assert pair.receiver.state is ReceiveState.DONE
+
+
+def test_one_message_tells_of_all_that_arrived_before_it():
+    pair = Pair()
+    pair.begin(Route.DIRECT, 4, False, False, 0, [])
+    pair.deliver_to_sender()
+    pair.accept(1)
+    pair.announce(4)
+    pair.deliver_to_receiver()
+    pair.deliver_to_receiver()
+    pair.grant(12 * 3)
+    pair.deliver_to_sender()
+    for chunk in (3, 0, 0):  # the last one first: it is told with those before it
+        pair.moved(chunk)
+    pair.news()
+    assert [message.chunks for message in pair.to_receiver] == [2]
+    pair.moved(0)
+    pair.news()
+    assert [message.chunks for message in pair.to_receiver] == [2, 4]
     pair.teardown()
     assert pair.receiver.state is ReceiveState.DONE
 

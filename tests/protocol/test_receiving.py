@@ -8,6 +8,7 @@ from kvxfer.errors import Code, ProtocolError
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
+    Arrived,
     Cancel,
     Grant,
     KvAgentResult,
@@ -18,7 +19,6 @@ from kvxfer.protocol.messages import (
     Status,
     Want,
 )
-from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.receiving import RECEIVE_TRANSITIONS, ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure, build_result
 
@@ -29,36 +29,45 @@ TERMINAL = build_result(5, Status.EXPIRED, last=True, failure=THERE)
 DOUBT = build_result(5, Status.IN_DOUBT, last=True, failure=THERE)
 
 
-def ok(chunk=WHOLE, *, last=False, payload=b""):
+def ok(chunk=WHOLE, *, last=True, payload=b""):
     return build_result(5, Status.OK, chunk=chunk, last=last, payload=payload)
 
 
-def want(*chunks):
-    return Want(5, pack_u32(chunks))
+def failed(chunk):
+    return build_result(5, Status.FAILED, chunk=chunk, failure=THERE)
 
 
-def make(chunks=3, *, wanted=(), granted=(), landed=(), done=()):
+def make(chunks=3, *, wanted=0, granted=0, landed=0, done=0):
+    """So many are done, so many more have arrived, and so on."""
     receiving = Receiving(5)
     receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, chunks, b""))
-    receiving.wanted(want(*wanted, *granted, *landed, *done))
-    receiving.grant([Grant(chunk, 0, 64) for chunk in (*granted, *landed, *done)], 1000)
-    for chunk in (*landed, *done):
-        assert receiving.result(ok(chunk)) == chunk
-    for chunk in done:
-        receiving.chunk_done(chunk)
+    receiving.wanted(Want(5, done + landed + granted + wanted))
+    if done + landed + granted:
+        receiving.grant(done + landed + granted, 1000, ring=[Grant(0, 64)] * chunks)
+    if done + landed:
+        assert receiving.came(Arrived(5, done + landed)) == range(done + landed)
+    if done:
+        receiving.done(done)
     return receiving
 
 
+def known(receiving):
+    """What it knows, for comparison."""
+    counts = receiving.ready, receiving.reading, receiving.granted, receiving.arrived, receiving.chunks_done
+    said = receiving.heard_last, receiving.failure, receiving.payload
+    return receiving.state, receiving.ended, receiving.ahead, receiving.exposed, counts, said
+
+
 def stopping():
-    receiving = make(granted=[0])
+    receiving = make(granted=1)
     receiving.cancel(WHY)
     return receiving
 
 
 def done():
-    receiving = make(1, landed=[0])
-    receiving.result(ok(last=True))
-    receiving.chunk_done(0)
+    receiving = make(1, landed=1)
+    receiving.result(ok())
+    receiving.done(1)
     return receiving
 
 
@@ -69,14 +78,14 @@ def stopped():
 
 
 def lost():
-    receiving = make(granted=[0])
+    receiving = make(granted=1)
     receiving.lost(GONE)
     return receiving
 
 
 STATES = {
     ReceiveState.ASKED: lambda: Receiving(5),
-    ReceiveState.MOVING: lambda: make(granted=[0]),
+    ReceiveState.MOVING: lambda: make(1, granted=1),
     ReceiveState.STOPPING: stopping,
     ReceiveState.DONE: done,
     ReceiveState.STOPPED: stopped,
@@ -87,10 +96,8 @@ FINAL = (ReceiveState.DONE, ReceiveState.STOPPED)
 
 def complete(receiving):
     if receiving.state is ReceiveState.MOVING:
-        receiving.result(ok(0))
-        receiving._chunks = receiving._chunks[:1]
-        receiving.result(ok(last=True))
-        receiving.chunk_done(0)
+        receiving.result(ok())
+        receiving.done(1)
     else:
         receiving._event("complete")
 
@@ -137,116 +144,235 @@ def test_the_table_has_no_other_events():
 # --- chunks
 
 
-def test_wanted_granted_landed_done():
-    receiving = make(2)
-    assert receiving.wanted(want(1)) == [1]
-    grants = [Grant(1, 4096, 64)]
-    assert receiving.grant(grants, 1000, 7) == [Reserve(5, grants, 1000, 7)]
-    assert receiving.granted == [1]
-    assert receiving.result(ok(1)) == 1
-    assert (receiving.granted, receiving.outstanding) == ([], 1)
-    receiving.chunk_done(1)
-    assert receiving.outstanding == 0
+def test_wanted_granted_arrived_done():
+    receiving = make(3)
+    assert receiving.wanted(Want(5, 2)) == range(2)
+    ring = [Grant(4096, 64), Grant(8192, 64)]
+    assert receiving.grant(1, 1000, 7, ring) == [Reserve(5, 1, 1000, 7, ring)]
+    assert receiving.grant(2, 1000, 7) == [Reserve(5, 2, 1000, 7)]
+    assert (receiving.granted, receiving.exposed) == (2, True)
+    assert receiving.came(Arrived(5, 1)) == range(1)
+    assert (receiving.arrived, receiving.exposed) == (1, True)
+    assert receiving.wanted(Want(5, 3)) == range(2, 3)
+    assert receiving.came(Arrived(5, 2)) == range(1, 2)
+    assert not receiving.exposed
+    receiving.done(1)
+    receiving.done(2)
+    assert receiving.chunks_done == 2
     assert receiving.state is ReceiveState.MOVING
 
 
-@pytest.mark.parametrize("chunks", [[0, 0], [0, 3], [0, 1]], ids=["twice", "unknown", "announced before"])
+def test_one_arrived_may_tell_of_many_chunks():
+    receiving = make(4, granted=3, done=1)
+    assert receiving.came(Arrived(5, 4)) == range(1, 4)
+    receiving.done(4)
+    assert receiving.chunks_done == 4
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4, WHOLE], ids=str)
 def test_a_wrong_want_is_a_protocol_error_and_changes_nothing(chunks):
-    receiving = make(3, wanted=[1])
-    with pytest.raises(ProtocolError):
-        receiving.wanted(want(*chunks))
-    assert receiving.wanted(want(0)) == [0]
+    """It takes one back, or names one that there is not."""
+    receiving = make(3, wanted=2)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 5 are said to be ready, of 3, after 2"):
+        receiving.wanted(Want(5, chunks))
+    assert known(receiving) == before
+    assert receiving.wanted(Want(5, 3)) == range(2, 3)
+
+
+def test_a_want_may_bring_blocks_alone():
+    receiving = make(3, wanted=2)
+    assert not receiving.wanted(Want(5, 2))
+    assert receiving.ready == 2
 
 
 def test_a_wrong_want_voids_nothing_that_was_granted_ahead():
     receiving = Receiving(5, ahead=True)
-    with pytest.raises(ProtocolError, match="chunk 0 of transfer 5 is unknown, not open"):
-        receiving.wanted(want(0))
+    with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to be ready, of 0"):
+        receiving.wanted(Want(5, 1))
     assert receiving.exposed
     receiving.lost(GONE)
     assert receiving.exposed
 
 
+def test_a_want_of_nothing_voids_what_was_granted_ahead():
+    receiving = Receiving(5, ahead=True)
+    assert not receiving.wanted(Want(5, 0))
+    assert not receiving.exposed
+    with pytest.raises(ProtocolError, match="under a grant that there is not"):
+        receiving.accept(Accept(5, Route.DIRECT, 1, [], 1, 1, 1, b"", ahead=True))
+
+
+@pytest.mark.parametrize(
+    ("granted", "route", "chunks"),
+    [
+        ({}, Route.DIRECT, 1),
+        ({"ahead": True}, Route.STAGED, 1),
+        ({"ahead": True}, Route.PULL, 1),
+        ({"ahead": True, "staging": True}, Route.DIRECT, 1),
+        ({"ahead": True, "staging": True}, Route.STAGED, 2),
+        ({"ahead": True, "staging": True}, Route.STAGED, 0),
+    ],
+)
+def test_a_grant_ahead_covers_no_more_than_it_says(granted, route, chunks):
+    receiving = Receiving(5, **granted)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match="under a grant that there is not"):
+        receiving.accept(Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
+    assert known(receiving) == before
+
+
+@pytest.mark.parametrize(("staging", "route", "chunks"), [(True, Route.STAGED, 1), (False, Route.MAPPED, 3)])
+def test_a_grant_ahead_that_is_used_is_one_of_every_chunk(staging, route, chunks):
+    receiving = Receiving(5, ahead=True, staging=staging)
+    assert receiving.accept(Accept(5, route, 1, [], 1, 1, chunks, b"", ahead=True))
+    assert (receiving.ahead, receiving.ready, receiving.granted, receiving.exposed) == (False, chunks, chunks, True)
+    assert receiving.result(ok()) == range(chunks)
+    assert not receiving.exposed
+    receiving.done(chunks)
+    assert receiving.state is ReceiveState.DONE
+
+
 def test_want_before_accept_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="unknown"):
-        Receiving(5).wanted(want(0))
+    with pytest.raises(ProtocolError, match="said to be ready"):
+        Receiving(5).wanted(Want(5, 1))
 
 
 @pytest.mark.parametrize("state", [ReceiveState.STOPPING, ReceiveState.LOST, *FINAL])
 def test_want_that_crosses_a_cancel_is_ignored(state):
-    assert STATES[state]().wanted(want(1, 99)) == []
+    receiving = STATES[state]()
+    before = known(receiving)
+    assert not receiving.wanted(Want(5, 99))
+    assert known(receiving) == before
 
 
-def test_only_wanted_chunks_are_granted():
-    receiving = make(3, wanted=[0], granted=[1])
-    for chunks in ([0, 1], [0, 2], [0, 9], [0, 0]):
-        with pytest.raises(ProtocolError):
-            receiving.grant([Grant(chunk, 0, 0) for chunk in chunks], 1000)
-        with pytest.raises(ProtocolError):
-            receiving.reading(chunks)
-    assert receiving.granted == [1]
+@pytest.mark.parametrize("chunks", [0, 1, 3, 9])
+def test_only_wanted_chunks_are_granted(chunks):
+    receiving = make(4, wanted=1, granted=1)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match=f"from 1 to {chunks} chunks of 2"):
+        receiving.grant(chunks, 1000)
+    assert known(receiving) == before
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3, 9])
+def test_only_wanted_chunks_are_read(chunks):
+    receiving = make(4, wanted=2)
+    receiving.read(1)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match=f"from 1 to {chunks} chunks of 2"):
+        receiving.read(chunks)
+    assert known(receiving) == before
 
 
 @pytest.mark.parametrize("state", [state for state in ReceiveState if state is not ReceiveState.MOVING])
 def test_nothing_is_granted_unless_it_moves(state):
     receiving = STATES[state]()
+    before = known(receiving)
     with pytest.raises(ProtocolError, match=f"grant is illegal for a transfer that is {state.value}"):
-        receiving.grant([], 1000)
+        receiving.grant(2, 1000)
     with pytest.raises(ProtocolError, match=f"read is illegal for a transfer that is {state.value}"):
-        receiving.reading([])
+        receiving.read(2)
+    assert known(receiving) == before
 
 
 def test_a_read_is_confirmed_only_after_it_was_reported():
-    receiving = make(2, wanted=[0, 1])
-    receiving.reading([0])
-    assert receiving.outstanding == 1
-    assert receiving.granted == []
-    with pytest.raises(ProtocolError, match="reading, not granted"):
-        receiving.result(ok(0))  # our read is still under way: success now would be a lie
-    with pytest.raises(ProtocolError):
-        receiving.landed([1])
-    assert receiving.landed([0]) == [Landed(5, pack_u32([0]))]
-    assert receiving.result(ok(0)) == 0
-
-
-@pytest.mark.parametrize(("chunk", "found"), [(0, "open"), (1, "wanted"), (9, "unknown")])
-def test_a_chunk_that_was_never_granted_cannot_have_landed(chunk, found):
-    receiving = make(3, wanted=[1])
-    with pytest.raises(ProtocolError, match=f"is {found}, not granted"):
-        receiving.result(ok(chunk))
-
-
-def test_only_a_landed_chunk_is_done():
-    receiving = make(3, granted=[0], landed=[1], done=[2])
-    for chunk in (0, 2, 9):
+    receiving = make(2, wanted=2)
+    receiving.read(1)
+    assert (receiving.reading, receiving.granted) == (1, 0)
+    with pytest.raises(ProtocolError, match="1 chunks of transfer 5 are said to have arrived, and 0 were granted"):
+        receiving.came(Arrived(5, 1))  # our read is still under way: success now would be a lie
+    with pytest.raises(ProtocolError, match="complete before"):
+        receiving.result(ok())
+    for chunks in (0, 2):
         with pytest.raises(ProtocolError):
-            receiving.chunk_done(chunk)
+            receiving.landed(chunks)
+    assert receiving.landed(1) == [Landed(5, 1)]
+    with pytest.raises(ProtocolError):
+        receiving.landed(1)
+    assert receiving.came(Arrived(5, 1)) == range(1)
 
 
-def test_duplicates_and_late_results_are_counted_and_change_nothing():
-    receiving = make(2, landed=[0], done=[1])
-    assert receiving.result(ok(0)) is None
-    assert receiving.result(ok(1)) is None
-    assert receiving.result(build_result(5, Status.FAILED, chunk=1, failure=THERE)) is None
-    assert (receiving.stale, receiving.failure, receiving.state) == (3, None, ReceiveState.MOVING)
-    ended = done()
-    for late in (ok(0), ok(last=True, payload=b"other"), TERMINAL, DOUBT, ok(99)):
-        assert ended.result(late) is None
-    assert (ended.stale, ended.state, ended.payload) == (5, ReceiveState.DONE, b"")
+def test_what_is_read_but_not_all_of_it_is_not_complete():
+    receiving = make(2, wanted=2)
+    receiving.read(2)
+    receiving.landed(1)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match="complete before every chunk was granted"):
+        receiving.result(ok())
+    assert known(receiving) == before
+
+
+@pytest.mark.parametrize("chunks", [2, 3, WHOLE])
+def test_a_chunk_that_was_never_granted_cannot_have_arrived(chunks):
+    receiving = make(3, wanted=1, granted=1)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match=f"{chunks} chunks .* have arrived, and 1 were granted"):
+        receiving.came(Arrived(5, chunks))
+    assert known(receiving) == before
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_nothing_arrives_before_accept(ahead):
+    receiving = Receiving(5, ahead=ahead)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match="said to have arrived, and 0 were granted"):
+        receiving.came(Arrived(5, 1))
+    assert known(receiving) == before
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3, 9])
+def test_only_what_has_arrived_is_done(chunks):
+    receiving = make(3, granted=1, landed=1, done=1)
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match=f"from 1 to {chunks} chunks of 2"):
+        receiving.done(chunks)
+    assert known(receiving) == before
+
+
+def test_duplicates_and_late_messages_are_counted_and_change_nothing():
+    receiving = make(3, granted=1, landed=1, done=1)
+    before = known(receiving)
+    for chunks in (0, 1, 2):
+        assert not receiving.came(Arrived(5, chunks))
+    for late in (failed(0), failed(1), failed(3), ok(0, last=False), ok(2)):
+        assert not receiving.result(late)
+    assert known(receiving) == before
+    assert receiving.stale == 8
+
+
+@pytest.mark.parametrize("state", [ReceiveState.DONE, ReceiveState.STOPPED])
+def test_what_comes_after_the_end_is_counted_and_changes_nothing(state):
+    receiving = done() if state is ReceiveState.DONE else make(granted=2)
+    if state is ReceiveState.STOPPED:
+        receiving.result(TERMINAL)
+    before = known(receiving)
+    for late in (ok(0), ok(payload=b"other"), TERMINAL, DOUBT, failed(0), failed(99)):
+        assert not receiving.result(late)
+    for chunks in (1, 2, 99):  # its memory may be somebody else's by now
+        assert not receiving.came(Arrived(5, chunks))
+    assert known(receiving) == before
+    assert receiving.stale == 9
 
 
 def test_a_failed_chunk_stays_granted():
-    receiving = make(2, granted=[0])
-    assert receiving.result(build_result(5, Status.FAILED, chunk=0, failure=THERE)) is None
-    assert receiving.granted == [0]
+    receiving = make(2, granted=1)
+    assert not receiving.result(failed(0))
+    assert (receiving.granted, receiving.exposed) == (1, True)
     assert (receiving.failure.code, receiving.failure.reason) == (THERE.code, THERE.reason)
 
 
+def test_a_chunk_that_was_announced_may_fail_before_it_is_granted():
+    receiving = make(2, wanted=1)
+    receiving.result(failed(0))
+    assert receiving.failure.code is THERE.code
+
+
 def test_a_transfer_with_a_failed_chunk_is_never_done():
-    receiving = make(1, granted=[0])
-    receiving.result(build_result(5, Status.FAILED, chunk=0, failure=THERE))
-    receiving.result(ok(0, last=True))
-    receiving.chunk_done(0)
+    receiving = make(1, granted=1)
+    receiving.result(failed(0))
+    receiving.result(ok())
+    receiving.done(1)
     assert receiving.state is ReceiveState.MOVING
 
 
@@ -255,8 +381,8 @@ def test_a_transfer_with_a_failed_chunk_is_never_done():
 
 @pytest.mark.parametrize("order", ["result first", "copy first"])
 def test_done_needs_every_chunk_in_place_and_the_last_result(order):
-    receiving = make(2, landed=[0], done=[1])
-    steps = [lambda: receiving.result(ok(last=True, payload=b"token")), lambda: receiving.chunk_done(0)]
+    receiving = make(2, landed=1, done=1)
+    steps = [lambda: receiving.result(ok(payload=b"token")), lambda: receiving.done(2)]
     for step in steps if order == "result first" else reversed(steps):
         assert receiving.state is ReceiveState.MOVING
         step()
@@ -265,62 +391,65 @@ def test_done_needs_every_chunk_in_place_and_the_last_result(order):
     assert receiving.failure is None
 
 
-def test_the_last_chunk_may_carry_the_last_result():
-    receiving = make(2, granted=[0], done=[1])
-    assert receiving.result(ok(0, last=True, payload=b"token")) == 0
+def test_the_last_result_says_that_all_that_was_granted_has_arrived():
+    receiving = make(3, granted=2, done=1)
+    assert receiving.result(ok(payload=b"token")) == range(1, 3)
+    assert not receiving.exposed
     assert receiving.state is ReceiveState.MOVING
-    receiving.chunk_done(0)
+    receiving.done(2)
+    assert receiving.state is ReceiveState.MOVING
+    receiving.done(3)
     assert (receiving.state, receiving.payload) == (ReceiveState.DONE, b"token")
 
 
 def test_no_chunks_at_all():
     receiving = make(0)
-    receiving.result(ok(last=True))
+    receiving.result(ok())
     assert receiving.state is ReceiveState.DONE
 
 
-@pytest.mark.parametrize("also", [{"wanted": [0]}, {"granted": [0]}, {}], ids=["wanted", "granted", "open"])
-@pytest.mark.parametrize("on", ["whole", "chunk"])
-def test_complete_too_early_is_a_protocol_error(also, on):
+@pytest.mark.parametrize(
+    "also", [{"wanted": 2}, {"granted": 1, "wanted": 1}, {"done": 1}, {}], ids=["wanted", "granted", "done", "open"]
+)
+def test_complete_too_early_is_a_protocol_error(also):
     receiving = make(2, **also)
-    if on == "chunk":
-        receiving.wanted(want(1))
-        receiving.grant([Grant(1, 0, 64)], 1000)
-    with pytest.raises(ProtocolError, match="complete before every chunk had landed"):
-        receiving.result(ok(1 if on == "chunk" else WHOLE, last=True, payload=b"token"))
-    assert (receiving.state, receiving.payload) == (ReceiveState.MOVING, b"")
-    assert receiving.result(build_result(5, Status.FAILED, last=True, failure=THERE)) is None
+    before = known(receiving)
+    with pytest.raises(ProtocolError, match="complete before every chunk was granted"):
+        receiving.result(ok(payload=b"token"))
+    assert known(receiving) == before
+    assert not receiving.result(build_result(5, Status.FAILED, last=True, failure=THERE))
     assert receiving.state is ReceiveState.STOPPED
 
 
 def test_complete_before_accept_is_a_protocol_error():
     with pytest.raises(ProtocolError, match="complete before"):
-        Receiving(5).result(ok(last=True))
+        Receiving(5).result(ok())
 
 
 def test_the_first_last_result_stands():
-    receiving = make(1, granted=[0])
-    receiving.result(ok(0, last=True, payload=b"token"))
-    for late in (ok(last=True, payload=b""), TERMINAL, DOUBT):
-        receiving.result(late)
-    receiving.chunk_done(0)
-    assert (receiving.state, receiving.payload, receiving.stale) == (ReceiveState.DONE, b"token", 3)
+    receiving = make(1, granted=1)
+    receiving.result(ok(payload=b"token"))
+    for late in (ok(payload=b""), TERMINAL, DOUBT, failed(0)):
+        assert not receiving.result(late)
+    assert not receiving.came(Arrived(5, 1))
+    receiving.done(1)
+    assert (receiving.state, receiving.payload, receiving.stale) == (ReceiveState.DONE, b"token", 5)
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.UNKNOWN])
 def test_a_terminal_result_ends_it(status):
-    receiving = make(granted=[0])
+    receiving = make(granted=1)
     receiving.result(KvAgentResult(5, WHOLE, status, 0, True, Code.FAILED, "x"))
     assert receiving.ended
     assert receiving.failure == Failure(status, Code.FAILED, "x")
 
 
 def test_doubt_is_lost_until_it_is_settled():
-    receiving = make(granted=[0])
+    receiving = make(granted=1)
     receiving.result(DOUBT)
     assert receiving.state is ReceiveState.LOST
     assert receiving.failure == Failure(Status.IN_DOUBT, THERE.code, THERE.reason)
-    assert receiving.granted == [0]
+    assert receiving.exposed
     assert receiving.resume() == [Cancel(5, Code.PEER_LOST)]
     receiving.result(DOUBT)
     assert receiving.state is ReceiveState.LOST
@@ -343,47 +472,54 @@ def test_refused(state):
 
 
 def test_cancel_is_said_once():
-    receiving = make(granted=[0])
+    receiving = make(granted=1)
     assert receiving.cancel(WHY) == [Cancel(5, Code.CANCELLED)]
     assert receiving.cancel(GONE) == []
     assert receiving.failure == WHY
     assert not receiving.accept(Accept(5, Route.STAGED, 1, [], 1, 1, 9, b""))
 
 
-def test_chunks_that_land_while_it_is_stopped_leave_the_peers_hands():
+def test_chunks_that_arrive_while_it_is_stopped_leave_the_peers_hands():
     receiving = stopping()
-    assert receiving.result(ok(0)) == 0
-    assert receiving.granted == []
-    receiving.chunk_done(0)
+    assert receiving.came(Arrived(5, 1)) == range(1)
+    assert not receiving.exposed
+    receiving.done(1)
     assert receiving.state is ReceiveState.STOPPING
 
 
+def test_what_was_not_granted_does_not_arrive_while_it_is_stopped_either():
+    receiving = stopping()
+    before = known(receiving)
+    assert not receiving.came(Arrived(5, 2))
+    assert known(receiving) == before
+
+
 @pytest.mark.parametrize("state", [ReceiveState.STOPPING, ReceiveState.LOST])
-@pytest.mark.parametrize("on", [0, WHOLE])
-def test_success_that_crosses_a_cancel_answers_it(state, on):
+@pytest.mark.parametrize("told", [True, False])
+def test_success_that_crosses_a_cancel_answers_it(state, told):
     receiving = STATES[state]()
-    if on == WHOLE:
-        receiving.result(ok(0))
-    receiving.result(ok(on, last=True, payload=b"token"))
+    if told:
+        receiving.came(Arrived(5, 1))
+    assert receiving.result(ok(payload=b"token")) == range(told, 1)
     assert receiving.state is ReceiveState.STOPPED
     assert receiving.failure is not None
 
 
 def test_after_the_last_result_nothing_is_asked_and_nothing_is_in_doubt():
-    receiving = make(1, granted=[0])
-    receiving.result(ok(0, last=True, payload=b"token"))
+    receiving = make(1, granted=1)
+    receiving.result(ok(payload=b"token"))
     assert receiving.cancel(WHY) == []
     assert receiving.state is ReceiveState.STOPPED
-    receiving.chunk_done(0)
+    receiving.done(1)
     assert (receiving.state, receiving.failure) == (ReceiveState.STOPPED, WHY)
 
 
 def test_a_session_that_is_lost_after_the_last_result_takes_nothing_away():
-    receiving = make(1, granted=[0])
-    receiving.result(ok(0, last=True, payload=b"token"))
+    receiving = make(1, granted=1)
+    receiving.result(ok(payload=b"token"))
     receiving.lost(WHY)
     assert not receiving.exposed
-    receiving.chunk_done(0)
+    receiving.done(1)
     assert (receiving.state, receiving.failure) == (ReceiveState.DONE, None)
 
 

@@ -8,16 +8,15 @@ from kvxfer.errors import Code, ProtocolError
 from kvxfer.protocol.messages import (
     WHOLE,
     Accept,
+    Arrived,
     Fetch,
     Grant,
-    KvAgentResult,
     Landed,
     Refuse,
     Reserve,
     Route,
     Span,
     Status,
-    Sums,
     TicketRef,
     Timings,
     Want,
@@ -27,37 +26,50 @@ from kvxfer.protocol.sending import SEND_TRANSITIONS, Failure, Sending, SendStat
 
 STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 SECOND = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled")
-OK = KvAgentResult(9, WHOLE, Status.OK, 0, True, payload=b"token")
 
 
-def make(chunks=3, route=Route.STAGED, *, wanted=(), moving=(), payload=None):
-    """A transfer that was accepted, with chunks announced and granted."""
+def ok(nbytes=0, timings=None):
+    return build_result(9, Status.OK, nbytes=nbytes, last=True, timings=timings, payload=b"token")
+
+
+def make(chunks=3, route=Route.STAGED, *, wanted=0, moving=0, payload=None):
+    """A transfer that was accepted, with so many chunks granted, and so many more announced."""
     sending = Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [route], 1, 1))
     sending.accept(accept(chunks, route))
-    sending.ready([*wanted, *moving])
-    if route is Route.PULL:
-        sending.landed(Landed(9, pack_u32(moving)))
+    sending.announce(moving + wanted)
+    if route is Route.PULL and moving:
+        sending.landed(Landed(9, moving))
     elif moving:
-        sending.reserve(reserve(*moving))
+        sending.reserve(reserve(moving, places=chunks if route is Route.STAGED else 0))
     if payload is not None:
         sending.finish_offer(payload)
     return sending
 
 
-def parked():
-    return Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [Route.STAGED], 1, 1))
+def parked(**granted):
+    return Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [Route.STAGED], 1, 1, **granted))
 
 
-def accept(chunks=3, route=Route.STAGED):
-    return Accept(9, route, 1, [], 1, 1, chunks, b"")
+def accept(chunks=3, route=Route.STAGED, *, ahead=False):
+    return Accept(9, route, 1, [], 1, 1, chunks, b"", ahead=ahead)
 
 
-def reserve(*chunks):
-    return Reserve(9, [Grant(chunk, 4096 * chunk, 64) for chunk in chunks], 1000)
+def ring(places, start=0):
+    return [Grant(4096 * (start + place), 64) for place in range(places)]
+
+
+def reserve(chunks, *, places=0, start=0):
+    return Reserve(9, chunks, 1000, ring=ring(places, start))
+
+
+def known(sending):
+    """What it knows, for comparison."""
+    counts = sending.state, sending.ready, sending.granted, sending.arrived, sending.moving, sending.nbytes
+    return *counts, sending.being_read, sending.in_doubt, [*sending._ring], sending._ring_at
 
 
 def stopping():
-    sending = make(moving=[0])
+    sending = make(moving=1)
     sending.stop(STOP)
     return sending
 
@@ -97,7 +109,7 @@ def test_every_event_in_every_state(state, event):
 
 
 def test_stopping_lasts_while_something_moves():
-    sending = make(moving=[0])
+    sending = make(moving=1)
     assert sending.stop(STOP) == []
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "stop"]
     assert sending.stop(SECOND) == []
@@ -108,8 +120,8 @@ def test_stopping_lasts_while_something_moves():
 
 
 def test_success_is_finish():
-    sending = make(1, moving=[0], payload=b"token")
-    sending.moved(0, 64, Timings())
+    sending = make(1, moving=1, payload=b"token")
+    sending.moved(0, 64)
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "finish"]
 
 
@@ -138,7 +150,8 @@ def test_accept_and_refuse():
 
 
 def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
-    sending = make(moving=[1])
+    sending = make(moving=2)
+    sending.moved(0, 64)
     assert sending.overdue() == []
     assert sending.stop(STOP) == []
     (said,) = sending.overdue()
@@ -151,7 +164,7 @@ def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
 def test_what_a_puller_does_not_end_is_not_ours():
     sending = parked()
     sending.accept(accept(2, route=Route.PULL))
-    sending.ready([0])
+    sending.announce(1)
     assert len(sending.stop(STOP)) == 1
     assert sending.state is SendState.STOPPING
     assert sending.overdue() == []
@@ -166,88 +179,229 @@ def test_a_parked_fetch_is_stopped_at_once():
 
 def test_a_chunk_is_announced_once():
     sending = make(3)
-    assert sending.ready([0, 2, 0]) == [Want(9, pack_u32([0, 2]), 0)]
-    assert sending.ready([0, 1, 2], 50) == [Want(9, pack_u32([1]), 50)]
-    assert sending.ready([0, 1, 2]) == []
+    assert sending.announce(0) == []
+    assert sending.announce(1) == [Want(9, 1, 0)]
+    assert sending.announce(1) == []
+    assert sending.announce(3, 50, generation=7) == [Want(9, 3, 50, [], 7)]
+    assert sending.announce(2) == []
+    assert sending.ready == 3
 
 
 def test_blocks_are_named_with_the_chunks_in_them():
     sending, more = make(3), [Span("attention", 0, pack_u32([7]))]
-    assert sending.ready([1], spans=more) == [Want(9, pack_u32([1]), 0, more)]
+    assert sending.announce(1, spans=more) == [Want(9, 1, 0, more)]
+
+
+def test_blocks_are_named_though_no_chunk_is_ready_for_them_and_the_count_does_not_fall():
+    sending, more = make(3, wanted=2), [Span("attention", 0, pack_u32([7]))]
+    assert sending.announce(1, spans=more) == [Want(9, 2, 0, more)]
+    assert sending.ready == 2
 
 
 @pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])
 def test_nothing_is_announced_unless_it_moves(state):
-    assert STATES[state]().ready([1]) == []
+    assert STATES[state]().announce(2) == []
 
 
 # --- grants
 
 
-@pytest.mark.parametrize(
-    ("grants", "found"),
-    [([1], "waiting"), ([7], "unknown"), ([2], "moving"), ([WHOLE], "unknown")],
-)
-def test_a_wrong_grant_is_a_protocol_error_and_takes_nothing(grants, found):
-    sending = make(3, wanted=[0], moving=[2])
-    with pytest.raises(ProtocolError, match=rf"chunk {grants[0]} of transfer 9 is {found}, not wanted"):
-        sending.reserve(reserve(0, *grants))
-    assert sending.moving == 1
+@pytest.mark.parametrize("chunks", [0, 1, 2, 4, WHOLE], ids=str)
+def test_a_wrong_grant_is_a_protocol_error_and_takes_nothing(chunks):
+    """It adds none, takes one back, or adds one that was not announced, or that there is not."""
+    sending = make(5, wanted=1, moving=2)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match=f"moved on to {chunks} of 3 chunks that were announced, and 2 were before"):
+        sending.reserve(Reserve(9, chunks, 1000))
+    assert known(sending) == before
     sending.stop(STOP)
-    (result,) = sending.moved(2, 64, Timings())[1:]  # it ends: chunk 0 never came into our hands
+    sending.moved(1, 64)
+    (result,) = sending.moved(0, 64)  # it ends: chunk 2 never came into our hands
     assert result.status is Status.EXPIRED
 
 
-def test_a_chunk_granted_twice_in_one_message():
-    sending = make(3, wanted=[0])
-    with pytest.raises(ProtocolError, match="twice"):
-        sending.reserve(reserve(0, 0))
-    assert sending.moving == 0
+def test_a_grant_adds_what_is_new_and_says_where_it_goes():
+    sending = make(5, wanted=5)
+    assert sending.reserve(reserve(2, places=2)) == range(2)
+    assert [sending.place(chunk) for chunk in range(2)] == ring(2)
+    assert (sending.granted, sending.moving) == (2, 2)
+
+
+def test_chunks_take_turns_in_a_ring():
+    sending = make(7, wanted=7)
+    sending.reserve(reserve(1, places=1))
+    sending.moved(0, 64)
+    assert sending.reserve(reserve(4, places=3, start=10)) == range(1, 4)
+    sending.moved(1, 64)
+    sending.moved(2, 64)
+    assert sending.reserve(reserve(6)) == range(4, 6)
+    assert [sending.place(chunk) for chunk in range(1, 6)] == [*ring(3, 10), *ring(2, 10)]
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["the first", "the second"])
+def test_another_ring_waits_until_nothing_is_under_way(missing):
+    sending = make(4, wanted=4)
+    sending.reserve(reserve(2, places=2))
+    sending.moved(1 - missing, 64)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match="another ring while chunks are under way"):
+        sending.reserve(reserve(3, places=4, start=10))
+    assert known(sending) == before
+    sending.moved(missing, 64)
+    assert sending.reserve(reserve(3, places=1, start=10)) == range(2, 3)
+    assert sending.place(2) == ring(1, 10)[0]
+
+
+@pytest.mark.parametrize(("places", "chunks"), [(0, 1), (1, 2), (2, 4)])
+def test_no_more_chunks_are_under_way_than_there_are_places(places, chunks):
+    sending = make(4, wanted=4)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match="more chunks at once than there are places"):
+        sending.reserve(reserve(chunks, places=places))
+    assert known(sending) == before
+
+
+def test_a_place_is_free_when_all_chunks_up_to_its_own_have_arrived():
+    sending = make(4, wanted=4)
+    sending.reserve(reserve(2, places=2))
+    sending.moved(1, 64)
+    with pytest.raises(ProtocolError, match="more chunks at once than there are places"):
+        sending.reserve(reserve(3))  # it would go where chunk 0 is being written
+    sending.moved(0, 64)
+    assert sending.reserve(reserve(4)) == range(2, 4)
+    assert [sending.place(chunk) for chunk in (2, 3)] == ring(2)
+
+
+@pytest.mark.parametrize("route", [Route.DIRECT, Route.MAPPED])
+def test_in_place_there_is_no_ring_and_no_bound_of_one(route):
+    sending = make(3, route, wanted=3)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match="is written in place"):
+        sending.reserve(reserve(1, places=1))
+    assert known(sending) == before
+    assert sending.reserve(reserve(1)) == range(1)
+    assert sending.reserve(reserve(3)) == range(1, 3)
 
 
 def test_a_grant_before_accept_is_a_protocol_error():
-    with pytest.raises(ProtocolError, match="unknown"):
-        parked().reserve(reserve(0))
+    with pytest.raises(ProtocolError, match="of 0 chunks that were announced"):
+        parked().reserve(reserve(1, places=1))
     with pytest.raises(ProtocolError, match="pull"):
-        parked().landed(Landed(9, pack_u32([0])))
+        parked().landed(Landed(9, 1))
 
 
 @pytest.mark.parametrize("state", [SendState.STOPPING, SendState.ENDED])
 def test_grants_that_cross_our_stop_are_ignored(state):
     sending = STATES[state]()
-    before = sending.moving
-    assert sending.reserve(reserve(0, 99)) == []
-    assert sending.landed(Landed(9, pack_u32([0, 99]))) == []
-    assert sending.moving == before
+    before = known(sending)
+    assert not sending.reserve(reserve(100, places=1))
+    assert not sending.landed(Landed(9, 100))
+    assert known(sending) == before
 
 
 def test_messages_of_another_route():
     with pytest.raises(ProtocolError, match="pull"):
-        make(wanted=[0]).landed(Landed(9, pack_u32([0])))
+        make(wanted=1).landed(Landed(9, 1))
     with pytest.raises(ProtocolError, match="pull"):
-        make(route=Route.PULL, wanted=[0]).reserve(reserve(0))
+        make(route=Route.PULL, wanted=1).reserve(reserve(1))
+
+
+def test_what_was_granted_ahead_is_in_our_hands_at_once():
+    sending = parked(staging_address=1 << 20, staging_bytes=512, staging_lease_ms=1000)
+    assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
+    assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
+    assert sending.place(0) == Grant(1 << 20, 512)
+    with pytest.raises(ProtocolError, match="moved on to 1 of 1"):
+        sending.reserve(reserve(1))  # a second time
+    assert sending.moved(0, 64) == []
+    assert sending.finish_offer(b"token") == [ok(64)]
+
+
+def test_what_was_granted_ahead_in_place():
+    sending = Sending(Fetch(9, TicketRef("r", 0, b"m"), [], [], 0, 1, [Route.MAPPED], 1, 1, lease_ms=1000))
+    sending.finish_offer(b"token")
+    assert sending.accept(accept(3, Route.MAPPED, ahead=True)) == [accept(3, Route.MAPPED, ahead=True)]
+    assert sending.moving == 3
+    assert sending.announce(3) == []
+    assert [sending.moved(chunk, 8) for chunk in range(3)] == [[], [], [ok(24)]]
+
+
+# --- what has arrived
+
+
+def test_one_message_tells_of_all_that_has_arrived():
+    sending = make(4, moving=4)
+    assert sending.news() == []
+    sending.moved(0, 64, Timings(1, 2, 3, 4))
+    sending.moved(1, 32, Timings(10, 20, 30, 40))
+    assert sending.news() == [Arrived(9, 2, Timings(11, 22, 33, 44))]
+    assert sending.news() == []
+    sending.moved(2, 64, Timings(wire_us=7))
+    assert sending.news() == [Arrived(9, 3, Timings(wire_us=7))]
+    assert sending.nbytes == 160
+
+
+def test_what_overtakes_is_told_when_all_before_it_has_arrived():
+    sending = make(3, moving=3)
+    sending.moved(2, 64)
+    sending.moved(1, 64)
+    assert sending.news() == []
+    assert sending.arrived == 0
+    sending.moved(0, 64)
+    assert sending.news() == [Arrived(9, 3)]
+
+
+@pytest.mark.parametrize("in_doubt", [True, False])
+def test_what_did_not_arrive_is_never_told(in_doubt):
+    sending = make(3, moving=3)
+    sending.dropped(1, in_doubt=in_doubt)
+    sending.moved(0, 64)
+    assert (sending.news(), sending.arrived) == ([], 1)
+    (terminal,) = sending.moved(2, 64)
+    assert terminal.status is (Status.IN_DOUBT if in_doubt else Status.FAILED)
+    if in_doubt:
+        sending.settled(1)
+    assert (sending.news(), sending.arrived) == ([], 1)
+
+
+@pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])
+def test_there_are_no_news_of_what_does_not_move(state):
+    sending = STATES[state]()
+    if sending.moving:
+        sending.moved(0, 64)
+    assert sending.news() == []
 
 
 # --- success
 
 
-def test_the_last_chunk_carries_the_payload():
-    sending = make(2, moving=[0, 1], payload=b"token")
-    timings = Timings(wire_us=5)
-    assert sending.moved(1, 64, timings) == [build_result(9, Status.OK, chunk=1, nbytes=64, timings=timings)]
-    assert sending.moved(0, 32, Timings()) == [
-        build_result(9, Status.OK, chunk=0, nbytes=32, last=True, payload=b"token")
-    ]
+def test_the_last_result_carries_the_payload_and_what_was_not_told():
+    sending = make(3, moving=3, payload=b"token")
+    sending.moved(0, 64, Timings(wire_us=5))
+    assert sending.news() == [Arrived(9, 1, Timings(wire_us=5))]
+    assert sending.moved(2, 32, Timings(gather_us=2)) == []
+    assert sending.moved(1, 16, Timings(gather_us=3)) == [ok(112, Timings(gather_us=5))]
     assert sending.state is SendState.ENDED
+    assert sending.news() == []  # it said so
     assert sending.finish_offer(b"token") == []
 
 
-def test_a_payload_that_comes_later_has_a_result_of_its_own():
-    sending = make(1, moving=[0])
-    assert [message.last for message in sending.moved(0, 64, Timings())] == [False]
-    assert sending.finish_offer(b"token") == [OK]
+def test_a_payload_that_comes_later_is_waited_for():
+    sending = make(1, moving=1)
+    assert sending.moved(0, 64) == []
+    assert sending.news() == [Arrived(9, 1)]
+    assert sending.finish_offer(b"token") == [ok(64)]
     assert sending.finish_offer(b"token") == []
     assert sending.state is SendState.ENDED
+
+
+@pytest.mark.parametrize("left", ["not announced", "not granted"])
+def test_a_transfer_is_not_complete_before_every_chunk_was_granted(left):
+    sending = make(2, moving=1, wanted=left == "not granted", payload=b"token")
+    assert sending.moved(0, 64) == []
+    sending.announce(2)
+    sending.reserve(reserve(2))
+    assert sending.moved(1, 64) == [ok(128)]
 
 
 @pytest.mark.parametrize("first", ["accept", "finish"])
@@ -256,44 +410,45 @@ def test_a_transfer_without_chunks_succeeds(first):
     messages = [] if first == "accept" else sending.finish_offer(b"token")
     messages += sending.accept(accept(0))
     messages += [] if first == "finish" else sending.finish_offer(b"token")
-    assert messages == [accept(0), OK]
+    assert messages == [accept(0), ok()]
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7])
 def test_only_a_chunk_in_our_hands_can_be_reported(chunk):
-    sending = make(3, wanted=[0])
+    sending = make(3, wanted=1)
+    before = known(sending)
     with pytest.raises(ProtocolError):
-        sending.moved(chunk, 64, Timings())
+        sending.moved(chunk, 64)
     with pytest.raises(ProtocolError):
         sending.dropped(chunk)
-    moving = make(3, moving=[0])
-    moving.moved(0, 64, Timings())
-    with pytest.raises(ProtocolError, match="moved, not moving"):
-        moving.moved(0, 64, Timings())
+    assert known(sending) == before
+    moving = make(3, moving=1)
+    moving.moved(0, 64)
+    with pytest.raises(ProtocolError, match="chunk 0 of transfer 9 is not under way"):
+        moving.moved(0, 64)
 
 
 # --- giving up
 
 
 def test_the_terminal_result_waits_for_every_chunk_in_our_hands():
-    sending = make(3, wanted=[2], moving=[0, 1])
+    sending = make(3, wanted=1, moving=2)
     assert sending.stop(STOP) == []
-    assert [m.chunk for m in sending.moved(1, 64, Timings())] == [1]
+    assert sending.moved(1, 64) == []
     (terminal,) = sending.dropped(0)
     assert terminal == build_result(9, Status.EXPIRED, last=True, failure=STOP)
     assert sending.state is SendState.ENDED
 
 
 def test_success_in_the_last_moment_does_not_undo_a_stop():
-    sending = make(1, moving=[0], payload=b"token")
+    sending = make(1, moving=1, payload=b"token")
     sending.stop(STOP)
-    chunk, terminal = sending.moved(0, 64, Timings())
-    assert (chunk.status, chunk.last, chunk.payload) == (Status.OK, False, b"")
+    (terminal,) = sending.moved(0, 64)
     assert (terminal.status, terminal.last, terminal.payload) == (Status.EXPIRED, True, b"")
 
 
 def test_doubt_is_said_whatever_the_reason():
-    sending = make(2, moving=[0, 1])
+    sending = make(2, moving=2)
     sending.stop(STOP)
     sending.dropped(0, in_doubt=True)
     assert sending.in_doubt
@@ -301,8 +456,18 @@ def test_doubt_is_said_whatever_the_reason():
     assert (terminal.status, terminal.chunk, terminal.code) == (Status.IN_DOUBT, WHOLE, STOP.code)
 
 
+def test_a_doubt_that_is_settled_is_none():
+    sending = make(2, moving=2)
+    sending.stop(STOP)
+    sending.dropped(1, in_doubt=True)
+    sending.settled(1)
+    assert not sending.in_doubt
+    (terminal,) = sending.dropped(0)
+    assert terminal.status is Status.EXPIRED
+
+
 def test_a_dropped_chunk_ends_the_transfer_by_itself():
-    sending = make(3, wanted=[2], moving=[0, 1])
+    sending = make(3, wanted=1, moving=2)
     assert sending.dropped(0) == []
     assert sending.state is SendState.STOPPING
     (terminal,) = sending.dropped(1)
@@ -320,27 +485,30 @@ def test_long_reasons_fit_into_the_message():
 
 
 def test_pull_from_want_to_last():
-    sending = make(2, Route.PULL, wanted=[0, 1], payload=b"token")
+    sending = make(2, Route.PULL, wanted=2, payload=b"token")
     assert sending.being_read
-    assert sending.landed(Landed(9, pack_u32([1]))) == [1]
-    assert sending.moved(1, 64, Timings())[0].last is False
+    assert sending.landed(Landed(9, 1)) == range(1)
+    assert sending.moved(0, 64) == []
+    assert sending.news() == [Arrived(9, 1)]
     assert sending.being_read
-    assert sending.landed(Landed(9, pack_u32([0]))) == [0]
+    assert sending.landed(Landed(9, 2)) == range(1, 2)
     assert not sending.being_read
-    assert sending.moved(0, 64, Timings())[0].payload == b"token"
+    assert sending.moved(1, 64) == [ok(128)]
 
 
-@pytest.mark.parametrize("chunks", [[0, 1], [0, 5], [0, 0]])
+@pytest.mark.parametrize("chunks", [0, 1, 3, 4, WHOLE])
 def test_a_wrong_landed_is_a_protocol_error_and_takes_nothing(chunks):
-    sending = make(3, Route.PULL, wanted=[0])
-    with pytest.raises(ProtocolError):
-        sending.landed(Landed(9, pack_u32(chunks)))
-    assert sending.moving == 0
+    sending = make(3, Route.PULL, moving=1, wanted=1)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match=f"moved on to {chunks} of 2 chunks"):
+        sending.landed(Landed(9, chunks))
+    assert known(sending) == before
     assert sending.being_read
 
 
 def test_pull_asks_the_reader_to_stop_and_waits_for_its_word():
-    sending = make(3, Route.PULL, wanted=[1, 2])
+    sending = make(3, Route.PULL, moving=1, wanted=2)
+    sending.moved(0, 64)
     (asked,) = sending.stop(STOP)
     assert (asked.chunk, asked.status, asked.last) == (1, Status.EXPIRED, False)
     assert sending.stop(SECOND) == []
@@ -351,25 +519,37 @@ def test_pull_asks_the_reader_to_stop_and_waits_for_its_word():
 
 
 def test_a_silent_reader_leaves_doubt():
-    sending = make(3, Route.PULL, wanted=[1], moving=[2])
+    sending = make(3, Route.PULL, wanted=1, moving=1)
     sending.stop(STOP)
-    assert sending.unread(in_doubt=True) == []  # chunk 2 is still ours to confirm
-    (_, terminal) = sending.moved(2, 64, Timings())
+    assert sending.unread(in_doubt=True) == []  # chunk 0 is still ours to confirm
+    (terminal,) = sending.moved(0, 64)
     assert terminal.status is Status.IN_DOUBT
     assert sending.in_doubt
 
 
 def test_a_cancel_says_that_nothing_is_read_any_more():
-    sending = make(2, Route.PULL, wanted=[0, 1])
+    sending = make(2, Route.PULL, wanted=2)
     assert sending.unread() == []
     (terminal,) = sending.stop(SECOND)
     assert (terminal.chunk, terminal.status) == (WHOLE, Status.CANCELLED)
 
 
-def test_sums_come_before_the_result_of_their_chunk():
-    sending = make(2, moving=[0, 1], payload=b"token")
-    sums, result = sending.moved(1, 64, Timings(), b"12345678")
-    assert sums == Sums(9, 1, b"12345678")
-    assert (result.chunk, result.status, result.last) == (1, Status.OK, False)
-    (last,) = sending.moved(0, 64, Timings())
-    assert last.last
+@pytest.mark.parametrize("in_doubt", [True, False])
+def test_who_reads_no_more_is_neither_believed_nor_told_of_more(in_doubt):
+    sending = make(3, Route.PULL, wanted=2)
+    sending.unread(in_doubt=in_doubt)
+    before = known(sending)
+    with pytest.raises(ProtocolError, match="said to be read no more"):
+        sending.landed(Landed(9, 1))
+    assert sending.announce(3) == []
+    assert known(sending) == before
+
+
+@pytest.mark.parametrize("route", [Route.STAGED, Route.DIRECT, Route.MAPPED])
+def test_only_what_is_pulled_is_read(route):
+    sending = make(3, route, wanted=2)
+    assert not sending.being_read
+    assert sending.unread(in_doubt=True) == []
+    assert not sending.in_doubt
+    (terminal,) = sending.stop(STOP)
+    assert terminal.status is Status.EXPIRED

@@ -27,10 +27,12 @@ from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
 from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import (
+    WHOLE,
     Abandon,
     Accept,
     Agent,
     AgentBody,
+    Arrived,
     Cancel,
     Capability,
     Check,
@@ -42,12 +44,12 @@ from kvxfer.protocol.messages import (
     Landed,
     Message,
     Ping,
-    Probe,
     Refuse,
     Release,
     Renewed,
     Reserve,
     Route,
+    Span,
     Status,
     Sums,
     TicketRef,
@@ -78,28 +80,29 @@ TICKET = TicketRef("r", 0, b"m" * 16)
 SAMPLES = {
     type(message): message
     for message in (
-        Hello(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
-        Welcome(1, 1, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        Hello(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
+        Welcome(2, 2, "", "e", b"E" * 16, b"i" * 32, 0, 1, 0, b"n" * 32, 2000),
         Agent([], memoryview(encode_body(BODY)), b"s" * 32),
         Ping(),
         Claim([TICKET]),
         Fetch(1, TICKET, [], [], 0, 1, [Route.STAGED], 1, 1),
         Accept(1, Route.STAGED, 1, [], 1, 1, 1, b""),
         Refuse(1, Code.TOO_MANY, "no"),
-        Want(1, pack_u32([0])),
-        Reserve(1, [], 1),
-        Landed(1, pack_u32([0])),
-        KvAgentResult(1, 0, Status.OK, 1, False),
+        Want(1, 1),
+        Reserve(1, 1, 1),
+        Landed(1, 1),
+        Arrived(1, 1),
+        KvAgentResult(1, WHOLE, Status.OK, 1, True),
         Cancel(1),
         Release(TICKET),
         Goodbye(),
-        Probe(7, 0x1000, 1 << 20, 30_000),
         Check(16),
         Sums(1, 0, bytes(16)),
         Abandon(1),
         Renewed(1, b"metadata"),
     )
 }
+LONG = Want(4, 50, 0, [Span("g", 0, pack_u32(range(50)))])
 OTHER = {Role.CLIENT: Role.SERVER, Role.SERVER: Role.CLIENT}
 
 
@@ -179,18 +182,18 @@ def test_a_handshake_completes_on_both_sides():
         assert side.peer.identity == theirs
         assert (side.peer.identity.epoch, side.peer.identity.incarnation) == (theirs.epoch, theirs.incarnation)
         assert side.peer.body == BODY
-        assert side.peer.wire == 1
+        assert side.peer.wire == 2
     assert client.peer.name == f"prefill[0/2]@{KEYS[Role.SERVER].incarnation.hex()[:8]}"
 
 
 def test_messages_flow_after_it_and_pings_are_kept_below():
     client, server = opened()
     server.send(Ping(), 1.0)
-    server.send(Want(7, pack_u32([1, 2])), 1.0)
+    server.send(Want(7, 2), 1.0)
     client.send(Cancel(7), 1.0)
     seen, errors = pump(client, server, 1.0)
     assert not errors
-    assert seen == {Role.CLIENT: [Received(Want(7, pack_u32([1, 2])))], Role.SERVER: [Received(Cancel(7))]}
+    assert seen == {Role.CLIENT: [Received(Want(7, 2))], Role.SERVER: [Received(Cancel(7))]}
 
 
 @pytest.mark.parametrize(("role", "state", "kind", "following"), [(*key, after) for key, after in TRANSITIONS.items()])
@@ -270,10 +273,10 @@ def test_impossible_greetings_are_refused(role, wrong):
 def test_goodbye_in_an_open_session_only_drains():
     client, server = opened()
     server.send(Goodbye(reason="moving away"), 1.0)
-    server.send(Want(1, pack_u32([0])), 1.0)
+    server.send(Want(1, 1), 1.0)
     assert list(client.receive(server.take_output(), 1.0)) == [
         Received(Goodbye(reason="moving away")),
-        Received(Want(1, pack_u32([0]))),
+        Received(Want(1, 1)),
     ]
     assert client.draining
     assert not server.draining
@@ -296,12 +299,12 @@ def test_no_common_version_is_named_by_both_sides(monkeypatch, newer):
     data = client.take_output()
     for receiver in (server, client):
         if OTHER[receiver.role] is newer:
-            data = encode(msgspec.structs.replace(decode(data[4:]), wire=3, wire_min=2))
+            data = encode(msgspec.structs.replace(decode(data[4:]), wire=4, wire_min=3))
             with pytest.raises(MismatchError) as caught:
                 list(receiver.receive(data, 0.0))
         else:
-            monkeypatch.setattr(module, "WIRE_VERSION", 3)
-            monkeypatch.setattr(module, "WIRE_MIN", 2)
+            monkeypatch.setattr(module, "WIRE_VERSION", 4)
+            monkeypatch.setattr(module, "WIRE_MIN", 3)
             with pytest.raises(MismatchError) as caught:
                 list(receiver.receive(data, 0.0))
             monkeypatch.undo()
@@ -311,7 +314,7 @@ def test_no_common_version_is_named_by_both_sides(monkeypatch, newer):
         if receiver is server:
             assert isinstance(decode(data[4:]), Welcome)
     assert data == b""
-    here = {newer: "2..3", OTHER[newer]: "1..1"}
+    here = {newer: "3..4", OTHER[newer]: "2..2"}
     for role, error in errors.items():
         assert error.fields == {"wire": (here[role], here[OTHER[role]])}
         assert f"{here[role]} here, {here[OTHER[role]]} there" in str(error)
@@ -322,7 +325,20 @@ def test_the_smaller_version_is_spoken():
     client._hello = msgspec.structs.replace(decode(client.take_output()[4:]), wire=9)
     list(server.receive(encode(client._hello), 0.0))
     pump(client, server)
-    assert server.peer.wire == 1
+    assert server.peer.wire == 2
+
+
+@pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
+def test_the_version_before_is_not_spoken(role):
+    """It numbers chunks, where this one counts them: no frame of a transfer means the same."""
+    client, server = pair()
+    data = client.take_output()
+    if role is Role.CLIENT:
+        list(server.receive(data, 0.0))
+        data = server.take_output()
+    old = encode(msgspec.structs.replace(decode(data[4:]), wire=1, wire_min=1))
+    with pytest.raises(MismatchError, match=r"no common protocol version: 2\.\.2 here, 1\.\.1 there"):
+        list((client if role is Role.CLIENT else server).receive(old, 0.0))
 
 
 # --- secrets
@@ -701,11 +717,11 @@ def test_bytes_may_be_cut_anywhere(sizes, secret):
             seen[receiver.role] += receiver.receive(data, 0.0)
         if not sent and client.state is server.state is State.OPEN:
             client.send(Cancel(3), 0.0)
-            server.send(Want(4, pack_u32(range(50))), 0.0)
+            server.send(LONG, 0.0)
             sent = True
         elif sent and not any(wire.values()):
             break
-    assert seen[Role.CLIENT] == [Opened(client.peer), Received(Want(4, pack_u32(range(50))))]
+    assert seen[Role.CLIENT] == [Opened(client.peer), Received(LONG)]
     assert seen[Role.SERVER] == [Opened(server.peer), Received(Cancel(3))]
 
 
@@ -738,7 +754,7 @@ def test_a_large_frame_is_refused_before_the_greeting_and_taken_after_it():
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 100)))
 def test_output_may_be_taken_in_slices_of_any_size(sizes):
-    frames = [Want(1, pack_u32(range(50))), Ping(), Cancel(3)]
+    frames = [LONG, Ping(), Cancel(3)]
     _, server = opened()
     for message in frames:
         server.send(message, 1.0)

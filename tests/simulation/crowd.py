@@ -1,91 +1,130 @@
 """Transfers at once around one arena and one custody: both state machines, and the books of their memory.
 
-Each is a `pair.Pair`, whose shells here take and give back memory as the worker's do. Whatever is still in somebody's
-hands could be written at any moment, so after every step all of it must be in a live grant.
+Each is a `pair.Pair`, whose shells here take and give back memory as the worker's do: that of the decode rank by the
+worker's own `Grants`. Whatever is still in somebody's hands could be written at any moment, so after every step all of
+it must be in a live grant.
 """
-# the model knows when there is a sender
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+# the model knows when there is a sender, and stands for a worker
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import itertools
 import random
+from types import SimpleNamespace
 
+import msgspec
 from pair import CALLER, GONE, Pair, chosen
 
+from kvxfer.decode.receiver import Grants
+from kvxfer.desk import Desk
 from kvxfer.memory import Custody, Extent, ExtentState, Share
-from kvxfer.protocol.messages import Grant, KvAgentResult, Route
+from kvxfer.protocol.messages import Accept, Route, Want
 from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import SendState
 
 UNIT = 512
 ROUTES = (Route.STAGED, Route.STAGED, Route.DIRECT, Route.PULL)
+WINDOW = 4
+"""Places of a ring at most."""
 _LIVE = (ExtentState.WRITING, ExtentState.QUARANTINED)
 
 
 class Books:
-    """What the transfers share: the arena of both ranks, and the caller's blocks at the decode rank."""
+    """What the transfers share: the arena of both ranks, what may be written in place, and the caller's blocks."""
 
     def __init__(self):
         self.sending = Share("send", base=1 << 40, capacity=16 * UNIT)
         self.receiving = Share("receive", base=1 << 41, capacity=6 * UNIT)
+        self.in_place = Share("in place", base=0, capacity=6 * UNIT, sole=True)
         self.custody = Custody()
+
+    def grants(self) -> Grants:
+        """What one transfer puts into its peer's hands."""
+        counts = SimpleNamespace(quarantined=lambda nbytes: None, settled=lambda nbytes: None)
+        # nobody waits here, so there is neither a loop nor a clock
+        staged, in_place = (Desk(share, lambda: 0.0, None, counts) for share in (self.receiving, self.in_place))
+        site = SimpleNamespace(
+            receive_desk=staged, in_place_desk=lambda peer: in_place, lease_ms=lambda before: 1000 + before
+        )
+        return Grants(site, SimpleNamespace(account="a", name="a"))
 
 
 class Kept(Pair):
     """A pair of machines with memory.
 
     Attributes:
-        granted: Memory at the decode rank, by chunk; `Fetch` grants that of chunk 0.
+        grants: Memory at the decode rank.
+        extents: What each chunk was granted; all of them the same where `Fetch` grants them in place.
+        copies: Chunks that are being scattered.
         shipped: Memory at the prefill rank, by chunk.
         dead: The prefill worker was killed; whoever answers now is another incarnation.
+        late: For so many steps the decode rank hears nothing: then it hears much at once.
     """
 
     def start(self, books, name, route, chunks, ahead, troubles, sticky):
         """Ask, with memory in the request itself if that is drawn and there is some."""
         self.books, self.name = books, name
-        self.granted: dict[int, Extent] = {}
+        self.grants = books.grants()
+        self.extents: dict[int, Extent] = {}
+        self.copies: set[int] = set()
         self.shipped: dict[int, Extent] = {}
-        self.dead = self.unused = False
+        self.dead, self.late = False, 0
         books.custody.hold(name, {"g": [int(name)]})
         self.custody = "held"
-        extent = self.take() if ahead and route is Route.STAGED and chunks == 1 else None
-        ahead = ahead and (route is not Route.STAGED or extent is not None)
+        self.grants.choose(staged=route is Route.STAGED)
+        ahead = ahead and (route is Route.DIRECT or (route is Route.STAGED and chunks == 1))
+        ahead = ahead and self.grants.take_ahead(UNIT)
         self.begin(route, chunks, ahead, sticky, troubles, [])
-        if extent is not None:
-            self.granted[0], self.unused = extent, True
-
-    def take(self):
-        extent = self.books.receiving.take("a", UNIT)
-        if extent is not None:
-            self.books.receiving.write(extent)
-        return extent
+        if ahead:
+            self.extents = dict.fromkeys(range(chunks), self.grants.ahead)
+        if ahead and route is Route.STAGED:
+            self.where = {0: self.grants.ahead.address}
+            fetch = self.to_sender.popleft()
+            self.to_sender.append(msgspec.structs.replace(fetch, staging_address=self.where[0], staging_bytes=UNIT))
 
     # --- troubles, each if it can happen
 
     def trouble(self, number):
-        kinds = [self.cancel, self.stop, self.lose_the_session, self.die, self.refuse, self.lose_a_chunk]
-        kinds += [self.peer_is_silent, self.reader_is_silent, self.twice]
-        kinds[number % len(kinds)]() if self._possible(number % len(kinds)) else None
+        if possible := self._possible():
+            possible[number % len(possible)]()
         self.check()
 
-    def _possible(self, kind):
+    def _possible(self):
         sending = self.sender.state if self.live() else None
-        return (
-            self.troubles > 0,
-            self.troubles > 0 and sending is not None,
-            self.troubles > 0 and self.connected,
-            self.troubles > 0 and self.sender is not None and not self.dead,
-            self.troubles > 0 and sending is SendState.PARKED,
-            bool(self.hands) and (self.troubles > 0 or sending is SendState.STOPPING),
-            self.receiver.state is ReceiveState.STOPPING,
-            sending is SendState.STOPPING and self.sender.being_read,
-            bool(self.heard),
-        )[kind]
+        kinds = [
+            (self.troubles > 0, self.cancel),
+            (self.troubles > 0 and sending is not None, self.stop),
+            (self.troubles > 0 and self.connected, self.lose_the_session),
+            (self.troubles > 0 and self.sender is not None and not self.dead, self.die),
+            (self.troubles > 0 and sending is SendState.PARKED, self.refuse),
+            (bool(self.hands) and (self.troubles > 0 or sending is SendState.STOPPING), self.lose_a_chunk),
+            (self.receiver.state is ReceiveState.STOPPING, self.peer_is_silent),
+            (sending is SendState.STOPPING and self.sender.being_read, self.reader_is_silent),
+            (bool(self.heard), self.twice),
+            (self.connected and not self.late, self.hear_late),
+            (self.troubles > 0 and self.late > 0, self.wait_in_vain),
+        ]
+        return [act for can_happen, act in kinds if can_happen]
+
+    def hear_late(self):
+        self.late = 15
+
+    def wait_in_vain(self):
+        """What it is then told has long been on its way."""
+        self.cancel()
+        if self.receiver.state is ReceiveState.STOPPING:
+            self.peer_is_silent()
+
+    def due(self):
+        """What comes late is not due while anything else is."""
+        due, self.late = super().due(), max(0, self.late - 1)
+        others = [step for step in due if step[0] != self.deliver_to_receiver]
+        return others if self.late and others else due
 
     def lose_a_chunk(self):
-        self.dropped(0, in_doubt=len(self.heard) % 2 == 0, reason=False)
+        self.dropped(len(self.heard), in_doubt=len(self.heard) % 2 == 0, reason=False)
 
     def twice(self):
-        self.a_result_comes_twice(len(self.heard))
+        self.a_message_comes_twice(len(self.heard) - 1 if len(self.heard) % 2 else 0)
 
     def die(self):
         """The prefill worker is killed: what it has posted may land at any later time."""
@@ -112,41 +151,68 @@ class Kept(Pair):
 
     # --- memory
 
-    def can_grant(self):
-        if not super().can_grant() or self.route is not Route.STAGED:
-            return super().can_grant()
-        extent = self.books.receiving.take("a", UNIT)
-        if extent is not None:
-            self.books.receiving.release(extent)
-        return extent is not None
+    @property
+    def staged(self):
+        return self.route is Route.STAGED
+
+    @property
+    def unoccupied(self):
+        """Of the first so many chunks no memory is needed any more."""
+        return self.receiver.chunks_done if self.staged else self.receiver.arrived
+
+    def grantable(self):
+        """How many more chunks may be granted: in the ring that there is, or in a new one."""
+        receiver, grants = self.receiver, self.grants
+        wanted = receiver.ready - receiver.granted if self.running else 0
+        if wanted and grants.ring:
+            return min(wanted, self.unoccupied + len(grants.ring) - receiver.granted)
+        extent = grants.desk.take("a", UNIT) if wanted else None
+        if extent is None:
+            return 0
+        grants.desk.release(extent)
+        return min(wanted, WINDOW)
 
     def grant(self, number):
-        if self.route is not Route.STAGED:
-            super().grant(number)
-            return
-        for chunk in sorted({chosen(number, self.readable), chosen(number // 4, self.readable)}):
-            extent = self.take()
-            if extent is not None:
-                self.granted[chunk] = extent
-                self.to_peer(self.receiver.grant([Grant(chunk, extent.address, extent.nbytes)], 1000))
+        """As the worker does: also with others who wait for memory, so that it goes on only with a new ring."""
+        receiver, grants, ring = self.receiver, self.grants, []
+        if grants.ring and number % 4 == 3:
+            if self.unoccupied < receiver.granted:
+                return
+            grants.let_go()
+        if not grants.ring:
+            extent = grants.desk.take("a", UNIT)
+            if extent is None:
+                return  # others have made too much doubtful meanwhile
+            most = min(receiver.ready - receiver.granted, WINDOW)
+            ring = grants.hold(extent, most - 1, receiver.granted)
+        most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
+        upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
+        for chunk in range(receiver.granted, upto):
+            self.extents[chunk] = extent = grants.place(chunk)
+            if self.staged:
+                self.where[chunk] = extent.address
+        self.to_peer(receiver.grant(upto, grants.next_lease_ms(), ring=ring))
 
     def deliver_to_receiver(self):
-        before = set(self.landed)
-        failed = self.to_receiver and isinstance(self.to_receiver[0], KvAgentResult) and self.given_up
+        message, asked = self.to_receiver[0], self.receiver.state is ReceiveState.ASKED
         super().deliver_to_receiver()
-        for chunk in self.landed - before:
-            extent = self.granted.get(chunk)
-            if extent is not None and extent.state is ExtentState.WRITING and not failed:
-                self.books.receiving.scatter(extent)
+        if isinstance(message, Accept) and asked:
+            self.grants.use_ahead() if message.ahead else self.grants.void_ahead()
+        elif isinstance(message, Want) and not self.receiver.exposed:
+            self.grants.void_ahead()
         self._settle_receiver()
 
-    def chunk_done(self, number):
-        before = set(self.landed)
-        super().chunk_done(number)
-        for chunk in before - self.landed:
-            extent = self.granted.get(chunk)
-            if extent is not None and extent.state is ExtentState.SCATTERING:
-                self.books.receiving.release(self.granted.pop(chunk))
+    def place(self, number):
+        """The scatter of a chunk begins, or ends; none begins once the transfer was given up."""
+        chunk = chosen(number, self.landed)
+        if self.staged and self.running and chunk not in self.copies:
+            self.copies.add(chunk)
+            self.grants.copying(chunk)
+            return
+        if chunk in self.copies:
+            self.copies.remove(chunk)
+            self.grants.copied(chunk)
+        super().place(number)
 
     def settle(self):
         """What both shells do after every step."""
@@ -156,7 +222,7 @@ class Kept(Pair):
 
     def _settle_sender(self):
         share = self.books.sending
-        if self.route is not Route.STAGED:
+        if not self.staged:
             return
         for chunk in self.hands - self.shipped.keys():
             extent = share.take("b", UNIT)
@@ -171,17 +237,12 @@ class Kept(Pair):
                 share.quarantine(extent, "our own post did not end")
 
     def _settle_receiver(self):
-        share, machine = self.books.receiving, self.receiver
-        for chunk, extent in list(self.granted.items()):
-            if extent.state is ExtentState.SCATTERING:
-                continue
-            void = self.unused and not machine.ahead and chunk not in machine.granted and chunk not in self.landed
-            if machine.ended or void:
-                del self.granted[chunk]
-                share.settle(extent) if extent.state is ExtentState.QUARANTINED else share.release(extent)
-            elif machine.state is ReceiveState.LOST and extent.state is ExtentState.WRITING:
-                share.quarantine(extent, "a is silent")
-        self.unused = self.unused and machine.ahead
+        machine, grants = self.receiver, self.grants
+        lost = machine.state is ReceiveState.LOST
+        if machine.ended or lost:
+            grants.settle(range(machine.arrived, machine.granted), lost=lost)
+        elif self.running and grants.ring and self.unoccupied == machine.granted == machine.ready:
+            grants.let_go()  # nothing is ready that could go there
 
     def _settle_custody(self):
         machine, custody = self.receiver, self.books.custody
@@ -194,22 +255,43 @@ class Kept(Pair):
             self.custody = "free"
             custody.settle(self.name)
 
+    @property
+    def held(self):
+        """What it holds of the decode rank's memory, each extent once."""
+        grants = self.grants
+        ahead = [] if grants.ahead is None else [grants.ahead]
+        return set(ahead) | set(grants.ring) | {self.extents[chunk] for chunk in self.copies}
+
     # --- what must hold
 
     def check(self):
         self.settle()
         super().check()
         assert self.custody != "free" or not self.reading
-        for chunk in self.hands | self.zombies:
-            if self.route is Route.STAGED:
-                assert self.granted[chunk].state in _LIVE, "it could be written outside of a live grant"
-            elif self.route is Route.DIRECT:
-                assert self.custody != "free", "it could be written though the fetch is over"
+        for chunk in set() if self.route is Route.PULL else self.hands | self.zombies:
+            assert self.extents[chunk].state in _LIVE, "it could be written outside of a live grant"
+            assert self.staged or self.custody != "free", "it could be written though the fetch is over"
+        for chunk in self.copies:
+            assert self.extents[chunk].state in {ExtentState.WRITING, ExtentState.SCATTERING}, "it is read all the same"
         for chunk, extent in self.shipped.items():
             assert extent.state in _LIVE, f"chunk {chunk} could be read where it was given back"
+        self.no_more_is_in_doubt_than_may_be_written()
+
+    def no_more_is_in_doubt_than_may_be_written(self):
+        """Of a ring that is the places that are in the peer's hands, and those all."""
+        machine = self.receiver
+        if self.route is Route.PULL:
+            return
+        theirs = {self.extents[chunk] for chunk in range(machine.arrived, machine.granted)}
+        if self.grants.ahead is not None:
+            theirs.add(self.grants.ahead)
+        doubtful = {extent for extent in self.held if extent.state is ExtentState.QUARANTINED}
+        assert doubtful <= theirs
+        assert machine.state is not ReceiveState.LOST or doubtful == theirs
 
     def finish(self):
         """Nobody gives up any more: it ends, whoever is still there."""
+        self.late = 0
         self.drain()
         if self.receiver.state in {ReceiveState.ASKED, ReceiveState.MOVING}:  # there is no memory for it
             self.give_up(CALLER)
@@ -227,9 +309,9 @@ class Kept(Pair):
         assert self.receiver.ended or (self.receiver.state is ReceiveState.LOST and (self.zombies or self.dead))
         self.check()
         in_doubt = not self.receiver.ended
-        assert all(extent.state is ExtentState.QUARANTINED for extent in self.granted.values())
-        assert in_doubt or (not self.granted and self.custody == "free")
-        assert set(self.shipped) == (self.zombies if self.route is Route.STAGED and not self.dead else set())
+        assert all(extent.state is ExtentState.QUARANTINED for extent in self.held)
+        assert in_doubt or (not self.grants and self.custody == "free")
+        assert set(self.shipped) == (self.zombies if self.staged and not self.dead else set())
 
     def teardown(self):
         """`finish` ends it; hypothesis has nothing to add."""
@@ -255,19 +337,21 @@ class Crowd:
 
     def check(self):
         """No extent in two hands, and none in nobody's."""
+        books, of_decode = self.books, [extent for one in self.transfers for extent in one.held]
         for one in self.transfers:
             one.check()
-        for share, held in (
-            (self.books.receiving, [e for one in self.transfers for e in one.granted.values()]),
-            (self.books.sending, [e for one in self.transfers for e in one.shipped.values()]),
-        ):
-            live = share.extents()
-            assert set(live) == set(held), "memory of nobody, or of two"
-            assert len(live) == len(held)
-            ends = sorted((extent.offset, extent.offset + extent.length) for extent in live)
-            assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
-        holders = self.books.custody.snapshot().holders
+        live = [*books.receiving.extents(), *books.in_place.extents()]
+        self._check_share(live, of_decode)
+        self._check_share(books.sending.extents(), [e for one in self.transfers for e in one.shipped.values()])
+        holders = books.custody.snapshot().holders
         assert holders.keys() == {one.name for one in self.transfers if one.custody != "free"}
+
+    @staticmethod
+    def _check_share(live, held):
+        assert set(live) == set(held), "memory of nobody, or of two"
+        assert len(live) == len(held)
+        ends = sorted((extent.address, extent.address + extent.length) for extent in live)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
 
     def finish(self):
         """Everything ends."""
@@ -287,15 +371,15 @@ def play(number):
         crowd = Crowd(
             (
                 draw.choice(ROUTES),
-                draw.randint(1, 3),
+                draw.randint(1, 6),
                 draw.random() < 0.5,
                 draw.choice([0, 1, 1, 2, 3]),
                 draw.random() < 0.2,
             )
             for _ in range(draw.choice([1, 2, 3]))
         )
-        for _ in range(draw.choice([5, 20, 40])):
-            crowd.step(draw.randrange(3), draw.randrange(1000), trouble=draw.random() < 0.12)
+        for _ in range(draw.choice([5, 20, 40, 80])):
+            crowd.step(draw.randrange(3), draw.randrange(1000), trouble=draw.random() < 0.15)
         crowd.finish()
     except BaseException as error:
         error.add_note(f"schedule {number}")

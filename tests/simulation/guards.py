@@ -21,6 +21,7 @@ from kvxfer.decode import receiver
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.desk import Desk
+from kvxfer.errors import ProtocolError
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
@@ -30,8 +31,8 @@ from kvxfer.prefill import sender
 from kvxfer.prefill.role import Prefill
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.receiving import ReceiveState, Receiving, _Chunk
-from kvxfer.protocol.sending import Sending, build_result
+from kvxfer.protocol.receiving import ReceiveState, Receiving
+from kvxfer.protocol.sending import Sending, SendState, build_result
 
 Patch = pytest.MonkeyPatch
 FREE = ExtentState.FREE
@@ -112,20 +113,33 @@ def no_quarantine(patch):
     patch.setattr(Desk, "quarantine", lambda desk, extent, reason: desk.release(extent))
     patch.setattr(Desk, "settle", lambda desk, extent: extent.state is not FREE and settle_extent(desk, extent))
     settle = Grants.settle
-    patch.setattr(Grants, "settle", lambda one, *, lost: settle(one, lost=False))
+    patch.setattr(Grants, "settle", lambda one, hands, *, lost: settle(one, hands, lost=False))
 
 
-def early_terminal(patch):
+def _with_empty_hands(patch, state):
+    """In this state a sending machine takes its shell's hands for empty."""
     complete = Sending._complete
 
     def at_once(sending):
-        moving, sending._moving = sending._moving, 0
+        hands = sending._hands
+        if sending.state is not state:
+            return complete(sending)
+        sending._hands = set()
         try:
             return complete(sending)
         finally:
-            sending._moving = moving
+            sending._hands = hands
 
     patch.setattr(Sending, "_complete", at_once)
+
+
+def early_terminal(patch):
+    _with_empty_hands(patch, SendState.STOPPING)
+
+
+def early_last(patch):
+    """A prefill rank tells of its success when all is granted, and not when all has arrived."""
+    _with_empty_hands(patch, SendState.MOVING)
 
 
 def forgotten_transfers(patch):
@@ -171,7 +185,7 @@ def any_place(patch):
 
 
 def answered_grants_only(patch):
-    patch.setattr(Receiving, "exposed", property(lambda one: _Chunk.GRANTED in one._chunks))
+    patch.setattr(Receiving, "exposed", property(lambda one: one.arrived < one.granted))
 
 
 def no_doubt_of_reads(patch):
@@ -204,14 +218,16 @@ def cancel_at_once(patch):
 
 
 def no_confirmation(patch):
-    arrived = Receiver._arrived
+    """What was read counts as confirmed."""
+    read = Receiver._read
 
-    async def confirm(one, chunk, bound=None, nbytes=-1):
-        if one.route is Route.PULL:
-            one.result(build_result(one.transfer, Status.OK, chunk=chunk, nbytes=nbytes, last=True))
-        await arrived(one, chunk, bound, nbytes)
+    async def confirm(one, bound):
+        await read(one, bound)
+        if one.machine.granted == one.machine.chunks:
+            nbytes = one.tally.bytes + sum(one._placed.values())
+            one.result(build_result(one.transfer, Status.OK, nbytes=nbytes, last=True))
 
-    patch.setattr(Receiver, "_arrived", confirm)
+    patch.setattr(Receiver, "_read", confirm)
 
 
 def no_custody(patch):
@@ -237,29 +253,124 @@ def unchecked_ends(patch):
     patch.setattr(Receiver, "in_doubt", property(lambda one: False))
 
 
-def stale_results(patch):
-    result = Receiving.result
+def stale_arrivals(patch):
+    """Whatever is said to have arrived counts, also what is no news, or comes too late."""
+    came = Receiving.came
 
     def take(receiving, message):
-        landed = result(receiving, message)
-        known = message.chunk < len(receiving._chunks) and message.status is Status.OK
-        if landed is None and known and receiving._chunks[message.chunk] is not _Chunk.DONE:
-            receiving._chunks[message.chunk] = _Chunk.LANDED
-            return message.chunk
-        return landed
+        fresh = came(receiving, message)
+        if not fresh:
+            receiving.arrived = message.chunks
+        return fresh
 
-    patch.setattr(Receiving, "result", take)
+    patch.setattr(Receiving, "came", take)
 
 
 def early_success(patch):
     complete = Receiving._complete
 
     def at_once(receiving):
-        done, receiving._done = receiving._done, len(receiving._chunks)
+        done, receiving.chunks_done = receiving.chunks_done, receiving.chunks
         complete(receiving)
-        receiving._done = done
+        receiving.chunks_done = done
 
     patch.setattr(Receiving, "_complete", at_once)
+
+
+def _taken_all_the_same(patch, why):
+    """A prefill rank takes a grant that it refuses for this reason."""
+    reserve = Sending.reserve
+
+    def take(sending, message):
+        try:
+            return reserve(sending, message)
+        except ProtocolError as error:
+            if why not in str(error):
+                raise
+        fresh = range(sending.granted, message.chunks)
+        if message.ring:
+            sending._ring, sending._ring_at = message.ring, sending.granted
+        sending.granted = message.chunks
+        sending._hands.update(fresh)
+        return fresh
+
+    patch.setattr(Sending, "reserve", take)
+
+
+def early_ring(patch):
+    _taken_all_the_same(patch, "another ring while chunks are under way")
+
+
+def crowded_ring(patch):
+    _taken_all_the_same(patch, "more chunks at once than there are places")
+
+
+def unannounced_chunks(patch):
+    _taken_all_the_same(patch, "chunks that were announced")
+
+
+def early_turn(patch):
+    """A place of a ring is used again when its chunk has arrived, and not when it has been scattered."""
+    grant = Receiver._grant
+
+    async def at_once(one, bound):
+        machine = one.machine
+        if not one.grants.staged or machine.granted == machine.ready:  # the ring is given back as always
+            await grant(one, bound)
+            return
+        done, machine.chunks_done = machine.chunks_done, machine.arrived
+        try:
+            await grant(one, bound)
+        finally:
+            machine.chunks_done = done
+
+    patch.setattr(Receiver, "_grant", at_once)
+
+
+def empty_hands(patch):
+    """Of a ring nothing is taken to be in the hands of a peer that is lost."""
+    settle = Grants._settle
+    patch.setattr(Grants, "_settle", lambda one, hands: settle(one, range(0)))
+
+
+def full_hands(patch):
+    """All places of a ring are taken to be in the hands of a peer that is lost."""
+    settle = Grants.settle
+
+    def all_of_it(one, hands, *, lost):
+        settle(one, range(hands.start, hands.start + len(one.ring)) if hands else hands, lost=lost)
+
+    patch.setattr(Grants, "settle", all_of_it)
+
+
+def mixed_up_hands(patch):
+    """Once a part of a ring was given back, nobody knows any more in which place a chunk is."""
+    settle = Grants._settle
+
+    def forget(one, hands):
+        first = one._first
+        settle(one, hands)
+        one._first = first
+
+    patch.setattr(Grants, "_settle", forget)
+
+
+def back_without_evidence(patch):
+    """A ring is given back when the transfer is given up."""
+    settle = Receiver._settle
+
+    def at_once(one):
+        if one.machine.state is ReceiveState.STOPPING:
+            one.grants.settle(range(0), lost=False)
+        settle(one)
+
+    patch.setattr(Receiver, "_settle", at_once)
+
+
+def unread_places(patch):
+    """A place is given back though a copy of ours reads it."""
+    patch.setattr(Grants, "copying", lambda one, chunk: None)
+    patch.setattr(Grants, "copied", lambda one, chunk: None)
 
 
 def any_generation(patch):
@@ -299,7 +410,7 @@ def unread_at_once(patch):
     stop = Sending.stop
 
     def forget(sending, failure):
-        sending._announced = 0
+        sending._unread = True
         return stop(sending, failure)
 
     patch.setattr(Sending, "stop", forget)
@@ -311,6 +422,8 @@ def kept_agent(patch):
 
 
 SEEDS = range(3)
+RING = {"route": "staged", "chunk_bytes": 512, "window": 4, "arena_bytes": "32KiB"}
+"""Settings under which a fetch of a scene has four chunks, and takes a ring of as many places."""
 
 GUARDS = [
     Guard(
@@ -408,8 +521,29 @@ GUARDS = [
     Guard("lock of a gate", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="direct")),
     Guard("lock of a gate, staged", no_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="staged")),
     Guard("lock held to the end", short_lock, scene(scenes.bytes_of_a_silent_peer_behind_a_gate, route="direct")),
+    Guard(
+        "ring while chunks are under way",
+        early_ring,
+        scene(scenes.granted_another_ring_too_early, **{**RING, "window": 2}),
+    ),
+    Guard(
+        "places for all chunks under way",
+        crowded_ring,
+        scene(scenes.granted_more_than_there_are_places, **{**RING, "window": 1}),
+    ),
+    Guard("chunks that were announced", unannounced_chunks, scene(scenes.granted_what_was_not_announced, **RING)),
+    Guard("turns of a place", early_turn, scene(scenes.chunks_take_turns, **{**RING, "window": 1})),
+    Guard("places of a lost peer", empty_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
+    Guard("no more places than that", full_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
+    Guard("which places these are", mixed_up_hands, scene(scenes.a_silent_peer_is_heard_late, **RING)),
+    Guard("evidence for a ring", back_without_evidence, scene(scenes.cancelled_while_bytes_are_in_flight, **RING)),
+    Guard("own scatters from a ring", unread_places, scene(scenes.cancelled_while_it_is_scattered, **RING)),
+    Guard("last result last", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="direct")),
+    Guard("last result last, staged", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="staged")),
     Guard("terminal result last, model", early_terminal, crowds),
-    Guard("stale results", stale_results, crowds),
+    Guard("last result last, model", early_last, crowds),
+    Guard("stale arrivals", stale_arrivals, crowds),
     Guard("last result of a success", early_success, crowds),
     Guard("Cancel while we read, model", unread_at_once, crowds),
+    Guard("places of a lost peer, model", empty_hands, crowds),
 ]

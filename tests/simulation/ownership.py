@@ -4,23 +4,29 @@
     ledger.arena("decode0", worker)                 # its staging memory; the worker's own books say whose it is
     books.writes(ids, tag); ...; books.writes(ids, 0)
 
-Two pairs of eyes: every copy and every post is checked against the ledger when it is made and when its bytes land, and
-freed memory is filled with a canary that must still be there when it is taken again.
+Three pairs of eyes: every copy and every post is checked against the ledger when it is made and when its bytes land;
+freed memory is filled with a canary that must still be there when it is taken again; and what the ranks have said to
+each other decides who has a place of a ring: it is the peer's from the `Reserve` that grants its chunk until the word,
+or the evidence, that the chunk has arrived or never will, and of one chunk only.
 """
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from decoded import pieces
 from inside import arena_shares
 
 from kvxfer.copy.mover import Mover
+from kvxfer.decode.receiver import Receiver
 from kvxfer.fabric.loopback import LoopbackNetwork, Part
 from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
+from kvxfer.protocol.messages import WHOLE, Grant, Status
+from kvxfer.protocol.receiving import Receiving
 
 CANARY = 0xA5
 _WRITABLE = (ExtentState.WRITING, ExtentState.QUARANTINED)
@@ -94,8 +100,9 @@ class _Layer:
         self.end = self.base + memory.numel() * self.item
         self._blocks = blocks
 
-    def claim(self, address, length, *, write):
+    def claim(self, address, length, *, write, peer=None):
         """Who may do that with all of these bytes, as something that can be compared; None if nobody."""
+        del peer
         first, last = (address - self.base) // self.item, -(-(address + length - self.base) // self.item)
         tags = (self.books.writer if write else self.books.reader)[self._blocks[first:last]]
         return tuple(tags.tolist()) if tags.all() or not self.books.alive else None
@@ -104,17 +111,150 @@ class _Layer:
         return f"blocks of {self.books.name}"
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A place of staging memory in a peer's hands, for one chunk."""
+
+    address: int
+    end: int
+    tag: int
+    peer: bytes
+
+
+class Hands:
+    """What is in the hands of peers of all decode ranks, by what was said: staging memory, by transfer and chunk."""
+
+    def __init__(self, say: Callable[[Iterable[str]], None]):
+        self._say = say
+        self._held: dict[Receiving, dict[int, _Held]] = {}
+        self._rings: dict[Receiving, tuple[int, list[Grant]]] = {}  # with the chunk that the first place was for
+        self._peers = weakref.WeakKeyDictionary[Receiving, bytes]()
+
+    def asked(self, machine, peer: bytes):
+        """A transfer begins with the peer of this incarnation."""
+        self._peers[machine] = peer
+
+    def ahead(self, machine, address, length):
+        """`Fetch` grants a chunk, before it is known that there is one."""
+        self._rings[machine] = 0, [Grant(address, length)]
+        self._give(machine, range(1))
+
+    def granted(self, machine, chunks: range, ring):
+        """`Reserve` grants chunks, perhaps in a new ring."""
+        if ring:
+            self._rings[machine] = chunks.start, list(ring)
+        if machine in self._rings:  # else it is in place
+            self._give(machine, chunks)
+
+    def _give(self, machine, chunks):
+        first, ring = self._rings[machine]
+        for chunk in chunks:
+            place = ring[(chunk - first) % len(ring)]
+            if self.who(place.address, place.length) is not None:
+                self._say([f"chunk {chunk} of transfer {machine.transfer} is granted memory that is a peer's already"])
+            held = _Held(place.address, place.address + place.length, next(_generations), self._peers[machine])
+            self._held.setdefault(machine, {})[chunk] = held
+
+    def arrived(self, machine, chunks):
+        """The first so many chunks have, as the peer says."""
+        held = self._held.get(machine, {})
+        for chunk in [chunk for chunk in held if chunk < chunks]:
+            del held[chunk]
+
+    def over(self, machine):
+        """Nothing of it is written any more, as the peer says, or other evidence."""
+        self._held.pop(machine, None)
+        self._rings.pop(machine, None)
+
+    def who(self, address, length) -> int | None:
+        """Which grant some of these bytes are in; None if they are in no peer's hands."""
+        for places in self._held.values():
+            for held in places.values():
+                if held.address < address + length and address < held.end:
+                    return held.tag
+        return None
+
+    def writer(self, address, length, peer: bytes | None) -> int | None:
+        """Which grant lets this peer write all of these bytes; None if there is none."""
+        for places in self._held.values():
+            for held in places.values():
+                if held.address <= address and address + length <= held.end and held.peer == peer:
+                    return held.tag
+        return None
+
+    def watch(self, monkeypatch):
+        """Listen to what is said."""
+        ask, grant, accept, wanted = Receiver.ask, Receiving.grant, Receiving.accept, Receiving.wanted
+        came, result, refused, safe = Receiving.came, Receiving.result, Receiving.refused, Receiving.safe
+
+        def watched_ask(receiver):
+            self.asked(receiver.machine, receiver.peer.identity.incarnation)
+            ask(receiver)
+            ahead = receiver.grants.ahead
+            if receiver.machine.ahead and ahead is not None and receiver.grants.staged:
+                self.ahead(receiver.machine, ahead.address, ahead.nbytes)
+
+        def watched_grant(machine, chunks, lease_ms, generation=0, ring=()):
+            before = machine.granted
+            messages = grant(machine, chunks, lease_ms, generation, ring)
+            self.granted(machine, range(before, chunks), ring)
+            return messages
+
+        def first_answer(hear):
+            def heard(machine, message):
+                ahead = machine.ahead
+                found = hear(machine, message)
+                if ahead and not machine.ahead and not machine.granted:
+                    self.over(machine)  # what `Fetch` granted is void
+                return found
+
+            return heard
+
+        def watched_came(machine, message):
+            fresh = came(machine, message)
+            self.arrived(machine, message.chunks)
+            return fresh
+
+        def watched_result(machine, message):
+            fresh = result(machine, message)
+            if message.chunk == WHOLE and message.status is not Status.IN_DOUBT:
+                self.over(machine)
+            return fresh
+
+        def watched_end(end):
+            def ended(machine, *message):
+                end(machine, *message)
+                self.over(machine)
+
+            return ended
+
+        monkeypatch.setattr(Receiver, "ask", watched_ask)
+        monkeypatch.setattr(Receiving, "grant", watched_grant)
+        monkeypatch.setattr(Receiving, "accept", first_answer(accept))
+        monkeypatch.setattr(Receiving, "wanted", first_answer(wanted))
+        monkeypatch.setattr(Receiving, "came", watched_came)
+        monkeypatch.setattr(Receiving, "result", watched_result)
+        monkeypatch.setattr(Receiving, "refused", watched_end(refused))
+        monkeypatch.setattr(Receiving, "safe", watched_end(safe))
+
+
 class _Staging:
-    """One share of an arena."""
+    """One share of an arena: where peers write by what they were granted, and where our own gathers do."""
 
-    def __init__(self, name, share: Share):
+    def __init__(self, name, share: Share, hands: Hands | None):
         self.name, self.share, self.base, self.end = name, share, share.base, share.base + share.capacity
+        self._hands = hands
 
-    def claim(self, address, length, *, write):
+    def claim(self, address, length, *, write, peer=None):
         for extent in self.share.extents():
             if extent.address <= address and address + length <= extent.address + extent.length:
-                allowed = not write or extent.state in _WRITABLE
-                return extent.generation if allowed else None
+                if write and extent.state not in _WRITABLE:
+                    return None
+                if self._hands is None:
+                    return extent.generation
+                if write:
+                    return self._hands.writer(address, length, peer)
+                return extent.generation if self._hands.who(address, length) is None else None
         return None
 
     def __str__(self):
@@ -132,6 +272,8 @@ class Ledger:
     def __init__(self, alarmed: Callable[[str], None] = lambda _: None):
         self.faults: list[str] = []
         self.alarmed = alarmed
+        self.hands = Hands(self.say)
+        self._incarnations: dict[str, bytes] = {}
         self._areas: list[_Layer | _Staging] = []
 
     def say(self, faults: Iterable[str]):
@@ -150,23 +292,29 @@ class Ledger:
         return books
 
     def arena(self, name, worker):
+        self._incarnations[name] = bytes.fromhex(worker.card.incarnation)
         for share in arena_shares(worker):
             if share.base:
-                self._areas.append(_Staging(name, share))
+                self._areas.append(_Staging(name, share, self.hands if share.name == "receive" else None))
                 ctypes.memset(share.base, CANARY, share.capacity)
 
     def forget_arena(self, name):
         """Its memory is given back to the system."""
         self._areas = [area for area in self._areas if not (isinstance(area, _Staging) and area.name == name)]
 
-    def claim(self, address, length, *, write):
-        """Who is entitled to these bytes, and in which memory they are."""
+    def claim(self, address, length, *, write, by=""):
+        """Who is entitled to these bytes, and in which memory they are; `by` which agent they are posted."""
         for area in self._areas:
             if area.base <= address < area.end:
-                return area.claim(address, length, write=write), area
+                peer = self._incarnations.get(by.partition(".")[0])  # an agent that was made anew has a number
+                return area.claim(address, length, write=write, peer=peer), area
         return None, None
 
-    def check(self, what, source, target, length, expected=None):
+    def is_staging(self, address):
+        """Whether it is in staging memory."""
+        return any(isinstance(area, _Staging) and area.base <= address < area.end for area in self._areas)
+
+    def check(self, what, source, target, length, expected=None, *, by=""):
         """Bytes are about to be moved.
 
         Args:
@@ -175,6 +323,7 @@ class Ledger:
             target: Address that is written.
             length: How many.
             expected: What this said when the post was made: it must still be so.
+            by: The agent that has posted it, if one has.
 
         Returns:
             Who is entitled to both sides.
@@ -184,7 +333,7 @@ class Ledger:
             if address is None:
                 claims.append(None)
                 continue
-            claim, area = self.claim(address, length, write=write)
+            claim, area = self.claim(address, length, write=write, by=by)
             claims.append(claim)
             doing = "writes" if write else "reads"
             if area is None:
@@ -203,6 +352,7 @@ class WatchedNetwork(LoopbackNetwork):
         super().__init__()
         self.ledger = ledger
         self._entitled: dict[Part, list] = {}
+        self._used: dict[int, Part] = {}  # what was posted to a place, by the grant
 
     @staticmethod
     def _ways(part):
@@ -212,19 +362,26 @@ class WatchedNetwork(LoopbackNetwork):
 
     def _begin(self, part):
         what = f"a {part.operation.value} that {part.src.name} posts to {part.dst}"
-        self._entitled[part] = [self.ledger.check(what, *way) for way in self._ways(part)]
+        self._entitled[part] = [self.ledger.check(what, *way, by=part.src.name) for way in self._ways(part)]
+        for (_, target, _), (_, grant) in zip(self._ways(part), self._entitled[part], strict=True):
+            if grant is None or not self.ledger.is_staging(target):
+                continue
+            # a post that failed may be flushed by another one to where it went
+            if grant in self._used and self._used[grant].error is None:
+                self.ledger.say([f"{what} goes where another went under the same grant"])
+            self._used[grant] = part
         try:
             super()._begin(part)
         finally:
             if part.error is not None:  # what it owes now lands later, if ever
-                self._entitled[part] = [self.ledger.check(what, *way) for way in self._ways(part)]
+                self._entitled[part] = [self.ledger.check(what, *way, by=part.src.name) for way in self._ways(part)]
 
     def _land(self, part, limit=None):
         target = self._agents.get(part.dst)
         if limit != 0 and target is not None and part.keys <= target.keys() | part.src.keys():
             what = f"a {part.operation.value} of {part.src.name} that lands at {part.dst}"
             for way, entitled in zip(self._ways(part), self._entitled.pop(part, ()), strict=False):
-                self.ledger.check(what, *way, entitled)
+                self.ledger.check(what, *way, entitled, by=part.src.name)
         super()._land(part, limit)
 
 
@@ -242,6 +399,7 @@ def _claims(ledger: Ledger, tables, before=()):
 def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
     submit, move, reserve = Mover.submit, Share._move, Share._reserve
+    ledger.hands.watch(monkeypatch)
 
     def watched_submit(mover, job, direction):
         """Nobody else may have its memory from when it is asked for until it is told that it has ended."""
@@ -255,6 +413,11 @@ def watch(monkeypatch, ledger: Ledger):
         return submit(mover, replace(job, done=done), direction)
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):
+        theirs = ledger.hands.who(extent.address, extent.length) is not None
+        if target is ExtentState.FREE and theirs:
+            ledger.say([f"{share.name} memory was given back while a peer had it"])
+        elif target is ExtentState.QUARANTINED and share.base and share.name == "receive" and not theirs:
+            ledger.say([f"{share.name} memory is in doubt though no peer has it"])
         move(share, extent, target)
         if target is ExtentState.FREE and share.base:
             ctypes.memset(extent.address, CANARY, extent.length)

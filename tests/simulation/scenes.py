@@ -18,13 +18,16 @@ from world import World
 
 from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtError, Withdrawn
 from kvxfer.errors import BlocksError
+from kvxfer.memory import ExtentState
 from kvxfer.offers import Ending
 from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Cancel
+from kvxfer.protocol.messages import Cancel, Grant, Reserve
 from kvxfer.testing import simulate
 
 IDS, INTO, TOKENS = [3, 4], [7, 8], range(8)
+CHUNKS = 4
+"""Of a fetch, where chunks are of 512 bytes."""
 
 
 class Scene:
@@ -469,6 +472,120 @@ async def cancelled_while_it_is_scattered(scene):
     transfer.cancel()
     await scene.failure(transfer)
     await asyncio.sleep(0.05)
+
+
+async def finished_while_bytes_are_in_flight(scene):
+    """The offer is finished, and all is granted: for a success it must have arrived as well."""
+    _, transfer = await scene.in_flight()
+    await asyncio.sleep(0.01)
+    assert not transfer.done
+    scene.network.release("*")
+    await transfer
+
+
+# --- chunks that take turns in a ring
+
+
+async def chunks_take_turns(scene):
+    """Each goes where the one before it was, once that is where it belongs."""
+    scene.offer()
+    result = await scene.fetch()
+    assert result.stats.chunks > 1
+
+
+async def the_first_arrives(scene):
+    """The first chunk of several has arrived and is where it belongs; the others are kept in flight."""
+    scene.keep_agents()
+    offer, transfer = await scene.in_flight()
+    await scene.until(lambda: scene.network.held("*") == CHUNKS)
+    scene.network.release("*", posts=1)
+    await asyncio.sleep(0.01)
+    return offer, transfer
+
+
+async def a_ring_of_a_silent_peer(scene):
+    """Places are in doubt, those that it may still write and no others."""
+    _, transfer = await the_first_arrives(scene)
+    scene.streams.silence(scene.a.worker)
+    scene.streams.silence(scene.b.worker)
+    await scene.failure(transfer)
+    doubtful = inside.held(scene.b.worker, "receive", ExtentState.QUARANTINED)
+    await scene.land()
+    scene.clear()
+    assert len(doubtful) == CHUNKS - 1
+
+
+async def a_silent_peer_is_heard_late(scene):
+    """It was given up as silent; then one more of its chunks is said to have arrived, and the rest is in flight."""
+    _, transfer = await the_first_arrives(scene)
+    scene.streams.silence(scene.b.worker)
+    scene.network.release("*", posts=1)
+    await asyncio.sleep(0.01)
+    transfer.cancel()
+    await scene.failure(transfer)
+    scene.streams.heal()
+    await asyncio.sleep(2 * scene.b.worker.config.revoke_timeout)
+    await scene.land()
+
+
+async def crooked_grant(scene, chunks, ring=()):
+    """The decode rank grants what it must not, behind its own back; what it names is memory that nobody else has."""
+    (number,), (link,) = inside.unanswered(scene.b.worker), inside.sessions(scene.b.worker)
+    scene.world.ledger.hands.asked(scene, link.peer.identity.incarnation)
+    for place in ring:
+        scene.world.ledger.hands.ahead(scene, place.address, place.nbytes)
+    link.send(Reserve(number, chunks, 1000, 0, [Grant(place.address, place.nbytes) for place in ring]))
+    await asyncio.sleep(0.01)
+
+
+async def refused(scene, transfer):
+    """It was a mistake to grant this, which ends the session, and nothing was moved for it."""
+    scene.network.release("*")
+    await scene.failure(transfer)
+    scene.world.ledger.hands.over(scene)
+
+
+async def granted_more_than_there_are_places(scene):
+    """No two chunks go to one place at once."""
+    _, transfer = await scene.in_flight()
+    await crooked_grant(scene, 2)
+    assert scene.network.held("*") == 1, "it was moved on top of another"
+    await refused(scene, transfer)
+
+
+async def granted_another_ring_too_early(scene):
+    """What was granted in one ring, and waits for memory here, does not go to another one."""
+    everything = inside.take_all(scene.a.worker, "send")
+    scene.network.hold("*")
+    scene.offer()
+    transfer = scene.fetch()
+    await scene.until(lambda: len(inside.held(scene.b.worker, "receive", ExtentState.WRITING)) == 2)
+    await asyncio.sleep(0.01)
+    other = inside.take(scene.b.worker, "receive", 512)
+    other.write()
+    await crooked_grant(scene, 3, [other])
+    everything.release()
+    await asyncio.sleep(0.01)
+    await refused(scene, transfer)
+    other.release()
+
+
+async def granted_what_was_not_announced(scene):
+    """A chunk goes when it is ready, whatever was granted."""
+    scene.a.books.take(IDS)
+    scene.a.books.offered(IDS)
+    offer = scene.a.worker.offer("r", streaming=True)
+    offer.extend(IDS, tokens=TOKENS)
+    offer.ready(layers=[0], after=READY)
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.01)
+    moved, other = len(scene.network.log), inside.take(scene.b.worker, "receive", 512)
+    other.write()
+    await crooked_grant(scene, 2, [other])
+    assert len(scene.network.log) == moved, "it was moved before it was ready"
+    await refused(scene, transfer)
+    other.release()
 
 
 async def an_offer_expires(scene):

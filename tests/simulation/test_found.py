@@ -3,10 +3,11 @@
 import asyncio
 
 import pytest
+from guards import RING
 from inside import being_read
-from scenes import Gate, Scene, play
+from scenes import IDS, TOKENS, Gate, Scene, a_silent_peer_is_heard_late, play
 
-from kvxfer import MemoryInDoubtError, TransferTimeoutError
+from kvxfer import READY, MemoryInDoubtError, TransferTimeoutError
 
 FOUND = []
 
@@ -51,6 +52,26 @@ async def a_puller_that_never_heard_of_its_chunks_says_that_it_reads_nothing(sce
     scene.streams.heal()
     if isinstance(ending, MemoryInDoubtError):  # else there was other evidence
         await asyncio.wait_for(ending.settled(), 1.0)
+
+
+@found(route="staged")
+async def memory_is_given_back_though_the_offer_is_not_finished(scene: Scene):
+    """All has arrived and is where it belongs, and the last result comes much later: others want that memory."""
+    scene.a.books.take(IDS)
+    scene.a.books.offered(IDS)
+    offer = scene.a.worker.offer("r", streaming=True)
+    transfer = scene.fetch()
+    offer.extend(IDS, tokens=TOKENS)
+    offer.ready(after=READY)
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.05)
+    assert not transfer.done
+    assert not scene.b.worker.describe()["arena"]["receive"].extents
+    offer.finish(b"")
+    await transfer
+
+
+found(**RING)(a_silent_peer_is_heard_late)
 
 
 @pytest.mark.parametrize(("scene", "settings"), FOUND, ids=[scene.__name__ for scene, _ in FOUND])

@@ -1,0 +1,73 @@
+"""What of a ring is given back, and when: never what the peer may still write, or what a copy of ours reads."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvxfer.decode.receiver import Grants
+from kvxfer.desk import Desk
+from kvxfer.memory import ExtentState, Share
+from kvxfer.metrics import Metrics
+
+PAGE = 4096
+
+
+@pytest.fixture
+async def grants():
+    share = Share("receive", base=PAGE, capacity=8 * PAGE, sole=True)
+    desk = Desk(share, lambda: 0.0, asyncio.get_running_loop(), Metrics())
+    site: Any = SimpleNamespace(receive_desk=desk, lease_ms=lambda held: 1000)
+    peer: Any = SimpleNamespace(account="peer", name="peer")
+    yield Grants(site, peer)
+    desk.close()
+
+
+def hold(grants, places, chunk=0):
+    extent = grants.desk.take("peer", PAGE)
+    assert extent is not None
+    return [place.address for place in grants.hold(extent, places - 1, chunk)]
+
+
+def held(grants, state):
+    return sorted(extent.address for extent in grants.desk.share.extents() if extent.state is state)
+
+
+async def test_chunks_take_turns(grants):
+    first = hold(grants, 3, 5)
+    assert len(set(first)) == 3
+    assert [grants.place(chunk).address for chunk in range(5, 12)] == [*first, *first, first[0]]
+
+
+async def test_no_more_places_than_there_is_memory(grants):
+    assert len(hold(grants, 100)) == 8
+
+
+@pytest.mark.parametrize("granted", range(1, 13))
+@pytest.mark.parametrize("places", range(1, 5))
+async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lost_again(grants, places, granted):
+    """It may say of one chunk after the other that it has arrived, and be lost after each."""
+    ring = hold(grants, places)
+    for arrived in range(max(0, granted - places), granted):
+        grants.settle(range(arrived, granted), lost=True)
+        kept = sorted(ring[chunk % places] for chunk in range(arrived, granted))
+        assert held(grants, ExtentState.QUARANTINED) == kept
+        assert grants.desk.share.snapshot().free_bytes == (8 - len(kept)) * PAGE
+    grants.settle(range(granted, granted), lost=False)
+    assert not grants
+    assert grants.desk.share.snapshot().free_bytes == 8 * PAGE
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_what_is_read_is_given_back_when_it_has_been_read(grants, lost):
+    ring = hold(grants, 2)
+    grants.copying(0, grants.place(0))
+    grants.settle(range(1, 2), lost=lost)
+    assert held(grants, ExtentState.QUARANTINED) == ([ring[1]] if lost else [])
+    assert ring[0] in [extent.address for extent in grants.desk.share.extents()]
+    grants.copied(0)
+    assert [extent.address for extent in grants.desk.share.extents()] == ([ring[1]] if lost else [])
+    grants.settle(range(2, 2), lost=False)
+    assert not grants
+    assert not grants.desk.share.extents()

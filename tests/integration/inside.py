@@ -902,7 +902,9 @@ def parts_made(monkeypatch: Any) -> list[Any]:
     return made
 
 
-def serve_chunks_by(side: str, act: Callable[[Callable[[], None], Callable[[], None]], None], monkeypatch: Any) -> None:
+def serve_chunks_by(
+    side: str, act: Callable[[Callable[[], object], Callable[[], object]], None], monkeypatch: Any
+) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
     post, hold = Sender._post, Grants.hold
 

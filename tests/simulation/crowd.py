@@ -189,6 +189,8 @@ class Kept(Pair):
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
             self.extents[chunk] = extent = grants.place(chunk)
+            if extent.state is ExtentState.SCATTERING:  # another chunk was there
+                grants.again(range(chunk, chunk + 1))
             if self.staged:
                 self.where[chunk] = extent.address
         self.to_peer(receiver.grant(upto, grants.next_lease_ms(), ring=ring))
@@ -207,7 +209,7 @@ class Kept(Pair):
         chunk = chosen(number, self.landed)
         if self.staged and self.running and chunk not in self.copies:
             self.copies.add(chunk)
-            self.grants.copying(chunk)
+            self.grants.copying(chunk, self.extents[chunk])
             return
         if chunk in self.copies:
             self.copies.remove(chunk)

@@ -582,7 +582,7 @@ async def granted_what_was_not_announced(scene):
     await asyncio.sleep(0.01)
     moved, other = len(scene.network.log), inside.take(scene.b.worker, "receive", 512)
     other.write()
-    await crooked_grant(scene, 2, [other])
+    await crooked_grant(scene, 3, [other])
     assert len(scene.network.log) == moved, "it was moved before it was ready"
     await refused(scene, transfer)
     other.release()

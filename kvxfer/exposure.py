@@ -19,7 +19,7 @@ _ENDS_WITH_PROCESS: Final = frozenset({Route.MAPPED, Route.PULL})
 
 
 class Exposure:
-    """Memory that one transfer, or one loan, lets a peer write or read.
+    """Memory that one transfer lets a peer write or read.
 
     Attributes:
         peer: Who.

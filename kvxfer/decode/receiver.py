@@ -237,7 +237,6 @@ class Receiver:
         self._asked = 0.0  # since when memory is waited for
         self._request: Request | None = None
         self._room: Extent | None = None  # what was waited for
-        self._waiting = False
         self._nbytes: int | None = None  # that the peer has moved, as it says
         self._plans = True  # whether this side makes a plan of it
         self._answer: Final[asyncio.Future[wire.Accept]] = site.loop.create_future()
@@ -453,10 +452,10 @@ class Receiver:
             chunks = min(machine.ready, free + len(grants.ring))
             grants.again(range(machine.granted, chunks))
             self._reserve(chunks)
-        elif more and not grants.ring and not self._waiting:
+        elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)
         if self._room is not None:
-            extent, self._room, self._waiting = self._room, None, False
+            extent, self._room = self._room, None
             ring = grants.hold(extent, most - 1, machine.granted)
             self.tally.spent("queued", self._asked, self.site.now())
             self._reserve(min(machine.ready, machine.granted + len(grants.ring)), ring)
@@ -464,7 +463,7 @@ class Receiver:
     def _ask_for_room(self, bound: Bound) -> None:
         """Ask for memory, or admission in place, that holds any chunk. It is waited for no longer than `_patience`."""
         desk, account, nbytes = self.grants.desk, self.peer.account, max(1, bound.most_bytes)
-        self._asked, self._waiting = self.site.now(), True
+        self._asked = self.site.now()
         self._room = desk.take(account, nbytes)
         if self._room is None:
             # its number: a request may be kept for a while, and would keep the whole transfer

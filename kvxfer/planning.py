@@ -412,6 +412,7 @@ class Bound:
         self.limited_by: Final = plan.pair.limited_by
         self.chunk_rows: Final = -(-rows // grid.windows)
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
+        self._carried: Final[dict[int, int]] = {}  # bytes of chunks that were looked at
 
     @lazy
     def most_bytes(self) -> int:
@@ -447,9 +448,67 @@ class Bound:
         if self.cut is not None:
             nbytes, staged_bytes = self.cut.sizes[self.grid.cells[number]]
             if nbytes >= 0:
+                self._carried[number] = nbytes
                 return Part(self, number, nbytes, staged_bytes)
         plan = self.chunk(number)
+        self._carried[number] = plan.bytes
         return Part(self, number, plan.bytes, plan.staged_bytes)
+
+    def carried(self, first: int, stop: int) -> int:
+        """Bytes that chunks carry which follow each other."""
+        total = 0
+        for number in range(first, stop):
+            if number not in self._carried:
+                self.part(number)
+            total += self._carried[number]
+        return total
+
+    def copies(self, chunks: range, reached: Callable[[I64], I64] | None = None) -> list[Tables]:
+        """For each of these chunks, source blocks straight into destination blocks.
+
+        Args:
+            chunks: Which, one behind the other.
+            reached: Makes its regions where this process addresses the destination differently.
+        """
+        regions = None if reached is None or self.cut is None else reached(self.cut.regions)
+        found = self._tables(Kind.COPY, chunks, [0] * len(chunks), regions)
+        if found is None:
+            plans = [self.chunk(chunk).copy() for chunk in chunks]
+            found = [pack(plan if reached is None else plan.elsewhere(reached)) for plan in plans]
+        return found
+
+    def gathers(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
+        """For each of these chunks, source blocks into staging at an address, every byte of which is written."""
+        found = self._tables(Kind.GATHER, chunks, addresses)
+        if found is None:
+            places = zip(chunks, addresses, strict=True)
+            found = [pack(self.chunk(chunk).gather(address)) for chunk, address in places]
+        return found
+
+    def scatters(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
+        """For each of these chunks, staging at an address into destination blocks."""
+        found = self._tables(Kind.SCATTER, chunks, addresses)
+        if found is None:
+            places = zip(chunks, addresses, strict=True)
+            found = [pack(self.chunk(chunk).scatter(address)) for chunk, address in places]
+        return found
+
+    def _tables(
+        self, kind: Kind, chunks: range, addresses: Sequence[int], regions: I64 | None = None
+    ) -> list[Tables] | None:
+        """As of `Cut.tables`; in one call where the chunks lie one behind the other in its table too."""
+        cut, cells = self.cut, self.grid.cells
+        if cut is None:
+            return None
+        if isinstance(cells, range):
+            return cut.tables(kind, chunks.start, addresses, regions=regions)
+        found = list[Tables]()
+        for chunk, address in zip(chunks, addresses, strict=True):
+            one = cut.tables(kind, cells[chunk], (address,), regions=regions)
+            if one is None:
+                return None
+            found += one
+        return found
 
     def chunk(self, number: int) -> ChunkPlan:
         """The planner's part of it, for what needs more than tables."""
@@ -480,32 +539,6 @@ class Part:
     def listed(self) -> Pieces:
         """As of `ChunkPlan`."""
         return self.plan.listed()
-
-    def copy(self, reached: Callable[[I64], I64] | None = None) -> Tables:
-        """Source blocks straight into destination blocks.
-
-        Args:
-            reached: Makes its regions where this process addresses the destination differently.
-        """
-        cut = self.bound.cut
-        if cut is not None:
-            regions = None if reached is None else reached(cut.regions)
-            if found := cut.tables(Kind.COPY, self.bound.grid.cells[self.number], regions=regions):
-                return found[0]
-        plan = self.plan.copy()
-        return pack(plan if reached is None else plan.elsewhere(reached))
-
-    def gather(self, staging: int) -> Tables:
-        """Source blocks into staging at an address, every byte of which is written."""
-        cut = self.bound.cut
-        found = None if cut is None else cut.tables(Kind.GATHER, self.bound.grid.cells[self.number], (staging,))
-        return found[0] if found else pack(self.plan.gather(staging))
-
-    def scatter(self, staging: int) -> Tables:
-        """Staging at an address into destination blocks."""
-        cut = self.bound.cut
-        found = None if cut is None else cut.tables(Kind.SCATTER, self.bound.grid.cells[self.number], (staging,))
-        return found[0] if found else pack(self.plan.scatter(staging))
 
 
 def fit_grid(

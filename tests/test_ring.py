@@ -62,11 +62,11 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
 @pytest.mark.parametrize("lost", [True, False])
 async def test_what_is_read_is_given_back_when_it_has_been_read(grants, lost):
     ring = hold(grants, 2)
-    grants.copying(0, grants.place(0))
+    grants.copying(range(1))
     grants.settle(range(1, 2), lost=lost)
     assert held(grants, ExtentState.QUARANTINED) == ([ring[1]] if lost else [])
     assert ring[0] in [extent.address for extent in grants.desk.share.extents()]
-    grants.copied(0)
+    grants.copied(range(1))
     assert [extent.address for extent in grants.desk.share.extents()] == ([ring[1]] if lost else [])
     grants.settle(range(2, 2), lost=False)
     assert not grants

@@ -9,6 +9,10 @@ and drive the very code that ships.
     (copy, cancel, stop)     |                                            |                                  |
                              +--cancelled, past its lease, kept out-------+-------> ENDED       event -> pipe -> FREE
 
+A flow is copies that follow one another. Its steps lie in the loop's memory as records, and the machine feeds itself
+with them, in their order, as far as the loop has allowed: each gets a row when its events have fired, and gives it back
+when it is done. The loop is told how many are, and once how the flow ended. The first step that fails stops the rest.
+
 What decides whether a copy may begin (its lease, the lock in front of a peer's memory) is looked at in the lines right
 before it does, by the one thread that could begin it. A lock is kept until nothing of its copies is under way.
 
@@ -52,8 +56,10 @@ from kvxfer.copy.posts import (
     turn,
 )
 from kvxfer.copy.records import (
+    ACTIVE,
     AGENT,
     AGENT_AT,
+    ALLOWED,
     ARGUMENTS,
     ASLEEP,
     BLANK_COUNT,
@@ -72,7 +78,9 @@ from kvxfer.copy.records import (
     CONTEXT,
     COPIED,
     COPY,
+    COPYING,
     COUNT,
+    COUNTED,
     CTAS,
     CURRENT,
     CUT,
@@ -81,6 +89,7 @@ from kvxfer.copy.records import (
     DUE,
     DUE_COUNT,
     DUE_FIRST,
+    EAGER,
     ENDED,
     ENTERED,
     EVENT_COUNT,
@@ -88,11 +97,16 @@ from kvxfer.copy.records import (
     EVENTS,
     FAILED,
     FCNTL,
+    FEED,
+    FEEDING,
     FINISHED,
     FIRED,
     FIRST,
     FIRST_POST,
     FIXED,
+    FLOW,
+    FLOW_COUNT,
+    FLOWS,
     FLUSH,
     FLUSH_DUE,
     FLUSHED,
@@ -120,6 +134,8 @@ from kvxfer.copy.records import (
     IS_LINGERING,
     JOB_WORDS,
     JOBS,
+    KIND,
+    KNOWN,
     LANE,
     LANE_AT,
     LANE_WORDS,
@@ -144,11 +160,14 @@ from kvxfer.copy.records import (
     MOST_OWNERS,
     NEAR,
     NEWS,
+    NEXT,
     NOBODY,
     NOTICES_AT,
     NOW,
+    OF_FLOW,
     OFF,
     OFTEN,
+    ON,
     ORDER,
     OUT,
     OUTCOME,
@@ -160,6 +179,8 @@ from kvxfer.copy.records import (
     PARAMETERS,
     PART_COUNT,
     PARTS,
+    PASSED,
+    PASSING,
     PATIENCE,
     PEER_NUMBER,
     PIECE,
@@ -179,6 +200,7 @@ from kvxfer.copy.records import (
     RING_WORDS,
     ROOM_END,
     ROOM_START,
+    ROWS,
     ROWS_AT,
     RUNNING,
     SELDOM,
@@ -191,11 +213,16 @@ from kvxfer.copy.records import (
     SEVERED,
     SINCE,
     SLOT,
+    SPARE,
+    SPARE_COUNT,
     SPIN,
     STARTED,
     STATE,
     STAYS,
+    STEP,
     STEPPED,
+    STEPS_AT,
+    STEPS_ROOM,
     STIRRED,
     STOP,
     STOPPED,
@@ -210,6 +237,8 @@ from kvxfer.copy.records import (
     TAIL,
     TEAM,
     TIME,
+    TOLD,
+    TOTAL,
     TURN,
     TURNS,
     UNDERWAY,
@@ -219,6 +248,9 @@ from kvxfer.copy.records import (
     WAITING,
     WANTED,
     WATCHED,
+    WIDTH,
+    WIRED,
+    WIRED_TO,
     WRITE,
 )
 from kvxfer.copy.walk import copy_part
@@ -238,6 +270,8 @@ _GROWTH: Final = 1_000
 _LONGEST_STEP_NS: Final = 1_000_000_000
 """What one step counts towards a time-out at most: a stopped or starved process must not doubt its peers."""
 _FOREVER: Final = -1
+_PASSED: Final = -1
+"""In place of the kind of a record: its step is done, and one before it is not."""
 
 
 @inlined
@@ -320,7 +354,7 @@ def _end(state: Any, jobs: Any, ports: Any, slot: Any, outcome: Any, now: Any) -
 def _owe(state: Any, slot: Any) -> None:
     """Its event is owed."""
     state[STIRRED] = 1
-    state[DUE + (state[DUE_FIRST] + state[DUE_COUNT]) % JOBS] = slot
+    state[DUE + (state[DUE_FIRST] + state[DUE_COUNT]) % ROWS] = slot
     state[DUE_COUNT] += 1
 
 
@@ -334,19 +368,33 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
     while state[DUE_COUNT] > 0:
         slot = state[DUE + state[DUE_FIRST]]
         job = jobs[slot]
+        flow, ended = job[KIND] == FLOW, job[STATE] == ENDED
         stays = job[OUTCOME] != OVER and (job[LINGERS] != 0 or job[ENTERED] != 0)  # what it may move, or keeps
-        state[OUT], state[OUT + 2], state[OUT + 7] = slot, job[CODE], job[POSTING]
-        flags = (job[GONE] != 0) * IS_GONE | (job[LINGERS] != 0) * IS_LINGERING | stays * IS_LEFT
-        state[OUT + 1] = job[OUTCOME] | flags
-        state[OUT + 3], state[OUT + 4] = job[STARTED], job[COPIED]
-        state[OUT + 5], state[OUT + 6] = job[FIRST_POST], job[FINISHED]
-        job[STARTED] = 0  # before: who reads the event may look at the row of what takes its place
-        if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) != 8 * EVENT_WORDS:
-            job[STARTED] = state[OUT + 3]
-            return
-        state[DUE_FIRST] = (state[DUE_FIRST] + 1) % JOBS
+        stays = stays and not flow
+        if slot < JOBS or job[OUTCOME] >= IN_DOUBT:
+            state[OUT], state[OUT + 2], state[OUT + 7] = slot, job[CODE], job[POSTING]
+            flags = (job[GONE] != 0) * IS_GONE | (job[LINGERS] != 0) * IS_LINGERING | stays * IS_LEFT
+            state[OUT + 1] = job[OUTCOME] | flags
+            state[OUT + 3], state[OUT + 4] = job[STARTED], job[COPIED]
+            state[OUT + 5], state[OUT + 6] = job[FIRST_POST], job[FINISHED]
+            if flow:
+                state[OUT + 1] = (job[OUTCOME] | flags if ended else PASSING) | COUNTED * job[PASSED]
+                state[OUT + 4], state[OUT + 6] = job[COPYING], job[WIRED]
+            elif slot >= JOBS:
+                state[OUT + 3] = job[OF_FLOW] - 1
+            started, job[STARTED] = job[STARTED], 0  # before: who reads it may look at the row of what takes its place
+            if call_long(ports[WRITE], state[NEWS], state[HERE] + 8 * OUT, 8 * EVENT_WORDS) != 8 * EVENT_WORDS:
+                job[STARTED] = started
+                return
+            if slot >= JOBS or (flow and not ended):
+                job[STARTED] = started
+        state[DUE_FIRST] = (state[DUE_FIRST] + 1) % ROWS
         state[DUE_COUNT] -= 1
-        if stays:
+        if slot >= JOBS and job[OUTCOME] <= IN_DOUBT:
+            _passed(state, jobs[job[OF_FLOW] - 1], job, job[OF_FLOW] - 1)
+        if flow and not ended:
+            job[MARKED], job[TOLD] = 0, job[PASSED]
+        elif stays:
             job[STATE] = LEFT
             state[LEFT_COUNT] += 1
             state[LINGERING] += job[LINGERS]
@@ -358,6 +406,9 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
 def _free(state: Any, job: Any, slot: Any) -> None:
     """A row is free again."""
     job[STATE] = FREE
+    if slot >= JOBS:
+        state[SPARE + state[SPARE_COUNT]] = slot
+        state[SPARE_COUNT] += 1
     state[LIVE] -= 1
     at = 0
     while state[LISTED + at] != slot:
@@ -366,12 +417,128 @@ def _free(state: Any, job: Any, slot: Any) -> None:
         state[LISTED + rest] = state[LISTED + rest + 1]
 
 
+# --- flows
+
+
+@inlined
+def _step_at(flow: Any, step: Any) -> Any:
+    """Where the record of a step is."""
+    return flow[STEPS_AT] + 8 * RECORD_WORDS * (step % flow[STEPS_ROOM])
+
+
+@inlined
+def _passed(state: Any, flow: Any, job: Any, slot: Any) -> None:
+    """A step of a flow has ended: count it, or stop the rest."""
+    flow[ACTIVE] -= 1
+    if flow[STARTED] == 0:
+        flow[STARTED] = job[STARTED]
+    flow[COPYING] += job[COPIED] - job[STARTED]
+    if job[FIRST_POST] != 0:
+        if flow[FIRST_POST] == 0:
+            flow[FIRST_POST] = job[FIRST_POST]
+        flow[POSTING] += job[POSTING]
+        flow[WIRED] += max(0, job[FINISHED] - max(job[FIRST_POST], flow[WIRED_TO]))
+        flow[WIRED_TO] = max(flow[WIRED_TO], job[FINISHED])
+    if job[OUTCOME] != DONE:
+        _spoilt(flow, job[OUTCOME], job[CODE], job[GONE], job[LINGERS])
+        return
+    store(_step_at(flow, job[STEP]), _PASSED)
+    while flow[PASSED] < flow[NEXT] and load(_step_at(flow, flow[PASSED])) == _PASSED:
+        flow[PASSED] += 1
+    if flow[PASSED] > flow[TOLD] and flow[PASSED] < flow[TOTAL] and flow[MARKED] == 0:
+        flow[MARKED] = 1
+        _owe(state, slot)
+
+
+@inlined
+def _spoilt(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None:
+    """A step did not succeed: none begins any more."""
+    flow[LINGERS] |= lingers
+    if flow[CANCELLED] == 0:
+        flow[CANCELLED] = 1
+    if outcome > flow[VERDICT]:
+        flow[VERDICT], flow[CODE], flow[GONE] = outcome, code, gone
+
+
+@inlined
+def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
+    """Give rows to the steps of a flow that may begin; whether any got one."""
+    flow, fed = jobs[slot], False
+    while flow[NEXT] < min(flow[KNOWN], flow[ALLOWED]):
+        state[EAGER] += 1
+        if flow[NEXT] - flow[PASSED] >= flow[WIDTH] or state[SPARE_COUNT] == 0:
+            return fed
+        at = state[HERE] + 8 * FEED
+        copy_bytes(at, _step_at(flow, flow[NEXT]), 8 * RECORD_WORDS)
+        flow[EVENTS], flow[EVENT_COUNT] = state[FEED + EVENTS], state[FEED + EVENT_COUNT]
+        fired = _fired(ports, flow)
+        if fired < 0:
+            _spoilt(flow, FAILED, -fired, 0, 0)
+        if fired <= 0:
+            return fed
+        for word in range(LANE, OWNER + 1):
+            state[FEED + word] = flow[word]
+        for word in range(UNTIL, LOCK_USERS + 1):
+            state[FEED + word] = flow[word]
+        state[FEED + PEER_NUMBER], state[FEED + OF_FLOW] = flow[PEER_NUMBER], slot + 1
+        state[FEED + EVENT_COUNT] = flow[FIRED] = 0
+        state[SPARE_COUNT] -= 1
+        free = state[SPARE + state[SPARE_COUNT]]
+        _accept(state, jobs[free], FEED, free, WAITING)
+        jobs[free][STEP] = flow[NEXT]
+        flow[NEXT] += 1
+        flow[ACTIVE] += 1
+        state[EAGER] -= 1
+        fed = True
+    return fed
+
+
+@inlined
+def _stop_steps(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> None:
+    """Stop what is under way of a flow, as far as it can be."""
+    for at in range(state[LIVE]):
+        number = state[LISTED + at]
+        job = jobs[number]
+        if job[OF_FLOW] == slot + 1 and number >= JOBS:
+            if job[STATE] == WAITING or job[STATE] == OFF:
+                _end(state, jobs, ports, number, STOPPED, now)
+            elif job[CANCELLED] == 0:
+                job[CANCELLED] = 1
+
+
+@inlined
+def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+    """Begin steps, stop those of flows that are stopped, and end flows; whether anything moved on."""
+    moved = False
+    state[EAGER] = 0
+    for at in range(state[LIVE]):
+        slot = state[LISTED + at]
+        flow = jobs[slot]
+        if flow[KIND] != FLOW or (flow[STATE] != FLOWS and flow[STATE] != OFF):
+            continue
+        if flow[CANCELLED] == 1:
+            flow[CANCELLED] = 2
+            _stop_steps(state, jobs, ports, slot, now)
+        row = state[ROWS_AT] + 8 * (slot * JOB_WORDS + STATE)
+        if flow[CANCELLED] == 0 and flow[NEXT] < min(flow[KNOWN], flow[ALLOWED]) and exchange(row, FLOWS, FEEDING):
+            if _feed(state, jobs, ports, slot, now):
+                moved = True
+            exchange(row, FEEDING, FLOWS)
+        over = flow[CANCELLED] != 0 or flow[PASSED] >= flow[TOTAL]
+        if over and flow[ACTIVE] == 0 and flow[MARKED] == 0:
+            whole = flow[PASSED] >= flow[TOTAL]
+            flow[STATE], flow[OUTCOME] = ENDED, DONE if whole else max(flow[VERDICT], STOPPED)
+            state[FLOW_COUNT] -= 1
+            _owe(state, slot)
+    return moved
+
+
 # --- what begins one
 
 
 @inlined
-def _accept(state: Any, job: Any, at: Any, slot: Any) -> None:
-    """Take a copy whose record lies there."""
+def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
+    """Take a copy, or a flow, whose record lies there; it begins in that state."""
     owner, peer = state[at + OWNER], state[at + PEER_NUMBER]
     known = -MOST_OWNERS <= owner < MOST_OWNERS and -MOST_OWNERS <= peer < MOST_OWNERS
     if job[STATE] != FREE or not known:
@@ -380,7 +547,9 @@ def _accept(state: Any, job: Any, at: Any, slot: Any) -> None:
         job[word] = state[at + word]
     for word in range(RECORD_WORDS, JOB_WORDS):
         job[word] = 0
-    job[STATE], job[TAG] = WAITING, -1
+    job[STATE], job[TAG] = begins, -1
+    if begins == FLOWS:
+        state[FLOW_COUNT] += 1
     if owner < 0:
         job[OWNER] = ~owner
         state[TAGS + ~owner] = 0
@@ -389,6 +558,20 @@ def _accept(state: Any, job: Any, at: Any, slot: Any) -> None:
         state[TAGS + ~peer] = 0
     state[LISTED + state[LIVE]] = slot
     state[LIVE] += 1
+
+
+@inlined
+def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
+    """The loop says anew how far a flow may go, and until when."""
+    flow = jobs[slot]
+    for word in range(KNOWN, TOTAL + 1):
+        flow[word] = state[at + word]
+    if flow[UNTIL] != state[at + UNTIL]:
+        flow[UNTIL] = state[at + UNTIL]
+        for number in range(state[LIVE]):
+            job = jobs[state[LISTED + number]]
+            if job[OF_FLOW] == slot + 1:
+                job[UNTIL] = flow[UNTIL]
 
 
 @inlined
@@ -426,7 +609,7 @@ def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
             if ended:
                 job[LINGERS], job[GONE] = 0, 1
             _end(state, jobs, ports, slot, IN_DOUBT, now)
-        elif job[STATE] == ENDED and job[OUTCOME] == IN_DOUBT and ended:  # which nobody was told of yet
+        elif job[STATE] == ENDED and job[OUTCOME] == IN_DOUBT and ended and job[KIND] != FLOW:  # nobody knows yet
             job[LINGERS], job[GONE] = 0, 1
             if job[POST] == READS:
                 _leave(state, ports, job)
@@ -437,7 +620,7 @@ def _renewed(state: Any, jobs: Any, ports: Any, at: Any, now: Any) -> None:
 
 
 @inlined
-def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
+def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PLR0912 - a line for each kind
     """Take what has come through the pipe; whether anything has."""
     taken = False
     while True:
@@ -453,16 +636,23 @@ def _take(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
                 state[CATCHING] = 1
             elif kind == AGENT:
                 _renewed(state, jobs, ports, at, now)
+            elif kind == FORGET and 0 <= slot < ROWS:
+                _forget(state, ports, jobs[slot], slot)
             elif 0 <= slot < JOBS:
                 job = jobs[slot]
                 if kind == COPY:
-                    _accept(state, job, at, slot)
+                    _accept(state, job, at, slot, WAITING)
+                elif kind == FLOW:
+                    _accept(state, job, at, slot, FLOWS)
+                elif kind == ON and job[STATE] == FLOWS:
+                    _goes_on(state, jobs, at, slot)
+                elif kind == CANCEL and job[KIND] == FLOW:
+                    if job[CANCELLED] == 0 and job[STATE] != FREE:
+                        job[CANCELLED] = 1
                 elif kind == CANCEL and (job[STATE] == WAITING or job[STATE] == OFF):
                     _end(state, jobs, ports, slot, STOPPED, now)
                 elif kind == CANCEL and job[CANCELLED] == 0:
                     job[CANCELLED] = 1
-                elif kind == FORGET:
-                    _forget(state, ports, job, slot)
             taken = True
         if got < 8 * INBOX_RECORDS * RECORD_WORDS:
             return taken
@@ -804,7 +994,7 @@ def _delay(state: Any, now: Any) -> Any:
     longest = state[SELDOM]
     often = min(max(waited // _GROWTH, state[OFTEN]), longest)  # where the library may need us to go on
     delay = _FOREVER
-    if state[LIVE] > state[LEFT_COUNT]:
+    if state[LIVE] - state[LEFT_COUNT] - state[FLOW_COUNT] + state[EAGER] + state[DUE_COUNT] > 0:
         if waited < state[SPIN]:
             return 0
         delay = min(max(waited // 8, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
@@ -834,6 +1024,8 @@ def step(state: Any, jobs: Any, ports: Any) -> Any:
     if state[LIVE] + state[HELD] + state[CATCHING] == 0:
         state[ASLEEP] = 1
         return _FOREVER
+    if state[FLOW_COUNT] != 0 and _step_flows(state, jobs, ports, now):
+        moved = True
     if _step_gpu(state, jobs, ports, now) if state[GPU] else _step_host(state, jobs, ports, now):
         moved = True
     if _step_posts(state, jobs, ports, now):

@@ -4,6 +4,9 @@ Two pipes join the loop and the machine (`machine.py`). A record is the whole of
 when, past which lock or gate. From then on the machine alone knows how it stands, and the loop, which may cancel it, is
 told once how it ended. What a record points to (tables, handles of events) is kept here until then.
 
+Copies that follow one another make a flow. The loop adds steps and says how many of them may begin; the machine goes on
+from one to the next by itself, and the loop is told how many are done.
+
 What ended in doubt stays in the machine as long as it may move bytes, or keeps the lock in front of a peer's memory.
 
 On a machine with a GPU the events of CUDA that a copy waits for are asked by the machine. Anything else that may be
@@ -53,9 +56,14 @@ _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
+_ON: Final = struct.Struct(f"<2q24xq80x3q{8 * (records.RECORD_WORDS - records.TOTAL - 1)}x")
+_FLOW: Final = struct.Struct(f"<11q16x6q{8 * (records.PEER_NUMBER - records.TOTAL - 1)}xq88x")
+_ROOM: Final = 64
+"""Steps of a flow that the machine may see ahead."""
+_MOST_AWAITING: Final = records.JOBS // 2
 _NOWHERE: Final = (0, 0)
 _NO_LAUNCH: Final = (0,) * 10
-_NO_POST: Final = (0,) * (records.RECORD_WORDS - records.POST)
+_NO_POST: Final = (0,) * (records.OF_FLOW - records.POST)
 _MEMORIES: Final = {"DRAM": 0, "VRAM": 1}
 _BROKEN: Final = frozenset({records.FAILED, records.IN_DOUBT})
 _PEER: Final = "peer"
@@ -116,6 +124,8 @@ class Copy:
         cancelled: Whether nobody wants it any more.
         closed: Whether that is because the worker is closing.
         left: Whether it ended in doubt, and the machine still has it.
+        flow: What it is a step of.
+        awaits: Whether it goes on as peers do, who wait for what goes on by itself: that must not wait for it.
     """
 
     job: CopyJob
@@ -130,6 +140,55 @@ class Copy:
     cancelled: bool = False
     closed: bool = False
     left: bool = False
+    flow: "Flow | None" = None
+    awaits: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Flow(Copy):
+    """Copies that follow one another.
+
+    Attributes:
+        total: How many there will be.
+        width: How many may be under way at once.
+        allowed: How many may begin.
+        progress: Called when more are done; `steps` of what it is given are, and its times are those of all of them.
+        steps: Those that the machine does not know yet.
+        table: Records of those that it knows, from the one that is not done on.
+        known: How many it knows.
+        passed: How many are done.
+        until: When their lease ends, in ns.
+        pointed: What the records point to, of those that are not done.
+        held: Whether the next step has to wait, or is being prepared.
+        said: What the machine was told last.
+        lefts: Rows of steps in doubt; whether bytes of this side may still move for each.
+        error: What has gone wrong before a step got to the machine.
+        over: Whether it has ended, but for those.
+        doubtful: Whether bytes of this side could move for a step in doubt.
+        severed: Whether one of them may land though this side moves nothing: its agent has ended, or its peer is gone.
+        unasked: Whether nobody asks any more for one of them.
+        late: Whether all that was to be told of them was.
+    """
+
+    total: int = 1
+    width: int = _ROOM
+    allowed: int = 0
+    progress: Callable[[CopyOutcome], None] = lambda _: None
+    steps: deque[Copy] = field(default_factory=deque[Copy])
+    table: Any = None
+    known: int = 0
+    passed: int = 0
+    until: int = 0
+    pointed: deque[Copy] = field(default_factory=deque[Copy])
+    held: bool = False
+    said: tuple[int, ...] = ()
+    lefts: dict[int, bool] = field(default_factory=dict[int, bool])
+    error: KvxferError | None = None
+    over: bool = False
+    doubtful: bool = False
+    severed: bool = False
+    unasked: bool = False
+    late: bool = False
 
 
 class Mover:
@@ -170,6 +229,7 @@ class Mover:
         self._copies: Final[dict[int, Copy]] = {}  # by slot: the machine has them
         self._free: Final = list(range(records.JOBS))
         self._queue: Final[deque[Copy]] = deque()  # for which there is no slot
+        self._awaiting = 0  # flows that go on as peers do
         self._behind: Final[dict[Hashable, deque[Copy]]] = {}  # by owner, those that wait for one that is prepared
         self._unfired: list[Copy] = []  # whose events need the interpreter
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
@@ -223,12 +283,83 @@ class Mover:
             self._prepare(copy)
         return copy
 
+    def flow(
+        self,
+        job: CopyJob,
+        direction: Direction,
+        steps: Iterable[CopyJob],
+        *,
+        total: int,
+        allowed: int,
+        width: int = _ROOM,
+        progress: Callable[[CopyOutcome], None],
+    ) -> Flow:
+        """Begin copies that follow one another. `job.done` is called on this loop, once, and not now.
+
+        A step that is stopped or fails ends the flow: no other begins then, and those that are under way are stopped.
+
+        Args:
+            job: What they have in common.
+            direction: Theirs.
+            steps: The first of them; `add` brings more.
+            total: How many there will be.
+            allowed: How many may begin; `allow` lets more.
+            width: Of them, how many may be under way at once: a step begins when the one so many before it is done.
+            progress: Called when more are done, but not when all are. Must return quickly and must not raise.
+
+        Raises:
+            ClosedError: If it is closed; `job.done` is not called then.
+            FabricError: If the two sides of what is to be posted do not fit; likewise.
+        """
+        if self._refusing:
+            raise ClosedError("this worker is closing, and takes no more copies")
+        flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
+        flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
+        flow.until, flow.awaits = _ns(job.until), flow.lane == _LANES[Direction.SCATTER]
+        flow.steps.extend(self._steps(flow, steps))
+        self._untold += 1
+        if job.post is not None and job.post.peer in self._gone:
+            error = FabricError(f"{job.post.peer} is disconnected", disconnected=True)
+            self._loop.call_soon(self._tell, flow, self._outcome(error))
+        else:
+            self._send(flow)
+        return flow
+
+    def add(self, flow: Flow, steps: Iterable[CopyJob], *, allowed: int = 0, until: float | None = None) -> None:
+        """Let more steps follow; they may begin if so many are allowed. Harmless if it is over.
+
+        Raises:
+            FabricError: If the two sides of what is to be posted do not fit; nothing was added then.
+        """
+        flow.steps.extend(self._steps(flow, steps))
+        self._fill(flow)
+        self.allow(flow, allowed, until)
+
+    def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
+        """The first so many steps may begin, none of them later than `until`. Harmless if it is over."""
+        flow.allowed = max(flow.allowed, min(steps, flow.total))
+        if until is not None:
+            flow.until = _ns(until)
+        self._say(flow)
+
+    def finish(self, flow: Flow) -> None:
+        """No step follows those that may begin. Harmless if it is over."""
+        flow.total = min(flow.total, flow.allowed)
+        self._say(flow)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether something waits for a place in the machine, which flows that are idle occupy."""
+        return bool(self._queue)
+
     def cancel(self, copy: Copy) -> None:
         """Do not begin it, or stop it where it can be stopped. Its `done` tells what came of it, and is not called now.
 
         Harmless if it is over.
         """
         copy.cancelled = True
+        if isinstance(copy, Flow) and copy.steps and copy.steps[0] in self._unfired:
+            self._unfired.remove(copy.steps[0])
         if copy in self._unfired:
             self._unfired.remove(copy)
         elif copy in self._queue:
@@ -263,7 +394,9 @@ class Mover:
 
     def standing(self, since: float) -> bool:
         """Whether a copy that was launched before `since` still runs where calls of a driver would wait for it."""
-        return self._gpu is not None and any(self._machine.runs_since(slot, since * _NS) for slot in self._copies)
+        return self._gpu is not None and any(
+            self._machine.runs_since(slot, since * _NS) for slot in self._machine.rows_in(records.RUNNING)
+        )
 
     def waiting(self, direction: Direction) -> int:
         """How many copies wait for events that need the interpreter."""
@@ -379,18 +512,20 @@ class Mover:
         """Whether a job's copy is under way, or may be yet: not of one that was cancelled before it began."""
         if self._copies.get(copy.slot) is not copy:
             return not copy.cancelled
+        if isinstance(copy, Flow):
+            return not copy.cancelled or self._machine.may_go_on(copy.slot)
         return self._machine.may_copy(copy.slot, off=copy.cancelled)
 
     def cancel_posts(self) -> None:
         """Post nothing of all that is asked for."""
-        for copy in [*self._unfired, *self._queue, *self._copies.values()]:
+        for copy in self._all():
             if copy.job.post is not None and not copy.left:
                 self.cancel(copy)
 
     def forget(self, copy: Copy) -> None:
         """Nobody asks any more for what ended in doubt: the lock in front of a peer's memory is given back."""
-        if copy.left:
-            self._machine.tell(_BRIEF.pack(records.FORGET, copy.slot, 0, 0, b""))
+        for slot in (list(copy.lefts) if isinstance(copy, Flow) else [copy.slot]) if copy.left else ():
+            self._machine.tell(_BRIEF.pack(records.FORGET, slot, 0, 0, b""))
 
     # --- ending
 
@@ -409,7 +544,7 @@ class Mover:
             await asyncio.wait({self._idle}, timeout=timeout)
         if self._untold:
             self._closing = True
-            for copy in [*self._unfired, *self._queue, *self._copies.values()]:
+            for copy in self._all():
                 copy.closed = True
                 self.cancel(copy)
             if any(copy.job.post is not None for copy in self._copies.values()):
@@ -425,10 +560,15 @@ class Mover:
 
     def give_back(self) -> None:
         """It has ended, and the transport with it: give back what leads to memory of peers, still inside or not."""
-        for copy in self._copies.values():
+        for copy in set(self._copies.values()):
             if copy.job.passage is not None:
                 copy.job.passage.give_back()
         self._copies.clear()
+
+    def _all(self) -> list[Copy]:
+        """All that has been asked for, and is not over."""
+        asked = (*self._unfired, *self._queue, *self._copies.values())
+        return list(dict.fromkeys([copy.flow or copy for copy in asked]))
 
     async def _let_go(self) -> None:
         """Give up what was posted."""
@@ -468,14 +608,15 @@ class Mover:
         fired: list[tuple[int, int, Copy]] = []
         turns: Counter[Hashable] = Counter()
         for copy in asked:
-            if copy.cancelled:  # by whoever was told of one before it
-                self._tell(copy, self._outcome(stopped=True))
+            if (copy.flow or copy).cancelled:  # by whoever was told of one before it
+                if copy.flow is None:
+                    self._tell(copy, self._outcome(stopped=True))
                 continue
             try:
                 while copy.waits and bool(copy.waits[-1].query()):  # whatever it returns is asked here
                     copy.waits.pop()
             except Exception as error:  # noqa: BLE001 - an event of the caller's: the copy fails with it
-                self._tell(copy, self._outcome(_error("the event that a copy waits for cannot be queried", error)))
+                self._fail(copy, _error("the event that a copy waits for cannot be queried", error))
             else:
                 if copy.waits:
                     self._unfired.append(copy)
@@ -483,7 +624,7 @@ class Mover:
                     turns[copy.job.owner] += 1
                     fired.append((turns[copy.job.owner], len(fired), copy))
         for _, _, copy in sorted(fired, key=lambda one: one[:2]):  # owners in turn, also on the way to the machine
-            self._prepare(copy)
+            self._prepare(copy) if copy.flow is None else self._go_on(copy.flow)
         self._delay = _LOOK_S if len(self._unfired) < len(asked) else min(_LOOK_MAX_S, self._delay * _LOOK_GROWTH)
         if self._unfired and self._look is None:
             self._look = self._loop.call_later(self._delay, self._ask)
@@ -498,12 +639,15 @@ class Mover:
             behind.append(copy)
             return
         met = None if job.post is None else self.ready(job.post.peer)
-        if met is None and (gpu is None or (job.sums is None and gpu.is_prepared(job.tables))):
+        if met is None and self._is_prepared(job):
             self._send(copy)
         else:
             self._behind[job.owner] = deque()
             preparing = self._prepare_off_loop(copy, gpu, met)
             copy.kept.append(self._loop.create_task(preparing, name="kvxfer prepare a copy"))
+
+    def _is_prepared(self, job: CopyJob) -> bool:
+        return self._gpu is None or (job.sums is None and self._gpu.is_prepared(job.tables))
 
     async def _prepare_off_loop(self, copy: Copy, gpu: "Gpu | None", met: "asyncio.Future[Any] | None") -> None:
         job = copy.job
@@ -520,9 +664,11 @@ class Mover:
             if gpu is not None:
                 await self._runtime.in_thread(make)
         except Exception as error:  # noqa: BLE001 - the copy fails with it
-            self._tell(copy, self._outcome(_error("a copy could not be prepared", error)))
+            self._fail(copy, _error("a copy could not be prepared", error))
         else:
-            self._send(copy)
+            self._send(copy) if copy.flow is None else self._go_on(copy.flow)
+        if copy.flow is not None:
+            return
         behind = self._behind.pop(job.owner)
         while behind:
             self._prepare(behind.popleft())
@@ -534,18 +680,30 @@ class Mover:
         """Give it to the machine, if that has room."""
         if copy.cancelled:
             self._loop.call_soon(self._tell, copy, self._outcome(stopped=True))
-        elif not self._free:
+        elif not self._free or (copy.awaits and self._awaiting >= _MOST_AWAITING):
             self._queue.append(copy)
         else:
             copy.slot = self._free.pop()
             self._copies[copy.slot] = copy
-            self._machine.tell(self._record(copy))
+            self._awaiting += copy.awaits
+            job = copy.job
+            lock = _NO_LOCK if job.passage is None else job.passage.lend()
+            owner = self._owner(job.owner)
+            peer = 0 if job.post is None else self._owner((_PEER, job.post.peer))
+            if isinstance(copy, Flow):
+                self._fill(copy)
+                copy.said = copy.known, copy.allowed, copy.total, copy.until
+                where = copy.table.__array_interface__["data"][0], len(copy.table), copy.width
+                common = copy.slot, copy.lane, owner, 0, copy.until, *lock
+                record = _FLOW.pack(records.FLOW, *common, *where, *copy.said[:3], peer)
+            else:
+                record = _RECORD.pack(*self._words(copy, owner, peer, lock), 0)
+            self._machine.tell(record)
 
-    def _record(self, copy: Copy) -> bytes:
+    def _words(self, copy: Copy, owner: int = 0, peer: int = 0, lock: tuple[int, ...] = _NO_LOCK) -> tuple[int, ...]:
+        """What a record says, up to what a step belongs to; what the steps of a flow have in common it says itself."""
         job, kept = copy.job, copy.kept
-        tables, passage = job.tables, job.passage
-        until = _FOREVER_NS if job.until >= _FOREVER_NS / _NS else int(job.until * _NS)
-        lock = _NO_LOCK if passage is None else passage.lend()
+        tables = job.tables
         events = blanks = _NOWHERE
         if copy.handles:
             events = _listed(kept, copy.handles)
@@ -562,21 +720,21 @@ class Mover:
             )
         else:
             copying = self._launches(copy, self._gpu)
-        return _RECORD.pack(
+        return (
             records.COPY,
             copy.slot,
             copy.lane,
-            self._owner(job.owner),
+            owner,
             job.nbytes,
-            until,
+            _ns(job.until) if copy.flow is None else 0,
             *lock,
             *events,
             *blanks,
             *copying,
-            *(_NO_POST if job.post is None else self._posting(copy, job.post)),
+            *(_NO_POST if job.post is None else self._posting(copy, job.post, peer)),
         )
 
-    def _posting(self, copy: Copy, post: Post) -> tuple[int, ...]:
+    def _posting(self, copy: Copy, post: Post, peer: int) -> tuple[int, ...]:
         """What a record says from POST on."""
         name, near, far = ctypes.create_string_buffer(post.peer.encode()), post.local, post.remote
         here, there = np.ascontiguousarray(near.pieces, np.int64), np.ascontiguousarray(far.pieces, np.int64)
@@ -585,7 +743,7 @@ class Mover:
         if near.kind == far.kind == "VRAM":
             pieces, nbytes = self._listed * pieces, _UNBOUNDED
         return (
-            *(_WAYS[post.operation], ctypes.addressof(name), self._owner((_PEER, post.peer))),
+            *(_WAYS[post.operation], ctypes.addressof(name), peer),
             *(_MEMORIES[near.kind], near.device, here.__array_interface__["data"][0]),
             *(_MEMORIES[far.kind], far.device, there.__array_interface__["data"][0]),
             *(len(here), pieces, nbytes, int(post.runs_on)),
@@ -627,6 +785,140 @@ class Mover:
         self._owners[owner] = number
         return number
 
+    # --- flows
+
+    def _steps(self, flow: Flow, jobs: Iterable[CopyJob]) -> list[Copy]:
+        """Steps that are to follow."""
+        found: list[Copy] = []
+        for job in jobs:
+            if job.post is not None:
+                _check(job.post)
+            step = Copy(job, flow.lane, flow=flow)
+            if job.after is not READY:
+                self._split(job.after, step)
+            found.append(step)
+        return found
+
+    def _fill(self, flow: Flow) -> None:
+        """Put steps where the machine finds them, as far as there is room and nothing has to come before."""
+        if flow.slot < 0:
+            return
+        steps, table, room = flow.steps, flow.table, len(flow.table)
+        while steps and flow.known - flow.passed < room and not flow.held:
+            step = steps[0]
+            if step.waits:
+                flow.held = True
+                self._unfired.append(step)
+                self._delay = _LOOK_S
+                if self._look is None:
+                    self._look = self._loop.call_soon(self._ask)
+                return
+            post = step.job.post
+            met = None if post is None else self.ready(post.peer)
+            if met is not None or (self._gpu is not None and step.room is None and not self._is_prepared(step.job)):
+                flow.held = True
+                preparing = self._prepare_off_loop(step, self._gpu, met)
+                flow.kept.append(self._loop.create_task(preparing, name="kvxfer prepare a step"))
+                return
+            _RECORD.pack_into(table.data, _RECORD.size * (flow.known % room), *self._words(step), 0)
+            flow.pointed.append(steps.popleft())
+            flow.known += 1
+
+    def _go_on(self, flow: Flow) -> None:
+        """What the next step had to wait for has happened."""
+        flow.held = False
+        self._fill(flow)
+        self._say(flow)
+
+    def _say(self, flow: Flow) -> None:
+        """Tell the machine how far a flow may go."""
+        said = flow.known, flow.allowed, flow.total, flow.until
+        if said != flow.said and self._copies.get(flow.slot) is flow and not flow.cancelled:
+            flow.said = said
+            self._machine.tell(_ON.pack(records.ON, flow.slot, said[3], *said[:3]))
+
+    def _fail(self, copy: Copy, error: KvxferError) -> None:
+        """A copy cannot even get to the machine."""
+        flow = copy.flow
+        if flow is None:
+            self._tell(copy, self._outcome(error))
+        elif not flow.over:
+            flow.error = flow.error or error
+            self.cancel(flow)
+
+    def _flow_news(
+        self, flow: Flow, flags: int, code: int, started: int, copying: int, posted: int, wire: int, posting: int
+    ) -> None:
+        """More steps of a flow are done, or it has ended."""
+        outcome = flags & records.OUTCOMES
+        told = CopyOutcome(
+            self._error(flow.job, outcome, code, flags) if outcome in _BROKEN else None,
+            started / _NS,
+            self._runtime.now(),
+            stopped=outcome == records.STOPPED,
+            in_doubt=outcome == records.IN_DOUBT,
+            posted=posted / _NS,
+            copying=copying / _NS,
+            posting=posting / _NS,
+            wire=wire / _NS,
+            steps=flags // records.COUNTED,
+        )
+        while flow.passed < told.steps:
+            flow.passed += 1
+            flow.pointed.popleft()
+        if outcome == records.PASSING:
+            if flow.steps:
+                self._fill(flow)
+                self._say(flow)
+            try:
+                flow.progress(told)
+            except Exception as error:  # noqa: BLE001 - as in `_tell`
+                self._loop.call_exception_handler({"message": "nobody took the progress of a flow", "exception": error})
+            return
+        flow.over = True
+        flow.left = bool(flow.lefts)
+        self._let_out(flow)
+        flow.steps.clear()
+        if flow.error is not None and told.error is None:
+            told = replace(told, error=flow.error, stopped=False)
+        self._tell(flow, told)
+        if flow.lefts or flow.doubtful:
+            self._settle(flow)
+        else:
+            flow.pointed.clear()
+
+    def _step_news(self, slot: int, flow_at: int, flags: int, outcome: int, code: int) -> None:
+        """A step of a flow ended in doubt, or more is known of that."""
+        flow = self._copies[flow_at if outcome == records.IN_DOUBT else slot]
+        lingers = bool(flags & records.IS_LINGERING)
+        if not isinstance(flow, Flow):
+            return
+        if flags & records.IS_LEFT:
+            self._copies[slot] = flow
+            flow.lefts[slot] = lingers
+        elif slot in flow.lefts:
+            del self._copies[slot], flow.lefts[slot]
+        if outcome == records.IN_DOUBT:
+            flow.doubtful |= lingers
+            flow.severed |= not lingers  # nobody will say of what has left this side that it does not land any more
+        flow.severed |= outcome == records.SEVERED
+        flow.unasked |= outcome == records.OVER and not code
+        self._settle(flow)
+
+    def _settle(self, flow: Flow) -> None:
+        """Of steps in doubt some may be over."""
+        if not flow.over:
+            return
+        left, flow.left = flow.left, bool(flow.lefts)
+        if not flow.left:
+            flow.pointed.clear()
+            if left and flow.job.passage is not None:
+                flow.job.passage.give_back()
+        if flow.doubtful and not any(flow.lefts.values()) and not flow.late:
+            flow.late = True
+            severed = flow.severed and not flow.unasked  # else nobody is left to be told
+            self._tell_late(flow, records.SEVERED if severed else records.OVER, int(not flow.unasked))
+
     # --- events of the machine
 
     def _read(self) -> None:
@@ -640,41 +932,55 @@ class Mover:
         """Tell whoever asked. When that takes long, everybody else on the loop has a turn in between."""
         until = self._runtime.now() + TURN_SECONDS
         while self._news:
-            slot, flags, code, started, copied, posted, finished, posting = self._news.popleft()
-            if slot == records.NOBODY:
-                caught, self._caught = self._caught, None
-                if caught is not None and not caught.done():
-                    caught.set_result(None)
-                continue
-            copy, outcome = self._copies[slot], flags & records.OUTCOMES
-            if not flags & records.IS_LEFT:
-                self._let_out(copy)
-            if copy.left:
-                copy.left = bool(flags & records.IS_LEFT)
-                self._tell_late(copy, outcome, code)
-                continue
-            copy.left = bool(flags & records.IS_LEFT)
-            error = self._error(copy.job, outcome, code, flags) if outcome in _BROKEN else None
-            summed = copy.found is not None and outcome == records.DONE
-            found = copy.found.astype("<i8").tobytes() if summed and copy.found is not None else b""
-            told = CopyOutcome(
-                error,
-                started / _NS,
-                finished / _NS,
-                stopped=outcome == records.STOPPED,
-                sums=found,
-                in_doubt=outcome == records.IN_DOUBT,
-                copied=copied / _NS,
-                posted=posted / _NS,
-                posting=posting / _NS,
-            )
-            if copy.job.sums is not None and self._gpu is None and outcome == records.DONE:
-                copy.kept.append(self._loop.create_task(self._add_up(copy, told), name="kvxfer add up"))
+            event = self._news.popleft()
+            if event[1] & records.OUTCOMES == records.PASSING and self._news and self._news[0][0] == event[0]:
+                continue  # the next one says more of the same flow
+            copy = self._copies.get(event[0])
+            if isinstance(copy, Flow) and event[0] < records.JOBS:
+                self._flow_news(copy, *event[1:])
             else:
-                self._tell(copy, told)
+                self._hear(*event)
             if self._news and self._runtime.now() >= until:
                 self._loop.call_soon(self._deliver)
                 return
+
+    def _hear(
+        self, slot: int, flags: int, code: int, started: int, copied: int, posted: int, finished: int, posting: int
+    ) -> None:
+        """An event."""
+        outcome = flags & records.OUTCOMES
+        if slot == records.NOBODY:
+            caught, self._caught = self._caught, None
+            if caught is not None and not caught.done():
+                caught.set_result(None)
+            return
+        if slot >= records.JOBS:
+            self._step_news(slot, started, flags, outcome, code)
+            return
+        copy = self._copies[slot]
+        if not flags & records.IS_LEFT:
+            self._let_out(copy)
+        left, copy.left = copy.left, bool(flags & records.IS_LEFT)
+        if left:
+            self._tell_late(copy, outcome, code)
+            return
+        told = CopyOutcome(
+            self._error(copy.job, outcome, code, flags) if outcome in _BROKEN else None,
+            started / _NS,
+            finished / _NS,
+            stopped=outcome == records.STOPPED,
+            in_doubt=outcome == records.IN_DOUBT,
+            posted=posted / _NS,
+            copying=(copied - started) / _NS,
+            posting=posting / _NS,
+            wire=(finished - posted if posted else 0) / _NS,
+        )
+        if copy.found is not None and outcome == records.DONE:
+            told = replace(told, sums=copy.found.astype("<i8").tobytes())
+        if copy.job.sums is not None and self._gpu is None and outcome == records.DONE:
+            copy.kept.append(self._loop.create_task(self._add_up(copy, told), name="kvxfer add up"))
+        else:
+            self._tell(copy, told)
 
     def _let_out(self, copy: Copy) -> None:
         """The machine has nothing of it any more."""
@@ -686,10 +992,12 @@ class Mover:
             if not self._sent[owner]:
                 del self._sent[owner]
         self._machine.state[records.OWNERS] = len(self._sent)
-        if job.passage is not None:
+        if job.passage is not None and not (isinstance(copy, Flow) and copy.left):
             job.passage.give_back()
-        if self._queue:
-            self._send(self._queue.popleft())
+        self._awaiting -= copy.awaits
+        for _ in range(len(self._queue)):
+            if self._free:
+                self._send(self._queue.popleft())
 
     def _error(self, job: CopyJob, outcome: int, code: int, flags: int) -> KvxferError | None:
         """Why a job failed; a driver's codes are positive, a transport's are not."""
@@ -791,7 +1099,7 @@ class _Machine:
         self._unsent: Final[deque[bytes]] = deque()  # records for which the pipe had no room
         self._asked = 0.0  # when it was told something as it was asleep
         self.state: Final = np.zeros(records.STATE_WORDS, np.int64)
-        self.jobs: Final = np.zeros((records.JOBS, records.JOB_WORDS), np.int64)
+        self.jobs: Final = np.zeros((records.ROWS, records.JOB_WORDS), np.int64)
         self.ports: Final = np.zeros(records.PORTS, np.int64)
         self._natives: Final[list[Native]] = []  # whose functions it may call
         self._semaphore: Final = np.zeros(_SEMAPHORE_WORDS, np.int64)
@@ -804,6 +1112,8 @@ class _Machine:
         libc.sem_init(ctypes.c_void_p(self._semaphore.ctypes.data), 0, 0)
         state[records.HERE], state[records.ROWS_AT] = state.ctypes.data, self.jobs.ctypes.data
         state[records.COMMANDS], state[records.NEWS], state[records.CURRENT] = commands, news, -1
+        state[records.SPARE : records.TAGS] = range(records.JOBS, records.ROWS)
+        state[records.SPARE_COUNT] = records.STEPS
         state[records.OFTEN], state[records.SELDOM] = _OFTEN_NS, _SELDOM_NS
         state[records.SPIN] = _SPIN_NS if len(allowed_cpus()) >= _SPINS_FROM_CPUS else 0
         state[records.TEAM + 4], state[records.TEAM + 5] = self._semaphore.ctypes.data, _address(libc.sem_wait)
@@ -836,12 +1146,31 @@ class _Machine:
         job = self.jobs[slot]
         return bool(job[records.STATE] == records.RUNNING and 0 < job[records.STARTED] < before)
 
+    def rows_in(self, state: int) -> list[int]:
+        """Slots of the copies that are in a state, steps of flows included."""
+        found: list[int] = np.flatnonzero(self.jobs[:, records.STATE] == state).tolist()
+        return found
+
+    def steps_of(self, slot: int) -> list[int]:
+        """Slots that steps of a flow have, or had last."""
+        found = np.flatnonzero(self.jobs[records.JOBS :, records.OF_FLOW] == slot + 1) + records.JOBS
+        slots: list[int] = found.tolist()
+        return slots
+
     def may_copy(self, slot: int, *, off: bool) -> bool:
         """See `Mover.may_copy`."""
         row = self.jobs[slot]
-        if off and self._posts.call_off(row.ctypes.data):
+        if off and self._posts.call_off(row.ctypes.data, 0):
             return False
         return bool(row[records.STATE] in (records.WAITING, records.RUNNING))
+
+    def may_go_on(self, flow: int) -> bool:
+        """Whether a step of a flow is copied, or may be yet: no other begins from now on."""
+        off = self._posts.call_off_flow(self.jobs[flow].ctypes.data)
+        rows = [self.jobs[slot] for slot in self.steps_of(flow)]
+        held = [self._posts.call_off(row.ctypes.data, flow + 1) for row in rows]  # of each it is seen to
+        going = [row[records.STATE] in (records.WAITING, records.RUNNING) for row in rows]
+        return not off or any(one and not two for one, two in zip(going, held, strict=True))
 
     def attach(self, native: Native | None, *, orderly: bool, anew: bool) -> None:
         """See `Mover.attach`."""
@@ -862,7 +1191,10 @@ class _Machine:
 
     def late(self, now: float) -> float:
         """For how long there was no step since one was asked for."""
-        return max(0.0, now - max(self._asked, int(self.state[records.STEPPED]) / _NS))
+        stepped = int(self.state[records.STEPPED]) / _NS
+        if self.state[records.ASLEEP] and self._asked <= stepped:
+            return 0.0
+        return max(0.0, now - max(self._asked, stepped))
 
     def poke(self) -> None:
         """Have it look at what the loop has put into `state`."""
@@ -981,6 +1313,10 @@ def _check(post: Post) -> None:
         raise FabricError("local and remote pieces differ in length")
     if not near[:, 1].any() or int(near[:, 1].min()) < 0:
         raise FabricError("pieces must have positive lengths and move at least one byte")
+
+
+def _ns(until: float) -> int:
+    return _FOREVER_NS if until >= _FOREVER_NS / _NS else int(until * _NS)
 
 
 @cache

@@ -18,6 +18,7 @@ from kvxfer.errors import FabricError, KvxferError
 from kvxfer.geometry.sums import SumPlan
 
 __all__ = [
+    "NO_PIECES",
     "READY",
     "AllOf",
     "CopyJob",
@@ -146,14 +147,16 @@ class CopyOutcome:
     Attributes:
         error: None if every byte has been copied and is visible.
         started: When the copy was launched, by the runtime's clock.
-        finished: When it was seen to be complete, and what was posted then to have ended.
+        finished: When it was seen to be complete, and what was posted then to have ended; of a flow, when that is told.
         stopped: Whether it was cancelled, its lease had ended, or something kept (a part of) it out. Nothing of it is
             under way.
         sums: What was added up, as it travels; empty if nothing was to be, or the job failed.
         in_doubt: Whether something that was posted may still land. `error` says why.
-        copied: When the copy was seen to be complete.
         posted: When the first part was posted; 0.0 if none was.
-        posting: Seconds in which parts were being posted.
+        copying: Seconds from the launch to when the copy was seen to be complete; of a flow, of all steps together.
+        posting: Seconds in which parts were being posted; likewise.
+        wire: Seconds from the first part's post to the last one's end; of a flow, in which any step was between these.
+        steps: Of a flow, how many of its steps are done, from the first one on.
     """
 
     error: KvxferError | None
@@ -162,9 +165,11 @@ class CopyOutcome:
     stopped: bool = False
     sums: bytes = b""
     in_doubt: bool = False
-    copied: float = 0.0
     posted: float = 0.0
+    copying: float = 0.0
     posting: float = 0.0
+    wire: float = 0.0
+    steps: int = 0
 
     @property
     def outcome(self) -> Outcome:
@@ -224,6 +229,10 @@ class Native:
     for_good: bool = False
 
 
+NO_PIECES: Final = Descriptors("DRAM", 0, np.zeros((0, 2), np.int64))
+"""Where the steps of a flow say which."""
+
+
 def _nobody(ended: bool) -> None:
     """Nobody waits for the end of what was given up."""
 
@@ -251,9 +260,16 @@ class Post:
     late: Callable[[bool], None] = _nobody
 
 
+def _unheard(_: CopyOutcome) -> None:
+    """Nobody hears of a step of a flow by itself."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:
     """One copy to run, and what is to be posted when it has run; or only one of the two.
+
+    Of a flow it says what its steps have in common: `done`, `until`, `passage`, `owner`, and all of `post` but the
+    pieces. Of a step it says the rest.
 
     Attributes:
         tables: What to copy. Its addresses must stay valid until `done` has been called.
@@ -270,7 +286,7 @@ class CopyJob:
     """
 
     tables: Tables
-    done: Callable[[CopyOutcome], None]
+    done: Callable[[CopyOutcome], None] = _unheard
     after: Event = READY
     until: float = math.inf
     passage: Passage | None = None

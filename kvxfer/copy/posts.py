@@ -35,7 +35,9 @@ from kvxfer.copy.records import (
     FAR_DEVICE,
     FAR_KIND,
     FAR_PIECES,
+    FEEDING,
     FIRST_POST,
+    FLOWS,
     FLUSH_DUE,
     FLUSH_FLIES,
     FLUSHED_ONCE,
@@ -64,6 +66,7 @@ from kvxfer.copy.records import (
     NO_FLUSH,
     NOTICES,
     NOTICES_AT,
+    OF_FLOW,
     OFF,
     ORDERLY,
     PARTS_AT,
@@ -93,6 +96,7 @@ __all__ = [
     "REFUSED",
     "begin_part",
     "call_off",
+    "call_off_flow",
     "caught",
     "claim",
     "drop_parts",
@@ -156,11 +160,26 @@ def leave_agent(state: Any) -> None:
     add(state[HERE] + 8 * BUSY, -1)
 
 
-@compiled("boolean(int64)")
-def call_off(job: int) -> bool:
-    """See to it that what has not begun never does; whether that is so. `job` is the address of its row."""
+@compiled("boolean(int64, int64)")
+def call_off(job: int, flow: int) -> bool:
+    """See to it that what has not begun never does; whether that is so.
+
+    Args:
+        job: The address of its row.
+        flow: What it is to be a step of, plus 1; 0 if of none. A row that is another's by now is left as it is.
+    """
     off: bool = exchange(job + 8 * STATE, WAITING, OFF)
+    if off and add(job + 8 * OF_FLOW, 0) != flow:
+        exchange(job + 8 * STATE, OFF, WAITING)
+        return True
     return off or load(job + 8 * STATE) == OFF
+
+
+@compiled("boolean(int64)")
+def call_off_flow(flow: int) -> bool:
+    """See to it that no further step of a flow begins; whether that is so. `flow` is the address of its row."""
+    off: bool = exchange(flow + 8 * STATE, FLOWS, OFF)
+    return off or add(flow + 8 * STATE, 0) != FEEDING
 
 
 # --- one part

@@ -8,10 +8,12 @@ side (`mover.py`) and tests: there is no other description.
 from typing import Final
 
 __all__ = [
+    "ACTIVE",
     "ADD_PIECE",
     "AGENT",
     "AGENT_AT",
     "AGENT_PORTS",
+    "ALLOWED",
     "ARGUMENTS",
     "ASLEEP",
     "BEGIN",
@@ -34,7 +36,9 @@ __all__ = [
     "CONTEXT",
     "COPIED",
     "COPY",
+    "COPYING",
     "COUNT",
+    "COUNTED",
     "CREATE_LIST",
     "CTAS",
     "CURRENT",
@@ -47,6 +51,7 @@ __all__ = [
     "DUE",
     "DUE_COUNT",
     "DUE_FIRST",
+    "EAGER",
     "ENDED",
     "ENTERED",
     "EVENTS",
@@ -57,11 +62,16 @@ __all__ = [
     "FAR_KIND",
     "FAR_PIECES",
     "FCNTL",
+    "FEED",
+    "FEEDING",
     "FINISHED",
     "FIRED",
     "FIRST",
     "FIRST_POST",
     "FIXED",
+    "FLOW",
+    "FLOWS",
+    "FLOW_COUNT",
     "FLUSH",
     "FLUSHED",
     "FLUSHED_ONCE",
@@ -94,6 +104,7 @@ __all__ = [
     "JOBS",
     "JOB_WORDS",
     "KIND",
+    "KNOWN",
     "LANE",
     "LANES",
     "LANE_AT",
@@ -127,6 +138,7 @@ __all__ = [
     "NEAR_KIND",
     "NEAR_PIECES",
     "NEWS",
+    "NEXT",
     "NEXT_PIECE",
     "NEXT_WITHIN",
     "NOBODY",
@@ -136,6 +148,8 @@ __all__ = [
     "NO_FLUSH",
     "OFF",
     "OFTEN",
+    "OF_FLOW",
+    "ON",
     "ORDER",
     "ORDERLY",
     "OUT",
@@ -150,6 +164,8 @@ __all__ = [
     "PARTS",
     "PARTS_AT",
     "PART_COUNT",
+    "PASSED",
+    "PASSING",
     "PATIENCE",
     "PEER",
     "PEER_NUMBER",
@@ -173,6 +189,7 @@ __all__ = [
     "RING_WORDS",
     "ROOM_END",
     "ROOM_START",
+    "ROWS",
     "ROWS_AT",
     "RUNNING",
     "SELDOM",
@@ -186,13 +203,19 @@ __all__ = [
     "SILENT",
     "SINCE",
     "SLOT",
+    "SPARE",
+    "SPARE_COUNT",
     "SPIN",
     "STARTED",
     "STATE",
     "STATE_WORDS",
     "STATUS",
     "STAYS",
+    "STEP",
     "STEPPED",
+    "STEPS",
+    "STEPS_AT",
+    "STEPS_ROOM",
     "STIRRED",
     "STOP",
     "STOPPED",
@@ -207,6 +230,8 @@ __all__ = [
     "TAIL",
     "TEAM",
     "TIME",
+    "TOLD",
+    "TOTAL",
     "TURN",
     "TURNS",
     "UNDERWAY",
@@ -216,13 +241,20 @@ __all__ = [
     "WAITING",
     "WANTED",
     "WATCHED",
+    "WIDTH",
+    "WIRED",
+    "WIRED_TO",
     "WITHIN",
     "WRITE",
     "WRITES",
 ]
 
 JOBS: Final = 1024
-"""Copies that the mover has at most. Their events fit into a pipe, so that none is ever in the way of another."""
+"""Copies and flows that the mover has at most. Their events fit into a pipe, so that none is ever in the way of
+another."""
+STEPS: Final = 1024
+"""Steps of flows that are under way at most, of all; their rows come behind those of the rest."""
+ROWS: Final = JOBS + STEPS
 MOST_OWNERS: Final = 2048
 """Owners that the machine knows, at least as many as copies."""
 QUEUE: Final = 64
@@ -239,7 +271,7 @@ PORTS: Final = 27
 
 # --- a record: what the loop asks for
 
-COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET = range(1, 9)
+COPY, CANCEL, STOP, POKE, HALT, CATCH, AGENT, FORGET, FLOW, ON = range(1, 11)
 KIND, SLOT = 0, 1
 # gather or scatter; whose it is (~: of whom nothing is known); how many; when its lease ends, in ns
 LANE, OWNER, BYTES, UNTIL = 2, 3, 4, 5
@@ -260,21 +292,30 @@ FAR_KIND, FAR_DEVICE, FAR_PIECES = 34, 35, 36
 PIECES: Final = 37
 MOST_PIECES, MOST_BYTES = 38, 39  # of one part
 STAYS: Final = 40  # whether it goes on without the agent that has it under way
-RECORD_WORDS: Final = 41
+OF_FLOW: Final = 41  # of a step: the slot of its flow, plus 1
+RECORD_WORDS: Final = 42
 READS, WRITES = 1, 2
+
+# a flow says what its steps have in common (direction, owner, lease, lock, peer); where their records are, and for how
+# many there is room; how many may be under way; and, as `ON` says anew, how many are there, may begin, will be in all
+STEPS_AT, STEPS_ROOM, WIDTH, KNOWN, ALLOWED, TOTAL = range(13, 19)
 
 # --- behind it, the machine's own
 
-STATE, STARTED, OUTCOME, CODE, CANCELLED, FIRED, ROOM_START, ROOM_END = range(41, 49)
-ENTERED, MARKED, FINISHED, CUT, TAG, COPIED = range(49, 55)
+STATE, STARTED, OUTCOME, CODE, CANCELLED, FIRED, ROOM_START, ROOM_END = range(42, 50)
+ENTERED, MARKED, FINISHED, CUT, TAG, COPIED = range(50, 56)
 # of what is posted: where the next part begins, when and how the first one did, what has gone wrong, who was served
-PIECE, WITHIN, FIRST_POST, POSTING, SERVED, LIVELY, VERDICT, GONE, LINGERS, FLUSHING = range(55, 65)
-FLYING, PARTS_AT = 65, 66  # parts under way; a request of each
+PIECE, WITHIN, FIRST_POST, POSTING, SERVED, LIVELY, VERDICT, GONE, LINGERS, FLUSHING = range(56, 66)
+FLYING, STEP, PARTS_AT = 66, 67, 68  # parts under way; which step of a flow; a request of each part
 MOST_PARTS: Final = 4
 JOB_WORDS: Final = PARTS_AT + MOST_PARTS
-FREE, WAITING, RUNNING, SENDING, ENDED, LEFT, OFF = range(7)
+# of a flow: the step that is next; the first so many are done, and the loop was told of so many; those under way; what
+# its steps took, in ns, where those on the wire together count once; up to when that was
+NEXT, PASSED, TOLD, ACTIVE, COPYING, WIRED, WIRED_TO = range(20, 27)
+FREE, WAITING, RUNNING, SENDING, ENDED, LEFT, OFF, FLOWS, FEEDING = range(9)
 """LEFT: nobody waits for it, and it may still move bytes, or holds the lock in front of a peer's memory. OFF: the loop
-has seen to it, in one exchange for WAITING, that it never begins."""
+has seen to it, in one exchange for WAITING (of a flow for FLOWS), that it never begins. FLOWS: a flow, whose steps have
+rows of their own; FEEDING: one of them may be about to begin."""
 FORGOTTEN: Final = 2
 """In CANCELLED: nobody asks any more for what is left of it."""
 NO_FLUSH, FLUSH_DUE, FLUSH_FLIES, FLUSHED_ONCE = range(4)
@@ -285,8 +326,12 @@ LAUNCH_WORDS: Final = 7
 # --- an event: how a copy ended (slot, outcome, code, started and finished in ns)
 
 EVENT_WORDS: Final = 8
-DONE, STOPPED, FAILED, IN_DOUBT, OVER, SEVERED = range(6)
-"""OVER: what was in doubt has ended, or is not asked for any more; SEVERED: the agent that had it under way has."""
+DONE, STOPPED, FAILED, IN_DOUBT, OVER, SEVERED, PASSING = range(7)
+"""OVER: what was in doubt has ended, or is not asked for any more; SEVERED: the agent that had it under way has;
+PASSING: more steps of a flow are done."""
+COUNTED: Final = 1 << 8
+"""Beside the outcome of a flow, times how many of its steps are done. In place of four times it tells when the first
+step began, how long all were copied, when the first was posted, and how long all were on the wire."""
 OUTCOMES: Final = 15
 IS_GONE, IS_LINGERING, IS_LEFT = 16, 32, 64
 """Beside the outcome: the peer is gone; bytes of this side may still move; the row is kept."""
@@ -317,6 +362,7 @@ NEXT_PIECE, NEXT_WITHIN, MADE = 71, 72, 73  # where the part ends that was made 
 OFTEN, SELDOM = 77, 78  # a sleep at most, in ns: where parts fly or somebody is held awake for; else
 ROWS_AT: Final = 80  # the address of all jobs
 ASLEEP: Final = 79  # whether it does nothing before a record comes
+SPARE_COUNT, FLOW_COUNT, EAGER = 62, 63, 64  # of SPARE; flows; those of which a step may begin
 BROKEN: Final = 76  # what the agent said first when it could not make progress
 STIRRED, CATCHING = 74, 75  # whether anything has ended in this step; 1: catch what is under way, 2: say so
 OUT: Final = 81  # room for an event
@@ -326,8 +372,10 @@ ORDER: Final = 10  # slots in the order of the stream, from FIRST on; behind the
 LANE_WORDS: Final = ORDER + 2 * QUEUE
 LANES: Final = 2
 LISTED: Final = LANE_AT + LANES * LANE_WORDS  # slots that are not free
-DUE: Final = LISTED + JOBS  # slots whose event is owed, in the order in which they ended
-TAGS: Final = DUE + JOBS  # where the last copy of each owner ends, as turns go
-INBOX: Final = TAGS + MOST_OWNERS
+DUE: Final = LISTED + ROWS  # slots whose event is owed, in the order in which they ended
+SPARE: Final = DUE + ROWS  # slots of steps that are free
+TAGS: Final = SPARE + STEPS  # where the last copy of each owner ends, as turns go
+FEED: Final = TAGS + MOST_OWNERS  # room for the record of a step
+INBOX: Final = FEED + RECORD_WORDS
 INBOX_RECORDS: Final = 16
 STATE_WORDS: Final = INBOX + INBOX_RECORDS * RECORD_WORDS

@@ -136,10 +136,10 @@ class Fetch:
                 (receiver,) = self.receivers
                 await receiver.supervised(receiver.run)
             else:
-                await asyncio.gather(*(receiver.supervised(receiver.run) for receiver in self.receivers))
+                await asyncio.gather(*[receiver.supervised(receiver.run) for receiver in self.receivers])
         except KvxferError as error:
             self._stop(error)
-        if not all(receiver.machine.state is ReceiveState.DONE for receiver in self.receivers):
+        if {receiver.machine.state for receiver in self.receivers} != {ReceiveState.DONE}:
             text = f"fetch of {self.transfer.request!r} came to its end before every byte had"
             self._stop(TransferFailedError(text, transfer=self.transfer.id, blocks=self._subject.blocks))
         if self._error is None:  # else `changed` ends it, once nobody writes the blocks any more
@@ -417,7 +417,7 @@ class Fetch:
     @property
     def doubtful(self) -> bool:
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
-        return not all(receiver.finished for receiver in self.receivers)
+        return False in {receiver.finished for receiver in self.receivers}
 
     def supersede(self) -> None:
         """The request is fetched anew: what becomes of it is that fetch's business."""

@@ -1,5 +1,7 @@
 """One transfer in: what one prefill rank sends of a request, from `Fetch` to the last chunk in place.
 
+On `staged` the chunks of a ring are one flow of the mover, which copies each to where it belongs once it has arrived.
+
 `Receiver.run` is that from top to bottom. Messages come in beside it: they are fed to the state machine
 (`protocol.receiving`) where the frame is handled, so that what breaks the protocol is raised there, and wake whoever
 waits for them. What counts memory is done where the news comes in, and not by whoever goes on with it a turn later.
@@ -16,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvxfer.copy.mover import Copy
+from kvxfer.copy.mover import Copy, Flow
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, has_fired
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.decode.checking import Checking
@@ -133,16 +135,22 @@ class Grants:
         """Where a chunk goes, or is."""
         return self.ring[(chunk - self._first) % len(self.ring)]
 
-    def copying(self, chunk: int, extent: Extent) -> None:
-        """A chunk has arrived, and a copy of ours reads its memory from now on."""
-        self.desk.share.scatter(extent)
-        self._read[chunk] = extent
+    def places(self, chunks: range) -> list[Extent]:
+        """The same of several."""
+        return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
-    def copied(self, chunk: int) -> None:
-        """Nothing reads a chunk's memory any more."""
-        extent = self._read.pop(chunk)
-        if extent not in self.ring:
-            self.desk.release(extent)
+    def copying(self, chunks: range) -> None:
+        """Chunks have arrived, and copies of ours read their memory from now on."""
+        for chunk in chunks:
+            extent = self._read[chunk] = self.ring[(chunk - self._first) % len(self.ring)]
+            self.desk.share.scatter(extent)
+
+    def copied(self, chunks: range) -> None:
+        """Nothing reads the memory of chunks any more."""
+        for chunk in chunks:
+            extent = self._read.pop(chunk)
+            if extent not in self.ring:
+                self.desk.release(extent)
 
     def let_go(self) -> None:
         """Nothing is in the peer's hands: give the ring back, but for what is still read."""
@@ -229,9 +237,13 @@ class Receiver:
         self._source: BlockLists = {}  # the peer's blocks, as far as it named them
         self._stale = False  # they have grown since the plan was made
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
-        self._begun = 0  # of the first so many chunks the landing, or the reading, was begun
-        self._placed: Final[dict[int, int]] = {}  # bytes of those that are in place and are not counted as landed yet
-        self._read_done = 0  # the first so many have been read
+        self._flow: Flow | None = None  # what copies chunks that have arrived
+        self._first = 0  # the first chunk of it
+        self._begun = 0  # of the first so many chunks there are steps (`pull`: the reading was begun)
+        self._allowed = 0  # the first so many have arrived, and may be copied
+        self._copied = 0  # the first so many have been copied (`pull`: read)
+        self._copying = 0.0  # seconds that this took, of those of the flow
+        self._read_early: Final[set[int]] = set()  # chunks that were read before ones before them
         self._granted: Final = deque[tuple[int, float]]()  # up to which chunk, and when
         self._readable: Final = deque[tuple[int, float, int]]()  # up to which chunk, until when, through what
         self._asked = 0.0  # since when memory is waited for
@@ -270,7 +282,7 @@ class Receiver:
     @property
     def copying(self) -> bool:
         """Whether a copy of our own writes the caller's blocks, which needs no peer and no agent."""
-        return self._copies > 0
+        return self._copies > 0 or self._copied < self._allowed
 
     @property
     def reading(self) -> bool:
@@ -280,7 +292,7 @@ class Receiver:
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        if self._copies or self._reads or self._doubts:
+        if self._copies or self._copied < self._allowed or self._reads or self._doubts:
             return True
         if self.machine.ended or not self.machine.exposed:
             return False
@@ -357,7 +369,7 @@ class Receiver:
             else:
                 await self._go_on(bound)
         if self.moving:  # all is where it belongs, and the last result may be long in coming: others want the memory
-            self.grants.let_go()
+            self._let_go()
         while self.moving:  # for the last result
             await self._until_news()
 
@@ -374,7 +386,7 @@ class Receiver:
                 pair = site.plans.incoming(self.peer, self._selections)
                 plan = bind(pair, source, demand.spans, demand.tokens, covered=0)
                 grid = _grid(pair, message, demand.tokens)
-                if len(grid) != message.chunks or plan.digest(grid) != message.digest or plan.nbytes != message.bytes:
+                if grid.chunks != message.chunks or plan.digest(grid) != message.digest or plan.nbytes != message.bytes:
                     raise _plan_differs(message)
             except KvxferError as error:
                 raise RefusedError(str(error), reason=Code.PLAN_DIFFERS) from error
@@ -399,14 +411,14 @@ class Receiver:
         ):
             raise _plan_differs(message)
         grid = _grid(pair, message, self._demand.tokens)
-        if len(grid) != message.chunks:
+        if grid.chunks != message.chunks:
             raise _plan_differs(message)
         return grid
 
     def _cut(self, grid: ChunkGrid) -> None:
         """It is known how the transfer is cut."""
         self._grid = grid
-        self.tally.chunks = len(grid)
+        self.tally.chunks = grid.chunks
         self._fetch.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
 
     # --- chunks, in their order
@@ -414,21 +426,25 @@ class Receiver:
     async def _go_on(self, bound: Bound | None) -> None:
         """Do all that can be done now, and wait for news."""
         machine = self.machine
-        if bound is not None and self.route is Route.PULL:
-            await self._read(bound)
-            await self._flush()
-        elif self._begun < machine.arrived:
-            await (self._scatter(bound) if bound is not None and self.grants.staged else self._see(bound))
-        # on `pull` a chunk is placed before it has arrived, and one that arrives from here on is not flushed yet
-        there = self._flushed if self.route is Route.PULL else machine.arrived
-        while machine.chunks_done < there and machine.chunks_done in self._placed:
-            await self._land(bound)
+        if bound is None or not self.grants.staged or self.route is Route.PULL:
+            if bound is not None and self.route is Route.PULL:
+                await self._read(bound)
+            if self._flushed < machine.arrived:
+                await self._flush()
+            there = self._flushed
+        else:
+            if self._begun < machine.granted and not self._stale:
+                await self._feed(bound)
+            there = self._copied
+        if machine.chunks_done < there:
+            await self._land(bound, there)
         if machine.chunks_done < machine.chunks:
             if bound is not None and self.route is not Route.PULL and machine.granted < machine.chunks:
                 await self._grant(bound)
-            await self._until_news()
+            if self._begun == machine.granted or not self.grants.staged or self.route is Route.PULL:
+                await self._until_news()
         elif not machine.ended:  # the offer is not finished, which may take as long as it likes
-            self.grants.let_go()
+            self._let_go()
 
     async def _grant(self, bound: Bound) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
@@ -447,7 +463,7 @@ class Receiver:
         most = min(self.site.config.window, machine.ready - machine.granted)
         contended = grants.desk.contended
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
-            grants.let_go()
+            self._let_go()
         if grants.ring and more and not contended:
             chunks = min(machine.ready, free + len(grants.ring))
             grants.again(range(machine.granted, chunks))
@@ -488,74 +504,105 @@ class Receiver:
             gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
             self.link.send(*machine.grant(chunks, self.grants.next_lease_ms(), gate, ring))
 
-    async def _scatter(self, bound: Bound) -> None:
-        """Copy chunks that have arrived in staging memory to where they belong."""
-        grants = self.grants
-        while self._begun < self.machine.arrived and not self._stale:
-            chunk = self._begun
-            part = await self.site.plan(partial(bound.part, chunk), rows=bound.part_rows)
-            await self._until_writable()
-            extent = grants.place(chunk)
+    async def _feed(self, bound: Bound) -> None:
+        """Let the mover know how chunks that were granted are copied to where they belong."""
+        chunks = range(self._begun, self.machine.granted)
+        places = self.grants.places(chunks)  # which are given back when it ends
+        make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
+        steps = await self.site.plan(make, rows=rows) if rows else make()
+        if rows and not self.moving:
+            raise asyncio.CancelledError
+        self._begun = chunks.stop
+        if self._flow is not None:
+            self.site.mover.add(self._flow, steps)
+            self._let_copy()
+            return
+        first, arrived = chunks.start, min(self.machine.arrived, chunks.stop)
+        total, allowed = self.machine.chunks - first, max(0, arrived - first)
+        progress = partial(self._scattered, first)
+        job = CopyJob(NOTHING, partial(self._ended_flow, first), owner=self._owner)
+        flow = self.site.mover.flow(job, Direction.SCATTER, steps, total=total, allowed=allowed, progress=progress)
+        self._flow, self._first, self._copying = flow, first, 0.0
+        if allowed:
+            self._let_copy()
+
+    def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
+        """How the mover copies chunks out of staging memory."""
+        steps, staging, by_nic = list[CopyJob](), list[int](), _by_nic(self, staged=True)
+        for chunk, extent in zip(chunks, places, strict=True):
+            part = bound.part(chunk)
             if extent.nbytes < part.staged_bytes:
                 raise ProtocolError(f"a chunk of {part.staged_bytes} bytes was said to fit into {extent.nbytes}")
-            tables = part.scatter(extent.address)
-            job = CopyJob(
-                replace(tables, from_nic=True) if _by_nic(self, staged=True) else tables,
-                partial(self._scattered, chunk, part.bytes),
-                nbytes=part.bytes,
-                owner=self._owner,
-            )
-            self.site.mover.submit(job, Direction.SCATTER)
-            self._begun += 1
-            self._copies += 1
-            grants.copying(chunk, extent)
+            staging.append(extent.address)
+        for tables in bound.scatters(chunks, staging):
+            copied = replace(tables, from_nic=True) if by_nic else tables
+            steps.append(CopyJob(copied, after=self._demand.after, nbytes=tables.nbytes))
+        return steps
 
-    def _scattered(self, chunk: int, nbytes: int, outcome: CopyOutcome) -> None:
-        """A chunk is where it belongs, or could not be copied."""
-        self._copies -= 1
-        self.grants.copied(chunk)
+    def _let_copy(self) -> None:
+        """Let the mover copy what has arrived, as far as it knows how. The places of that are read from now on."""
+        stop = min(self.machine.arrived, self._begun)
+        if stop > self._allowed and self.moving:
+            self.grants.copying(range(self._allowed, stop))
+            self._allowed = stop
+            if self._flow is not None:
+                self.site.mover.allow(self._flow, stop - self._first)
+
+    def _scattered(self, first: int, outcome: CopyOutcome) -> None:
+        """More chunks are where they belong, or all; or one could not be copied."""
+        now, copying = self.site.now(), outcome.copying - self._copying
+        if first + outcome.steps > self._copied:
+            self.tally.spent("scattering", now - copying, now)
+        self.grants.copied(range(self._copied, first + outcome.steps))
+        self._copied, self._copying = max(self._copied, first + outcome.steps), outcome.copying
         if outcome.error is not None:
             self._failed(outcome.error)
-        else:
-            self.tally.spent("scattering", outcome.started, outcome.finished)
-            self._placed[chunk] = nbytes
-            self._wake()
+        self._wake()
         if self._given_up:
             self._settle()
 
-    async def _see(self, bound: Bound | None) -> None:
-        """What has arrived in the caller's blocks is there once the device sees it."""
-        arrived = await self._flush()
-        while self._begun < arrived:
-            part = None
-            if bound is not None:
-                part = await self.site.plan(partial(bound.part, self._begun), rows=bound.part_rows)
-            self._placed[self._begun] = 0 if part is None else part.bytes
-            self._begun += 1
+    def _ended_flow(self, first: int, outcome: CopyOutcome) -> None:
+        """The mover is through with a ring."""
+        if first == self._first:  # else there is another one by now, and nothing was left to be copied of this
+            self._flow = None
+            if first + outcome.steps < self._allowed:  # it was stopped
+                self.grants.copied(range(first + outcome.steps, self._allowed))
+                self._allowed = first + outcome.steps
+            self._scattered(first, outcome)
 
-    async def _flush(self) -> int:
-        """Flush what has come into the caller's blocks, once for all of it; the first so many chunks are visible."""
+    def _let_go(self) -> None:
+        """Nothing is in the peer's hands, nor to be copied: others may have the memory, and the mover's place."""
+        self.grants.let_go()
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            self.site.mover.finish(flow)
+
+    async def _flush(self) -> None:
+        """Flush what has come into the caller's blocks, once for all of it."""
         arrived = self.machine.arrived
-        if self._flushed < arrived and _by_nic(self, staged=False):
+        if _by_nic(self, staged=False):
             await self._copy(_FLUSH, 0)
         self._flushed = arrived
-        return arrived
 
-    async def _land(self, bound: Bound | None) -> None:
-        """The next chunk is in place: it has landed if it is as it should be."""
+    async def _land(self, bound: Bound | None, there: int) -> None:
+        """The first so many chunks are in place: they have landed if they are as they should be."""
         machine, grid = self.machine, self._grid
-        chunk = machine.chunks_done
-        nbytes = self._placed.pop(chunk)
-        if bound is not None:
-            await self._check(chunk, bound, nbytes)
-            self.tally.bytes += nbytes
-        if self._given_up:
-            raise asyncio.CancelledError
-        if bound is not None and chunk + 1 == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
-            raise self._differs()
-        machine.done(chunk + 1)
-        if grid is not None:
-            self._fetch.landed(grid.runs[grid.cells[chunk] % grid.layer_runs])
+        while machine.chunks_done < there:
+            begin = machine.chunks_done
+            stop = there if self.checking is None else begin + 1
+            if bound is not None:
+                nbytes = bound.carried(begin, stop)
+                if self.checking is not None:
+                    await self._check(begin, bound, nbytes)
+                self.tally.bytes += nbytes
+            if self._given_up:
+                raise asyncio.CancelledError
+            if bound is not None and stop == machine.chunks and self._nbytes not in {None, self.tally.bytes}:
+                raise self._differs()
+            machine.done(stop)
+            if grid is not None:
+                for chunk in range(begin, stop):
+                    self._fetch.landed(grid.runs[grid.cells[chunk] % grid.layer_runs])
         if machine.ended:
             self._settle()
 
@@ -575,10 +622,10 @@ class Receiver:
     async def _read(self, bound: Bound) -> None:
         """Read chunks that the peer lets us read into place. It then confirms that the offer was held meanwhile."""
         machine, window = self.machine, self.site.config.window
-        while self._begun < machine.ready and self._begun - self._read_done < window and not self._stale:
+        while self._begun < machine.ready and self._begun - self._copied < window and not self._stale:
             await self._read_one(self._begun, bound)
-        if self._read_done > machine.granted:
-            self.link.send(*machine.landed(self._read_done))
+        if self._copied > machine.granted:
+            self.link.send(*machine.landed(self._copied))
 
     async def _read_one(self, chunk: int, bound: Bound) -> None:
         site, peer, machine, renewals = self.site, self.peer, self.machine, self.link.renewals
@@ -597,7 +644,7 @@ class Receiver:
                 self._post_read(chunk, lane, pieces, until, passage, leave)
                 leave = no_hold  # it is over when the read is
             else:
-                self._has_read(chunk, 0)
+                self._has_read(chunk)
         finally:
             leave()
 
@@ -605,7 +652,7 @@ class Receiver:
         self, chunk: int, lane: str, pieces: Pieces, until: float, passage: Passage | None, leave: Callable[[], None]
     ) -> None:
         """Post a read into the caller's blocks."""
-        site, peer, unwant, nbytes = self.site, self.peer, no_hold, int(pieces.nbytes.sum())
+        site, peer, unwant = self.site, self.peer, no_hold
 
         def done(outcome: CopyOutcome) -> None:
             nonlocal unwant
@@ -619,7 +666,7 @@ class Receiver:
                 self.tally.spent("posting", outcome.posted, outcome.posted + outcome.posting)
                 self.tally.spent("wire", outcome.posted, outcome.finished)
             if outcome.outcome is Outcome.DONE:
-                self._has_read(chunk, nbytes)
+                self._has_read(chunk)
             else:
                 reason = str(outcome.error or "the lease ran out before the chunk was read")
                 self.stop(Failure(Status.FAILED, Code.FABRIC if outcome.error else Code.TIMEOUT, reason))
@@ -638,11 +685,12 @@ class Receiver:
         self._reads += 1
         self.tally.descriptors += len(pieces)
 
-    def _has_read(self, chunk: int, nbytes: int) -> None:
+    def _has_read(self, chunk: int) -> None:
         """A chunk has been read."""
-        self._placed[chunk] = nbytes
-        while self._read_done in self._placed:
-            self._read_done += 1
+        self._read_early.add(chunk)
+        while self._copied in self._read_early:
+            self._read_early.remove(self._copied)
+            self._copied += 1
         self._wake()
 
     async def _check(self, chunk: int, bound: Bound, nbytes: int) -> None:
@@ -812,6 +860,9 @@ class Receiver:
             self.tally.arrived(granted, now, timings)
             while self._granted and self._granted[0][0] <= chunks.stop:
                 self._granted.popleft()
+            if self._flow is not None and self._begun >= chunks.stop:  # then there is nothing to do before it is copied
+                self._let_copy()
+                return
         self._wake()
 
     def _learn(self, spans: Sequence[wire.Span]) -> None:
@@ -937,7 +988,7 @@ class Receiver:
         if self._room is not None:
             self.grants.desk.release(self._room)
             self._room = None
-        for copy in self._posted.values():
+        for copy in (*self._posted.values(), *([] if self._flow is None else [self._flow])):
             self.site.mover.cancel(copy)
         self._answer.cancel()
         if self._news is not None:
@@ -983,7 +1034,7 @@ def _by_nic(receiver: Receiver, *, staged: bool) -> bool:
 
 
 def _rows(side: BlockLists) -> int:
-    return sum(len(span.ids) for span in side.values())
+    return sum([len(span.ids) for span in side.values()])
 
 
 def _grid(pair: PairPlan, message: wire.Accept, tokens: range) -> ChunkGrid:

@@ -117,7 +117,7 @@ def answer(
         ),
         lambda route: _grid(site, fetch, offer, route, plan),
     )
-    route, chunks, bound = choice.route, len(grid), Bound.of(plan, grid)
+    route, chunks, bound = choice.route, grid.chunks, Bound.of(plan, grid)
     fenced = site.keys.has(peer)
     ahead = ahead and offer.finished and _covers(peer, fetch, route, plan, chunks, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks

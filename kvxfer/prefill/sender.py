@@ -1,9 +1,10 @@
-"""One transfer out, from `Fetch` to its last result: the sans-I/O machine `Sending`, run over copies and posts.
+"""One transfer out, from `Fetch` to its last result: the sans-I/O machine `Sending`, run over flows of the mover.
 
-`Sender.run` is all of it, in order: the offer, the plan, what may be read is announced, what is granted is moved. Each
-chunk ends in `Sender._shipped`, where the mover says how, and the transfer in `Sender._finish`, with its last result.
-What a chunk holds is given back there, and not by a task that waits for the mover: more may be said of a doubt before
-a task goes on, and a worker that closes ends its tasks before its mover.
+`Sender.run` is all of it, in order: the offer, the plan, what may be read is announced, what is granted is moved.
+Chunks that were granted under the same terms are one flow of the mover, which goes on from chunk to chunk by itself. It
+ends in `Sender._ran`, and the transfer in `Sender._finish`, with its last result. What a flow holds is given back
+there, and not by a task that waits for the mover: more may be said of a doubt before a task goes on, and a worker that
+closes ends its tasks before its mover.
 
 Messages and news come in between. They change the machine there and then, so that nothing begins any more once a
 transfer is stopped, and wake `run`, which looks at how things stand.
@@ -12,25 +13,27 @@ transfer is stopped, and wake `run`, which looks at how things stand.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Event, Gate, Post, has_fired, join
+from kvxfer.copy.mover import Copy, Flow
+from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Event, Gate, Post, has_fired, join
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
 from kvxfer.exposure import Exposure
-from kvxfer.fabric.port import Descriptors, Operation
+from kvxfer.fabric.port import Operation
 from kvxfer.geometry import BlockLists, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.memory import Extent
 from kvxfer.metrics import Ended
 from kvxfer.offers import Offer
-from kvxfer.planning import Bound, Part, block_pieces, staging_pieces
+from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.prefill.answer import Answer, Draft, answer
 from kvxfer.protocol.messages import (
     FOREVER_MS,
@@ -45,13 +48,15 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
 )
-from kvxfer.protocol.sending import Failure, Sending, SendState
+from kvxfer.protocol.sending import Failure, Sending, SendState, added
 from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.site import Callback, Site, no_hold, resolve
 from kvxfer.tally import Tally
 from kvxfer.telemetry import TransferStats, hears_info, logger
 
 __all__ = ["RETRY_MS", "Sender"]
+
+I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.send"
 _log: Final = logger(_NAME)
@@ -62,6 +67,11 @@ _PULL_AHEAD: Final = 16
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
 _UNTIMED: Final = Timings()
+_NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
+_WIDTH: Final = 16
+"""Chunks that are written in place at once: enough to keep copies and posts going."""
+_IDLE_S: Final = 0.01
+"""For how long a flow keeps what others could use while nothing is granted."""
 _RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
 
 
@@ -70,21 +80,66 @@ class _Terms:
     """When chunks that were granted may be moved.
 
     Attributes:
+        stop: Up to which chunk.
         granted: When they were.
         until: When the grant's lease ends: nothing is posted later.
         generation: As granted, for gates.
         renewals: How often the decode rank had made its agent anew by then.
+        fresh: Whether they go elsewhere than those before.
     """
 
+    stop: int
     granted: float
     until: float
     generation: int
     renewals: int
+    fresh: bool
+
+    def follow(self, before: "_Terms") -> bool:
+        """Whether they may be moved as those before them, but for the lease."""
+        return not self.fresh and (self.generation, self.renewals) == (before.generation, before.renewals)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Chunks that the mover moves one after another.
+
+    Attributes:
+        first: The first of them.
+        terms: Of the grant of the first one.
+        post: To whom, where something is posted.
+        extents: Staging memory that they take turns in.
+        gate: In front of the peer's memory, if that is mapped.
+        reached: Makes the peer's addresses ours then.
+        flow: Where the mover does it, once there is a step.
+        stop: Up to which chunk it has steps.
+        allowed: Up to which chunk it may go.
+        told: What was heard of its progress last.
+        finished: Whether nothing follows.
+        since: When all that may go had been done last.
+        idle: Ends it after a while in which there is nothing to do.
+        doubt: What may still move of it.
+    """
+
+    first: int
+    terms: _Terms
+    post: Post | None = None
+    extents: list[Extent] = field(default_factory=list[Extent])
+    gate: Gate | None = None
+    reached: Callable[[I64], I64] | None = None
+    flow: Flow | None = None
+    stop: int = 0
+    allowed: int = 0
+    told: CopyOutcome = _NOTHING_YET
+    finished: bool = False
+    since: float = 0.0
+    idle: asyncio.TimerHandle | None = None
+    doubt: "_Unsure | None" = None
 
 
 @dataclass(slots=True, eq=False)
 class _Unsure:
-    """A chunk of which bytes may still move, though the mover has given it up.
+    """A flow of which bytes may still move, though the mover has given it up.
 
     Attributes:
         copy: What the mover still has.
@@ -146,11 +201,14 @@ class Sender:
         self._answer: Answer | None = None
         self._prompt = False  # nothing of it is waited for, as of `Draft`
         self._said: BlockLists = {}  # source blocks that the decode rank was told of
-        self._granted: deque[tuple[int, _Terms]] = deque()  # chunks that `run` has not looked at yet
-        self._unshipped: dict[int, Callback] = {}  # chunks granted, and not the mover's yet; ends what they wait for
-        self._shipping: dict[int, Copy] = {}  # chunks that the mover has
-        self._unsure: dict[int, _Unsure] = {}  # chunks in doubt
-        self._summing = 0  # chunks that are being added up
+        self._granted: deque[_Terms] = deque()  # of chunks that the mover does not have yet
+        self._shipped = 0  # the first so many are, or were, the mover's
+        self._run: _Run | None = None  # what the mover does now
+        self._forgo: Callback = no_hold  # ends what the next ones wait for
+        self._unsure: list[_Unsure] = []
+        self._come = 0  # the first so many have arrived, and of those
+        self._summing: dict[int, bytes | None] = {}  # these are being added up, or wait for ones before them
+        self._untold = _UNTIMED  # what those took that the machine was not told of
         self._told = False  # whether the decode rank was told in this turn of something that has arrived
         self._chunk_bytes = 1  # about so many, once there is a plan
         self._fired = 0  # `pull`: of the first so many chunks it is known that their events have
@@ -188,7 +246,7 @@ class Sender:
             self._accept(draft, made)
         while machine.state is SendState.MOVING and (bound := self._bound) is not None:
             if self._granted:
-                await self._ship(bound, *self._granted.popleft())
+                await self._ship(bound, self._granted[0])
             elif offer.finished and offer.tokens < stop:
                 self._outside(offer)
             elif bound.plan.pair.has_state and offer.tokens > stop:
@@ -200,7 +258,8 @@ class Sender:
                 self._announce(bound, offer)
                 if offer.finished and machine.granted == machine.chunks:
                     return  # the rest is in the mover's hands
-                await self._wait()
+                if not await self._look_ahead(bound):
+                    await self._wait()
 
     async def _offered(self) -> Offer | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
@@ -275,7 +334,7 @@ class Sender:
         self._chunk_bytes = max(1, message.bytes // max(1, message.chunks))
         self._say(machine.accept(message))
         if message.ahead:
-            self._take(range(message.chunks), self._ahead_until, fetch.generation)
+            self._take(message.chunks, self._ahead_until, fetch.generation, fresh=True)
 
     def _announce(self, bound: Bound, offer: Offer) -> None:
         """Tell the decode rank which chunks may go now."""
@@ -349,57 +408,91 @@ class Sender:
             return READY
         return join(self.offer.readiness.events(*self._bound.grid.of(chunk)) or [])
 
-    # --- a chunk, from its grant to its result
+    # --- chunks, from their grant to their result
 
-    def _take(self, chunks: range, until: float, generation: int) -> None:
-        """Chunks may be moved: `run` does it."""
+    def _take(self, stop: int, until: float, generation: int, *, fresh: bool) -> None:
+        """Chunks may be moved: those that the mover has steps of begin now, for the others `run` makes them."""
         self.renewals = self.link.renewals
-        terms = _Terms(self.site.now(), until, generation, self.renewals)
-        for chunk in chunks:
-            self._unshipped[chunk] = no_hold
-            self._granted.append((chunk, terms))
-
-    async def _ship(self, bound: Bound, chunk: int, terms: _Terms) -> None:
-        """Hand a chunk to the mover, as soon as there is all that it takes."""
-        site, peer, route, rows = self.site, self.peer, self.machine.route, bound.part_rows
-        part = await site.plan(partial(bound.part, chunk), rows=rows) if rows else bound.part(chunk)
-        if chunk not in self._unshipped:  # it was stopped
-            return
-        if not part.bytes:  # a window in which no group has a row
-            del self._unshipped[chunk]
-            self._confirm(chunk, part, _UNTIMED)
-        elif route is Route.MAPPED:
-            windows, gate = site.mappings.way(peer, terms.generation)
-            self._submit(part, terms, part.copy(windows.reached), gate)
+        terms, run = _Terms(stop, self.site.now(), until, generation, self.renewals, fresh), self._run
+        if run is not None and not self._granted and self._goes_on(run, terms) and stop <= run.stop:
+            self._let_go_on(run, terms)
         else:
-            connected = site.lanes.connect(peer, terms.renewals)
+            self._granted.append(terms)
+
+    def _goes_on(self, run: _Run, terms: _Terms) -> bool:
+        """Whether chunks go the way of those before them. Where others wait for memory they do not."""
+        return not (run.finished or self._crowded) and terms.follow(run.terms)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether others wait for what a flow holds."""
+        staged = self.machine.route is Route.STAGED
+        return self.site.mover.crowded or (staged and self.site.send_desk.contended)
+
+    async def _ship(self, bound: Bound, terms: _Terms) -> None:
+        """Hand chunks to the mover, as soon as there is all that it takes."""
+        run = self._run
+        if run is not None and not self._goes_on(run, terms):
+            self._conclude(run)
+            if self._run is run:
+                await self._wait()  # for its end
+            return
+        if run is None:
+            run = self._run = _Run(self._shipped, terms, stop=self._shipped, allowed=terms.stop)
+            await self._find_way(run, bound)
+        if run.stop < terms.stop and self._run is run:
+            await self._make(run, bound, terms.stop)
+        if self._run is run and self._granted and self._granted[0] is terms:
+            self._granted.popleft()
+            if run.allowed < terms.stop:
+                self._let_go_on(run, terms)
+            else:  # it has just begun
+                self._shipped = terms.stop
+                self.tally.spent("queued", terms.granted, self.site.now())
+
+    async def _look_ahead(self, bound: Bound) -> bool:
+        """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""
+        run, machine = self._run, self.machine
+        if run is None or run.flow is None or run.finished:
+            return False
+        stop = min(machine.ready, run.allowed + (2 * len(run.extents) or _WIDTH))
+        if stop <= run.stop:
+            return False
+        await self._make(run, bound, stop)
+        return True
+
+    async def _find_way(self, run: _Run, bound: Bound) -> None:
+        """What chunks need on their way: a window into the peer's memory, or a lane to it and memory here."""
+        site, peer, route, machine = self.site, self.peer, self.machine.route, self.machine
+        if route is Route.MAPPED:
+            windows, run.gate = site.mappings.way(peer, run.terms.generation)
+            run.reached = windows.reached
+        else:
+            connected = site.lanes.connect(peer, run.terms.renewals)
             if not connected.done():
                 await self._until(connected)
-                if chunk not in self._unshipped:
-                    return
-            lane = connected.result()
-            if route is Route.DIRECT:
-                pieces = await site.plan(part.listed, rows=bound.chunk_pieces)
-                local = block_pieces(site.geometry, pieces.src, pieces.nbytes)
-                remote = block_pieces(site.plans.geometry(peer), pieces.dst, pieces.nbytes)
-                self._submit(part, terms, NOTHING, post=self._post(lane, chunk, local, remote))
-            else:
-                place = self.machine.place(chunk)
-                if not peer.body.staging or place.length < part.staged_bytes:
-                    raise ProtocolError(f"{place.length} bytes were granted for a chunk of {part.staged_bytes}")
-                extent = site.send_desk.take(peer.account, part.staged_bytes) or await self._room(part)
-                if extent is not None:
-                    self._gather(part, terms, place.address, lane, extent)
+            if self._run is not run:
+                return
+            run.post = self._post(run, connected.result())
+        if route is Route.STAGED and bound.most_bytes:
+            nbytes = bound.most_bytes
+            extent = site.send_desk.take(peer.account, nbytes) or await self._room(nbytes)
+            while extent is not None:
+                site.send_desk.share.write(extent)
+                run.extents.append(extent)
+                most = min(len(machine.ring), machine.chunks - run.first)
+                extent = site.send_desk.take(peer.account, nbytes) if len(run.extents) < most else None
 
-    async def _room(self, part: Part) -> Extent | None:
+    async def _room(self, nbytes: int) -> Extent | None:
         """Wait for staging memory to gather a chunk into; None if it was stopped."""
-        desk, chunk = self.site.send_desk, part.number
+        desk = self.site.send_desk
         admitted: asyncio.Future[Extent | KvxferError | None] = self.site.loop.create_future()
         lease = self.site.config.grant_lease
-        request = desk.ask(self.peer.account, part.staged_bytes, lease, partial(resolve, admitted))
+        request = desk.ask(self.peer.account, nbytes, lease, partial(resolve, admitted))
 
         def forgo() -> None:
             """Wait no longer, and give back what was granted and not taken yet."""
+            self._forgo = no_hold
             if request is not None:
                 desk.withdraw(request)
             found = admitted.result() if admitted.done() and not admitted.cancelled() else None
@@ -407,113 +500,206 @@ class Sender:
                 desk.release(found)
             resolve(admitted, None)
 
-        self._unshipped[chunk] = forgo
+        self._forgo = forgo
         extent = await admitted
-        if chunk not in self._unshipped:  # `forgo` was called
+        if self._forgo is not forgo:  # it was called
             return None
-        self._unshipped[chunk] = no_hold
+        self._forgo = no_hold
         if isinstance(extent, KvxferError):
             raise extent
         return extent
 
-    def _gather(self, part: Part, terms: _Terms, address: int, lane: str, extent: Extent) -> None:
-        """Copy a chunk into staging memory here, and write it from there into staging memory of the peer."""
-        site, nbytes = self.site, part.staged_bytes
-        try:
-            site.send_desk.share.write(extent)
-            local = staging_pieces(site.arena, extent.address, nbytes)
-            remote = staging_pieces(self.peer.body.staging[0], address, nbytes)
-            post = self._post(lane, part.number, local, remote)
-            self._submit(part, terms, part.gather(extent.address), post=post, extent=extent)
-        except BaseException:
-            site.send_desk.release(extent)
-            raise
+    def _post(self, run: _Run, lane: str) -> Post:
+        late = partial(self._late, run)
+        return Post(lane, Operation.WRITE, NO_PIECES, NO_PIECES, runs_on(self.site, self.peer), late)
 
-    def _post(self, lane: str, chunk: int, local: Descriptors, remote: Descriptors) -> Post:
-        self.tally.descriptors += len(local.pieces)
-        late = partial(self._late, chunk)
-        return Post(lane, Operation.WRITE, local, remote, runs_on(self.site, self.peer), late)
+    async def _make(self, run: _Run, bound: Bound, stop: int) -> None:
+        """Make steps of chunks, in a thread where that takes long, and give them to the mover."""
+        site, chunks = self.site, range(run.stop, stop)
+        rows = len(chunks) * (bound.chunk_pieces if self.machine.route is Route.DIRECT else bound.part_rows)
+        make = partial(self._steps, run, bound, chunks, run.post, run.extents)  # which it has no more when it ends
+        steps = await site.plan(make, rows=rows) if rows else make()
+        if self._run is not run or self.machine.state is not SendState.MOVING:  # it was stopped
+            return
+        run.stop = stop
+        if run.flow is not None:
+            site.mover.add(run.flow, steps)
+            return
+        terms = run.terms
+        # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
+        passage = site.keys.passage(self.peer, terms.generation) if run.gate is None else None
+        done, progress = partial(self._ran, run), partial(self._progressed, run)
+        job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=run.post)
+        total, allowed, width = self.machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
+        run.flow = site.mover.flow(
+            job, Direction.GATHER, steps, total=total, allowed=allowed, width=width, progress=progress
+        )
 
-    def _submit(
-        self,
-        part: Part,
-        terms: _Terms,
-        tables: Tables,
-        gate: Gate | None = None,
-        post: Post | None = None,
-        extent: Extent | None = None,
-    ) -> None:
-        """The mover has it from now on, unless it was stopped."""
-        site, chunk = self.site, part.number
-        if chunk in self._unshipped:
-            # on a GPU the kernel passes a gate by itself, and goes on though this process be stopped
-            passage = site.keys.passage(self.peer, terms.generation) if gate is None else None
-            done, event = partial(self._shipped, part, extent), READY if self._prompt else self._events(chunk)
-            job = CopyJob(tables, done, event, terms.until, passage, gate, part.bytes, self.tally, post=post)
-            self._shipping[chunk] = site.mover.submit(job, Direction.GATHER)
-            del self._unshipped[chunk]
-            self.tally.spent("queued", terms.granted, site.now())
+    def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
+        """What the mover does about chunks."""
+        site, peer, machine, steps = self.site, self.peer, self.machine, list[CopyJob]()
+        made, staging = list[Tables](), list[int]()
+        if post is None:
+            made = bound.copies(chunks, run.reached)
+        elif extents:
+            for chunk in chunks:
+                staging.append(extents[(chunk - run.first) % len(extents)].address)
+            made = bound.gathers(chunks, staging)
+        for number, chunk in enumerate(chunks):
+            part, event = bound.part(chunk), READY if self._prompt else self._events(chunk)
+            if not part.bytes:  # a window in which no group has a row
+                steps.append(CopyJob(NOTHING, after=event))
+                continue
+            if post is None:
+                steps.append(CopyJob(made[number], after=event, gate=run.gate, nbytes=part.bytes))
+                continue
+            tables = NOTHING
+            if machine.route is Route.DIRECT:
+                pieces = part.listed()
+                local = block_pieces(site.geometry, pieces.src, pieces.nbytes)
+                remote = block_pieces(site.plans.geometry(peer), pieces.dst, pieces.nbytes)
+            else:
+                place, tables = machine.place(chunk), made[number]
+                if not peer.body.staging or place.length < part.staged_bytes:
+                    reason = f"{place.length} bytes were granted for a chunk of {part.staged_bytes}"
+                    raise ProtocolError(reason)
+                local = staging_pieces(site.arena, staging[number], part.staged_bytes)
+                remote = staging_pieces(peer.body.staging[0], place.address, part.staged_bytes)
+            self.tally.descriptors += len(local.pieces)
+            moved = Post(post.peer, post.operation, local, remote, post.runs_on, post.late)
+            steps.append(CopyJob(tables, after=event, nbytes=part.bytes, post=moved))
+        return steps
 
-    def _shipped(self, part: Part, extent: Extent | None, outcome: CopyOutcome) -> None:
-        """The mover is through with a chunk, or gives it up: give back what it held, and say how it ended."""
-        site, chunk, tally = self.site, part.number, self.tally
-        copy, in_doubt = self._shipping.pop(chunk), outcome.in_doubt
-        if in_doubt:
-            self._doubt(chunk, copy, extent, outcome)
-        elif extent is not None:
-            site.send_desk.release(extent)
-        started, copied, posted, finished = outcome.started, outcome.copied, outcome.posted, outcome.finished
-        done = outcome.error is None and not outcome.stopped and not in_doubt
-        if self.machine.route is Route.MAPPED:
-            if done:
-                tally.began(started)
-                tally.spent("wire", started, finished)
-            timings = Timings(wire_us=_us(finished - started))
+    def _let_go_on(self, run: _Run, terms: _Terms) -> None:
+        """Chunks that it has steps of were granted."""
+        if run.flow is None:
+            return
+        run.allowed = self._shipped = terms.stop
+        self.site.mover.allow(run.flow, run.allowed - run.first, terms.until)
+        self.tally.spent("queued", terms.granted, self.site.now())
+
+    def _conclude(self, run: _Run) -> None:
+        """Nothing follows what was granted: it ends when that is done."""
+        run.finished = True
+        if run.flow is not None:
+            self.site.mover.finish(run.flow)
         else:
-            tally.spent("gathering", started, copied)
-            if posted:
-                tally.began(posted)
-                tally.spent("wire", posted, finished)
-                tally.spent("posting", posted, posted + outcome.posting)
-            wire_us = _us(finished - posted) if posted else 0
-            timings = Timings(gather_us=_us(copied - started), post_us=_us(outcome.posting), wire_us=wire_us)
-        if done:
-            tally.bytes += part.bytes
-            self._confirm(chunk, part, timings)
+            self._end_run(run)
+
+    def _idle(self, run: _Run) -> None:
+        """All that was granted has been moved. What it holds is given back if nothing follows soon."""
+        if self._crowded:
+            self._conclude(run)
+        elif run.idle is None:
+            run.idle = self.site.at(run.since + _IDLE_S, partial(self._look_at_idle, run))
+
+    def _look_at_idle(self, run: _Run) -> None:
+        run.idle = None
+        if run.first + run.told.steps < run.allowed or run.finished:
+            return  # it goes on, or is about to end
+        if self.site.now() - run.since >= _IDLE_S:
+            self._conclude(run)
+        else:
+            run.idle = self.site.at(run.since + _IDLE_S, partial(self._look_at_idle, run))
+
+    def _progressed(self, run: _Run, outcome: CopyOutcome) -> None:
+        """More chunks have arrived."""
+        self._count(run, outcome)
+        if run.first + outcome.steps == run.allowed:
+            run.since = self.site.now()
+            self._idle(run)
+
+    def _count(self, run: _Run, outcome: CopyOutcome) -> None:
+        """Count what has arrived since it was heard of last, and say so."""
+        told, run.told = run.told, outcome
+        if outcome.steps == told.steps:
+            return
+        copying, posting = outcome.copying - told.copying, outcome.posting - told.posting
+        wire = outcome.wire - told.wire
+        if self.machine.route is Route.MAPPED:
+            copying, wire = 0.0, copying
+        timings = Timings(0, int(copying * 1e6), int(posting * 1e6), int(wire * 1e6))
+        self._arrived(run.first + outcome.steps, timings)
+
+    def _ran(self, run: _Run, outcome: CopyOutcome) -> None:
+        """The mover is through with a flow, or gives it up: give back what it held, and say how it ended."""
+        tally, started, posted = self.tally, outcome.started, outcome.posted
+        if self.machine.route is Route.MAPPED:
+            posted = started if outcome.steps else 0.0
+            tally.spent("wire", started, started + outcome.copying)
+        elif posted:
+            tally.spent("wire", posted, posted + outcome.wire)
+            tally.spent("posting", posted, posted + outcome.posting)
+            tally.spent("gathering", started, started + outcome.copying)
+        if posted:
+            tally.began(posted)
+        self._count(run, outcome)
+        in_doubt, rest = outcome.in_doubt, run.allowed - run.first - outcome.steps
+        if in_doubt:
+            self._doubt(run, outcome)
+        elif run.extents:
+            self._release(run)
+        self._end_run(run)
+        if not rest:
             return
         if outcome.error is None:
             reason = "the grant's lease ran out, or it was taken back, before the chunk was posted"
             failure = Failure(Status.EXPIRED, Code.TIMEOUT, reason)
         else:
             failure = Failure(Status.FAILED, outcome.error.code, str(outcome.error))
-        if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is one of those that are
+        if self.machine.state is SendState.MOVING:  # else it is being stopped, and this is what that has ended
             self.stop(failure)
-        self._say(self.machine.dropped(chunk, in_doubt=in_doubt))
+        self._say(self.machine.dropped(rest, in_doubt=in_doubt))
 
-    def _doubt(self, chunk: int, copy: Copy, extent: Extent | None, outcome: CopyOutcome) -> None:
+    def _end_run(self, run: _Run) -> None:
+        """It has, or will have, nothing of the mover any more."""
+        if run.flow is None:
+            self._release(run)
+        if run.idle is not None:
+            run.idle.cancel()
+        run.finished, run.flow, run.post = True, None, None  # which have references to it
+        if self._run is run:
+            self._run = None
+        if self._news is not None:
+            self._wake()
+
+    def _release(self, run: _Run) -> None:
+        extents, run.extents = run.extents, []
+        for extent in extents:
+            self.site.send_desk.release(extent)
+
+    def _doubt(self, run: _Run, outcome: CopyOutcome) -> None:
         """Bytes of a chunk may still move. Our memory is given back now unless our own post may still read it."""
-        site, reads = self.site, outcome.may_move
-        doubt = self._unsure[chunk] = _Unsure(copy, left=not reads)
-        if extent is not None and reads:
-            site.send_desk.quarantine(extent, "our own post did not end")
+        site, reads, extents = self.site, outcome.may_move, run.extents
+        if run.flow is None:
+            return
+        doubt = run.doubt = _Unsure(run.flow, left=not reads)
+        self._unsure.append(doubt)
+        if not reads:
+            self._release(run)
+        elif extents:
+            for extent in extents:
+                site.send_desk.quarantine(extent, "our own post did not end")
             unwant = want_end(site, self.peer, urgent=False)
 
             def let_go() -> None:
                 unwant()
-                site.send_desk.settle(extent)
+                for extent in extents:
+                    site.send_desk.settle(extent)
 
             doubt.let_go = let_go
-        elif extent is not None:
-            site.send_desk.release(extent)
 
-    def _late(self, chunk: int, ended: bool) -> None:
-        """A chunk in doubt has ended after all; or our agent has, and what had left it may still land."""
-        doubt = self._unsure[chunk]
+    def _late(self, run: _Run, ended: bool) -> None:
+        """What was in doubt has ended after all; or our agent has, and what had left it may still land."""
+        doubt = run.doubt
+        if doubt is None:
+            return
         doubt.let_go()
         doubt.left = True
         if ended:
-            del self._unsure[chunk]
-            self.machine.settled(chunk)
+            run.doubt = None  # which has a reference to it
+            self._unsure.remove(doubt)
+            self.machine.settled()
         if self.machine.state is SendState.ENDED:  # else all that remains is said at the end
             if not self._reads:
                 self._unwant()
@@ -521,63 +707,76 @@ class Sender:
                     self.offer.left(self)
             self._ended(self)
 
-    def _confirm(self, chunk: int, part: Part, timings: Timings) -> None:
-        """A chunk has been moved: say so, once it is added up where that is wanted."""
-        nbytes, machine = part.bytes, self.machine
-        wanted = self._sums_every and selected(machine.transfer, chunk, self._sums_every)
-        if not nbytes or not wanted or machine.state is not SendState.MOVING:
-            self._moved(chunk, nbytes, timings)
+    def _arrived(self, chunks: int, timings: Timings) -> None:
+        """The first so many chunks have arrived: say so, once those are added up of which that is wanted.
+
+        The decode rank is told at once, and once more of all that follow in this turn.
+        """
+        bound, machine = self._bound, self.machine
+        begin, self._come = self._come, chunks
+        self._untold = timings if self._untold is _UNTIMED else added(self._untold, timings)
+        if bound is None:
             return
-
-        def summed(outcome: CopyOutcome) -> None:
-            self._summing -= 1
-            if outcome.error is not None:
-                self._not_summed(chunk, outcome.error)
-            else:
-                self._moved(chunk, nbytes, timings, outcome.sums)
-
-        try:
-            job = CopyJob(NOTHING, summed, nbytes=nbytes, owner=self.name, sums=SumPlan.at_source(part.plan))
-            self.site.mover.submit(job, Direction.GATHER)
-            self._summing += 1
-        except KvxferError as error:
-            self._not_summed(chunk, error)
-
-    def _moved(self, chunk: int, nbytes: int, timings: Timings, sums: bytes = b"") -> None:
-        """A chunk has arrived. The decode rank is told at once, and once more of all that follow in this turn."""
-        machine = self.machine
-        if sums:
-            self.link.send(Sums(machine.transfer, chunk, sums))
-        self._say(machine.moved(chunk, nbytes, timings))
+        if self._sums_every and machine.state is SendState.MOVING:
+            for chunk in range(begin, chunks):
+                if selected(machine.transfer, chunk, self._sums_every) and (nbytes := bound.carried(chunk, chunk + 1)):
+                    self._add_up(chunk, nbytes, bound)
+        if self._summing:
+            chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
+            for chunk in sorted(self._summing):
+                if chunk < chunks and (sums := self._summing.pop(chunk)):
+                    self.link.send(Sums(machine.transfer, chunk, sums))
+        if chunks == machine.arrived:
+            return
+        nbytes = bound.carried(machine.arrived, chunks)
+        self.tally.bytes += nbytes
+        timings, self._untold = self._untold, _UNTIMED
+        self._say(machine.moved(chunks, nbytes, timings))
         if machine.state is SendState.MOVING and not self._told:
             self._told = True
             self._say(machine.news())
             self.site.loop.call_soon(self._tell_the_rest)
 
+    def _add_up(self, chunk: int, nbytes: int, bound: Bound) -> None:
+        """Add up what a chunk was made of."""
+
+        def summed(outcome: CopyOutcome) -> None:
+            if outcome.error is None:
+                self._summing[chunk] = outcome.sums
+            else:
+                del self._summing[chunk]
+                self._not_summed(outcome.error)
+            self._arrived(self._come, _UNTIMED)
+
+        try:
+            sums = SumPlan.at_source(bound.chunk(chunk))
+            job = CopyJob(NOTHING, summed, nbytes=nbytes, owner=self.name, sums=sums)
+            self.site.mover.submit(job, Direction.GATHER)
+            self._summing[chunk] = None
+        except KvxferError as error:
+            self._not_summed(error)
+
+    def _not_summed(self, error: KvxferError) -> None:
+        """It has arrived, but nobody would know whether as it should."""
+        self.stop(Failure(Status.FAILED, error.code, str(error)))
+
     def _tell_the_rest(self) -> None:
         self._told = False
         self._say(self.machine.news())
-
-    def _not_summed(self, chunk: int, error: KvxferError) -> None:
-        """It has arrived, but nobody would know whether as it should."""
-        self.stop(Failure(Status.FAILED, error.code, str(error)))
-        self._say(self.machine.dropped(chunk))
 
     # --- what the decode rank says
 
     def reserve(self, message: Reserve) -> None:
         """It granted memory."""
         if chunks := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
-            self._take(chunks, self.site.now() + message.lease_ms / 1000, message.generation)
+            until = self.site.now() + message.lease_ms / 1000
+            self._take(chunks.stop, until, message.generation, fresh=bool(message.ring))
             self._wake()
 
     def landed(self, message: Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
-        for chunk in self.machine.landed(message):
-            if self._bound is not None:
-                part = self._bound.part(chunk)
-                self.tally.bytes += part.bytes
-                self._confirm(chunk, part, _UNTIMED)
+        if chunks := self.machine.landed(message):
+            self._arrived(chunks.stop, _UNTIMED)
         self._wake()
 
     def cancelled(self, failure: Failure) -> None:
@@ -618,12 +817,16 @@ class Sender:
         site, machine = self.site, self.machine
         self._stopped_at = self._stopped_at or self.step
         messages = machine.stop(failure)
-        unshipped, self._unshipped = self._unshipped, {}
-        for chunk, forgo in unshipped.items():
-            forgo()
-            messages += machine.dropped(chunk)
-        for copy in (*self._shipping.values(), *([] if self._firing is None else [self._firing])):
-            site.mover.cancel(copy)
+        self._forgo()
+        self._granted.clear()
+        if machine.route is not Route.PULL and machine.granted > self._shipped:
+            rest, self._shipped = machine.granted - self._shipped, machine.granted
+            messages += machine.dropped(rest)
+        for copy in (self._run.flow if self._run is not None else None, self._firing):
+            if copy is not None:
+                site.mover.cancel(copy)
+        if self._run is not None and self._run.flow is None:
+            self._end_run(self._run)
         if machine.state is SendState.STOPPING and self._revoke is None:
             self._revoke = site.at(site.now() + site.config.revoke_timeout, self._unanswered)
             if self._exposure is not None and machine.being_read:
@@ -643,12 +846,13 @@ class Sender:
         site = self.site
         patience, (late, _) = site.config.revoke_timeout, site.fabric.health()
         # nothing but the end of a copy tells that the blocks are not read any more
-        copying = self._summing or any(map(site.mover.may_copy, self._shipping.values()))
-        if self.offer is not None and (copying or (self._shipping and late >= patience)):  # in a call for so long
+        flow, summing = self._run.flow if self._run is not None else None, None in self._summing.values()
+        copying = summing or (flow is not None and site.mover.may_copy(flow))
+        if self.offer is not None and (copying or (flow is not None and late >= patience)):  # in a call for so long
             reads = copying or self.machine.route is Route.DIRECT
             self.offer.left(self, in_doubt=self.peer.name if reads else "")
             self._say(self.machine.overdue())
-        elif self._shipping:  # posts have a bound, while the transport stands by it
+        elif flow is not None:  # posts have a bound, while the transport stands by it
             self._revoke = site.at(site.now() + patience, self._unanswered)
         self._say(self.machine.unread(in_doubt=True))
 
@@ -692,12 +896,12 @@ class Sender:
     @property
     def copies(self) -> list[Copy]:
         """What is in doubt."""
-        return [doubt.copy for doubt in self._unsure.values()]
+        return [doubt.copy for doubt in self._unsure]
 
     @property
     def _reads(self) -> bool:
         """Whether memory of this side may still be read for what is in doubt."""
-        return not all(doubt.left for doubt in self._unsure.values())
+        return not all(doubt.left for doubt in self._unsure)
 
     def help_to_read(self) -> None:
         """Route `pull`, after it ended in doubt: the decode rank is there, and silent until its reads have ended.
@@ -743,9 +947,9 @@ class Sender:
         except KvxferError as error:
             self._deny(error.code, str(error))
         except asyncio.CancelledError:  # the worker is closing, and has stopped it if it could
-            unshipped, self._unshipped = self._unshipped, {}
-            for forgo in unshipped.values():
-                forgo()
+            self._forgo()
+            if self._run is not None and self._run.flow is None:
+                self._end_run(self._run)
             raise
         except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
             _log.error("task_failed", task=f"kvxfer send {self.machine.transfer}", error=repr(error), exc_info=error)
@@ -826,7 +1030,3 @@ class Sender:
         elif hears_info(_NAME):
             request = fetch.ticket.request
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())
-
-
-def _us(seconds: float) -> int:
-    return max(0, int(seconds * 1e6))

@@ -11,7 +11,6 @@ from typing import Final
 
 from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
-    MAX_CHUNKS,
     WHOLE,
     Accept,
     Arrived,
@@ -29,7 +28,7 @@ from kvxfer.protocol.messages import (
     Want,
 )
 
-__all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "build_result"]
+__all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "added", "build_result"]
 
 
 class SendState(StrEnum):
@@ -95,7 +94,7 @@ class Sending:
     """One transfer at the prefill rank.
 
     Chunks go in their order: some have arrived, those up to `granted` are in the shell's hands, those up to `ready`
-    were announced, and the rest was not. Within the shell's hands they may end in any order.
+    were announced, and the rest was not. The shell says how many have arrived, and of how many it has given up.
 
     Attributes:
         fetch: The message that began it.
@@ -106,7 +105,9 @@ class Sending:
         chunks: Chunks that it is cut into; 0 before it was accepted.
         ready: The first so many were announced.
         granted: The first so many were put into the shell's hands (`pull`: have been read).
+        arrived: The first so many have arrived.
         nbytes: Bytes of those that have arrived.
+        ring: Places in the decode rank's staging memory, in which chunks take turns.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -115,13 +116,12 @@ class Sending:
         self.state = SendState.PARKED
         self.route = Route.UNKNOWN
         self.failure: Failure | None = None
-        self.chunks = self.ready = self.granted = self.nbytes = 0
-        self._hands: Final[set[int]] = set()  # chunks that the shell has and has not reported
-        self._doubts: Final[set[int]] = set()  # those that it has given up, and that may still move
-        self._gap = MAX_CHUNKS  # the first chunk that was dropped
+        self.chunks = self.ready = self.granted = self.arrived = self.nbytes = 0
+        self._dropped = 0  # chunks that the shell has given up
+        self._doubts = 0  # how often it has not said that nothing of those is under way any more
         self._said = 0  # the first so many have arrived, as the decode rank was told
         self._timings = _UNTIMED  # of those that have arrived since
-        self._ring: Sequence[Grant] = ()
+        self.ring: Sequence[Grant] = ()
         self._ring_at = 0  # the chunk that its first place was for
         self._unread = False  # route pull: what was announced is not read any more
         self._payload: bytes | None = None
@@ -129,19 +129,14 @@ class Sending:
     @property
     def moving(self) -> int:
         """Chunks in the hands of the shell: granted and not yet reported back."""
-        return len(self._hands)
-
-    @property
-    def arrived(self) -> int:
-        """The first so many chunks have arrived."""
-        return min(self._gap, min(self._hands, default=self.granted))
+        return self.granted - self.arrived - self._dropped
 
     @property
     def step(self) -> Step:
         """What it waits for."""
         if self.state is SendState.PARKED:
             return Step.ASKING
-        if self._hands or self._doubts or self.being_read:
+        if self.moving or self._doubts or self.being_read:
             return Step.MOVING
         if self.granted < self.ready:
             return Step.RESERVING
@@ -150,7 +145,7 @@ class Sending:
     @property
     def in_doubt(self) -> bool:
         """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
-        return bool(self._doubts)
+        return self._doubts > 0
 
     @property
     def being_read(self) -> bool:
@@ -166,8 +161,7 @@ class Sending:
         self.route, self.chunks = message.route, message.chunks
         if message.ahead:
             self.ready = self.granted = self.chunks
-            self._ring = [Grant(self.fetch.staging_address, self.fetch.staging_bytes)]
-            self._hands.update(range(self.chunks))
+            self.ring = [Grant(self.fetch.staging_address, self.fetch.staging_bytes)]
         return [message, *self._complete()]
 
     def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
@@ -204,17 +198,16 @@ class Sending:
             raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
         if message.ring and self.arrived < self.granted:
             raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
-        if self.route is Route.STAGED and message.chunks - self.arrived > len(message.ring or self._ring):
+        if self.route is Route.STAGED and message.chunks - self.arrived > len(message.ring or self.ring):
             raise ProtocolError(f"transfer {self.transfer} was granted more chunks at once than there are places")
         if message.ring:
-            self._ring, self._ring_at = message.ring, self.granted
+            self.ring, self._ring_at = message.ring, self.granted
         self.granted = message.chunks
-        self._hands.update(fresh)
         return fresh
 
     def place(self, chunk: int) -> Grant:
         """Where in staging memory a chunk that was granted goes."""
-        return self._ring[(chunk - self._ring_at) % len(self._ring)]
+        return self.ring[(chunk - self._ring_at) % len(self.ring)]
 
     def landed(self, message: Landed) -> range:
         """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
@@ -230,7 +223,6 @@ class Sending:
             raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
         fresh = self._fresh(message.chunks)
         self.granted = message.chunks
-        self._hands.update(fresh)
         return fresh
 
     def unread(self, *, in_doubt: bool = False) -> list[Message]:
@@ -238,14 +230,19 @@ class Sending:
         if self.being_read:
             self._unread = True
             if in_doubt:
-                self._doubts.add(self.granted)
+                self._doubts += 1
         return self._complete()
 
-    def moved(self, chunk: int, nbytes: int, timings: Timings = _UNTIMED) -> list[Message]:
-        """A chunk has arrived in full. The decode rank is told by `news`, or with the last result."""
-        self._report(chunk)
+    def moved(self, chunks: int, nbytes: int, timings: Timings = _UNTIMED) -> list[Message]:
+        """The first so many chunks have arrived in full, with so many bytes more than were reported before.
+
+        The decode rank is told by `news`, or with the last result.
+        """
+        if not self.arrived < chunks <= self.granted - self._dropped:
+            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} cannot have arrived")
+        self.arrived = chunks
         self.nbytes += nbytes
-        self._timings = timings if self._timings is _UNTIMED else _added(self._timings, timings)
+        self._timings = timings if self._timings is _UNTIMED else added(self._timings, timings)
         return self._complete()
 
     def news(self) -> list[Message]:
@@ -256,22 +253,26 @@ class Sending:
         self._said, timings, self._timings = arrived, self._timings, _UNTIMED
         return [Arrived(self.transfer, arrived, timings)]
 
-    def dropped(self, chunk: int, *, in_doubt: bool = False) -> list[Message]:
-        """A chunk in the shell's hands will not arrive; `in_doubt` if some of its bytes may still be in flight.
+    def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[Message]:
+        """So many chunks in the shell's hands will not arrive; `in_doubt` if bytes of them may still be in flight.
 
         It ends the transfer; who can say why calls `stop` before.
         """
-        self._report(chunk)
-        self._gap = min(self._gap, chunk)
-        if in_doubt:
-            self._doubts.add(chunk)
+        if not 0 < chunks <= self.moving:
+            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} are not under way")
+        self._dropped += chunks
+        self._doubts += in_doubt
         if self.state is SendState.MOVING:
-            return self.stop(Failure(Status.FAILED, Code.FAILED, f"chunk {chunk} could not be moved"))
+            return self.stop(
+                Failure(Status.FAILED, Code.FAILED, f"chunk {self.granted - self._dropped} could not be moved")
+            )
         return self._complete()
 
-    def settled(self, chunk: int) -> None:
-        """Nothing of a chunk that was dropped in doubt is in flight any more."""
-        self._doubts.remove(chunk)
+    def settled(self) -> None:
+        """Nothing of what was dropped in doubt, in one call, is in flight any more."""
+        if not self._doubts:
+            raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
+        self._doubts -= 1
 
     def stop(self, failure: Failure) -> list[Message]:
         """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
@@ -292,13 +293,13 @@ class Sending:
 
     def overdue(self) -> list[Message]:
         """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
-        if self.state is not SendState.STOPPING or not self._hands or self.failure is None:
+        if self.state is not SendState.STOPPING or not self.moving or self.failure is None:
             return []
-        return [build_result(self.transfer, self.failure.status, chunk=min(self._hands), failure=self.failure)]
+        return [build_result(self.transfer, self.failure.status, chunk=self.arrived, failure=self.failure)]
 
     def _complete(self) -> list[Message]:
         """End the transfer if nothing is left to wait for."""
-        if self._hands or self.state not in (SendState.MOVING, SendState.STOPPING):
+        if self.granted > self.arrived + self._dropped or self.state not in (SendState.MOVING, SendState.STOPPING):
             return []
         if self.state is SendState.STOPPING:
             if self.being_read:
@@ -331,11 +332,6 @@ class Sending:
             raise ProtocolError(f"transfer {self.transfer} was moved on to {said}")
         return range(self.granted, chunks)
 
-    def _report(self, chunk: int) -> None:
-        if chunk not in self._hands:
-            raise ProtocolError(f"chunk {chunk} of transfer {self.transfer} is not under way")
-        self._hands.remove(chunk)
-
     def _event(self, event: str) -> None:
         following = SEND_TRANSITIONS.get((self.state, event))
         if following is None:
@@ -343,7 +339,7 @@ class Sending:
         self.state = following
 
 
-def _added(one: Timings, other: Timings) -> Timings:
+def added(one: Timings, other: Timings) -> Timings:
     """What several chunks took."""
     return Timings(
         one.queued_us + other.queued_us,

@@ -157,7 +157,7 @@ class Model:
 
     def nonsense(self) -> None:
         """A record of no kind that there is, or of a row that there is not."""
-        kind = self.rng.choice((0, records.POKE, records.FORGET, 9, -1, 1 << 62))
+        kind = self.rng.choice((0, records.POKE, records.FORGET, 99, -1, 1 << 62))
         slot = self.rng.choice((3, -5, records.JOBS + 1))
         if self.rng.random() < 0.5:
             kind, slot = records.COPY, self.rng.choice((-1, records.JOBS, -(1 << 50)))

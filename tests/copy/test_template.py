@@ -253,7 +253,9 @@ def test_what_is_refused_is_refused_with_the_planners_words(seed):
                 if isinstance(expected, tuple):  # a block of it is not known yet
                     assert part == expected
                 else:
-                    same(part.gather(STAGING), pack(expected.gather(STAGING)))
+                    (tables,) = ours.gathers(range(number, number + 1), [STAGING])
+                    assert (part.bytes, part.staged_bytes) == (expected.bytes, expected.staged_bytes)
+                    same(tables, pack(expected.gather(STAGING)))
 
 
 def test_many_ids_are_told_apart_in_pools_of_any_size():
@@ -309,8 +311,10 @@ def test_a_copy_into_memory_that_is_mapped_elsewhere_begins_there():
     def reached(regions):
         return regions + np.asarray([0, 1 << 30])
 
-    for number in range(len(grid)):
-        same(ours.part(number).copy(reached), pack(theirs.chunk(grid, number).copy().elsewhere(reached)))
+    for first in range(len(grid)):
+        chunks = range(first, len(grid))
+        for chunk, tables in zip(chunks, ours.copies(chunks, reached), strict=True):
+            same(tables, pack(theirs.chunk(grid, chunk).copy().elsewhere(reached)))
 
 
 def test_a_pair_with_nothing_in_it_has_no_template():
@@ -333,7 +337,8 @@ def test_a_grid_of_other_tokens_or_layers_is_the_planners():
     assert cut_of(fit, replace(grid, start=0)) is None
     assert cut_of(fit, replace(grid, layers=(0, 1))) is None
     assert cut_of(case.pair.bind(case.src, case.dst, case.tokens), grid) is None
-    assert isinstance(Bound.of(fit, replace(grid, start=0)).part(0).copy(), Tables)
+    (tables,) = Bound.of(fit, replace(grid, start=0)).copies(range(1))
+    assert isinstance(tables, Tables)
 
 
 def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name():
@@ -344,4 +349,4 @@ def test_tables_of_a_chunk_that_is_too_large_to_be_numbered_are_refused_by_name(
     spans = {"default": Span(np.asarray([1]))}
     bound = Bound.of(bind(pair, spans, spans, range(1 << 20)), ChunkGrid(pair.layers, 1, 1 << 20, 0, 1 << 20))
     with pytest.raises(KvxferError, match="can be numbered"):
-        bound.part(0).copy()
+        bound.copies(range(1))

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,8 +17,8 @@ from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, pieces
 from stepped import Flag
 
 from kvxfer.copy import mover, records
-from kvxfer.copy.port import Outcome, Post
-from kvxfer.copy.tables import pack, parts_of
+from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Outcome, Post
+from kvxfer.copy.tables import NOTHING, pack, parts_of
 from kvxfer.errors import ClosedError, ConfigError, FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.fabric.port import Descriptors, Memory, Operation
@@ -173,7 +174,7 @@ async def test_a_post_is_cut_and_done(make, operation):
         rig.runtime.time += 0.25
     result = rig.result()
     assert (result.outcome, result.error, result.may_move) == (Outcome.DONE, None, False)
-    assert (result.copied, result.posted, result.finished) == (100.0, 100.0, 100.0 + 8 * 0.25)
+    assert (result.copying, result.posted, result.finished, result.wire) == (0.0, 100.0, 102.0, 2.0)
     changed = rig.memory["b"] == 9 if operation is Operation.WRITE else rig.source == 7
     assert np.flatnonzero(changed).tolist() == list(range(3, 8 * PART + 8))
     assert rig.moved() == [PART] * 8 + [5]
@@ -769,7 +770,7 @@ async def test_what_is_gathered_is_posted_in_the_same_job_and_the_gate_is_passed
     rig.step()
     result = rig.result()
     assert result.outcome is Outcome.DONE
-    assert result.started <= result.copied <= result.posted < result.finished
+    assert result.started + result.copying <= result.posted < result.finished
     assert np.array_equal(rig.memory["b"][: 4 * PART], rig.source[: 4 * PART])
     assert way.inside == 0
 
@@ -1235,3 +1236,77 @@ async def test_hold_awake_makes_a_thread_progress(threaded):
     release = threaded.movers[1].hold_awake()
     assert await asyncio.to_thread(progressed.wait, 10)
     release()
+
+
+# ---- flows -----------------------------------------------------------------------------------------------------------
+
+
+def flow(rig, way, steps, **allowed):
+    """A flow of so many posts; what is told of it comes to `rig.results`."""
+    rig.results["f"] = []
+    common = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES, late=rig.late.append)
+    made = [CopyJob(NOTHING, post=replace(common, **sides(rig, number))) for number in range(steps)]
+    job = CopyJob(NOTHING, rig.results["f"].append, until=1e9, passage=way.passage, owner="f", post=common)
+    how = {"total": steps, "allowed": steps, "progress": lambda _: None, **allowed}
+    return rig.mover.flow(job, Direction.GATHER, made, **how)
+
+
+def sides(rig, number):
+    return dict(zip(("local", "remote"), rig.piece(PART, at=number * PART), strict=True))
+
+
+async def test_a_flow_of_which_a_step_has_left_for_a_peer_that_is_gone_is_in_doubt_until_nobody_asks(make):
+    """Nothing of this side moves any more, and nothing tells when the rest has ended."""
+    rig = await make()
+    way = rig.way()
+    rig.network.break_next("b", skip=1, after_bytes=24, disconnected=True)
+    made = flow(rig, way, 3)
+    rig.step(20)
+    outcome = rig.result("f")
+    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, False, 1)
+    assert (rig.late, way.inside, way.lent, made.left) == ([], 1, 1, True)
+    rig.mover.forget(made)
+    rig.step(4)
+    assert (rig.late, way.inside, way.lent, made.left) == ([], 0, 0, False)
+    assert rig.counted() == [0] * 5
+
+
+async def test_a_flow_of_which_a_step_did_not_end_is_over_when_it_has(make):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    made = flow(rig, way, 1)
+    rig.step()
+    rig.step(8, seconds=0.2)
+    outcome = rig.result("f")
+    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
+    assert (rig.late, way.inside, made.left) == ([], 1, True)
+    rig.network.release("b")
+    rig.step(3, seconds=0.2)
+    assert (rig.late, way.inside, way.lent, made.left) == ([True], 0, 0, False)
+    assert rig.counted() == [0] * 5
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["", "not asked for any more"])
+async def test_of_two_steps_in_doubt_the_one_that_ends_does_not_speak_for_the_one_that_has_left(make, ends):
+    rig = await make(no_progress_timeout=0.5)
+    way = rig.way()
+    rig.network.hold("b")
+    made = flow(rig, way, 2, allowed=1)
+    rig.step()
+    rig.network.mend("b")
+    rig.network.break_next("b", after_bytes=24, disconnected=True)
+    rig.mover.allow(made, 2)
+    rig.step()
+    rig.step(8, seconds=0.2)
+    outcome = rig.result("f")
+    assert (outcome.outcome, outcome.may_move, outcome.steps) == (Outcome.IN_DOUBT, True, 0)
+    assert (rig.late, way.inside) == ([], 2)
+    if ends:
+        rig.network.release("b")
+        rig.step(3, seconds=0.2)
+        assert (rig.late, way.inside, made.left) == ([False], 1, True)
+    rig.mover.forget(made)
+    rig.step(4, seconds=0.2)
+    assert (rig.late, way.inside, way.lent, made.left) == ([False] * ends, 0, 0, False)
+    assert rig.counted() == [0] * 5

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from apart import Apart, knows_apart
 from inside import call_agent_by
 from passing import enter
 
@@ -163,7 +164,7 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
                 if job.post is not None and not stopped:
                     loop.call_soon_threadsafe(original, mover, replace(job, tables=NOTHING, after=READY), where)
                 else:
-                    loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, ended, stopped, copied=ended))
+                    loop.call_soon_threadsafe(job.done, CopyOutcome(None, began, ended, stopped, copying=ended - began))
 
             def wait() -> None:
                 if job.after.query():
@@ -174,7 +175,12 @@ def _copy(direction: Direction, *, half: bool = True) -> Hook:
             wait()
             return Copy(job, 0)
 
+        def apart(mover: Mover, *given: Any, **more: Any) -> Any:
+            return Apart(mover, *given, **more)
+
+        knows_apart(Mover)
         Mover.submit = hooked  # type: ignore[method-assign]
+        Mover.flow = apart  # type: ignore[method-assign]
 
     return put
 
@@ -199,9 +205,9 @@ SENDER = {
     "in the midst of the write": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2), exposed=True),
     "in the midst of the write, mapped": Step("sender", _MAPPED, _copy(Direction.GATHER), exposed=True),
     "posted": Step("sender", _NOT_MAPPED, _post(Operation.WRITE, 2, posted=True), exposed=True),
-    "written": Step("sender", _NOT_MAPPED, _before(Sender, "_shipped"), exposed=True),
-    "written, mapped": Step("sender", _MAPPED, _before(Sender, "_shipped"), exposed=True),
-    "first result sent": Step("sender", PUSHED, _after(Sender, "_shipped"), exposed=True),
+    "written": Step("sender", _NOT_MAPPED, _before(Sender, "_count"), exposed=True),
+    "written, mapped": Step("sender", _MAPPED, _before(Sender, "_count"), exposed=True),
+    "first result sent": Step("sender", PUSHED, _after(Sender, "_count"), exposed=True),
     "read, not confirmed": Step("sender", _PULL, _before(Sender, "landed")),
     "last result sent": Step("sender", EVERY, _after(Sender, "_finish")),
     "release came": Step("sender", EVERY, _before(Prefill, "release")),

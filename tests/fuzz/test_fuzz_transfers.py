@@ -81,13 +81,18 @@ class Sender:
         self.route = draw.choice(ROUTES)
         self.chunks = draw.randrange(7)
         self.machine = Sending(Fetch(1, TicketRef("r", 0, b"m"), [], [], 0, 1, [self.route], 1, 1))
-        self.announced = self.granted = self.told = 0
+        self.announced = self.granted = self.arrived = self.dropped = self.told = 0
         self.readable = 0  # route pull: so many chunks may be read
         self.parted = False
-        self.hands, self.moved, self.doubts = set(), set(), set()
+        self.doubts = 0
         self.ring, self.ring_at = [], 0
         self.lasts = 0
-        self.luck = draw.choice((0.6, 0.98))  # how likely a chunk is to arrive
+        self.luck = draw.choice((0.6, 0.98))  # how likely chunks are to arrive
+
+    @property
+    def hands(self):
+        """The chunks that the shell has and has not reported."""
+        return range(self.arrived, self.granted - self.dropped)
 
     def say(self, messages):
         for message in messages:
@@ -99,8 +104,7 @@ class Sender:
                     self.announced = self.readable = chunks
                 case Arrived(chunks=chunks):
                     assert self.lasts == 0
-                    assert self.told < chunks <= self.granted
-                    assert set(range(chunks)) <= self.moved
+                    assert self.told < chunks == self.arrived
                     self.told = chunks
                 case KvAgentResult():
                     self.result(message)
@@ -115,10 +119,9 @@ class Sender:
         self.lasts += message.last
         if message.chunk != WHOLE:
             assert message.status is not Status.OK
-            assert message.chunk < self.announced
-            assert message.chunk not in self.moved
+            assert self.arrived <= message.chunk < self.announced
         elif message.status is Status.OK:
-            assert self.moved == set(range(self.chunks))
+            assert self.arrived == self.chunks
             assert message.bytes == 64 * self.chunks
         elif message.status is not Status.IN_DOUBT:
             assert not self.doubts
@@ -133,7 +136,6 @@ class Sender:
             accept = Accept(1, self.route, 0, [], 1, 1, self.chunks, b"", ahead=ahead)
             if ahead:
                 self.announced = self.granted = self.chunks
-                self.hands = set(range(self.chunks))
                 self.ring = [Grant(0, 0)]
             self.say(self.machine.accept(accept))
 
@@ -147,23 +149,34 @@ class Sender:
 
     def report(self):
         if self.hands:
-            chunk = self.draw.choice(sorted(self.hands))
-            self.hands.discard(chunk)
+            chunks = self.draw.randint(1, len(self.hands))
             if self.draw.random() < self.luck:
-                self.moved.add(chunk)
-                self.say(self.machine.moved(chunk, 64, Timings(wire_us=1)))
+                self.arrived += chunks
+                self.say(self.machine.moved(self.arrived, 64 * chunks, Timings(wire_us=chunks)))
             else:
                 in_doubt = self.draw.random() < 0.5
-                if in_doubt:
-                    self.doubts.add(chunk)
-                self.say(self.machine.dropped(chunk, in_doubt=in_doubt))
+                self.dropped += chunks
+                self.doubts += in_doubt
+                self.say(self.machine.dropped(chunks, in_doubt=in_doubt))
+
+    def report_wrongly(self):
+        """What the shell does not have it cannot report; and that changes nothing."""
+        before = self.known()
+        for report, counts in (
+            (lambda chunks: self.machine.moved(chunks, 64), (self.arrived, self.hands.stop + 1)),
+            (self.machine.dropped, (0, len(self.hands) + 1)),
+        ):
+            with pytest.raises(ProtocolError):
+                report(self.draw.choice(counts))
+        assert self.known() == before
 
     def news(self):
         self.say(self.machine.news())
 
     def settle(self):
         if self.doubts and self.route is not Route.PULL:
-            self.machine.settled(self.doubts.pop())
+            self.doubts -= 1
+            self.machine.settled()
 
     def stop(self):
         self.say(self.machine.stop(FAILURE))
@@ -174,8 +187,7 @@ class Sender:
     def unread(self):
         in_doubt = self.draw.random() < 0.5
         if self.route is Route.PULL:
-            if in_doubt and self.machine.being_read:
-                self.doubts.add("reads")
+            self.doubts += in_doubt and self.machine.being_read
             self.parted = self.parted or self.readable > self.granted  # it read, and said that it does not
             self.readable = self.granted
         self.say(self.machine.unread(in_doubt=in_doubt))
@@ -184,7 +196,7 @@ class Sender:
         """What the machine knows, for comparison."""
         machine = self.machine
         counts = machine.ready, machine.granted, machine.arrived, machine.moving, machine.nbytes
-        return machine.state, counts, machine.being_read, machine.in_doubt, [*machine._ring], machine._ring_at
+        return machine.state, counts, machine.being_read, machine.in_doubt, [*machine.ring], machine._ring_at
 
     def hear(self):
         draw, machine = self.draw, self.machine
@@ -214,16 +226,16 @@ class Sender:
             assert not self.hands, "a ring under what is being written"
             self.ring, self.ring_at = message.ring, self.granted
         self.granted = message.chunks
-        self.hands |= set(granted)
 
     def check(self):
         machine = self.machine
         assert machine.moving == len(self.hands)
         assert machine.chunks in (0, self.chunks)
         assert (machine.ready, machine.granted) == (self.announced, self.granted)
-        assert set(range(machine.arrived)) <= self.moved
+        assert machine.arrived == self.arrived
         assert machine.in_doubt == bool(self.doubts)
         if self.route is Route.STAGED:
+            assert len(self.machine.ring) == len(self.ring)
             places = [(chunk - self.ring_at) % len(self.ring) for chunk in self.hands]
             assert len(places) == len(set(places)), "two chunks are written to one place"
             for chunk, place in zip(self.hands, places, strict=True):
@@ -231,6 +243,7 @@ class Sender:
 
     def play(self) -> int:
         acts = [self.accept, *[self.announce] * 2, self.finish, *[self.report] * 2, self.news, *[self.hear] * 6]
+        acts += [self.report_wrongly]
         if self.draw.random() < 0.4:
             acts += [self.stop, self.unread, self.overdue, self.settle]
         if self.draw.random() < 0.8:
@@ -247,6 +260,10 @@ class Sender:
         self.unread()
         while self.hands:
             self.report()
+        while self.doubts and self.route is not Route.PULL:
+            self.check()
+            self.settle()
+        self.check()
         assert self.machine.state is SendState.ENDED
         assert self.lasts <= 1
         before = self.known()

@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from apart import Apart, knows_apart
+
 from kvxfer import assembly, exports, mappings, rebuilding
 from kvxfer.copy import records
-from kvxfer.copy.mover import _machines
+from kvxfer.copy.mover import Flow, _machines
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
@@ -27,6 +29,7 @@ from kvxfer.keys import Key
 from kvxfer.link import Link
 from kvxfer.memory import ExtentState
 from kvxfer.peers import Peers
+from kvxfer.planning import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
@@ -574,14 +577,18 @@ def replace_mover(worker: Any, other: Any) -> None:
 
 
 def begin_copies_by(worker: Any, begin: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> Callable[[], None]:
-    """Call `begin(submit, job, direction)` where a copy is to be submitted; calling what is returned ends that."""
+    """Call `begin(submit, job, direction)` where a copy is to be submitted, or a step of a flow is to begin.
+
+    Calling what is returned ends that.
+    """
     copies = mover(worker)
-    submit = copies.submit
+    submit, flow = copies.submit, copies.flow
 
     def undo() -> None:
-        copies.submit = submit
+        copies.submit, copies.flow = submit, flow
 
-    copies.submit = lambda job, direction: begin(submit, job, direction)
+    knows_apart(copies)
+    copies.submit, copies.flow = lambda job, direction: begin(submit, job, direction), partial(Apart, copies)
     return undo
 
 
@@ -605,9 +612,14 @@ def _lane(direction: Any) -> int:
 def launched(mover: Any, direction: Any) -> list[Any]:
     """What was launched in a direction, and has not ended."""
     lane = _lane(direction)
+    copies = [(slot, one) for slot, one in mover._copies.items() if not isinstance(one, Flow)]
+    for flow in [one for one in mover._copies.values() if isinstance(one, Flow)]:
+        for slot in mover._machine.steps_of(flow.slot):
+            step = int(mover._machine.jobs[slot, records.STEP]) - flow.passed
+            copies += [(slot, flow.pointed[step])] if 0 <= step < len(flow.pointed) else []
     return [
         one.job
-        for slot, one in mover._copies.items()
+        for slot, one in copies
         if one.lane == lane and mover._machine.runs_since(slot, math.inf) and one.job.tables.launches
     ]
 
@@ -906,11 +918,11 @@ def serve_chunks_by(
     side: str, act: Callable[[Callable[[], object], Callable[[], object]], None], monkeypatch: Any
 ) -> None:
     """Call `act(takes, serves)` where a chunk of a side gets memory: it takes it, or goes on with it as always."""
-    post, hold = Sender._post, Grants.hold
+    steps, hold = Sender._steps, Grants.hold
 
-    def posted(sender: Any, *given: Any) -> Any:
+    def stepped(sender: Any, *given: Any) -> Any:
         made: list[Any] = []
-        act(lambda: None, lambda: made.append(post(sender, *given)))  # whoever calls this has it
+        act(lambda: None, lambda: made.append(steps(sender, *given)))  # whoever calls this has it
         return made[0]
 
     def held(grants: Any, extent: Any, more: int, chunk: int) -> Any:
@@ -919,7 +931,7 @@ def serve_chunks_by(
         return made[0]
 
     if side == "send":
-        monkeypatch.setattr(Sender, "_post", posted)
+        monkeypatch.setattr(Sender, "_steps", stepped)
     else:
         monkeypatch.setattr(Grants, "hold", held)
 
@@ -960,6 +972,7 @@ def keep_plans(worker: Any, monkeypatch: Any) -> list[Callable[[], None]]:
         return make()
 
     monkeypatch.setattr(Site, "plan", planned)
+    _plan_all_steps(monkeypatch)
     return plans
 
 
@@ -976,15 +989,40 @@ def plan_late(seconds: float, monkeypatch: Any) -> None:
 
 
 def keep_gathers(monkeypatch: Any) -> list[Callable[[], None]]:
-    """Chunks that are to be gathered, until the monkeypatch is undone; to call one begins it, as late as that."""
+    """Steps of chunks to be gathered, until the monkeypatch is undone; to call one makes them, as late as that."""
+    return _keep_steps(Sender, monkeypatch)
+
+
+def keep_scatters(monkeypatch: Any) -> list[Callable[[], None]]:
+    """Likewise of chunks to be scattered."""
+    return _keep_steps(Receiver, monkeypatch)
+
+
+def _keep_steps(of: Any, monkeypatch: Any) -> list[Callable[[], None]]:
     late: list[Callable[[], None]] = []
-    ship = Sender._ship
+    plan = Site.plan
 
-    async def prepare(self: Any, *given: Any) -> None:
-        late.append(lambda: self._spawn(partial(ship, self), *given))
+    async def planned(site: Any, make: Any, *, rows: int) -> Any:
+        if getattr(getattr(make, "func", None), "__func__", None) is of._steps:
+            wanted = site.loop.create_future()
+            late.append(lambda: wanted.set_result(None))
+            await wanted
+        return await plan(site, make, rows=rows)
 
-    monkeypatch.setattr(Sender, "_ship", prepare)
+    monkeypatch.setattr(Site, "plan", planned)
+    _plan_all_steps(monkeypatch)
     return late
+
+
+def _plan_all_steps(monkeypatch: Any) -> None:
+    """No step is so small that it is made without a plan."""
+    begin = Bound.__init__
+
+    def large(bound: Any, *given: Any) -> None:
+        begin(bound, *given)
+        bound.part_rows = max(1, bound.part_rows)
+
+    monkeypatch.setattr(Bound, "__init__", large)
 
 
 def doubt_all(monkeypatch: Any) -> None:

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 
 import inside
+from apart import Apart, knows_apart
 from passing import enter
 
 from kvxfer.copy.mover import Copy
@@ -31,7 +32,14 @@ class Standing:
         self._unwanted, self._posted, self._inside = set(), {}, {}
         self._worker, self._direction = worker, direction
         self.real, self.holding = inside.mover(worker), True
+        knows_apart(self)
         inside.replace_mover(worker, self)
+
+    def flow(self, job, direction, steps, **how):
+        taken_apart = self.holding and direction is self._direction
+        return (
+            Apart(self, job, direction, steps, **how) if taken_apart else self.real.flow(job, direction, steps, **how)
+        )
 
     def submit(self, job, direction):
         moves = bool(job.tables.launches) or job.sums is not None

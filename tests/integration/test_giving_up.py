@@ -7,7 +7,7 @@ import contextlib
 import itertools
 
 import pytest
-from inside import before_connecting, being_stopped, connect, unanswered
+from inside import before_connecting, being_stopped, connect, keep_gathers, keep_scatters, unanswered
 from stage import SOON, Cache, Copied, Tap, eventually, quiet
 from wire import play
 
@@ -474,3 +474,27 @@ def test_a_worker_that_closes_lets_go_of_what_it_could_have_tried_again(tmp_path
         assert one.now - failed < 1.0
 
     play(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("keep", [keep_gathers, keep_scatters])
+async def test_steps_that_are_made_when_their_transfer_is_over_are_made_for_nothing(stage, monkeypatch, caplog, keep):
+    """They may be under way in a thread when their memory is given back."""
+    source, target = Cache(), Cache(layout="HND")
+    prefill, decode = await stage.pair(source, target, route="staged")
+    late = keep(monkeypatch)
+    prefill.offer("r", [1, 2], tokens=8)
+    transfer = decode.start_fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8))
+    await eventually(lambda: late)
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    await eventually(lambda: not prefill.describe()["sending"])
+    for make in late:
+        make()
+    monkeypatch.undo()
+    prefill.offer("s", [1, 2], tokens=8)
+    copied = Copied(target).bring(source, [1, 2], [3, 4], range(8))
+    await decode.fetch(prefill.engine.ticket("s"), [3, 4], tokens=range(8), timeout=5)
+    copied.check()
+    await quiet(prefill, decode)
+    assert "task_failed" not in caplog.text

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from inside import before_connecting, begin_copies_by, cut, take_all
+from inside import before_connecting, begin_copies_by, cut, mover, take_all
 from stage import Cache, Gate, eventually
 
-from kvxfer import Code, FailureReport, KvxferError, MemoryInDoubt, Step
+from kvxfer import Code, FailureReport, KvxferError, MemoryInDoubt, Step, TransferFailedError
 
 TOKENS = range(8)
 INTO = [3, 4]
@@ -271,8 +271,8 @@ async def a_read_that_does_not_end(scene):
 async def a_copy_that_fails(scene):
     def broken(submit, job, direction):
         if job.tables.launches:
-            raise RuntimeError("a broken device")
-        submit(job, direction)
+            raise TransferFailedError("a broken device")
+        return submit(job, direction)
 
     begin_copies_by(scene.decode, broken)
     scene.offers()
@@ -359,3 +359,19 @@ async def test_a_success_has_no_report(stage, caplog):
     assert not lines(caplog, "transfer_failed")
     (here,), (there,) = lines(caplog, "fetch_ended"), lines(caplog, "transfer_sent")
     assert here["transfer"] == there["transfer"] == transfer.id
+
+
+async def test_a_mover_that_breaks_as_nobody_foresaw_ends_the_fetch_and_is_named(stage, caplog):
+    scene = Scene(stage, *await stage.pair(Cache(), Cache(), **PAIR))
+
+    def broken(*_, **__):
+        raise RuntimeError("a broken device")
+
+    mover(scene.decode).flow = broken
+    scene.offers()
+    transfer = scene.start()
+    with pytest.raises(TransferFailedError, match=r"a step of the transfer failed: RuntimeError\('a broken device'\)"):
+        await transfer
+    assert transfer.memory_safe
+    (line,) = lines(caplog, "task_failed")
+    assert "a broken device" in line["error"]

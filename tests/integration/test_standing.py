@@ -6,7 +6,16 @@ In virtual time. On GPUs the same is tried with streams that are held up (`tests
 import asyncio
 
 import pytest
-from inside import close_fabric_by, holds_arena, leaked, live_where, mapped_windows, rebuild, when_rebuilt
+from inside import (
+    begin_copies_by,
+    close_fabric_by,
+    holds_arena,
+    leaked,
+    live_where,
+    mapped_windows,
+    rebuild,
+    when_rebuilt,
+)
 from stage import Cache, Copied, extents, is_quiet
 from standing import Standing
 from wire import play
@@ -147,13 +156,13 @@ def test_nobody_else_gets_its_memory_meanwhile(tmp_path, side, direction):
         copies, _, transfer = await standing(play, side, direction)
         ours = {(extent.offset, extent.length) for extent in held_of(play, side)}
         others = set()
-        submit = copies.real.submit
 
-        def see(job, direction):
+        def see(submit, job, direction):
             others.update((extent.offset, extent.length) for extent in held_of(play, side))
-            submit(job, direction)
+            return submit(job, direction)
 
-        copies.holding, copies.real.submit = False, see
+        copies.holding = False
+        begin_copies_by(getattr(play, side), see)
         for number in range(24):  # more than the arena holds at once
             await play.bring(f"beside {number}", ids=(5, 6), into=(9, 10))
             if number == 12:

@@ -23,7 +23,6 @@ from kvxfer.protocol.messages import (
     Refuse,
     Reserve,
     Status,
-    Timings,
     Want,
     Welcome,
 )
@@ -136,12 +135,10 @@ class Played:
     def said(self, messages):
         self.sent += messages
 
-    def moved(self, upto, timings, total):
-        """So many chunks arrive; the first of them took as long as is said of all."""
-        for chunk in range(self.sending.arrived, upto):
-            share = total // self.sending.chunks
-            self.said(self.sending.moved(chunk, share, timings))
-            timings = Timings()
+    def moved(self, upto, timings):
+        """So many chunks have arrived."""
+        if fresh := upto - self.sending.arrived:
+            self.said(self.sending.moved(upto, fresh * self.total // self.sending.chunks, timings))
 
     def play(self, message):
         sending, receiving = self.sending, self.receiving
@@ -170,11 +167,11 @@ class Played:
                 receiving.read(message.chunks)
                 assert receiving.landed(message.chunks) == [message]
             case Arrived():
-                self.moved(message.chunks, message.timings, self.total)
+                self.moved(message.chunks, message.timings)
                 self.said(sending.news())
                 assert receiving.came(message)
             case KvAgentResult(status=Status.OK):
-                self.moved(sending.granted, message.timings, self.total)
+                self.moved(sending.granted, message.timings)
                 self.said(sending.finish_offer(message.payload))
                 receiving.result(message)
             case KvAgentResult():
@@ -185,11 +182,10 @@ class Played:
                     self.said([message])  # the shell's own: it answers Cancel for what has ended
                 else:
                     self.said(sending.stop(failure))
-                    if message.chunk == WHOLE:
-                        for chunk in range(sending.arrived, sending.granted):
-                            self.said(sending.dropped(chunk))
-                    else:
+                    if message.chunk != WHOLE:
                         self.said(sending.overdue())
+                    elif sending.moving:
+                        self.said(sending.dropped(sending.moving))
                 receiving.result(message)
             case Abandon() | Cancel():
                 failure = Failure(Status.CANCELLED, message.code, "")

@@ -197,10 +197,11 @@ class Pair(RuleBasedStateMachine):
         self.say(self.sender.finish_offer(TOKEN))
 
     def moved(self, number):
-        chunk = chosen(number, self.hands)
-        self.hands.remove(chunk)
-        self.moved_chunks.add(chunk)
-        self.say(self.sender.moved(chunk, 64, Timings(wire_us=1)))
+        """Some chunks have arrived, the first of those in its hands."""
+        fresh = sorted(self.hands)[: 1 + number % len(self.hands)]
+        self.hands -= set(fresh)
+        self.moved_chunks |= set(fresh)
+        self.say(self.sender.moved(fresh[-1] + 1, 64 * len(fresh), Timings(wire_us=len(fresh))))
 
     def news(self):
         self.say(self.sender.news())
@@ -208,15 +209,16 @@ class Pair(RuleBasedStateMachine):
     @precondition(lambda self: self.hands and (self.troubles or self.sender.state is SendState.STOPPING))
     @rule(which=pick, in_doubt=st.booleans(), reason=st.booleans())
     def dropped(self, which, in_doubt, reason):
+        """Of what is in its hands, some chunk and those after it will not arrive."""
         self.troubles -= self.sender.state is SendState.MOVING
-        chunk = chosen(which, self.hands)
+        lost = set(sorted(self.hands)[which % len(self.hands) :])
         if reason:
             self.say(self.sender.stop(OWNER))
-        self.hands.remove(chunk)
+        self.hands -= lost
         in_doubt = in_doubt and self.route is not Route.PULL  # there, what it holds are confirmations
         if in_doubt:
-            self.zombies.add(chunk)
-        self.say(self.sender.dropped(chunk, in_doubt=in_doubt))
+            self.zombies |= lost
+        self.say(self.sender.dropped(len(lost), in_doubt=in_doubt))
 
     @precondition(lambda self: self.troubles and self.live())
     @rule()
@@ -443,7 +445,7 @@ class Pair(RuleBasedStateMachine):
             assert receiver.exposed or not taken
             assert receiver.ahead or taken <= set(range(receiver.arrived, receiver.granted))
         assert self.sender is None or self.sender.moving == len(self.hands)
-        assert self.sender is None or set(range(self.sender.arrived)) <= self.moved_chunks
+        assert self.sender is None or set(range(self.sender.arrived)) == self.moved_chunks
         held = [self.where[chunk] for chunk in self.where if chunk not in self.placed]
         assert len(held) == len(set(held)), "two chunks in one place"
 

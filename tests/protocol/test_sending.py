@@ -65,7 +65,7 @@ def reserve(chunks, *, places=0, start=0):
 def known(sending):
     """What it knows, for comparison."""
     counts = sending.state, sending.ready, sending.granted, sending.arrived, sending.moving, sending.nbytes
-    return *counts, sending.being_read, sending.in_doubt, [*sending._ring], sending._ring_at
+    return *counts, sending.being_read, sending.in_doubt, [*sending.ring], sending._ring_at
 
 
 def stopping():
@@ -114,14 +114,14 @@ def test_stopping_lasts_while_something_moves():
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "stop"]
     assert sending.stop(SECOND) == []
     assert sending.state is SEND_TRANSITIONS[SendState.STOPPING, "stop"]
-    (result,) = sending.dropped(0)
+    (result,) = sending.dropped(1)
     assert (result.status, result.code, result.reason) == (STOP.status, STOP.code, STOP.reason)  # the first reason
     assert sending.state is SEND_TRANSITIONS[SendState.STOPPING, "finish"]
 
 
 def test_success_is_finish():
     sending = make(1, moving=1, payload=b"token")
-    sending.moved(0, 64)
+    sending.moved(1, 64)
     assert sending.state is SEND_TRANSITIONS[SendState.MOVING, "finish"]
 
 
@@ -151,7 +151,7 @@ def test_accept_and_refuse():
 
 def test_what_does_not_end_is_said_of_a_chunk_which_promises_nothing():
     sending = make(moving=2)
-    sending.moved(0, 64)
+    sending.moved(1, 64)
     assert sending.overdue() == []
     assert sending.stop(STOP) == []
     (said,) = sending.overdue()
@@ -215,8 +215,7 @@ def test_a_wrong_grant_is_a_protocol_error_and_takes_nothing(chunks):
         sending.reserve(Reserve(9, chunks, 1000))
     assert known(sending) == before
     sending.stop(STOP)
-    sending.moved(1, 64)
-    (result,) = sending.moved(0, 64)  # it ends: chunk 2 never came into our hands
+    (result,) = sending.moved(2, 128)  # it ends: chunk 2 never came into our hands
     assert result.status is Status.EXPIRED
 
 
@@ -224,30 +223,30 @@ def test_a_grant_adds_what_is_new_and_says_where_it_goes():
     sending = make(5, wanted=5)
     assert sending.reserve(reserve(2, places=2)) == range(2)
     assert [sending.place(chunk) for chunk in range(2)] == ring(2)
-    assert (sending.granted, sending.moving) == (2, 2)
+    assert (sending.granted, sending.moving, len(sending.ring)) == (2, 2, 2)
 
 
 def test_chunks_take_turns_in_a_ring():
     sending = make(7, wanted=7)
+    assert len(sending.ring) == 0
     sending.reserve(reserve(1, places=1))
-    sending.moved(0, 64)
-    assert sending.reserve(reserve(4, places=3, start=10)) == range(1, 4)
     sending.moved(1, 64)
-    sending.moved(2, 64)
+    assert sending.reserve(reserve(4, places=3, start=10)) == range(1, 4)
+    sending.moved(3, 128)
     assert sending.reserve(reserve(6)) == range(4, 6)
+    assert len(sending.ring) == 3
     assert [sending.place(chunk) for chunk in range(1, 6)] == [*ring(3, 10), *ring(2, 10)]
 
 
-@pytest.mark.parametrize("missing", [0, 1], ids=["the first", "the second"])
-def test_another_ring_waits_until_nothing_is_under_way(missing):
+def test_another_ring_waits_until_nothing_is_under_way():
     sending = make(4, wanted=4)
     sending.reserve(reserve(2, places=2))
-    sending.moved(1 - missing, 64)
-    before = known(sending)
-    with pytest.raises(ProtocolError, match="another ring while chunks are under way"):
-        sending.reserve(reserve(3, places=4, start=10))
-    assert known(sending) == before
-    sending.moved(missing, 64)
+    for arrived in (1, 2):
+        before = known(sending)
+        with pytest.raises(ProtocolError, match="another ring while chunks are under way"):
+            sending.reserve(reserve(3, places=4, start=10))
+        assert known(sending) == before
+        sending.moved(arrived, 64)
     assert sending.reserve(reserve(3, places=1, start=10)) == range(2, 3)
     assert sending.place(2) == ring(1, 10)[0]
 
@@ -264,11 +263,13 @@ def test_no_more_chunks_are_under_way_than_there_are_places(places, chunks):
 def test_a_place_is_free_when_all_chunks_up_to_its_own_have_arrived():
     sending = make(4, wanted=4)
     sending.reserve(reserve(2, places=2))
-    sending.moved(1, 64)
-    with pytest.raises(ProtocolError, match="more chunks at once than there are places"):
-        sending.reserve(reserve(3))  # it would go where chunk 0 is being written
-    sending.moved(0, 64)
-    assert sending.reserve(reserve(4)) == range(2, 4)
+    for chunk in (2, 3):  # it would go where the one two before it is being written
+        before = known(sending)
+        with pytest.raises(ProtocolError, match="more chunks at once than there are places"):
+            sending.reserve(reserve(chunk + 1))
+        assert known(sending) == before
+        sending.moved(chunk - 1, 64)
+        assert sending.reserve(reserve(chunk + 1)) == range(chunk, chunk + 1)
     assert [sending.place(chunk) for chunk in (2, 3)] == ring(2)
 
 
@@ -310,10 +311,10 @@ def test_what_was_granted_ahead_is_in_our_hands_at_once():
     sending = parked(staging_address=1 << 20, staging_bytes=512, staging_lease_ms=1000)
     assert sending.accept(accept(1, ahead=True)) == [accept(1, ahead=True)]
     assert (sending.moving, sending.ready, sending.granted) == (1, 1, 1)
-    assert sending.place(0) == Grant(1 << 20, 512)
+    assert (sending.place(0), len(sending.ring)) == (Grant(1 << 20, 512), 1)
     with pytest.raises(ProtocolError, match="moved on to 1 of 1"):
         sending.reserve(reserve(1))  # a second time
-    assert sending.moved(0, 64) == []
+    assert sending.moved(1, 64) == []
     assert sending.finish_offer(b"token") == [ok(64)]
 
 
@@ -323,7 +324,7 @@ def test_what_was_granted_ahead_in_place():
     assert sending.accept(accept(3, Route.MAPPED, ahead=True)) == [accept(3, Route.MAPPED, ahead=True)]
     assert sending.moving == 3
     assert sending.announce(3) == []
-    assert [sending.moved(chunk, 8) for chunk in range(3)] == [[], [], [ok(24)]]
+    assert [sending.moved(1, 8), sending.moved(3, 16)] == [[], [ok(24)]]
 
 
 # --- what has arrived
@@ -332,43 +333,75 @@ def test_what_was_granted_ahead_in_place():
 def test_one_message_tells_of_all_that_has_arrived():
     sending = make(4, moving=4)
     assert sending.news() == []
-    sending.moved(0, 64, Timings(1, 2, 3, 4))
-    sending.moved(1, 32, Timings(10, 20, 30, 40))
-    assert sending.news() == [Arrived(9, 2, Timings(11, 22, 33, 44))]
+    sending.moved(1, 64, Timings(1, 2, 3, 4))
+    sending.moved(3, 96, Timings(10, 20, 30, 40))
+    assert sending.news() == [Arrived(9, 3, Timings(11, 22, 33, 44))]
     assert sending.news() == []
-    sending.moved(2, 64, Timings(wire_us=7))
-    assert sending.news() == [Arrived(9, 3, Timings(wire_us=7))]
-    assert sending.nbytes == 160
+    assert (sending.arrived, sending.moving) == (3, 1)
+    sending.moved(4, 64, Timings(wire_us=7))
+    assert sending.news() == [Arrived(9, 4, Timings(wire_us=7))]
+    assert sending.nbytes == 224
 
 
-def test_what_overtakes_is_told_when_all_before_it_has_arrived():
-    sending = make(3, moving=3)
-    sending.moved(2, 64)
+@pytest.mark.parametrize("chunks", [-1, 0, 1, 4, 5, WHOLE], ids=str)
+def test_a_wrong_count_of_what_has_arrived_changes_nothing(chunks):
+    """It does not grow, or says more than was put into our hands."""
+    sending = make(5, wanted=1, moving=3)
+    sending.moved(1, 64, Timings(wire_us=5))
+    before = known(sending)
+    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 9 cannot have arrived"):
+        sending.moved(chunks, 64, Timings(wire_us=7))
+    assert known(sending) == before
+    assert sending.news() == [Arrived(9, 1, Timings(wire_us=5))]
+
+
+@pytest.mark.parametrize("chunks", [-1, 0, 3, WHOLE], ids=str)
+def test_as_many_as_are_under_way_can_be_dropped(chunks):
+    sending = make(5, wanted=1, moving=3)
     sending.moved(1, 64)
-    assert sending.news() == []
-    assert sending.arrived == 0
-    sending.moved(0, 64)
-    assert sending.news() == [Arrived(9, 3)]
+    before = known(sending)
+    with pytest.raises(ProtocolError, match=f"{chunks} chunks of transfer 9 are not under way"):
+        sending.dropped(chunks, in_doubt=True)
+    assert known(sending) == before
+
+
+@pytest.mark.parametrize("state", [SendState.PARKED, SendState.MOVING, SendState.ENDED])
+def test_nothing_is_reported_of_nothing(state):
+    sending = STATES[state]()
+    sending.announce(1)
+    before = known(sending)
+    for report in (lambda: sending.moved(1, 64), lambda: sending.dropped(1)):
+        with pytest.raises(ProtocolError):
+            report()
+    assert known(sending) == before
 
 
 @pytest.mark.parametrize("in_doubt", [True, False])
 def test_what_did_not_arrive_is_never_told(in_doubt):
-    sending = make(3, moving=3)
-    sending.dropped(1, in_doubt=in_doubt)
-    sending.moved(0, 64)
-    assert (sending.news(), sending.arrived) == ([], 1)
+    sending = make(4, moving=4)
+    sending.moved(1, 64)
+    sending.dropped(2, in_doubt=in_doubt)
+    before = known(sending)
+    for chunks in (1, 3, 4):
+        with pytest.raises(ProtocolError, match="cannot have arrived"):
+            sending.moved(chunks, 64)
+    with pytest.raises(ProtocolError, match="not under way"):
+        sending.dropped(2)
+    assert known(sending) == before
     (terminal,) = sending.moved(2, 64)
     assert terminal.status is (Status.IN_DOUBT if in_doubt else Status.FAILED)
     if in_doubt:
-        sending.settled(1)
-    assert (sending.news(), sending.arrived) == ([], 1)
+        sending.settled()
+    assert (sending.news(), sending.arrived) == ([], 2)
+    with pytest.raises(ProtocolError, match="cannot have arrived"):
+        sending.moved(3, 64)
 
 
 @pytest.mark.parametrize("state", [SendState.PARKED, SendState.STOPPING, SendState.ENDED])
 def test_there_are_no_news_of_what_does_not_move(state):
     sending = STATES[state]()
     if sending.moving:
-        sending.moved(0, 64)
+        sending.moved(1, 64)
     assert sending.news() == []
 
 
@@ -377,10 +410,10 @@ def test_there_are_no_news_of_what_does_not_move(state):
 
 def test_the_last_result_carries_the_payload_and_what_was_not_told():
     sending = make(3, moving=3, payload=b"token")
-    sending.moved(0, 64, Timings(wire_us=5))
+    sending.moved(1, 64, Timings(wire_us=5))
     assert sending.news() == [Arrived(9, 1, Timings(wire_us=5))]
     assert sending.moved(2, 32, Timings(gather_us=2)) == []
-    assert sending.moved(1, 16, Timings(gather_us=3)) == [ok(112, Timings(gather_us=5))]
+    assert sending.moved(3, 16, Timings(gather_us=3)) == [ok(112, Timings(gather_us=5))]
     assert sending.state is SendState.ENDED
     assert sending.news() == []  # it said so
     assert sending.finish_offer(b"token") == []
@@ -388,7 +421,7 @@ def test_the_last_result_carries_the_payload_and_what_was_not_told():
 
 def test_a_payload_that_comes_later_is_waited_for():
     sending = make(1, moving=1)
-    assert sending.moved(0, 64) == []
+    assert sending.moved(1, 64) == []
     assert sending.news() == [Arrived(9, 1)]
     assert sending.finish_offer(b"token") == [ok(64)]
     assert sending.finish_offer(b"token") == []
@@ -398,10 +431,10 @@ def test_a_payload_that_comes_later_is_waited_for():
 @pytest.mark.parametrize("left", ["not announced", "not granted"])
 def test_a_transfer_is_not_complete_before_every_chunk_was_granted(left):
     sending = make(2, moving=1, wanted=left == "not granted", payload=b"token")
-    assert sending.moved(0, 64) == []
+    assert sending.moved(1, 64) == []
     sending.announce(2)
     sending.reserve(reserve(2))
-    assert sending.moved(1, 64) == [ok(128)]
+    assert sending.moved(2, 64) == [ok(128)]
 
 
 @pytest.mark.parametrize("first", ["accept", "finish"])
@@ -413,21 +446,6 @@ def test_a_transfer_without_chunks_succeeds(first):
     assert messages == [accept(0), ok()]
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 7])
-def test_only_a_chunk_in_our_hands_can_be_reported(chunk):
-    sending = make(3, wanted=1)
-    before = known(sending)
-    with pytest.raises(ProtocolError):
-        sending.moved(chunk, 64)
-    with pytest.raises(ProtocolError):
-        sending.dropped(chunk)
-    assert known(sending) == before
-    moving = make(3, moving=1)
-    moving.moved(0, 64)
-    with pytest.raises(ProtocolError, match="chunk 0 of transfer 9 is not under way"):
-        moving.moved(0, 64)
-
-
 # --- giving up
 
 
@@ -435,7 +453,7 @@ def test_the_terminal_result_waits_for_every_chunk_in_our_hands():
     sending = make(3, wanted=1, moving=2)
     assert sending.stop(STOP) == []
     assert sending.moved(1, 64) == []
-    (terminal,) = sending.dropped(0)
+    (terminal,) = sending.dropped(1)
     assert terminal == build_result(9, Status.EXPIRED, last=True, failure=STOP)
     assert sending.state is SendState.ENDED
 
@@ -443,36 +461,51 @@ def test_the_terminal_result_waits_for_every_chunk_in_our_hands():
 def test_success_in_the_last_moment_does_not_undo_a_stop():
     sending = make(1, moving=1, payload=b"token")
     sending.stop(STOP)
-    (terminal,) = sending.moved(0, 64)
+    (terminal,) = sending.moved(1, 64)
     assert (terminal.status, terminal.last, terminal.payload) == (Status.EXPIRED, True, b"")
 
 
 def test_doubt_is_said_whatever_the_reason():
     sending = make(2, moving=2)
     sending.stop(STOP)
-    sending.dropped(0, in_doubt=True)
+    sending.dropped(1, in_doubt=True)
     assert sending.in_doubt
     (terminal,) = sending.dropped(1)
     assert (terminal.status, terminal.chunk, terminal.code) == (Status.IN_DOUBT, WHOLE, STOP.code)
 
 
 def test_a_doubt_that_is_settled_is_none():
-    sending = make(2, moving=2)
+    sending = make(3, moving=3)
     sending.stop(STOP)
-    sending.dropped(1, in_doubt=True)
-    sending.settled(1)
+    sending.dropped(2, in_doubt=True)
+    sending.settled()
     assert not sending.in_doubt
-    (terminal,) = sending.dropped(0)
+    (terminal,) = sending.dropped(1)
     assert terminal.status is Status.EXPIRED
+
+
+def test_each_doubt_is_settled_by_itself():
+    sending = make(3, moving=3)
+    sending.dropped(2, in_doubt=True)
+    sending.settled()
+    (terminal,) = sending.dropped(1, in_doubt=True)
+    assert terminal.status is Status.IN_DOUBT
+    twice = make(3, moving=3)
+    twice.dropped(1, in_doubt=True)
+    twice.dropped(2, in_doubt=True)
+    twice.settled()
+    assert twice.in_doubt
+    twice.settled()
+    assert not twice.in_doubt
 
 
 def test_a_dropped_chunk_ends_the_transfer_by_itself():
     sending = make(3, wanted=1, moving=2)
-    assert sending.dropped(0) == []
+    assert sending.dropped(1) == []
     assert sending.state is SendState.STOPPING
     (terminal,) = sending.dropped(1)
     assert (terminal.status, terminal.code, terminal.reason) == (
-        Status.FAILED, Code.FAILED, "chunk 0 could not be moved",
+        Status.FAILED, Code.FAILED, "chunk 1 could not be moved",
     )  # fmt: skip
 
 
@@ -488,12 +521,12 @@ def test_pull_from_want_to_last():
     sending = make(2, Route.PULL, wanted=2, payload=b"token")
     assert sending.being_read
     assert sending.landed(Landed(9, 1)) == range(1)
-    assert sending.moved(0, 64) == []
+    assert sending.moved(1, 64) == []
     assert sending.news() == [Arrived(9, 1)]
     assert sending.being_read
     assert sending.landed(Landed(9, 2)) == range(1, 2)
     assert not sending.being_read
-    assert sending.moved(1, 64) == [ok(128)]
+    assert sending.moved(2, 64) == [ok(128)]
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3, 4, WHOLE])
@@ -508,7 +541,7 @@ def test_a_wrong_landed_is_a_protocol_error_and_takes_nothing(chunks):
 
 def test_pull_asks_the_reader_to_stop_and_waits_for_its_word():
     sending = make(3, Route.PULL, moving=1, wanted=2)
-    sending.moved(0, 64)
+    sending.moved(1, 64)
     (asked,) = sending.stop(STOP)
     assert (asked.chunk, asked.status, asked.last) == (1, Status.EXPIRED, False)
     assert sending.stop(SECOND) == []
@@ -522,7 +555,7 @@ def test_a_silent_reader_leaves_doubt():
     sending = make(3, Route.PULL, wanted=1, moving=1)
     sending.stop(STOP)
     assert sending.unread(in_doubt=True) == []  # chunk 0 is still ours to confirm
-    (terminal,) = sending.moved(0, 64)
+    (terminal,) = sending.moved(1, 64)
     assert terminal.status is Status.IN_DOUBT
     assert sending.in_doubt
 

@@ -7,7 +7,8 @@ the cache travelled where and how often. No plan is asked.
 
 import threading
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from inside import staging
 from numpy.typing import NDArray
 from ranks import I64, World
 
-from kvxfer.copy.mover import Copy, Mover
-from kvxfer.copy.port import CopyJob, Direction
+from kvxfer.copy.mover import Copy, Flow, Mover
+from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.fabric.port import Descriptors, Handle, Operation
 from kvxfer.geometry import Pieces
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
@@ -46,6 +47,7 @@ class Ledger:
         self._bases: list[int] = []  # of memory that is watched, ascending
         self._watched: dict[int, tuple[I64, str, bool]] = {}  # its shadow, whose cache it is, whether it is staging
         self._lock = threading.Lock()
+        self._due: list[_Due] = []
 
     def watch(self, base: int, nbytes: int, *, agent: str = "", staging: bool = False) -> None:
         """Shadow some memory.
@@ -77,17 +79,30 @@ class Ledger:
     def copied(self, job: CopyJob) -> None:
         """A copy was given to a mover."""
         with self._lock:
-            for one in accesses(job.tables):
-                elements, number = one.elements, np.arange(one.width)
-                src = (one.src[:, None] + number * elements.src_bytes).reshape(-1, 1) + np.arange(elements.src_bytes)
-                dst = (one.dst[:, None] + number * elements.dst_bytes).reshape(-1, 1) + np.arange(elements.dst_bytes)
-                codes = self.holds(src.ravel()).reshape(src.shape)
-                if elements.converts:
-                    assert (codes == codes[:, :1]).all(), "half of an element is another's"
-                    codes = np.broadcast_to(codes[:, :1], dst.shape)
-                agent = self._put(dst.ravel(), codes.ravel())
-                if agent and not self._is_staging(src):
-                    self.wire.setdefault(agent, []).append(codes.ravel())
+            self._copied(job)
+
+    def due(self, flow: "Noted", job: CopyJob, local: I64) -> None:
+        """A copy will be made into staging memory that others may still have, and these pieces posted when it is."""
+        with self._lock:
+            self._due.append(_Due(flow, job, local, int(local[:, 1].sum())))
+
+    def over(self, flow: "Noted") -> None:
+        """Nothing more of a flow is."""
+        with self._lock:
+            self._due = [one for one in self._due if one.flow is not flow]
+
+    def _copied(self, job: CopyJob) -> None:
+        for one in accesses(job.tables):
+            elements, number = one.elements, np.arange(one.width)
+            src = (one.src[:, None] + number * elements.src_bytes).reshape(-1, 1) + np.arange(elements.src_bytes)
+            dst = (one.dst[:, None] + number * elements.dst_bytes).reshape(-1, 1) + np.arange(elements.dst_bytes)
+            codes = self.holds(src.ravel()).reshape(src.shape)
+            if elements.converts:
+                assert (codes == codes[:, :1]).all(), "half of an element is another's"
+                codes = np.broadcast_to(codes[:, :1], dst.shape)
+            agent = self._put(dst.ravel(), codes.ravel())
+            if agent and not self._is_staging(src):
+                self.wire.setdefault(agent, []).append(codes.ravel())
 
     def posted(self, agent: str, peer: str, operation: Operation, local: I64, remote: I64) -> None:
         """Pieces were posted: n addresses and lengths on either side."""
@@ -95,6 +110,8 @@ class Ledger:
         src, dst = (local, remote) if writing else (remote, local)
         with self._lock:
             self.posts += 1
+            if writing and self._is_staging(local[:, 0]):
+                self._due_before(local)
             pairs = byte_pairs(Pieces(src[:, 0], dst[:, 0], src[:, 1]))
             moved = self.holds(pairs[:, 0])
             self._put(pairs[:, 1], moved)
@@ -102,6 +119,16 @@ class Ledger:
                 # the next chunk may leave some of it in gaps: no cache any more
                 self._put(pairs[:, 0], np.full(len(pairs), NOTHING))
             self.wire.setdefault(peer if writing else agent, []).append(moved)
+
+    def _due_before(self, local: I64) -> None:
+        """A part is posted: what it is a part of has been copied, first of all that are due there."""
+        due = next((one for one in self._due if one.covers(local)), None)
+        assert due is not None, "nothing was copied to where this is posted from"
+        if due.left == due.local[:, 1].sum():
+            self._copied(due.job)
+        due.left -= int(local[:, 1].sum())
+        if not due.left:
+            self._due.remove(due)
 
     def _put(self, addresses: I64, codes: I64) -> str:
         """Bytes are written; returns whose cache that is."""
@@ -128,6 +155,50 @@ class Ledger:
             yield base, chosen
 
 
+@dataclass(eq=False)
+class _Due:
+    """A copy that is made before something is posted.
+
+    Attributes:
+        flow: Of which it is a step.
+        job: The copy.
+        local: The pieces that are posted.
+        left: How many bytes of them are not yet.
+    """
+
+    flow: "Noted"
+    job: CopyJob
+    local: I64
+    left: int
+
+    def covers(self, local: I64) -> bool:
+        """Whether these are parts of its pieces."""
+        first, last = self.local[:, 0], self.local.sum(axis=1)
+        return bool(((first <= local[0, 0]) & (local[0].sum() <= last)).any())
+
+
+class Noted:
+    """A flow: gathers are noted when posted, since staging memory is used again; others when they may begin."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._steps: list[CopyJob] = []
+        self._allowed = self._begun = 0
+
+    def add(self, steps: list[CopyJob], allowed: int) -> None:
+        """There are more steps, and so many of all may begin."""
+        self._steps += steps
+        for job in steps:
+            if job.post is not None and job.tables.launches:
+                self._ledger.due(self, job, job.post.local.pieces)
+        self._allowed = max(self._allowed, allowed)
+        while self._begun < min(self._allowed, len(self._steps)):
+            job = self._steps[self._begun]
+            self._begun += 1
+            if job.post is None:
+                self._ledger.copied(job)
+
+
 class RecordingNetwork(LoopbackNetwork):
     """A loopback network with a ledger."""
 
@@ -151,12 +222,36 @@ class RecordingTransport(LoopbackTransport):
 
 
 def recording_mover(ledger: Ledger) -> type[Mover]:
-    """The shipped copies, of which every job is noted."""
+    """The shipped copies, of which every job and every step of a flow is noted."""
+    flows: dict[Flow, Noted] = {}
 
     class RecordingMover(Mover):
         def submit(self, job: CopyJob, direction: Direction) -> Copy:
             ledger.copied(job)
             return super().submit(job, direction)
+
+        def flow(
+            self, job: CopyJob, direction: Direction, steps: Iterable[CopyJob], *, allowed: int, **how: Any
+        ) -> Flow:
+            noted, listed = Noted(ledger), list(steps)
+            noted.add(listed, allowed)
+
+            def done(outcome: CopyOutcome) -> None:
+                ledger.over(noted)
+                job.done(outcome)
+
+            made = super().flow(replace(job, done=done), direction, listed, allowed=allowed, **how)
+            flows[made] = noted
+            return made
+
+        def add(self, flow: Flow, steps: Iterable[CopyJob], *, allowed: int = 0, until: float | None = None) -> None:
+            listed = list(steps)
+            flows[flow].add(listed, allowed)
+            super().add(flow, listed, allowed=allowed, until=until)
+
+        def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
+            flows[flow].add([], steps)
+            super().allow(flow, steps, until)
 
     return RecordingMover
 

@@ -12,7 +12,7 @@ import random
 from types import SimpleNamespace
 
 import msgspec
-from pair import CALLER, GONE, Pair, chosen
+from pair import CALLER, GONE, Pair
 
 from kvxfer.decode.receiver import Grants
 from kvxfer.desk import Desk
@@ -205,16 +205,22 @@ class Kept(Pair):
         self._settle_receiver()
 
     def place(self, number):
-        """The scatter of a chunk begins, or ends; none begins once the transfer was given up."""
-        chunk = chosen(number, self.landed)
-        if self.staged and self.running and chunk not in self.copies:
-            self.copies.add(chunk)
-            self.grants.copying(chunk, self.extents[chunk])
+        """Scatters begin, of all that has arrived, or some end; none begins once the transfer was given up."""
+        if not self.staged:
+            super().place(number)
             return
-        if chunk in self.copies:
-            self.copies.remove(chunk)
-            self.grants.copied(chunk)
-        super().place(number)
+        fresh = sorted(self.landed - self.copies)
+        if fresh and self.running and (number % 2 or not self.copies):
+            assert fresh == [*range(fresh[0], fresh[-1] + 1)]
+            self.copies.update(fresh)
+            self.grants.copying(range(fresh[0], fresh[-1] + 1))
+            return
+        ended = sorted(self.copies)[: 1 + number % max(1, len(self.copies))]
+        if ended:
+            self.copies.difference_update(ended)
+            self.grants.copied(range(ended[0], ended[-1] + 1))
+        for chunk in ended or sorted(self.landed)[:1]:
+            super().place(sorted(self.landed).index(chunk))
 
     def settle(self):
         """What both shells do after every step."""

@@ -6,7 +6,7 @@ makes the decision, and nothing else: a scene that fails because something else 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import crowd
@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import scenes
 
-from kvxfer.copy import mover
+from kvxfer.copy import mover, records
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome
-from kvxfer.decode import receiver
+from kvxfer.copy.port import CopyOutcome
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.desk import Desk
@@ -27,8 +26,8 @@ from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody, ExtentState
 from kvxfer.offers import Offer
-from kvxfer.prefill import sender
 from kvxfer.prefill.role import Prefill
+from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving
@@ -67,45 +66,61 @@ def crowds(folder, seed):
         crowd.play(number)
 
 
+def _whenever(patch, *, posts):
+    """What is posted, or else what is copied into memory of a peer that is mapped here, may begin at any time."""
+    submit, begin, allow = Mover.submit, Mover.flow, Mover.allow
+
+    def free(job):
+        if (job.post is not None) is not posts:
+            return job
+        return replace(job, until=math.inf, passage=job.passage if posts else None)
+
+    def let(mover, flow, steps, until=None):
+        allow(mover, flow, steps, until if (flow.job.post is not None) is not posts else None)
+
+    patch.setattr(Mover, "submit", lambda mover, job, direction: submit(mover, free(job), direction))
+    patch.setattr(Mover, "flow", lambda mover, job, *rest, **options: begin(mover, free(job), *rest, **options))
+    patch.setattr(Mover, "allow", let)
+
+
 def no_lease(patch):
     """Of what is posted."""
-
-    def job(tables, done, after=READY, until=math.inf, *rest, **options):
-        posts = options.get("post") is not None
-        return CopyJob(tables, done, after, math.inf if posts else until, *rest, **options)
-
-    for module in (sender, receiver):
-        patch.setattr(module, "CopyJob", job)
+    _whenever(patch, posts=True)
 
 
 def no_cancel(patch):
     """What is said to be stopped is posted all the same."""
-    stop, shipped = sender.Sender.stop, sender.Sender._shipped
+    stop, ran, progressed = Sender.stop, Sender._ran, Sender._progressed
+    forgotten = []
 
     def end(one, failure):
+        run = one._run
         stop(one, failure)
-        while one._shipping:
-            one._say(one.machine.dropped(one._shipping.popitem()[0]))
+        if run is not None and run.flow is not None and run not in forgotten:
+            forgotten.append(run)
+            if one.machine.moving:
+                one._say(one.machine.dropped(one.machine.moving))
 
-    def told(one, part, extent, outcome):
-        if part.number in one._shipping:
-            shipped(one, part, extent, outcome)
-        elif extent is not None:
-            one.site.send_desk.release(extent)
+    def told(one, run, outcome):
+        if run in forgotten:
+            one._release(run)
+            one._end_run(run)
+        else:
+            ran(one, run, outcome)
 
-    patch.setattr(sender.Sender, "stop", end)
-    patch.setattr(sender.Sender, "_shipped", told)
+    def more(one, run, outcome):
+        if run not in forgotten:
+            progressed(one, run, outcome)
+
+    patch.setattr(Sender, "stop", end)
+    patch.setattr(Sender, "_ran", told)
+    patch.setattr(Sender, "_progressed", more)
     patch.setattr(Mover, "cancel", lambda mover, copy: None)
 
 
 def no_permit(patch):
     """Of copies into memory of a peer that is mapped here."""
-    made = sender.CopyJob
-
-    def job(tables, done, after, until=math.inf, passage=None, *rest, **options):
-        return made(tables, done, after, math.inf, None, *rest, **options)
-
-    patch.setattr(sender, "CopyJob", job)
+    _whenever(patch, posts=False)
 
 
 def no_quarantine(patch):
@@ -121,14 +136,14 @@ def _with_empty_hands(patch, state):
     complete = Sending._complete
 
     def at_once(sending):
-        hands = sending._hands
+        dropped = sending._dropped
         if sending.state is not state:
             return complete(sending)
-        sending._hands = set()
+        sending._dropped = sending.granted - sending.arrived
         try:
             return complete(sending)
         finally:
-            sending._hands = hands
+            sending._dropped = dropped
 
     patch.setattr(Sending, "_complete", at_once)
 
@@ -224,7 +239,7 @@ def no_confirmation(patch):
     async def confirm(one, bound):
         await read(one, bound)
         if one.machine.granted == one.machine.chunks:
-            nbytes = one.tally.bytes + sum(one._placed.values())
+            nbytes = bound.carried(0, one.machine.chunks)
             one.result(build_result(one.transfer, Status.OK, nbytes=nbytes, last=True))
 
     patch.setattr(Receiver, "_read", confirm)
@@ -289,9 +304,8 @@ def _taken_all_the_same(patch, why):
                 raise
         fresh = range(sending.granted, message.chunks)
         if message.ring:
-            sending._ring, sending._ring_at = message.ring, sending.granted
+            sending.ring, sending._ring_at = message.ring, sending.granted
         sending.granted = message.chunks
-        sending._hands.update(fresh)
         return fresh
 
     patch.setattr(Sending, "reserve", take)
@@ -369,8 +383,13 @@ def back_without_evidence(patch):
 
 def unread_places(patch):
     """A place is given back though a copy of ours reads it."""
-    patch.setattr(Grants, "copying", lambda one, chunk, extent: one.desk.share.scatter(extent))
-    patch.setattr(Grants, "copied", lambda one, chunk: None)
+
+    def copying(one, chunks):
+        for chunk in chunks:
+            one.desk.share.scatter(one.place(chunk))
+
+    patch.setattr(Grants, "copying", copying)
+    patch.setattr(Grants, "copied", lambda one, chunks: None)
 
 
 def any_generation(patch):
@@ -414,6 +433,74 @@ def unread_at_once(patch):
         return stop(sending, failure)
 
     patch.setattr(Sending, "stop", forget)
+
+
+def early_scatter(patch):
+    """Whatever was granted may be copied out of staging memory, as if it had arrived."""
+    let = Receiver._let_copy
+
+    def at_once(one):
+        arrived, one.machine.arrived = one.machine.arrived, one.machine.granted
+        try:
+            let(one)
+        finally:
+            one.machine.arrived = arrived
+
+    patch.setattr(Receiver, "_let_copy", at_once)
+
+
+def idle_places(patch):
+    """What a flow in doubt takes turns in is given back, as if no post of it read there."""
+    doubt = Sender._doubt
+
+    def at_once(one, run, outcome):
+        one._release(run)
+        doubt(one, run, outcome)
+
+    patch.setattr(Sender, "_doubt", at_once)
+
+
+def first_end(patch):
+    """What is in doubt of a flow is over when one step of it is."""
+    news = Mover._step_news
+
+    def told(mover, slot, flow_at, flags, outcome, code):
+        if outcome == records.OVER:
+            mover._copies[slot].lefts.update(dict.fromkeys(mover._copies[slot].lefts, False))
+        news(mover, slot, flow_at, flags, outcome, code)
+
+    patch.setattr(Mover, "_step_news", told)
+
+
+def nothing_lands(patch):
+    """What has left this side is taken to be over."""
+    settle = Mover._settle
+
+    def told(mover, flow):
+        flow.doubtful, flow.severed = flow.doubtful or flow.severed, False
+        settle(mover, flow)
+
+    patch.setattr(Mover, "_settle", told)
+
+
+def kept_flow(patch):
+    """A transfer that is given up leaves its own copies alone."""
+    give_up = Receiver._give_up
+
+    def leave(one):
+        flow, one._flow = one._flow, None
+        give_up(one)
+        one._flow = flow
+
+    patch.setattr(Receiver, "_give_up", leave)
+
+
+def kept_run(patch):
+    """Chunks that were granted in another ring go on as those before them."""
+    take = Sender._take
+    patch.setattr(
+        Sender, "_take", lambda one, stop, until, generation, *, fresh: take(one, stop, until, generation, fresh=False)
+    )
 
 
 def kept_agent(patch):
@@ -540,6 +627,12 @@ GUARDS = [
     Guard("own scatters from a ring", unread_places, scene(scenes.cancelled_while_it_is_scattered, **RING)),
     Guard("last result last", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="direct")),
     Guard("last result last, staged", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="staged")),
+    Guard("arrival before a scatter", early_scatter, scene(scenes.granted_long_before_it_arrives, **RING)),
+    Guard("places of a flow in doubt", idle_places, scene(scenes.several_posts_are_stuck, **RING)),
+    Guard("every step of a doubt", first_end, scene(scenes.several_posts_are_stuck, **RING)),
+    Guard("a peer that is gone", nothing_lands, scene(scenes.its_peer_is_said_to_be_gone, route="staged")),
+    Guard("end of own scatters", kept_flow, scene(scenes.cancelled_before_it_is_scattered, **RING)),
+    Guard("steps for another ring", kept_run, scene(scenes.a_ring_is_replaced, **RING)),
     Guard("terminal result last, model", early_terminal, crowds),
     Guard("last result last, model", early_last, crowds),
     Guard("stale arrivals", stale_arrivals, crowds),

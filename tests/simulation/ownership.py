@@ -20,7 +20,9 @@ import numpy as np
 from decoded import pieces
 from inside import arena_shares
 
-from kvxfer.copy.mover import Mover
+from kvxfer.copy import records
+from kvxfer.copy.mover import Flow, Mover, _Machine
+from kvxfer.copy.port import CopyJob
 from kvxfer.decode.receiver import Receiver
 from kvxfer.fabric.loopback import LoopbackNetwork, Part
 from kvxfer.fabric.port import Operation
@@ -396,9 +398,54 @@ def _claims(ledger: Ledger, tables, before=()):
     return [ledger.check(*way, expected) for way, expected in zip(ways, before or [None] * len(ways), strict=True)]
 
 
+class _Steps:
+    """Steps of a flow, and whose the memory was of those that might begin.
+
+    That a step is done is seen when the machine knows it: a peer whose gate it has left may have its memory back before
+    anybody is told.
+    """
+
+    def __init__(self, ledger: Ledger, jobs: list[CopyJob]):
+        self.ledger, self.jobs = ledger, jobs
+        self._claims: list[list] = []
+        self._passed = 0
+
+    def may_begin(self, flow: Flow):
+        """Those that are allowed may, if they are known and the flow is not over."""
+        if flow.cancelled or flow.over:
+            return
+        for job in self.jobs[len(self._claims) : flow.allowed]:
+            self._claims.append(_claims(self.ledger, job.tables))
+
+    def look(self, flow: Flow, rows):
+        """The machine has gone on."""
+        row = rows[flow.slot]
+        if row[records.STEPS_AT] == flow.table.ctypes.data:  # else it does not know of the flow yet
+            self.passed(int(row[records.PASSED]))
+
+    def passed(self, steps: int):
+        """The first so many are done."""
+        if steps > len(self._claims):
+            self.ledger.say([f"{steps} steps of a flow are done, and {len(self._claims)} might begin"])
+        for step in range(self._passed, min(steps, len(self._claims))):
+            _claims(self.ledger, self.jobs[step].tables, self._claims[step])
+        self._passed = max(self._passed, steps)
+
+    def ended(self, outcome, *, gated: bool):
+        """It is over. Until it was told so, others might have been under way: nobody else may have had their memory.
+
+        But for what is copied past a gate, which all have left by then.
+        """
+        self.passed(outcome.steps if outcome.in_doubt or gated else max(outcome.steps, len(self._claims)))
+
+
 def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
     submit, move, reserve = Mover.submit, Share._move, Share._reserve
+    begin, add, allow = Mover.flow, Mover.add, Mover.allow
+    step = _Machine.step
+    steps_of: dict[Flow, _Steps] = {}
+    running: list[Flow] = []
     ledger.hands.watch(monkeypatch)
 
     def watched_submit(mover, job, direction):
@@ -411,6 +458,44 @@ def watch(monkeypatch, ledger: Ledger):
             job.done(outcome)
 
         return submit(mover, replace(job, done=done), direction)
+
+    def watched_flow(mover, job, direction, steps, *, total, allowed, progress, **options):
+        """The same of each step, from when it may begin until it is told to be done."""
+        steps = list(steps)
+        watched = _Steps(ledger, steps)
+
+        def done(outcome):
+            watched.ended(outcome, gated=job.post is None and job.passage is not None)
+            running.remove(flow)
+            job.done(outcome)
+
+        def more(outcome):
+            watched.passed(outcome.steps)
+            progress(outcome)
+
+        options |= {"total": total, "allowed": allowed, "progress": more}
+        flow = begin(mover, replace(job, done=done), direction, steps, **options)
+        steps_of[flow] = watched
+        running.append(flow)
+        watched.may_begin(flow)
+        return flow
+
+    def watched_add(mover, flow, steps, **options):
+        steps = list(steps)
+        add(mover, flow, steps, **options)
+        steps_of[flow].jobs += steps
+        steps_of[flow].may_begin(flow)
+
+    def watched_allow(mover, flow, steps, until=None):
+        allow(mover, flow, steps, until)
+        steps_of[flow].may_begin(flow)
+
+    def watched_step(machine):
+        delay = step(machine)
+        for flow in running:
+            if machine._held.get(flow.slot) is flow:
+                steps_of[flow].look(flow, machine.jobs)
+        return delay
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):
         theirs = ledger.hands.who(extent.address, extent.length) is not None
@@ -430,5 +515,9 @@ def watch(monkeypatch, ledger: Ledger):
         return extent
 
     monkeypatch.setattr(Mover, "submit", watched_submit)
+    monkeypatch.setattr(_Machine, "step", watched_step)
+    monkeypatch.setattr(Mover, "flow", watched_flow)
+    monkeypatch.setattr(Mover, "add", watched_add)
+    monkeypatch.setattr(Mover, "allow", watched_allow)
     monkeypatch.setattr(Share, "_move", watched_move)
     monkeypatch.setattr(Share, "_reserve", watched_reserve)

@@ -486,10 +486,27 @@ async def finished_while_bytes_are_in_flight(scene):
 # --- chunks that take turns in a ring
 
 
+def streamed(scene):
+    """An offer of which the first layer is ready."""
+    scene.a.books.take(IDS)
+    scene.a.books.offered(IDS)
+    offer = scene.a.worker.offer("r", streaming=True)
+    offer.extend(IDS, tokens=TOKENS)
+    offer.ready(layers=[0], after=READY)
+    return offer
+
+
 async def chunks_take_turns(scene):
-    """Each goes where the one before it was, once that is where it belongs."""
-    scene.offer()
-    result = await scene.fetch()
+    """Each goes where the one before it was, once that is where it belongs; for the first one that takes a while."""
+    gate, offer = Gate(), streamed(scene)
+    transfer = scene.fetch(after=gate)
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.01)
+    offer.ready(layers=[1], after=READY)
+    offer.finish(b"")
+    await asyncio.sleep(0.01)
+    gate.fired = True
+    result = await transfer
     assert result.stats.chunks > 1
 
 
@@ -526,6 +543,76 @@ async def a_silent_peer_is_heard_late(scene):
     scene.streams.heal()
     await asyncio.sleep(2 * scene.b.worker.config.revoke_timeout)
     await scene.land()
+
+
+async def several_posts_are_stuck(scene):
+    """They are given up together, and one of them ends long before the others do."""
+    scene.keep_agents()
+    offer, transfer = await scene.in_flight()
+    await scene.until(lambda: scene.network.held("*") == CHUNKS)
+    ending = asyncio.create_task(scene.ending(offer))
+    await scene.failure(transfer)
+    await ending
+    scene.network.release("*", posts=1)
+    await asyncio.sleep(0.1)
+    await scene.land()
+
+
+async def its_peer_is_said_to_be_gone(scene):
+    """What was posted to it past its gate lands all the same."""
+    scene.keep_agents()
+    await meet(scene)
+    _, transfer = await scene.in_flight()
+    scene.network.disconnect("*")
+    transfer.cancel()
+    await scene.failure(transfer)
+    scene.network.mend("*")
+    await scene.land()
+
+
+async def cancelled_before_it_is_scattered(scene):
+    """The caller gives up while a chunk that has arrived waits until its blocks may be written."""
+    gate = Gate()
+    scene.offer()
+    transfer = scene.fetch(after=gate)
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.01)
+    transfer.cancel()
+    await asyncio.sleep(2 * scene.b.worker.config.revoke_timeout)
+    assert transfer.done
+    assert transfer.memory_safe
+    gate.fired = True
+    await scene.failure(transfer)
+    await asyncio.sleep(0.05)
+
+
+async def a_ring_is_replaced(scene):
+    """A stream begins in a place or two; by the time there are more, it is known how the rest would have gone there."""
+    scene.a.books.take(IDS)
+    scene.a.books.offered(IDS)
+    offer = scene.a.worker.offer("r", streaming=True)
+    offer.extend(IDS[:1], tokens=TOKENS[:4])
+    offer.ready(layers=[0], after=READY)
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.001)
+    offer.extend(IDS[1:], tokens=TOKENS[4:])
+    offer.ready(after=READY)
+    offer.finish(b"")
+    result = await transfer
+    assert result.stats.chunks > 1
+
+
+async def granted_long_before_it_arrives(scene):
+    """What is in staging memory before that is not copied anywhere."""
+    gate = Gate()
+    scene.offer(after=gate)
+    transfer = scene.fetch()
+    await asyncio.sleep(0.01)
+    gate.fired = True
+    await asyncio.wait([transfer.outcome])
+    scene.clear()
+    await transfer
 
 
 async def crooked_grant(scene, chunks, ring=()):
@@ -572,11 +659,7 @@ async def granted_another_ring_too_early(scene):
 
 async def granted_what_was_not_announced(scene):
     """A chunk goes when it is ready, whatever was granted."""
-    scene.a.books.take(IDS)
-    scene.a.books.offered(IDS)
-    offer = scene.a.worker.offer("r", streaming=True)
-    offer.extend(IDS, tokens=TOKENS)
-    offer.ready(layers=[0], after=READY)
+    streamed(scene)
     transfer = scene.fetch()
     await scene.until(lambda: scene.network.log)
     await asyncio.sleep(0.01)

@@ -2,12 +2,14 @@
 
 import asyncio
 
+import inside
 import pytest
 from guards import RING
 from inside import being_read
 from scenes import IDS, TOKENS, Gate, Scene, a_silent_peer_is_heard_late, play
 
 from kvxfer import READY, MemoryInDoubtError, TransferTimeoutError
+from kvxfer.errors import ClosedError
 
 FOUND = []
 
@@ -69,6 +71,26 @@ async def memory_is_given_back_though_the_offer_is_not_finished(scene: Scene):
     assert not scene.b.worker.describe()["arena"]["receive"].extents
     offer.finish(b"")
     await transfer
+
+
+@found(route="staged")
+async def a_fetch_ends_though_its_copies_are_refused(scene: Scene):
+    """What was granted with the question has arrived before it is known how to copy it, and nothing is copied then."""
+
+    def refuse(*_, **__):
+        raise ClosedError("no more copies are taken")
+
+    inside.mover(scene.b.worker).flow = refuse
+    await scene.failure(scene.fetch("warm-up", [11, 12], timeout=0.01))
+    scene.offer()
+    scene.streams.silence(scene.b.worker)
+    transfer = scene.fetch()
+    await scene.until(lambda: scene.network.log)
+    await asyncio.sleep(0.01)
+    scene.streams.heal()
+    assert not isinstance(await asyncio.wait_for(scene.failure(transfer), 1.0), MemoryInDoubtError)
+    assert transfer.memory_safe
+    await scene.until(lambda: not scene.b.worker.describe()["arena"]["receive"].extents)
 
 
 found(**RING)(a_silent_peer_is_heard_late)

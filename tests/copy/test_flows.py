@@ -1,0 +1,303 @@
+"""Flows: copies that follow one another in the machine, told by counts."""
+
+import random
+
+import pytest
+from stepped import CANARY, Flag, World, kind
+
+from kvxfer.copy import CopyJob, Direction, records
+from kvxfer.copy.tables import NOTHING, pack
+from kvxfer.errors import ClosedError, TransferFailedError
+
+ROW = 64
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.close()
+    state = world.machine.state
+    assert (state[records.LIVE], state[records.FLOW_COUNT], state[records.EAGER]) == (0, 0, 0)
+    spare = state[records.SPARE : records.SPARE + state[records.SPARE_COUNT]]
+    assert sorted(spare) == list(range(records.JOBS, records.ROWS)), "every row of a step is given back"
+    assert world.mover._copies == {}
+    assert sorted(world.mover._free) == list(range(records.JOBS))
+
+
+class Progress:
+    """A flow of rows of the world's memory, and what was told of it."""
+
+    def __init__(self, world, name, steps, *, first=0, direction=Direction.GATHER, **options) -> None:
+        self.world, self.name, self.first, self.counts = world, name, first, []
+        self.added = 0
+        job = CopyJob(NOTHING, world.reports(name), owner=name, **options.pop("job", {}))
+        made = self.make(steps, **options.pop("step", {}))
+        options.setdefault("total", steps)
+        options.setdefault("allowed", steps)
+        self.flow = world.mover.flow(job, direction, made, progress=self.told, **options)
+
+    def make(self, steps, **step):
+        made = []
+        for number in range(self.added, self.added + steps):
+            plan = self.world.plan(rows=1, row_bytes=ROW, at=(self.first + number) * ROW)
+            made.append(CopyJob(pack(plan), nbytes=ROW, **step))
+        self.added += steps
+        return made
+
+    def told(self, outcome) -> None:
+        assert outcome.steps > (self.counts or [0])[-1]
+        self.counts.append(outcome.steps)
+        assert self.written() >= outcome.steps
+
+    def written(self) -> int:
+        """How many steps are there; in order, since a machine on a CPU copies one after another."""
+        found = [self.world.written(nbytes=ROW, at=(self.first + number) * ROW) for number in range(self.added)]
+        assert found == sorted(found, reverse=True)
+        return sum(found)
+
+    @property
+    def outcome(self):
+        return self.world.outcomes[self.name]
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 64])
+@pytest.mark.parametrize("steps", [1, 2, 7, 63, 64, 65, 200])
+async def test_its_steps_follow_one_another(world, steps, width):
+    flow = Progress(world, "f", steps, width=width)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.outcome.steps, flow.written()) == ("done", steps, steps)
+    assert flow.outcome.copying >= 0
+    assert steps not in flow.counts, "the end is told once"
+    assert not flow.flow.pointed
+    assert not flow.flow.steps
+
+
+async def test_no_step_begins_that_is_not_allowed(world):
+    flow = Progress(world, "f", 9, allowed=0)
+    for allowed in (0, 2, 3, 8):
+        world.mover.allow(flow.flow, allowed)
+        for _ in range(20):
+            world.step()
+        assert flow.written() == allowed == (flow.counts or [0])[-1]
+        assert world.step() is None, "it waits for nobody but us"
+        assert world.mover.late() == 0.0
+    world.mover.allow(flow.flow, 9)
+    await world.run(1)
+    assert kind(flow.outcome) == "done"
+
+
+async def test_steps_are_added_while_others_are_under_way(world):
+    flow = Progress(world, "f", 3, total=300, allowed=300)
+    while flow.added < 300:
+        world.step()
+        world.mover.add(flow.flow, flow.make(min(random.Random(flow.added).randrange(90), 300 - flow.added)))
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written()) == ("done", 300)
+
+
+async def test_nothing_follows_when_it_is_finished(world):
+    flow = Progress(world, "f", 5, total=300, allowed=4)
+    world.mover.finish(flow.flow)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.outcome.steps, flow.written()) == ("done", 4, 4)
+    for late in (
+        lambda: world.mover.finish(flow.flow),
+        lambda: world.mover.allow(flow.flow, 5),
+        lambda: world.mover.add(flow.flow, flow.make(1)),
+        lambda: world.mover.cancel(flow.flow),
+    ):
+        late()
+    other = Progress(world, "g", 2, first=300)
+    assert other.flow.slot == flow.flow.slot, "the next one is in its row"
+    await world.run(2)
+    assert (kind(other.outcome), flow.written(), other.written()) == ("done", 4, 2)
+
+
+async def test_finished_when_all_that_may_begin_is_done(world):
+    flow = Progress(world, "f", 5, total=300, allowed=4)
+    for _ in range(20):
+        world.step()
+    assert flow.counts[-1] == 4
+    world.mover.finish(flow.flow)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.outcome.steps) == ("done", 4)
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_cancelled_at_any_time(world, steps):
+    flow = Progress(world, "f", 8, width=3)
+    for _ in range(steps):
+        world.step()
+    world.mover.cancel(flow.flow)
+    assert world.outcomes == {} or steps > 8
+    standing = world.mover.may_copy(flow.flow)
+    assert standing is False, "on a CPU nothing is under way between two steps of the machine"
+    done = flow.written()
+    await world.run(1)
+    assert flow.written() == done == flow.outcome.steps
+    assert kind(flow.outcome) == ("done" if done == 8 else "stopped")
+
+
+async def test_a_lease_ends_it_and_can_be_renewed(world):
+    flow = Progress(world, "f", 6, allowed=2, job={"until": 2.0})
+    for _ in range(10):
+        world.step()
+    world.runtime.time = 3.0
+    world.mover.allow(flow.flow, 4, until=4.0)
+    for _ in range(10):
+        world.step()
+    assert (flow.counts[-1], world.outcomes) == (4, {})
+    world.runtime.time = 4.0
+    world.mover.allow(flow.flow, 6)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.outcome.steps, flow.written()) == ("stopped", 4, 4)
+
+
+async def test_a_step_waits_for_its_event_and_those_behind_it_for_that(world):
+    flag = Flag()
+    flow = Progress(world, "f", 2, total=5, allowed=5)
+    world.mover.add(flow.flow, flow.make(1, after=flag))
+    world.mover.add(flow.flow, flow.make(2))
+    for _ in range(5):
+        world.step()
+        await world.settle()
+    assert flow.written() == 2
+    assert world.mover.waiting(Direction.GATHER) == 1
+    flag.fired = True
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written()) == ("done", 5)
+
+
+async def test_an_event_that_cannot_be_asked_ends_it(world):
+    flow = Progress(world, "f", 2, total=5, allowed=5)
+    world.mover.add(flow.flow, flow.make(1, after=Flag(RuntimeError("gone"))))
+    world.mover.add(flow.flow, flow.make(2))
+    await world.run(1)
+    assert isinstance(flow.outcome.error, TransferFailedError)
+    assert flow.outcome.steps == flow.written() <= 2
+    assert not flow.outcome.in_doubt
+
+
+async def test_cancelled_while_a_step_waits_for_its_event(world):
+    flag = Flag()
+    flow = Progress(world, "f", 3, step={"after": flag})
+    await world.settle()
+    world.mover.cancel(flow.flow)
+    await world.run(1)
+    flag.fired = True
+    await world.settle()
+    for _ in range(5):
+        world.step()
+    assert (kind(flow.outcome), flow.written()) == ("stopped", 0)
+
+
+async def test_what_goes_on_by_itself_passes_what_waits_for_peers(world):
+    """Else two workers, each full of what waits for the other, would wait for ever."""
+    waiting = [
+        Progress(world, number, 1, first=0, allowed=0, direction=Direction.SCATTER) for number in range(records.JOBS)
+    ]
+    assert world.mover.crowded
+    flow = Progress(world, "f", 2, first=8)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written()) == ("done", 2)
+    for one in waiting:
+        world.mover.allow(one.flow, 1)
+    await world.run(1 + len(waiting))
+    assert {kind(one.outcome) for one in waiting} == {"done"}
+    assert not world.mover.crowded
+
+
+async def test_it_is_closed(world):
+    flow = Progress(world, "f", 3, allowed=1)
+    world.step()
+    world.mover._refusing = True
+    with pytest.raises(ClosedError):
+        Progress(world, "g", 1)
+    await world.close()
+    assert isinstance(flow.outcome.error, ClosedError)
+    assert flow.written() == flow.outcome.steps == 1
+
+
+async def test_it_is_closed_while_a_step_waits_for_its_event(world):
+    flow = Progress(world, "f", 2, step={"after": Flag()})
+    other = Progress(world, "g", 2, first=8, allowed=1)
+    await world.settle()
+    world.step()
+    await world.close()
+    for one in (flow, other):
+        assert isinstance(one.outcome.error, ClosedError)
+        assert one.written() == one.outcome.steps
+    assert world.mover._untold == 0
+
+
+async def test_it_does_not_sleep_while_it_owes_news(world):
+    """The loop has read nothing for so long that the pipe is full, and does not go on with what it is not told of."""
+    flows = [Progress(world, number, 64, first=64 * number, total=65) for number in range(16)]
+    while world.machine.step() is not None:
+        pass
+    last = Progress(world, "last", 1, first=64 * 16, total=2)
+    for _ in range(20):
+        world.machine.step()
+    assert world.machine.state[records.DUE_COUNT] == 1
+    assert world.machine.step() is not None, "it does not sleep"
+    await world.settle()
+    world.step()
+    assert [one.counts[-1] for one in (*flows, last)] == [64] * 16 + [1]
+    for one in (*flows, last):
+        world.mover.finish(one.flow)
+        world.mover.cancel(one.flow)
+    await world.run(17)
+
+
+async def test_many_share_the_rows_of_steps(world):
+    """Each may have more under way than there are rows for all."""
+    flows = [Progress(world, number, 64, first=64 * number, width=64) for number in range(20)]
+    await world.run(20)
+    assert all(kind(one.outcome) == "done" and one.written() == 64 for one in flows)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_whatever_comes_in_whatever_order(world, seed):
+    """Added, allowed, cancelled, finished, past its lease: what is told is what is there, and everything ends."""
+    rng = random.Random(seed)
+    flows = []
+    for number in range(rng.randrange(1, 12)):
+        total = rng.choice((1, 3, 30, 100))
+        options = {"width": rng.choice((1, 2, 5, 64)), "direction": rng.choice(list(Direction))}
+        first = min(total, rng.choice((0, 1, 10)))
+        until = rng.choice((1e9, 1e9, rng.randrange(2, 20)))
+        one = Progress(
+            world, number, first, first=100 * number, total=total, allowed=0, job={"until": until}, **options
+        )
+        flows.append((one, total, until))
+    for turn in range(400):
+        if turn % 20 == 0:
+            world.runtime.time += 0.5
+        one, total, until = rng.choice(flows)
+        what = rng.random()
+        if what < 0.3 and one.added < total:
+            world.mover.add(one.flow, one.make(min(total - one.added, rng.choice((1, 5, 80)))))
+        elif what < 0.6:
+            world.mover.allow(one.flow, rng.randrange(total + 1))
+        elif what < 0.62:
+            world.mover.cancel(one.flow)
+        elif what < 0.63:
+            world.mover.finish(one.flow)
+        for _ in range(rng.randrange(4)):
+            world.step()
+        if rng.random() < 0.2:
+            await world.settle()
+    for one, total, _ in flows:
+        if not one.flow.over and one.flow.total == total:
+            world.mover.add(one.flow, one.make(total - one.added))
+        world.mover.allow(one.flow, one.flow.total)
+    await world.run(len(flows))
+    for one, total, until in flows:
+        assert one.outcome.steps == one.written()
+        if kind(one.outcome) == "done":
+            assert one.written() == one.flow.total <= total
+        else:
+            assert kind(one.outcome) == "stopped"
+            assert one.flow.cancelled or until <= world.runtime.time
+    assert (world.dst[100 * ROW * len(flows) :] == CANARY).all()

@@ -23,6 +23,8 @@ BUDGETS = {
 }
 """What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
 modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
+FURTHER = {"mapped": 20, "staged": 130}
+"""Calls that a further chunk may take, both ends and asyncio included. The goal for either is 0."""
 FETCHES = 20
 ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
 
@@ -68,3 +70,24 @@ async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, c
         found.append(calls.spent)
     least = {name: min(spent[name] for spent in found) for name in BUDGETS[route]}
     assert all(least[name] <= most for name, most in BUDGETS[route].items()), least
+
+
+@pytest.mark.parametrize("route", FURTHER)
+async def test_a_further_chunk_stays_within_its_budget(stage, route, caplog):
+    caplog.set_level(logging.WARNING, "kvxfer")
+    few, many, each = 8, 40, 4  # chunks, and blocks of one
+    source, target = (Cache(shared=True, blocks=many * each) for _ in range(2))
+    nbytes = sum(memory.nbytes for memory in source.memory.values()) // many
+    sizes = {"chunk_bytes": nbytes, "in_place_chunk_bytes": nbytes, "arena_bytes": 64 * nbytes}
+    prefill, decode = await stage.pair(source, target, route=route, **sizes)
+    calls, least = Calls(), {}
+    for number in range(FETCHES):
+        chunks = (few, many)[number % 2]
+        blocks = range(chunks * each)
+        prefill.offer(f"r{number}", blocks, tokens=4 * len(blocks), after=READY)
+        ticket = prefill.engine.ticket(f"r{number}")
+        with calls:
+            result = await decode.fetch(ticket, blocks, tokens=range(4 * len(blocks)), after=READY)
+        assert (result.stats.route, result.stats.chunks) == (route, chunks)
+        least[chunks] = min(calls.spent["calls"], least.get(chunks, sys.maxsize))
+    assert (least[many] - least[few]) / (many - few) <= FURTHER[route], least

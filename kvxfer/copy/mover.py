@@ -325,15 +325,15 @@ class Mover:
             self._send(flow)
         return flow
 
-    def add(self, flow: Flow, steps: Iterable[CopyJob], *, allowed: int = 0, until: float | None = None) -> None:
-        """Let more steps follow; they may begin if so many are allowed. Harmless if it is over.
+    def add(self, flow: Flow, steps: Iterable[CopyJob]) -> None:
+        """Let more steps follow, once they are allowed. Harmless if it is over.
 
         Raises:
             FabricError: If the two sides of what is to be posted do not fit; nothing was added then.
         """
         flow.steps.extend(self._steps(flow, steps))
         self._fill(flow)
-        self.allow(flow, allowed, until)
+        self._say(flow)
 
     def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
         """The first so many steps may begin, none of them later than `until`. Harmless if it is over."""

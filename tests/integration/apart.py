@@ -46,12 +46,13 @@ class Apart(Copy):
         self._done: set[int] = set()
         self._severed = self._stopping = self._over = False
         self._told, self._verdict = CopyOutcome(None, 0.0, 0.0), CopyOutcome(None, 0.0, 0.0)
-        self.add(steps, allowed=allowed)
+        self._steps.extend(steps)
+        self.allow(allowed)
 
-    def add(self, steps: Iterable[CopyJob], *, allowed: int = 0, until: float | None = None) -> None:
+    def add(self, steps: Iterable[CopyJob]) -> None:
         """See `Mover.add`."""
         self._steps.extend(steps)
-        self.allow(allowed, until)
+        self._go_on()
 
     def allow(self, steps: int, until: float | None = None) -> None:
         """See `Mover.allow`."""

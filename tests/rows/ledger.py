@@ -244,10 +244,10 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
             flows[made] = noted
             return made
 
-        def add(self, flow: Flow, steps: Iterable[CopyJob], *, allowed: int = 0, until: float | None = None) -> None:
+        def add(self, flow: Flow, steps: Iterable[CopyJob]) -> None:
             listed = list(steps)
-            flows[flow].add(listed, allowed)
-            super().add(flow, listed, allowed=allowed, until=until)
+            flows[flow].add(listed, 0)
+            super().add(flow, listed)
 
         def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
             flows[flow].add([], steps)

@@ -229,7 +229,8 @@ class Mover:
         self._copies: Final[dict[int, Copy]] = {}  # by slot: the machine has them
         self._free: Final = list(range(records.JOBS))
         self._queue: Final[deque[Copy]] = deque()  # for which there is no slot
-        self._awaiting = 0  # flows that go on as peers do
+        self._awaiting = 0  # flows that go on as peers do, and have a slot
+        self._parked: Final[deque[Copy]] = deque()  # those for which there is none
         self._behind: Final[dict[Hashable, deque[Copy]]] = {}  # by owner, those that wait for one that is prepared
         self._unfired: list[Copy] = []  # whose events need the interpreter
         self._news: Final[deque[tuple[int, ...]]] = deque()  # events that were read, and not told
@@ -364,6 +365,8 @@ class Mover:
             self._unfired.remove(copy)
         elif copy in self._queue:
             self._queue.remove(copy)
+        elif copy in self._parked:
+            self._parked.remove(copy)
         else:
             if self._copies.get(copy.slot) is copy:
                 self._machine.tell(_BRIEF.pack(records.CANCEL, copy.slot, 0, 0, b""))
@@ -567,7 +570,7 @@ class Mover:
 
     def _all(self) -> list[Copy]:
         """All that has been asked for, and is not over."""
-        asked = (*self._unfired, *self._queue, *self._copies.values())
+        asked = (*self._unfired, *self._queue, *self._parked, *self._copies.values())
         return list(dict.fromkeys([copy.flow or copy for copy in asked]))
 
     async def _let_go(self) -> None:
@@ -680,7 +683,9 @@ class Mover:
         """Give it to the machine, if that has room."""
         if copy.cancelled:
             self._loop.call_soon(self._tell, copy, self._outcome(stopped=True))
-        elif not self._free or (copy.awaits and self._awaiting >= _MOST_AWAITING):
+        elif copy.awaits and self._awaiting >= _MOST_AWAITING:
+            self._parked.append(copy)
+        elif not self._free:
             self._queue.append(copy)
         else:
             copy.slot = self._free.pop()
@@ -995,9 +1000,10 @@ class Mover:
         if job.passage is not None and not (isinstance(copy, Flow) and copy.left):
             job.passage.give_back()
         self._awaiting -= copy.awaits
-        for _ in range(len(self._queue)):
-            if self._free:
-                self._send(self._queue.popleft())
+        if self._queue:
+            self._send(self._queue.popleft())
+        if self._parked and self._free:
+            self._send(self._parked.popleft())
 
     def _error(self, job: CopyJob, outcome: int, code: int, flags: int) -> KvxferError | None:
         """Why a job failed; a driver's codes are positive, a transport's are not."""

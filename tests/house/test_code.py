@@ -19,6 +19,7 @@ BROAD = {
     ("kvxfer/copy/mover.py", "Mover._prepare_off_loop"): 1,  # the copy fails with it
     ("kvxfer/copy/mover.py", "Mover._add_up"): 1,  # likewise
     ("kvxfer/copy/mover.py", "Mover._tell"): 1,  # a callback that must not raise, and did
+    ("kvxfer/copy/mover.py", "Mover._flow_news"): 1,  # likewise
     ("kvxfer/copy/mover.py", "Mover._tell_late"): 1,  # likewise
     ("kvxfer/copy/port.py", "has_fired"): 1,  # an event of the caller's
     ("kvxfer/decode/receiver.py", "Receiver.supervised"): 1,  # a defect ends the transfer that it is in, and no other

@@ -479,19 +479,13 @@ class Bound:
 
     def gathers(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
         """For each of these chunks, source blocks into staging at an address, every byte of which is written."""
-        found = self._tables(Kind.GATHER, chunks, addresses)
-        if found is None:
-            places = zip(chunks, addresses, strict=True)
-            found = [pack(self.chunk(chunk).gather(address)) for chunk, address in places]
-        return found
+        found, places = self._tables(Kind.GATHER, chunks, addresses), zip(chunks, addresses, strict=True)
+        return found or [pack(self.chunk(chunk).gather(address)) for chunk, address in places]
 
     def scatters(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
         """For each of these chunks, staging at an address into destination blocks."""
-        found = self._tables(Kind.SCATTER, chunks, addresses)
-        if found is None:
-            places = zip(chunks, addresses, strict=True)
-            found = [pack(self.chunk(chunk).scatter(address)) for chunk, address in places]
-        return found
+        found, places = self._tables(Kind.SCATTER, chunks, addresses), zip(chunks, addresses, strict=True)
+        return found or [pack(self.chunk(chunk).scatter(address)) for chunk, address in places]
 
     def _tables(
         self, kind: Kind, chunks: range, addresses: Sequence[int], regions: I64 | None = None

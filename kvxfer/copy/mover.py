@@ -806,7 +806,7 @@ class Mover:
 
     def _fill(self, flow: Flow) -> None:
         """Put steps where the machine finds them, as far as there is room and nothing has to come before."""
-        if flow.slot < 0:
+        if flow.slot < 0 or flow.over:
             return
         steps, table, room = flow.steps, flow.table, len(flow.table)
         while steps and flow.known - flow.passed < room and not flow.held:

@@ -1,7 +1,9 @@
 """What one rank holds, checked as a whole: several cache tensors, and the groups whose block ids they share."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
+from typing import TypeAlias
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.overlap import Bytes, shared
@@ -11,7 +13,10 @@ from kvxfer.geometry.tensor import CacheTensor
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_PLACES, MAX_TENSORS
 
-__all__ = ["CacheGeometry", "Group"]
+__all__ = ["CacheGeometry", "Group", "Place"]
+
+Place: TypeAlias = tuple[str, str, str, int]
+"""What a tensor holds of a block: its group, part, half (K, V or neither) and layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,15 @@ class CacheGeometry:
         return {name: tuple(specs) for name, specs in found.items()}
 
     @lazy
+    def places(self) -> Mapping[Place, Sequence[TensorSpec]]:
+        """Tensors by what they hold; several only where each has other heads of it."""
+        found: dict[Place, list[TensorSpec]] = {}
+        for spec in self.tensors:
+            for kv, layer in product(spec.kv, spec.layers):
+                found.setdefault((spec.group, spec.part, kv, layer), []).append(spec)
+        return found
+
+    @lazy
     def layers(self) -> frozenset[int]:
         """Global numbers of the layers of which it holds something."""
         return frozenset(layer for spec in self.tensors for layer in spec.layers)
@@ -164,18 +178,13 @@ class CacheGeometry:
                 )
 
     def _check_unique(self) -> None:
-        held: dict[tuple[str, str, int, str], list[tuple[range, TensorSpec]]] = {}
-        for spec in self.tensors:
-            for layer in spec.layers:
-                for kv in spec.kv:
-                    rivals = held.setdefault((spec.group, spec.part, layer, kv), [])
-                    for heads, other in rivals:
-                        if heads.start < spec.heads.stop and spec.heads.start < heads.stop:
-                            raise GeometryError(
-                                f"the same coordinates are given twice: layer {layer}, kv {kv or '-'}, "
-                                f"heads {spec.heads} in {spec.name} and heads {heads} in {other.name}"
-                            )
-                    rivals.append((spec.heads, spec))
+        for (_, _, kv, layer), specs in self.places.items():
+            for first, second in combinations(specs, 2) if len(specs) > 1 else ():
+                if first.heads.start < second.heads.stop and second.heads.start < first.heads.stop:
+                    raise GeometryError(
+                        f"the same coordinates are given twice: layer {layer}, kv {kv or '-'}, "
+                        f"heads {second.heads} in {second.name} and heads {first.heads} in {first.name}"
+                    )
         facts = list(self.facts())
         longest = max((name for name, _ in facts), key=len)
         if len(longest) > MAX_NAME:

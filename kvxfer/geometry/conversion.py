@@ -4,21 +4,17 @@ What is stored at the destination is what is stored at the source, times the sca
 of the destination.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
-from typing import TypeAlias
 
 from kvxfer.dtypes import CONVERTIBLE, convertible
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.spec import TensorSpec
 
-__all__ = ["Difference", "Part", "Place", "by_place", "converts", "copied", "difference", "differences", "parts"]
-
-Place: TypeAlias = tuple[str, str, str, int]
-"""Group, part, kv, layer."""
+__all__ = ["Difference", "Part", "converts", "copied", "difference", "differences", "parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +52,6 @@ class Part:
     elements: Elements
     multiply: float = 1.0
     divide: float = 1.0
-
-
-def by_place(geometry: CacheGeometry) -> Mapping[Place, Sequence[TensorSpec]]:
-    """Tensors of a rank by what they hold."""
-    found: dict[Place, list[TensorSpec]] = {}
-    for spec in geometry.tensors:
-        for kv, layer in product(spec.kv, spec.layers):
-            found.setdefault((spec.group, spec.part, kv, layer), []).append(spec)
-    return found
 
 
 def parts(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[Part]:
@@ -151,9 +138,9 @@ def converts(src: CacheGeometry, dst: CacheGeometry) -> bool:
 
 def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
     """Pairs of tensors with the heads that they have in common; a pair once, however many layers it shares."""
-    sources = by_place(src)
+    sources = src.places
     seen: set[tuple[int, int]] = set()
-    for place, targets in by_place(dst).items():
+    for place, targets in dst.places.items():
         for source, target in product(sources.get(place, ()), targets):
             key = (id(source), id(target))
             heads = range(

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.conversion import by_place
 from kvxfer.geometry.explain import Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
@@ -131,7 +130,7 @@ class Holder:
     """One side: its tensors by what they hold, and whether their addresses are known."""
 
     def __init__(self, geometry: CacheGeometry) -> None:
-        self._places: Final = by_place(geometry)
+        self._places: Final = geometry.places
         self._owners: Final = {id(spec): number for number, spec in enumerate(geometry.tensors)}
         self._addressed: Final = geometry.addressed
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Factor
-from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.conversion import Place, by_place, copied, difference, parts
+from kvxfer.geometry.cache import CacheGeometry, Place
+from kvxfer.geometry.conversion import copied, difference, parts
 from kvxfer.geometry.elements import Elements
 from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
 from kvxfer.geometry.resolve import Selection
@@ -109,7 +109,7 @@ def intersect(
             tensors differs in what cannot be converted, or is not to be.
     """
     _check_disjoint(selections)
-    sources, targets = by_place(src), by_place(dst)
+    sources, targets = src.places, dst.places
     found: dict[SegmentKey, list[_Region]] = {}
     cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
     for selection in selections:

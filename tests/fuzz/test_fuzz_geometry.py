@@ -13,6 +13,7 @@ import pytest
 from mutation import Mutator
 from stage import Cache
 
+import kvxfer.copy.template  # noqa: F401  # as a worker does when it opens: what is timed is the peer's doing
 from kvxfer.encoding import decode_spans, geometry_to_wire
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.geometry import CacheGeometry

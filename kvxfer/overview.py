@@ -55,6 +55,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
             "broken": fabric_broken,
             "awake": site.mover.held_awake,
             "lingering": site.mover.lingering,
+            "strange": site.mover.strange,
             "agents": site.fabric.agents,
             "lanes": len(site.lanes),
         },

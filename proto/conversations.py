@@ -178,8 +178,8 @@ def _want(chunks: int, lease_ms: int = 0) -> Want:
     return Want(TRANSFER, chunks, lease_ms)
 
 
-def _reserve(chunks: int, *ring: Grant) -> Reserve:
-    return Reserve(TRANSFER, chunks, 30_000, 0, list(ring))
+def _reserve(chunks: int, *ring: Grant, copied: int = 0, token: bytes = b"") -> Reserve:
+    return Reserve(TRANSFER, chunks, 30_000, 0, list(ring), copied, token)
 
 
 _STAGED: list[Line] = [
@@ -199,7 +199,18 @@ _TURNS: list[Line] = [
     ("prefill", _want(2)),
     ("decode", _reserve(1, _place(0))),
     ("prefill", _arrived(1)),
-    ("decode", _reserve(2)),  # the first chunk is scattered: the same place again
+    ("decode", _reserve(2, copied=1)),  # the first chunk is scattered: the same place again
+    ("prefill", _done()),
+    ("decode", Release(TICKET)),
+]
+_TURNS_OF_AGENTS: list[Line] = [
+    ("decode", _fetch([Route.STAGED])),
+    ("prefill", _accept(Route.STAGED)),
+    ("prefill", _want(2)),
+    ("decode", _reserve(1, _place(0), token=bytes(range(1, 17)))),
+    ("decode", _reserve(2)),  # the agents notify each other when the place is free
+    ("prefill", _arrived(1)),  # a while after the agent has said so
+    ("decode", _reserve(2, copied=1)),  # likewise
     ("prefill", _done()),
     ("decode", Release(TICKET)),
 ]
@@ -396,6 +407,7 @@ _NOT_THE_SAME: list[Line] = [
 _SCRIPTS: list[tuple[str, str, str, list[Line]]] = [
     ("staged_two_chunks", "a staged fetch whose second chunk becomes ready later", "done", [*HANDSHAKE, *_STAGED]),
     ("staged_in_turns", "one place of staging memory for two chunks", "done", [*HANDSHAKE, *_TURNS]),
+    ("staged_in_turns_of_agents", "the same, and no loop has a part in it", "done", [*HANDSHAKE, *_TURNS_OF_AGENTS]),
     ("staged_in_another_ring", "the second chunk is granted other memory", "done", [*HANDSHAKE, *_OTHER_RING]),
     ("direct_in_place", "a grant without a ring, and one result for all of it", "done", [*HANDSHAKE, *_DIRECT]),
     ("granted_ahead", "the grant rides with the fetch, and is used", "done", [*HANDSHAKE, *_AHEAD]),

@@ -191,7 +191,10 @@ def _counts() -> Iterator[tuple[str, Message]]:
     yield "reserve_a_ring", Reserve(1, 2, 30_000, 0, [PLACE, Grant(PLACE.address + PLACE.length, 524_288)])
     yield "reserve_in_the_ring_that_there_is", Reserve(1, 3, 30_000)
     yield "reserve_in_place", Reserve(1, 2, 30_000, 42)
-    yield "reserve_at_its_bounds", Reserve(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, MAX_U64, [Grant(MAX_U64, MAX_U64)])
+    yield "reserve_a_ring_to_take_turns_in", Reserve(1, 2, 30_000, 0, [PLACE], 0, bytes(range(1, 17)))
+    yield "reserve_nothing_more", Reserve(1, 3, 30_000, 0, [], 2)
+    ring = [Grant(MAX_U64, MAX_U64)]
+    yield "reserve_at_its_bounds", Reserve(MAX_U64, MAX_CHUNKS, 0xFFFF_FFFF, MAX_U64, ring, MAX_CHUNKS, b"\xff" * 16)
     yield "landed", Landed(1, 2)
     yield "arrived", Arrived(1, 2, Timings(10, 20, 30, 40))
     yield "arrived_at_its_bounds", Arrived(MAX_U64, MAX_CHUNKS, Timings(MAX_U64, MAX_U64, MAX_U64, MAX_U64))
@@ -207,7 +210,7 @@ def _sums() -> Iterator[tuple[str, Message]]:
 # Frames that a receiver must read although no peer of this version sends them in this form: (name, note, payload).
 _READABLE: list[tuple[str, str, bytes]] = [
     ("want_without_its_tail", "three fields are missing: their defaults hold", bytes.fromhex("93090101")),
-    ("reserve_without_its_tail", "two fields are missing: their defaults hold", bytes.fromhex("940a010119")),
+    ("reserve_without_its_tail", "four fields are missing: their defaults hold", bytes.fromhex("940a010119")),
     ("arrived_without_its_tail", "timings are missing: all are 0", bytes.fromhex("93100101")),
     ("arrived_with_some_timings", "two of four are missing: they are 0", bytes.fromhex("9410010192050a")),
     ("result_without_its_tail", "five fields are missing: their defaults hold",

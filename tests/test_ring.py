@@ -1,4 +1,4 @@
-"""What of a ring is given back, and when: never what the peer may still write, or what a copy of ours reads."""
+"""What of a ring is given back, and when: never what the peer may still write."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.decode.receiver import Grants
+from kvxfer.decode.receiver import Grants, _Said
 from kvxfer.desk import Desk
 from kvxfer.memory import ExtentState, Share
 from kvxfer.metrics import Metrics
@@ -59,15 +59,18 @@ async def test_what_a_lost_peer_may_write_is_kept_however_often_it_is_met_and_lo
     assert grants.desk.share.snapshot().free_bytes == 8 * PAGE
 
 
-@pytest.mark.parametrize("lost", [True, False])
-async def test_what_is_read_is_given_back_when_it_has_been_read(grants, lost):
-    ring = hold(grants, 2)
-    grants.copying(range(1))
-    grants.settle(range(1, 2), lost=lost)
-    assert held(grants, ExtentState.QUARANTINED) == ([ring[1]] if lost else [])
-    assert ring[0] in [extent.address for extent in grants.desk.share.extents()]
-    grants.copied(range(1))
-    assert [extent.address for extent in grants.desk.share.extents()] == ([ring[1]] if lost else [])
-    grants.settle(range(2, 2), lost=False)
-    assert not grants
-    assert not grants.desk.share.extents()
+def test_a_ring_is_granted_far_ahead_only_while_its_turns_are_quick():
+    """Others who wait for memory wait for all that is granted."""
+    said, now = _Said(), 5.0
+    said.restart(10, now)
+    assert said.turns == 2
+    said.note(13, now + 0.01, 4)  # not a whole turn yet
+    assert said.turns == 2
+    said.note(14, now + 0.02, 4)
+    assert said.turns == 4
+    said.note(18, now + 0.1, 4)
+    assert said.turns == 1
+    said.note(23, now + 0.11, 4)
+    assert said.turns == 4
+    said.restart(30, now + 1)
+    assert said.turns == 2

@@ -20,7 +20,7 @@ __all__ = ["Collector", "families"]
 
 _IDENTITY: Final = ("engine", "rank")
 _SIDES: Final = ("receive", "send")
-_STATES: Final = ("free", "reserved", "writing", "scattering", "quarantined")
+_STATES: Final = ("free", "reserved", "writing", "quarantined")
 _BOUNDS: Final = (*(repr(bound) for bound in SECONDS), "+Inf")
 
 # name -> (help, the label's name, the counter's place in the snapshot)

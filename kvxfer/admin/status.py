@@ -59,7 +59,7 @@ def _worker(look: Look, limits: Limits) -> dict[str, Any]:
 
 
 def _share(share: ShareSnapshot) -> dict[str, Any]:
-    numbers = ("capacity", "free", "reserved", "writing", "scattering", "quarantined", "largest_gap", "waiting")
+    numbers = ("capacity", "free", "reserved", "writing", "quarantined", "largest_gap", "waiting")
     return {
         **{f"{name}_bytes": getattr(share, f"{name}_bytes") for name in numbers},
         "waiting_requests": share.waiting_requests,

@@ -13,6 +13,9 @@ A flow is copies that follow one another. Its steps lie in the loop's memory as 
 with them, in their order, as far as the loop has allowed: each gets a row when its events have fired, and gives it back
 when it is done. The loop is told how many are, and once how the flow ended. The first step that fails stops the rest.
 
+Two flows, one that fills places in the memory of a peer and the peer's own that empties them, take turns: each tells
+the other how many of its steps are done, by a notification over the transport. No loop has a part in that.
+
 What decides whether a copy may begin (its lease, the lock in front of a peer's memory) is looked at in the lines right
 before it does, by the one thread that could begin it. A lock is kept until nothing of its copies is under way.
 
@@ -47,6 +50,7 @@ from kvxfer.copy.posts import (
     ended_late,
     enter_agent,
     give_back,
+    inform,
     leave_agent,
     look,
     make_progress,
@@ -123,6 +127,7 @@ from kvxfer.copy.records import (
     HALT,
     HALTED,
     HEAD,
+    HEARD,
     HELD,
     HELPERS,
     HERE,
@@ -148,6 +153,7 @@ from kvxfer.copy.records import (
     LINGERING,
     LINGERS,
     LISTED,
+    LISTENING,
     LIVE,
     LIVED,
     LOCK,
@@ -185,6 +191,7 @@ from kvxfer.copy.records import (
     PEER_NUMBER,
     PIECE,
     PIECES,
+    PLACES,
     POLLED,
     POST,
     POSTING,
@@ -203,6 +210,7 @@ from kvxfer.copy.records import (
     ROWS,
     ROWS_AT,
     RUNNING,
+    SAID,
     SELDOM,
     SEM_POST,
     SENDING,
@@ -237,6 +245,7 @@ from kvxfer.copy.records import (
     TAIL,
     TEAM,
     TIME,
+    TOKEN,
     TOLD,
     TOTAL,
     TURN,
@@ -391,7 +400,7 @@ def _tell(state: Any, jobs: Any, ports: Any) -> None:
         state[DUE_FIRST] = (state[DUE_FIRST] + 1) % ROWS
         state[DUE_COUNT] -= 1
         if slot >= JOBS and job[OUTCOME] <= IN_DOUBT:
-            _passed(state, jobs[job[OF_FLOW] - 1], job, job[OF_FLOW] - 1)
+            _passed(state, ports, jobs[job[OF_FLOW] - 1], job, job[OF_FLOW] - 1)
         if flow and not ended:
             job[MARKED], job[TOLD] = 0, job[PASSED]
         elif stays:
@@ -427,8 +436,8 @@ def _step_at(flow: Any, step: Any) -> Any:
 
 
 @inlined
-def _passed(state: Any, flow: Any, job: Any, slot: Any) -> None:
-    """A step of a flow has ended: count it, or stop the rest."""
+def _passed(state: Any, ports: Any, flow: Any, job: Any, slot: Any) -> None:
+    """A step of a flow has ended: count it, and tell the peer, or stop the rest."""
     flow[ACTIVE] -= 1
     if flow[STARTED] == 0:
         flow[STARTED] = job[STARTED]
@@ -445,9 +454,29 @@ def _passed(state: Any, flow: Any, job: Any, slot: Any) -> None:
     store(_step_at(flow, job[STEP]), _PASSED)
     while flow[PASSED] < flow[NEXT] and load(_step_at(flow, flow[PASSED])) == _PASSED:
         flow[PASSED] += 1
+    if _owes(flow) and enter_agent(state):  # else, as somebody else calls it, later, or by the loops if it is the last
+        inform(state, ports, flow)
+        leave_agent(state)
     if flow[PASSED] > flow[TOLD] and flow[PASSED] < flow[TOTAL] and flow[MARKED] == 0:
         flow[MARKED] = 1
         _owe(state, slot)
+
+
+@inlined
+def _may_begin_of(flow: Any) -> Any:
+    """How many steps of a flow may begin: what is gathered goes where there is a place, what is scattered has come."""
+    most = min(flow[KNOWN], flow[ALLOWED])
+    if flow[PLACES] != 0 and flow[LANE] == 0:
+        most = min(most, min(flow[HEARD], flow[PASSED]) + flow[PLACES])
+    elif flow[PLACES] != 0:
+        most = min(most, flow[HEARD], flow[PASSED] + flow[PLACES])
+    return most
+
+
+@inlined
+def _owes(flow: Any) -> Any:
+    """Whether the peer is to be told that more steps are done. Of what is scattered last nobody waits for the place."""
+    return flow[TOKEN] != 0 and flow[SAID] < flow[PASSED] and (flow[LANE] == 0 or flow[PASSED] < flow[TOTAL])
 
 
 @inlined
@@ -464,8 +493,7 @@ def _spoilt(flow: Any, outcome: Any, code: Any, gone: Any, lingers: Any) -> None
 def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
     """Give rows to the steps of a flow that may begin; whether any got one."""
     flow, fed = jobs[slot], False
-    while flow[NEXT] < min(flow[KNOWN], flow[ALLOWED]):
-        state[EAGER] += 1
+    while flow[NEXT] < _may_begin_of(flow):
         if flow[NEXT] - flow[PASSED] >= flow[WIDTH] or state[SPARE_COUNT] == 0:
             return fed
         at = state[HERE] + 8 * FEED
@@ -488,7 +516,6 @@ def _feed(state: Any, jobs: Any, ports: Any, slot: Any, now: Any) -> Any:
         jobs[free][STEP] = flow[NEXT]
         flow[NEXT] += 1
         flow[ACTIVE] += 1
-        state[EAGER] -= 1
         fed = True
     return fed
 
@@ -520,15 +547,19 @@ def _step_flows(state: Any, jobs: Any, ports: Any, now: Any) -> Any:
             flow[CANCELLED] = 2
             _stop_steps(state, jobs, ports, slot, now)
         row = state[ROWS_AT] + 8 * (slot * JOB_WORDS + STATE)
-        if flow[CANCELLED] == 0 and flow[NEXT] < min(flow[KNOWN], flow[ALLOWED]) and exchange(row, FLOWS, FEEDING):
+        if flow[CANCELLED] == 0 and flow[NEXT] < _may_begin_of(flow) and exchange(row, FLOWS, FEEDING):
             if _feed(state, jobs, ports, slot, now):
                 moved = True
             exchange(row, FEEDING, FLOWS)
+        ready = min(flow[KNOWN], flow[ALLOWED]) if flow[TOKEN] != 0 else _may_begin_of(flow)
+        if flow[CANCELLED] == 0 and flow[NEXT] < ready:
+            state[EAGER] += 1
         over = flow[CANCELLED] != 0 or flow[PASSED] >= flow[TOTAL]
         if over and flow[ACTIVE] == 0 and flow[MARKED] == 0:
             whole = flow[PASSED] >= flow[TOTAL]
             flow[STATE], flow[OUTCOME] = ENDED, DONE if whole else max(flow[VERDICT], STOPPED)
             state[FLOW_COUNT] -= 1
+            state[LISTENING] -= flow[TOKEN] != 0
             _owe(state, slot)
     return moved
 
@@ -550,6 +581,7 @@ def _accept(state: Any, job: Any, at: Any, slot: Any, begins: Any) -> None:
     job[STATE], job[TAG] = begins, -1
     if begins == FLOWS:
         state[FLOW_COUNT] += 1
+        state[LISTENING] += job[TOKEN] != 0
     if owner < 0:
         job[OWNER] = ~owner
         state[TAGS + ~owner] = 0
@@ -566,6 +598,7 @@ def _goes_on(state: Any, jobs: Any, at: Any, slot: Any) -> None:
     flow = jobs[slot]
     for word in range(KNOWN, TOTAL + 1):
         flow[word] = state[at + word]
+    flow[HEARD] = max(flow[HEARD], state[at + HEARD])
     if flow[UNTIL] != state[at + UNTIL]:
         flow[UNTIL] = state[at + UNTIL]
         for number in range(state[LIVE]):
@@ -921,7 +954,7 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
     """
     if state[CATCHING] == 1 and state[AGENT_AT] == 0:
         state[CATCHING] = 2
-    if state[SENDING_COUNT] + state[WATCHED] + state[HELD] + state[CATCHING] == 0:
+    if state[SENDING_COUNT] + state[WATCHED] + state[HELD] + state[CATCHING] + state[LISTENING] == 0:
         return False
     if state[SENDING_COUNT] != 0:
         _stop_cancelled(state, jobs, ports, now)
@@ -953,8 +986,13 @@ def _step_posts(state: Any, jobs: Any, ports: Any, now: Any) -> Any:  # noqa: PL
                     drop_parts(state, ports, job)
                     _leave(state, ports, job)
                     _over(state, job, slot, OVER, 1 if ended else 0)
-    if state[HELD] != 0:
-        make_progress(state, ports)
+    if state[LISTENING] != 0:
+        for at in range(state[LIVE]):
+            flow = jobs[state[LISTED + at]]
+            if flow[KIND] == FLOW and flow[STATE] == FLOWS and _owes(flow):
+                inform(state, ports, flow)
+    if state[HELD] + state[LISTENING] != 0 and make_progress(state, jobs, ports):
+        moved = True
     if state[CATCHING] == 1:
         for at in range(state[LIVE]):
             job = jobs[state[LISTED + at]]
@@ -998,7 +1036,7 @@ def _delay(state: Any, now: Any) -> Any:
         if waited < state[SPIN]:
             return 0
         delay = min(max(waited // 8, _SHORTEST_NS), often if state[SENDING_COUNT] != 0 else longest)
-    if state[HELD] != 0:
+    if state[HELD] + state[LISTENING] != 0:
         delay = often if delay < 0 else min(delay, often)
     if state[WATCHED] != 0:
         delay = _LOOK_BACK_NS if delay < 0 else min(delay, _LOOK_BACK_NS)

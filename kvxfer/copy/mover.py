@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post
+from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
 from kvxfer.copy.sum_tables import SumTables, pack_sums
 from kvxfer.copy.tables import PART_BYTES, parts_of
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
@@ -56,8 +56,9 @@ _EVENT: Final = struct.Struct(f"<{records.EVENT_WORDS}q")
 _READ_BYTES: Final = 256 * _EVENT.size
 _LANES: Final = {Direction.GATHER: 0, Direction.SCATTER: 1}
 _NO_LOCK: Final = (-1, 0, 0, 0, 0)
-_ON: Final = struct.Struct(f"<2q24xq80x3q{8 * (records.RECORD_WORDS - records.TOTAL - 1)}x")
-_FLOW: Final = struct.Struct(f"<11q16x6q{8 * (records.PEER_NUMBER - records.TOTAL - 1)}xq88x")
+_GAP: Final = 8 * (records.HEARD - records.TOTAL - 1)
+_ON: Final = struct.Struct(f"<2q24xq80x3q{_GAP}xq{8 * (records.RECORD_WORDS - records.HEARD - 1)}x")
+_FLOW: Final = struct.Struct(f"<11q16x6q{_GAP}xq8x4q16s{8 * (records.RECORD_WORDS - records.TOKEN - 2)}x")
 _ROOM: Final = 64
 """Steps of a flow that the machine may see ahead."""
 _MOST_AWAITING: Final = records.JOBS // 2
@@ -160,6 +161,8 @@ class Flow(Copy):
         until: When their lease ends, in ns.
         pointed: What the records point to, of those that are not done.
         held: Whether the next step has to wait, or is being prepared.
+        turns: How it takes turns with a flow of a peer's.
+        heard: How many steps that has done, as the loop heard.
         said: What the machine was told last.
         lefts: Rows of steps in doubt; whether bytes of this side may still move for each.
         error: What has gone wrong before a step got to the machine.
@@ -181,6 +184,8 @@ class Flow(Copy):
     until: int = 0
     pointed: deque[Copy] = field(default_factory=deque[Copy])
     held: bool = False
+    turns: Turns | None = None
+    heard: int = 0
     said: tuple[int, ...] = ()
     lefts: dict[int, bool] = field(default_factory=dict[int, bool])
     error: KvxferError | None = None
@@ -293,6 +298,8 @@ class Mover:
         total: int,
         allowed: int,
         width: int = _ROOM,
+        turns: Turns | None = None,
+        heard: int = 0,
         progress: Callable[[CopyOutcome], None],
     ) -> Flow:
         """Begin copies that follow one another. `job.done` is called on this loop, once, and not now.
@@ -306,6 +313,8 @@ class Mover:
             total: How many there will be.
             allowed: How many may begin; `allow` lets more.
             width: Of them, how many may be under way at once: a step begins when the one so many before it is done.
+            turns: How it takes turns with a flow of a peer's, if it does.
+            heard: How many steps that one has done; `hear` says more.
             progress: Called when more are done, but not when all are. Must return quickly and must not raise.
 
         Raises:
@@ -315,6 +324,7 @@ class Mover:
         if self._refusing:
             raise ClosedError("this worker is closing, and takes no more copies")
         flow = Flow(job, _LANES[direction], total=total, width=width, allowed=allowed, progress=progress)
+        flow.turns, flow.heard = turns, heard
         flow.table = np.zeros((min(total, max(width, _ROOM)), records.RECORD_WORDS), np.int64)
         flow.until, flow.awaits = _ns(job.until), flow.lane == _LANES[Direction.SCATTER]
         flow.steps.extend(self._steps(flow, steps))
@@ -342,6 +352,15 @@ class Mover:
         if until is not None:
             flow.until = _ns(until)
         self._say(flow)
+
+    def hear(self, flow: Flow, steps: int) -> None:
+        """The peer has done the first so many steps of the flow that this one takes turns with. Harmless if it is over.
+
+        Its mover says so to ours, and sooner; this is for what that does not bring.
+        """
+        if steps > flow.heard:
+            flow.heard = steps
+            self._say(flow)
 
     def finish(self, flow: Flow) -> None:
         """No step follows those that may begin. Harmless if it is over."""
@@ -447,6 +466,11 @@ class Mover:
     def lingering(self) -> int:
         """Posts that were given up, and may still touch memory."""
         return int(self._machine.state[records.LINGERING])
+
+    @property
+    def strange(self) -> int:
+        """Notifications of peers that no flow takes turns with, or not in this way."""
+        return int(self._machine.state[records.STRANGE])
 
     def claim(self) -> bool:
         """Keep the machine from calling the agent; whether it is out of it. May be asked again. From any thread."""
@@ -697,10 +721,11 @@ class Mover:
             peer = 0 if job.post is None else self._owner((_PEER, job.post.peer))
             if isinstance(copy, Flow):
                 self._fill(copy)
-                copy.said = copy.known, copy.allowed, copy.total, copy.until
+                copy.said = copy.known, copy.allowed, copy.total, copy.heard, copy.until
                 where = copy.table.__array_interface__["data"][0], len(copy.table), copy.width
                 common = copy.slot, copy.lane, owner, 0, copy.until, *lock
-                record = _FLOW.pack(records.FLOW, *common, *where, *copy.said[:3], peer)
+                turns = (0, peer, 0, 0, b"") if copy.turns is None else _turns(copy.turns, copy.kept, peer)
+                record = _FLOW.pack(records.FLOW, *common, *where, *copy.said[:4], *turns)
             else:
                 record = _RECORD.pack(*self._words(copy, owner, peer, lock), 0)
             self._machine.tell(record)
@@ -837,10 +862,10 @@ class Mover:
 
     def _say(self, flow: Flow) -> None:
         """Tell the machine how far a flow may go."""
-        said = flow.known, flow.allowed, flow.total, flow.until
+        said = flow.known, flow.allowed, flow.total, flow.heard, flow.until
         if said != flow.said and self._copies.get(flow.slot) is flow and not flow.cancelled:
             flow.said = said
-            self._machine.tell(_ON.pack(records.ON, flow.slot, said[3], *said[:3]))
+            self._machine.tell(_ON.pack(records.ON, flow.slot, said[4], *said[:4]))
 
     def _fail(self, copy: Copy, error: KvxferError) -> None:
         """A copy cannot even get to the machine."""
@@ -871,6 +896,8 @@ class Mover:
         while flow.passed < told.steps:
             flow.passed += 1
             flow.pointed.popleft()
+        if flow.awaits:  # what was copied had come
+            flow.heard = max(flow.heard, flow.passed)
         if outcome == records.PASSING:
             if flow.steps:
                 self._fill(flow)
@@ -1319,6 +1346,13 @@ def _check(post: Post) -> None:
         raise FabricError("local and remote pieces differ in length")
     if not near[:, 1].any() or int(near[:, 1].min()) < 0:
         raise FabricError("pieces must have positive lengths and move at least one byte")
+
+
+def _turns(turns: Turns, kept: list[Any], peer: int) -> tuple[int, int, int, int, bytes]:
+    """What the record of a flow says from PEER on."""
+    agent = ctypes.create_string_buffer(turns.agent.encode())
+    kept.append(agent)
+    return ctypes.addressof(agent), peer, turns.places, turns.first, turns.token
 
 
 def _ns(until: float) -> int:

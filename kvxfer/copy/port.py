@@ -32,6 +32,7 @@ __all__ = [
     "Outcome",
     "Passage",
     "Post",
+    "Turns",
     "has_fired",
     "join",
 ]
@@ -227,6 +228,23 @@ class Native:
     notices: int
     error: Callable[[int, str, bool, bool], FabricError]
     for_good: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a flow takes turns with one of a peer's: what is gathered fills places, what is scattered empties them.
+
+    Attributes:
+        places: In how many. A step waits until the one so many before it is done at the far side.
+        first: Which of all steps the flow's first one is; both sides count them alike.
+        token: 16 bytes that both name it by, where their movers notify each other; empty if only the loops do.
+        agent: With whose agent, as `Fabric.connect` named it.
+    """
+
+    places: int
+    first: int = 0
+    token: bytes = b""
+    agent: str = ""
 
 
 NO_PIECES: Final = Descriptors("DRAM", 0, np.zeros((0, 2), np.int64))

@@ -11,16 +11,21 @@ are moved once more then, to and from where they were: when that is done, so is 
 The agent is called by one thread at a time. Whoever calls it elsewhere (what takes long: registering, connecting) says
 so first and waits until the machine is out of it (`claim`); meanwhile the machine posts and polls nothing, and goes on
 with all else.
+
+A peer's notification may let a flow go on that takes turns with one of the peer's. It counts if it says the token of
+that flow, and comes from the agent that the flow is with; it is no more than a count, and one that says too much lets
+nothing begin that would not be right. Any other is counted, and dropped.
 """
 
 # pyright: basic
 
 from typing import Any, Final
 
-from kvxfer.copy.compiler import add, call, compiled, exchange, inlined, load
+from kvxfer.copy.compiler import add, call, compiled, exchange, inlined, load, load_word
 from kvxfer.copy.records import (
     ADD_PIECE,
     AGENT_AT,
+    BASE,
     BEGIN,
     BROKEN,
     BUSY,
@@ -37,6 +42,7 @@ from kvxfer.copy.records import (
     FAR_PIECES,
     FEEDING,
     FIRST_POST,
+    FLOW,
     FLOWS,
     FLUSH_DUE,
     FLUSH_FLIES,
@@ -46,8 +52,11 @@ from kvxfer.copy.records import (
     FLYING_COUNT,
     FORGET_NOTICES,
     GONE,
+    HEARD,
     HERE,
     IN_DOUBT,
+    KIND,
+    LANE,
     LINGERS,
     LISTED,
     LIVE,
@@ -64,12 +73,20 @@ from kvxfer.copy.records import (
     NEXT_PIECE,
     NEXT_WITHIN,
     NO_FLUSH,
+    NOTE,
+    NOTE_BYTES,
+    NOTICE,
+    NOTICE_AGENT,
+    NOTICE_AGENTS,
+    NOTICE_COUNT,
     NOTICES,
     NOTICES_AT,
+    NOTIFY,
     OF_FLOW,
     OFF,
     ORDERLY,
     PARTS_AT,
+    PASSED,
     PATIENCE,
     PEER,
     PEER_NUMBER,
@@ -78,13 +95,16 @@ from kvxfer.copy.records import (
     POST,
     READS,
     RELEASE,
+    SAID,
     SENDING,
     SERVED,
     SERVES,
     SILENT,
     STATE,
     STATUS,
+    STRANGE,
     TAGS,
+    TOKEN,
     VERDICT,
     WAITING,
     WANTED,
@@ -103,6 +123,7 @@ __all__ = [
     "ended_late",
     "enter_agent",
     "give_back",
+    "inform",
     "leave_agent",
     "look",
     "make_progress",
@@ -439,9 +460,71 @@ def caught(state: Any, ports: Any, job: Any) -> Any:
 
 
 @inlined
-def make_progress(state: Any, ports: Any) -> None:
-    """Let the library work: for what peers move. What it is notified of is not asked for."""
+def make_progress(state: Any, jobs: Any, ports: Any) -> Any:
+    """Let the library work, and take in what peers have notified this agent of; whether a flow may go on by that."""
     status = call(ports[NOTICES], state[AGENT_AT], state[NOTICES_AT], 0)
     if status < 0 and state[BROKEN] == 0:
         state[BROKEN] = status
+    heard = _listen(state, jobs, ports)
     call(ports[FORGET_NOTICES], state[NOTICES_AT])
+    return heard
+
+
+# --- flows that take turns with those of peers
+
+
+@inlined
+def inform(state: Any, ports: Any, flow: Any) -> None:
+    """Tell the peer how many steps of a flow are done. Where that cannot be said the loops say it in a while."""
+    state[NOTE], state[NOTE + 1] = flow[TOKEN], flow[TOKEN + 1]
+    state[NOTE + 2] = 2 * (flow[BASE] + flow[PASSED]) + flow[LANE]
+    flow[SAID] = flow[PASSED]
+    call(ports[NOTIFY], state[AGENT_AT], flow[PEER], state[HERE] + 8 * NOTE, NOTE_BYTES, 0)
+
+
+@inlined
+def _listen(state: Any, jobs: Any, ports: Any) -> Any:
+    """Look at all notifications that have come."""
+    notices, at, heard = state[NOTICES_AT], state[HERE] + 8 * NOTE, False
+    state[NOTE] = 0
+    call(ports[NOTICE_AGENTS], notices, at)
+    for number in range(state[NOTE]):
+        call(ports[NOTICE_AGENT], notices, number, at + 8)
+        agent = state[NOTE + 1]
+        call(ports[NOTICE_COUNT], notices, agent, at + 16)
+        for one in range(state[NOTE + 2]):
+            call(ports[NOTICE], notices, agent, one, at + 24, at + 32)
+            said, nbytes = state[NOTE + 3], state[NOTE + 4]
+            if nbytes != NOTE_BYTES:
+                state[STRANGE] += 1
+            elif _heard(state, jobs, agent, load(said), load(said + 8), load(said + 16)):
+                heard = True
+    return heard
+
+
+@inlined
+def _heard(state: Any, jobs: Any, agent: Any, first: Any, second: Any, word: Any) -> Any:
+    """An agent says how many steps of a flow are done; whether ours that takes turns with it learns more by that."""
+    for at in range(state[LIVE]):
+        flow = jobs[state[LISTED + at]]
+        if flow[KIND] != FLOW or (flow[STATE] != FLOWS and flow[STATE] != OFF) or flow[LANE] == word & 1:
+            continue
+        if first != 0 and flow[TOKEN] == first and flow[TOKEN + 1] == second and _same(flow[PEER], agent):
+            count = (word >> 1) - flow[BASE]
+            if count <= flow[HEARD]:
+                return False
+            flow[HEARD] = count
+            return True
+    state[STRANGE] += 1
+    return False
+
+
+@inlined
+def _same(one: Any, other: Any) -> Any:
+    """Whether two C strings are the same."""
+    at = 0
+    while load_word(one + at, 1) == load_word(other + at, 1):
+        if load_word(one + at, 1) == 0:
+            return True
+        at += 1
+    return False

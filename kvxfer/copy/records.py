@@ -16,6 +16,7 @@ __all__ = [
     "ALLOWED",
     "ARGUMENTS",
     "ASLEEP",
+    "BASE",
     "BEGIN",
     "BLANKS",
     "BLANK_COUNT",
@@ -92,6 +93,7 @@ __all__ = [
     "HALT",
     "HALTED",
     "HEAD",
+    "HEARD",
     "HELD",
     "HELPERS",
     "HERE",
@@ -117,6 +119,7 @@ __all__ = [
     "LINGERING",
     "LINGERS",
     "LISTED",
+    "LISTENING",
     "LIVE",
     "LIVED",
     "LIVELY",
@@ -142,8 +145,16 @@ __all__ = [
     "NEXT_PIECE",
     "NEXT_WITHIN",
     "NOBODY",
+    "NOTE",
+    "NOTE_BYTES",
+    "NOTE_WORDS",
+    "NOTICE",
     "NOTICES",
     "NOTICES_AT",
+    "NOTICE_AGENT",
+    "NOTICE_AGENTS",
+    "NOTICE_COUNT",
+    "NOTIFY",
     "NOW",
     "NO_FLUSH",
     "OFF",
@@ -171,6 +182,7 @@ __all__ = [
     "PEER_NUMBER",
     "PIECE",
     "PIECES",
+    "PLACES",
     "POKE",
     "POLLED",
     "PORTS",
@@ -192,6 +204,7 @@ __all__ = [
     "ROWS",
     "ROWS_AT",
     "RUNNING",
+    "SAID",
     "SELDOM",
     "SEM_POST",
     "SENDING",
@@ -220,6 +233,7 @@ __all__ = [
     "STOP",
     "STOPPED",
     "STOPPING",
+    "STRANGE",
     "STREAM",
     "SUMS",
     "SUMS_AT",
@@ -230,6 +244,7 @@ __all__ = [
     "TAIL",
     "TEAM",
     "TIME",
+    "TOKEN",
     "TOLD",
     "TOTAL",
     "TURN",
@@ -266,8 +281,9 @@ READ, WRITE, PPOLL, CLOCK_GETTIME, FCNTL, SEM_POST = range(6)
 SET_CONTEXT, CAPTURE_MODE, LAUNCH, RECORD, QUERY, UPLOAD, DOWNLOAD, CLEAR, CLEAR_LINES, FLUSH = range(6, 16)
 AGENT_PORTS: Final = 16  # from here on those of a transport
 CREATE_LIST, ADD_PIECE, DESTROY_LIST, MAKE, BEGIN, STATUS, RELEASE, DESTROY, NOTICES, FORGET_NOTICES = range(16, 26)
-CAUSE: Final = 26
-PORTS: Final = 27
+NOTIFY, NOTICE_AGENTS, NOTICE_AGENT, NOTICE_COUNT, NOTICE = range(26, 31)
+CAUSE: Final = 31
+PORTS: Final = 32
 
 # --- a record: what the loop asks for
 
@@ -299,6 +315,9 @@ READS, WRITES = 1, 2
 # a flow says what its steps have in common (direction, owner, lease, lock, peer); where their records are, and for how
 # many there is room; how many may be under way; and, as `ON` says anew, how many are there, may begin, will be in all
 STEPS_AT, STEPS_ROOM, WIDTH, KNOWN, ALLOWED, TOTAL = range(13, 19)
+# where it takes turns with a flow of the peer's: in how many places (0: it does not), how many steps the peer has done
+# by its word, which of all its first one is; what both name it by (0: they do not), at whose agent (`PEER`)
+HEARD, PLACES, BASE, TOKEN = 27, 31, 32, 33  # and the word behind
 
 # --- behind it, the machine's own
 
@@ -312,6 +331,7 @@ JOB_WORDS: Final = PARTS_AT + MOST_PARTS
 # of a flow: the step that is next; the first so many are done, and the loop was told of so many; those under way; what
 # its steps took, in ns, where those on the wire together count once; up to when that was
 NEXT, PASSED, TOLD, ACTIVE, COPYING, WIRED, WIRED_TO = range(20, 27)
+SAID: Final = 35  # of how many the peer was told
 FREE, WAITING, RUNNING, SENDING, ENDED, LEFT, OFF, FLOWS, FEEDING = range(9)
 """LEFT: nobody waits for it, and it may still move bytes, or holds the lock in front of a peer's memory. OFF: the loop
 has seen to it, in one exchange for WAITING (of a flow for FLOWS), that it never begins. FLOWS: a flow, whose steps have
@@ -340,6 +360,11 @@ SILENT, CUT_OFF = -1001, -1002
 NOBODY: Final = -1
 """In place of a slot: what was under way is caught."""
 
+# --- a notification: a token of two words; how many steps are done, twice, and whether a scatter's are
+
+NOTE_WORDS: Final = 7
+NOTE_BYTES: Final = 24
+
 # --- state
 
 HERE: Final = 0  # the address of the state itself
@@ -363,9 +388,11 @@ OFTEN, SELDOM = 77, 78  # a sleep at most, in ns: where parts fly or somebody is
 ROWS_AT: Final = 80  # the address of all jobs
 ASLEEP: Final = 79  # whether it does nothing before a record comes
 SPARE_COUNT, FLOW_COUNT, EAGER = 62, 63, 64  # of SPARE; flows; those of which a step may begin
+LISTENING, STRANGE = 82, 83  # flows that hear of peers by notifications; notifications that nobody waits for
+NOTE: Final = 84  # room for one, and for what functions say of one
 BROKEN: Final = 76  # what the agent said first when it could not make progress
 STIRRED, CATCHING = 74, 75  # whether anything has ended in this step; 1: catch what is under way, 2: say so
-OUT: Final = 81  # room for an event
+OUT: Final = NOTE + NOTE_WORDS  # room for an event
 LANE_AT: Final = OUT + EVENT_WORDS
 STREAM, RING_HOST, RING_DEVICE, RING_WORDS, HEAD, TAIL, FIRST, COUNT, UNDERWAY, LAST_END = range(10)
 ORDER: Final = 10  # slots in the order of the stream, from FIRST on; behind them CUDA events, one a place

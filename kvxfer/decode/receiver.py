@@ -14,17 +14,18 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvxfer.copy.mover import Copy, Flow
-from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, has_fired
+from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, Turns, has_fired
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.decode.checking import Checking
 from kvxfer.desk import Desk
 from kvxfer.encoding import encode_spans, joined_spans, selection_to_wire
-from kvxfer.errors import Code, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
+from kvxfer.errors import Code, FabricError, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
 from kvxfer.exposure import Exposure
 from kvxfer.fabric.port import Operation
 from kvxfer.geometry import BlockLists, ChunkGrid, PairPlan, Pieces, Selection, SumPlan, cut_digest
@@ -33,7 +34,7 @@ from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import IN_PLACE, Bound, bind, block_pieces
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import FOREVER_MS, WHOLE, Grant, KvAgentResult, Route, Status
+from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Grant, KvAgentResult, Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
@@ -50,15 +51,26 @@ __all__ = ["Receiver"]
 _T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
 _FLUSH: Final = replace(NOTHING, from_nic=True)
+_UNTIMED: Final = wire.Timings()
+_TURNS: Final = 2
+_QUICK_TURNS: Final = 4
+"""How many turns of a ring are granted at most where the movers see to them, at first, and while one is over within
+`_SAY_S`; else one at a time. The loops have so long to grant more, and others who wait for memory wait so long for it.
+"""
+_RENEWALS: Final = 3
+"""How often the lease of what waits for a place is renewed in the time that it has."""
+_SAY_S: Final = 0.05
+"""Where agents notify each other, the loops say the same that much later, should that not have come."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
 class Grants:
     """What one transfer puts into its peer's hands: staging memory, or in place its part of what the peer may write.
 
-    On `staged` chunks take turns in a ring of extents. A place of it is the peer's from the grant of a chunk on until
-    the peer says that the chunk has arrived. Then our own copy reads it, and then the next chunk may be granted there.
-    In place there are no addresses, and an extent is the admission of so many bytes.
+    On `staged` chunks take turns in a ring of extents: the peer writes a place, our own copy reads it, and then the
+    peer may write it again. Its mover and ours see to that; here the ring is one thing, in the peer's hands until all
+    that was granted has been copied, or the transfer is over there and our copies are here. In place there are no
+    addresses, and an extent is the admission of so many bytes.
 
     Attributes:
         desk: Where it comes from.
@@ -75,13 +87,12 @@ class Grants:
         self.ring: Sequence[Extent] = ()
         self.lease_ms = 0
         self._first = 0  # the chunk that the first place was for
-        self._read: Final[dict[int, Extent]] = {}  # what our copies read, by chunk
         self._site: Final = site
         self._peer: Final = peer
 
     def __bool__(self) -> bool:
         """Whether it has any memory."""
-        return bool(self.ahead or self.ring or self._read)
+        return bool(self.ahead or self.ring)
 
     def choose(self, *, staged: bool) -> None:
         """It is known where memory comes from."""
@@ -121,12 +132,6 @@ class Grants:
         self.ring, self._first = ring, chunk
         return [Grant(one.address, one.nbytes) for one in ring] if self.staged else []
 
-    def again(self, chunks: range) -> None:
-        """Chunks are about to be granted that take their turn where others were."""
-        if self.staged:
-            for chunk in chunks:
-                self.desk.share.write(self.place(chunk))
-
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
         return self._site.lease_ms(self.desk.share.held_bytes(self._peer.account))
@@ -139,25 +144,14 @@ class Grants:
         """The same of several."""
         return [self.ring[(chunk - self._first) % len(self.ring)] for chunk in chunks]
 
-    def copying(self, chunks: range) -> None:
-        """Chunks have arrived, and copies of ours read their memory from now on."""
-        for chunk in chunks:
-            extent = self._read[chunk] = self.ring[(chunk - self._first) % len(self.ring)]
-            self.desk.share.scatter(extent)
-
-    def copied(self, chunks: range) -> None:
-        """Nothing reads the memory of chunks any more."""
-        for chunk in chunks:
-            extent = self._read.pop(chunk)
-            if extent not in self.ring:
-                self.desk.release(extent)
-
     def let_go(self) -> None:
-        """Nothing is in the peer's hands: give the ring back, but for what is still read."""
+        """Nothing is in the peer's hands, and nothing is read: give the ring back."""
         self._settle(range(0))
 
     def settle(self, hands: range, *, lost: bool) -> None:
         """The transfer has ended at the peer, so its memory is ours again; or the peer is lost, and may still write.
+
+        Nothing of it is read any more.
 
         Args:
             hands: Chunks in the peer's hands.
@@ -171,8 +165,8 @@ class Grants:
             self._settle(hands if lost else range(0))
 
     def _settle(self, hands: range) -> None:
-        """Give back what the peer has not in its hands, and what nobody reads; quarantine the rest."""
-        ring, read = self.ring, set(self._read.values())
+        """Give back what the peer has not in its hands; quarantine the rest."""
+        ring = self.ring
         kept: Sequence[Extent] = ring if hands else ()
         if 0 < len(hands) < len(ring):
             kept = [self.place(chunk) for chunk in hands]
@@ -182,11 +176,44 @@ class Grants:
             if extent in kept:
                 if extent.state is not ExtentState.QUARANTINED:
                     self.desk.quarantine(extent, f"{self._peer.name} is silent")
-            elif extent not in read:
+            else:
                 self._give_back(extent)
 
     def _give_back(self, extent: Extent) -> None:
         (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
+
+
+@dataclass(slots=True, eq=False)
+class _Said:
+    """What the peer was told by the last grant.
+
+    Attributes:
+        copied: So many chunks had left their places.
+        renewal: When its lease is to be renewed.
+        again: Says it again.
+        news: Whether that is because more have left, and not for the lease.
+        turns: How many turns of the ring may be granted at once.
+        since: When the turn began that is under way.
+        first: With which chunk.
+    """
+
+    copied: int = 0
+    renewal: float = 0.0
+    again: asyncio.TimerHandle | None = None
+    news: bool = False
+    turns: int = _TURNS
+    since: float = 0.0
+    first: int = 0
+
+    def restart(self, first: int, now: float) -> None:
+        """There is another ring."""
+        self.turns, self.first, self.since = _TURNS, first, now
+
+    def note(self, copied: int, now: float, places: int) -> None:
+        """So many chunks have left their places: see how long a turn of all takes."""
+        if copied - self.first >= places:
+            self.turns = _QUICK_TURNS if now - self.since <= _SAY_S else 1
+            self.first, self.since = copied, now
 
 
 class Receiver:
@@ -239,8 +266,8 @@ class Receiver:
         self._flushed = 0  # the first so many are visible to the device, where they go into the caller's blocks
         self._flow: Flow | None = None  # what copies chunks that have arrived
         self._first = 0  # the first chunk of it
+        self._turns: Turns | None = None  # which it takes with the peer's
         self._begun = 0  # of the first so many chunks there are steps (`pull`: the reading was begun)
-        self._allowed = 0  # the first so many have arrived, and may be copied
         self._copied = 0  # the first so many have been copied (`pull`: read)
         self._copying = 0.0  # seconds that this took, of those of the flow
         self._read_early: Final[set[int]] = set()  # chunks that were read before ones before them
@@ -260,6 +287,9 @@ class Receiver:
         self._copies = self._reads = self._doubts = 0  # of our own, in the caller's blocks; reads that are in doubt
         self._given_up = False
         self._awake: Callable[[], None] = no_hold
+        self._leave: Callable[[], None] = no_hold
+        self._grant_said: Final = _Said()
+        self._writes = fetch.demand.after is READY  # whether the caller's blocks may be written
 
     # --- what others ask
 
@@ -282,7 +312,7 @@ class Receiver:
     @property
     def copying(self) -> bool:
         """Whether a copy of our own writes the caller's blocks, which needs no peer and no agent."""
-        return self._copies > 0 or self._copied < self._allowed
+        return self._copies > 0 or self._flow is not None
 
     @property
     def reading(self) -> bool:
@@ -292,7 +322,7 @@ class Receiver:
     @property
     def in_doubt(self) -> bool:
         """Whether something may write the caller's blocks: on `staged` nothing but our own scatter does."""
-        if self._copies or self._copied < self._allowed or self._reads or self._doubts:
+        if self._flow is not None or self._copies or self._reads or self._doubts:
             return True
         if self.machine.ended or not self.machine.exposed:
             return False
@@ -459,22 +489,60 @@ class Receiver:
         more = machine.granted < machine.ready
         if more and not grants.staged:
             await self._until_writable()
-        free = machine.chunks_done if grants.staged else machine.arrived
+        free = self._copied if grants.staged else machine.arrived
         most = min(self.site.config.window, machine.ready - machine.granted)
         contended = grants.desk.contended
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
             self._let_go()
         if grants.ring and more and not contended:
-            chunks = min(machine.ready, free + len(grants.ring))
-            grants.again(range(machine.granted, chunks))
-            self._reserve(chunks)
+            goes_ahead = self._take_turns and len(grants.ring) >= most
+            ahead = len(grants.ring) * (self._grant_said.turns if goes_ahead else 1)
+            if machine.granted - free <= ahead // 2 or not goes_ahead:
+                self._reserve(min(machine.ready, free + ahead))
         elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)
         if self._room is not None:
+            token, agent = await self._named_turns() if grants.staged else (b"", "")
             extent, self._room = self._room, None
             ring = grants.hold(extent, most - 1, machine.granted)
+            if ring:  # what is heard of chunks before there is a flow for them would be lost
+                self._turns = Turns(len(ring), machine.granted, token, agent)
+                self._begin(machine.granted, self._turns)
+                self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
-            self._reserve(min(machine.ready, machine.granted + len(grants.ring)), ring)
+            self._reserve(min(machine.ready, machine.granted + len(grants.ring)), ring, token)
+
+    @property
+    def _take_turns(self) -> bool:
+        """Whether the peer's mover and ours see to it that a place is free: then more may be granted than there are.
+
+        Not while that may take long, since the caller's blocks may not be written yet, or our mover has no room: the
+        peer would keep for it what others could use.
+        """
+        turns, flow = self._turns, self._flow
+        if turns is None or not turns.token or flow is None or flow.slot < 0:
+            return False
+        self._writes = self._writes or has_fired(self._demand.after)
+        return self._writes
+
+    async def _named_turns(self) -> tuple[bytes, str]:
+        """A token by which the peer's agent and ours notify each other, and the name of the peer's; or nothing.
+
+        Sums of a chunk have to be here before it is copied, so the loops say when that is.
+        """
+        if self.checking is not None or self.machine.chunks - self.machine.granted == 1:
+            return b"", ""
+        if self._leave is no_hold:
+            self._leave = self.site.lanes.hold(self.peer)
+        try:
+            agent = self.site.lanes.connect(self.peer, self.link.renewals)
+            if not agent.done():  # no longer than the loops would be late
+                await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=_SAY_S)))
+            if agent.done():
+                return b"\1" + token_bytes(TOKEN_BYTES - 1), agent.result()
+        except FabricError:  # it brings nothing but counts, which the loops can say
+            pass
+        return b"", ""
 
     def _ask_for_room(self, bound: Bound) -> None:
         """Ask for memory, or admission in place, that holds any chunk. It is waited for no longer than `_patience`."""
@@ -496,13 +564,36 @@ class Receiver:
             self._room = found
             self._wake()
 
-    def _reserve(self, chunks: int, ring: Sequence[Grant] = ()) -> None:
-        """Say that the peer may write the first so many chunks."""
+    def _reserve(self, chunks: int, ring: Sequence[Grant] = (), token: bytes = b"") -> None:
+        """Say that the peer may write the first so many chunks, and which places are free again."""
         machine = self.machine
         if chunks > machine.granted:
             self._granted.append((chunks, self.site.now()))
-            gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
-            self.link.send(*machine.grant(chunks, self.grants.next_lease_ms(), gate, ring))
+            self._say(chunks, ring, token)
+
+    def _say(self, chunks: int, ring: Sequence[Grant] = (), token: bytes = b"") -> None:
+        said, lease_ms = self._grant_said, self.grants.next_lease_ms()
+        said.copied = self._copied if self.grants.staged else 0
+        said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
+        gate = self.exposure.grant(mapped=self.route is Route.MAPPED)
+        self.link.send(*self.machine.grant(chunks, lease_ms, gate, ring, said.copied, token))
+        self._say_soon()
+
+    def _say_soon(self) -> None:
+        """Say again what our agent tells the peer's, should that not come, and renew the lease of what waits for it."""
+        said = self._grant_said
+        news = said.copied < self._copied
+        if said.again is not None and news and not said.news:  # it need not wait as long as the lease
+            said.again.cancel()
+            said.again = None
+        if said.again is None and self._take_turns and self._copied < self.machine.granted:
+            said.news = news
+            said.again = self.site.at(self.site.now() + _SAY_S if news else said.renewal, self._say_again)
+
+    def _say_again(self) -> None:
+        self._grant_said.again = None
+        if self.moving and self._copied < self.machine.granted:
+            self._say(self.machine.granted)
 
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
@@ -512,19 +603,26 @@ class Receiver:
         steps = await self.site.plan(make, rows=rows) if rows else make()
         if rows and not self.moving:
             raise asyncio.CancelledError
-        self._begun = chunks.stop
-        if self._flow is not None:
-            self.site.mover.add(self._flow, steps)
-            self._let_copy()
-            return
-        first, arrived = chunks.start, min(self.machine.arrived, chunks.stop)
-        total, allowed = self.machine.chunks - first, max(0, arrived - first)
-        progress = partial(self._scattered, first)
-        job = CopyJob(NOTHING, partial(self._ended_flow, first), owner=self._owner)
-        flow = self.site.mover.flow(job, Direction.SCATTER, steps, total=total, allowed=allowed, progress=progress)
-        self._flow, self._first, self._copying = flow, first, 0.0
-        if allowed:
-            self._let_copy()
+        self._begun, mover = chunks.stop, self.site.mover
+        if self._flow is None:
+            self._begin(chunks.start, Turns(len(self.grants.ring), chunks.start), steps)
+        else:
+            mover.add(self._flow, steps)
+            mover.allow(self._flow, chunks.stop - self._first)
+
+    def _begin(self, first: int, turns: Turns, steps: Sequence[CopyJob] = ()) -> None:
+        """Begin to copy chunks from this one on out of a ring."""
+        self._first, self._copying = first, 0.0
+        self._flow = self.site.mover.flow(
+            CopyJob(NOTHING, partial(self._ended_flow, first), owner=self._owner),
+            Direction.SCATTER,
+            steps,
+            total=self.machine.chunks - first,
+            allowed=len(steps),
+            turns=turns,
+            heard=self.machine.arrived - first,
+            progress=partial(self._scattered, first),
+        )
 
     def _steps(self, bound: Bound, chunks: range, places: list[Extent]) -> list[CopyJob]:
         """How the mover copies chunks out of staging memory."""
@@ -539,22 +637,16 @@ class Receiver:
             steps.append(CopyJob(copied, after=self._demand.after, nbytes=tables.nbytes))
         return steps
 
-    def _let_copy(self) -> None:
-        """Let the mover copy what has arrived, as far as it knows how. The places of that are read from now on."""
-        stop = min(self.machine.arrived, self._begun)
-        if stop > self._allowed and self.moving:
-            self.grants.copying(range(self._allowed, stop))
-            self._allowed = stop
-            if self._flow is not None:
-                self.site.mover.allow(self._flow, stop - self._first)
-
     def _scattered(self, first: int, outcome: CopyOutcome) -> None:
         """More chunks are where they belong, or all; or one could not be copied."""
-        now, copying = self.site.now(), outcome.copying - self._copying
-        if first + outcome.steps > self._copied:
+        now, copying, copied = self.site.now(), outcome.copying - self._copying, first + outcome.steps
+        if copied > self._copied:
             self.tally.spent("scattering", now - copying, now)
-        self.grants.copied(range(self._copied, first + outcome.steps))
-        self._copied, self._copying = max(self._copied, first + outcome.steps), outcome.copying
+            self._arrived(self.machine.notified(copied), _UNTIMED)
+        self._copied, self._copying = max(self._copied, copied), outcome.copying
+        if self._turns is not None:
+            self._grant_said.note(self._copied, now, self._turns.places)
+            self._say_soon()
         if outcome.error is not None:
             self._failed(outcome.error)
         self._wake()
@@ -565,15 +657,12 @@ class Receiver:
         """The mover is through with a ring."""
         if first == self._first:  # else there is another one by now, and nothing was left to be copied of this
             self._flow = None
-            if first + outcome.steps < self._allowed:  # it was stopped
-                self.grants.copied(range(first + outcome.steps, self._allowed))
-                self._allowed = first + outcome.steps
             self._scattered(first, outcome)
 
     def _let_go(self) -> None:
         """Nothing is in the peer's hands, nor to be copied: others may have the memory, and the mover's place."""
         self.grants.let_go()
-        flow, self._flow = self._flow, None
+        flow, self._flow, self._turns = self._flow, None, None
         if flow is not None:
             self.site.mover.finish(flow)
 
@@ -850,18 +939,18 @@ class Receiver:
 
     def _arrived(self, chunks: range, timings: wire.Timings) -> None:
         """The peer is through with chunks."""
-        if not chunks:
-            return
         now = self.site.now()
         if self.route is Route.PULL:
+            if not chunks:
+                return
             self.tally.began(now)
-        else:
-            _, granted = self._granted[0]
-            self.tally.arrived(granted, now, timings)
+        elif chunks or timings != _UNTIMED:
+            self.tally.arrived(self._granted[0][1] if chunks else now, now, timings)
             while self._granted and self._granted[0][0] <= chunks.stop:
                 self._granted.popleft()
-            if self._flow is not None and self._begun >= chunks.stop:  # then there is nothing to do before it is copied
-                self._let_copy()
+        if chunks and self._flow is not None:
+            self.site.mover.hear(self._flow, chunks.stop - self._first)
+            if self._begun >= chunks.stop:  # then there is nothing to do before it is copied
                 return
         self._wake()
 
@@ -1012,10 +1101,17 @@ class Receiver:
             self.link.send(*unread)
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:
-            self.grants.settle(range(machine.arrived, machine.granted), lost=lost)
+            if self._flow is None:  # else our own copies read it yet
+                stop = machine.granted
+                if self._turns is not None:  # the peer writes no chunk before there is a place for it
+                    stop = min(stop, self._copied + self._turns.places)
+                self.grants.settle(range(machine.arrived, stop), lost=lost)
             if machine.ended or self.finished or not self.link.is_open or self.route is Route.PULL:
                 self._awake()  # else the peer is there, and what it has posted may need this side to end
                 self._awake = no_hold
+                self._leave()
+                if self._grant_said.again is not None:
+                    self._grant_said.again.cancel()
         if machine.ended:
             self.exposure.end()
             self._wake()

@@ -158,6 +158,11 @@ TABLE: Final = (
     "destroy_xfer_req",
     "get_notifs",
     "notif_map_clear",
+    "gen_notif",
+    "notif_map_size",
+    "notif_map_get_agent_at",
+    "notif_map_get_notifs_size",
+    "notif_map_get_notif",
 )
 """What `Capi.table` has the addresses of, and behind them that of C++'s function. Every argument is 64 bits wide."""
 

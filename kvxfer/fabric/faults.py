@@ -126,6 +126,8 @@ class Faults:
         held: Posts wait for `LoopbackNetwork.release`.
         wedged: Posts never end.
         needs_target: Their bytes land when the far end makes progress.
+        mute: Notifications are lost.
+        echo: They come twice.
         bytes_per_second: Speed of the link; 0 for none.
         busy_until: When the link is through with what was posted so far.
     """
@@ -135,5 +137,7 @@ class Faults:
     held: bool = False
     wedged: bool = False
     needs_target: bool = False
+    mute: bool = False
+    echo: bool = False
     bytes_per_second: float = 0.0
     busy_until: float = 0.0

@@ -164,6 +164,15 @@ class LoopbackTransport:
         self.progressed += 1
         self._network.progress(self._name)
 
+    def notify(self, agent: str, message: bytes) -> None:
+        """Tell another agent something, which comes with the next thing it is asked for (`heard`)."""
+        self._check_open()
+        self._network.notify(self._name, agent, message)
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        """What agents have told this one since it was asked last: who, and what."""
+        return self._network.heard(self._name)
+
     def renew(self) -> bool:
         """Come back as another agent, which knows nothing."""
         self._check_open()

@@ -33,6 +33,8 @@ class LoopbackNetwork:
         self._held: list[Part] = []
         self._flying: list[Part] = []
         self._offered: list[Part] = []  # until the far end makes progress
+        self._notices: list[tuple[str, str, bytes]] = []  # from, to, what
+        self._echoes: list[tuple[str, str, bytes]] = []  # those that come again, behind these
         self._now: Callable[[], float] = _no_clock
         self._dead: set[str] = set()
         self._first: dict[str, str] = {}  # by the name of an agent that was made anew, its first one
@@ -121,6 +123,16 @@ class LoopbackNetwork:
         with self._lock:
             self._of(peer).coming.append(Fault(skip, False, after_bytes, at_post, disconnected, lingers))
 
+    def mute(self, peer: str) -> None:
+        """Lose coming notifications to a peer."""
+        with self._lock:
+            self._of(peer).mute = True
+
+    def echo(self, peer: str) -> None:
+        """Deliver coming notifications to a peer twice, the second time behind those that came meanwhile."""
+        with self._lock:
+            self._of(peer).echo = True
+
     def damage_next(self, peer: str, *, byte: int = 0, skip: int = 0) -> None:
         """Flip a bit of a coming post on its way, and let it end as if nothing were.
 
@@ -171,6 +183,7 @@ class LoopbackNetwork:
         with self._lock:
             if self._agents.get(transport.name) is transport:
                 del self._agents[transport.name]
+                self.heard(transport.name)  # whoever comes by its name was told nothing
 
     def renew(self, transport: "LoopbackTransport", name: str) -> None:
         """Let an agent come back under another name, under the same faults, without what is under way to it.
@@ -230,6 +243,25 @@ class LoopbackNetwork:
             self._offered = [part for part in self._offered if part.dst != agent]
             for part in arrived:
                 self._land(part)
+
+    def notify(self, src: str, dst: str, message: bytes) -> None:
+        """An agent tells another something."""
+        with self._lock:
+            self._check_alive(dst, in_doubt=False)
+            if dst not in self._agents:
+                raise FabricError(f"{dst} is gone", disconnected=True)
+            if not any(faults.mute for faults in self._both(dst)):
+                self._notices.append((src, dst, message))
+                if any(faults.echo for faults in self._both(dst)):
+                    self._echoes.append((src, dst, message))
+
+    def heard(self, agent: str) -> list[tuple[str, bytes]]:
+        """What an agent was told."""
+        with self._lock:
+            found = [(src, message) for src, dst, message in self._notices + self._echoes if dst == agent]
+            self._notices = [notice for notice in self._notices if notice[1] != agent]
+            self._echoes = [notice for notice in self._echoes if notice[1] != agent]
+            return found
 
     def _of(self, peer: str) -> Faults:
         return self._faults.setdefault(peer, Faults())

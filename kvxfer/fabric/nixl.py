@@ -361,7 +361,7 @@ class NixlTransport:
             raise self._translated(error, "release a transfer") from error
 
     def progress(self) -> None:
-        """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not used."""
+        """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not kept here."""
         agent = self._open()
         try:
             self._c.get_notifs(agent.handle, self._heard.handle, None)

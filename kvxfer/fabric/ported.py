@@ -41,6 +41,10 @@ class _Posting(Protocol):
 
     def progress(self) -> None: ...
 
+    def notify(self, agent: str, message: bytes) -> None: ...
+
+    def heard(self) -> list[tuple[str, bytes]]: ...
+
 
 def ported(transport: _Posting) -> Native:
     """A transport as the mover calls it."""
@@ -68,6 +72,8 @@ class _Ported:
         self._errors: Final[dict[int, FabricError]] = {}
         self._functions: Final[list[Any]] = []
         self._agent: Final = self._place()
+        self._heard: Final[dict[bytes, list[bytes]]] = {}  # since it was forgotten, by agent
+        self._told: Final[list[ctypes.Array[ctypes.c_char]]] = []  # what pointers point to that were given out of it
 
     def native(self) -> Native:
         """All of it."""
@@ -82,6 +88,11 @@ class _Ported:
             self._function(1, self._destroy),
             self._function(3, self._notices),
             self._function(1, self._forget_notices),
+            self._function(5, self._notify),
+            self._function(2, self._notice_agents),
+            self._function(3, self._notice_agent),
+            self._function(3, self._notice_count),
+            self._function(5, self._notice),
             self._function(2, self._cause),
         ]
         return Native(np.array(table, np.int64), self._agent, 0, self._error)
@@ -183,11 +194,47 @@ class _Ported:
     def _notices(self, agent: int, notices: int, options: int) -> int:
         del agent, notices, options
         self._transport.progress()
+        for name, message in self._transport.heard():
+            self._heard.setdefault(name.encode(), []).append(message)
         return 0
 
     def _forget_notices(self, notices: int) -> int:
         del notices
+        self._heard.clear()
+        self._told.clear()
         return 0
+
+    def _notify(self, agent: int, peer: int, message: int, nbytes: int, options: int) -> int:
+        del agent, options
+        self._transport.notify(ctypes.string_at(peer).decode(), ctypes.string_at(message, nbytes))
+        return 0
+
+    def _notice_agents(self, notices: int, out: int) -> int:
+        del notices
+        return self._out(out, len(self._heard))
+
+    def _notice_agent(self, notices: int, number: int, out: int) -> int:
+        del notices
+        return self._out(out, self._pointer(list(self._heard)[number]))
+
+    def _notice_count(self, notices: int, agent: int, out: int) -> int:
+        del notices
+        return self._out(out, len(self._heard[ctypes.string_at(agent)]))
+
+    def _notice(self, notices: int, agent: int, number: int, out: int, nbytes: int) -> int:
+        del notices
+        message = self._heard[ctypes.string_at(agent)][number]
+        self._out(nbytes, len(message))
+        return self._out(out, self._pointer(message))
+
+    @staticmethod
+    def _out(at: int, number: int) -> int:
+        ctypes.c_int64.from_address(at).value = number
+        return 0
+
+    def _pointer(self, text: bytes) -> int:
+        self._told.append(ctypes.create_string_buffer(text))
+        return ctypes.addressof(self._told[-1])
 
     def _cause(self, agent: int, number: int) -> int:
         del agent

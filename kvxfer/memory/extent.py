@@ -1,10 +1,10 @@
 """One reserved run of arena bytes and the states that it may pass through, as a table.
 
-    FREE -> RESERVED -> WRITING -> SCATTERING -> FREE
-    SCATTERING                     -> WRITING       our copy has ended, and the next chunk is granted there
-    RESERVED, WRITING              -> FREE          a terminal result proves that nothing was or will be written
-    RESERVED, WRITING, SCATTERING  -> QUARANTINED   somebody may still touch the bytes
-    QUARANTINED                    -> FREE          there is evidence that nobody can
+    FREE               -> RESERVED      granted
+    RESERVED           -> WRITING       the address is told, or our own gather begins
+    RESERVED, WRITING  -> FREE          it is proven that nobody writes or reads the bytes any more
+    RESERVED, WRITING  -> QUARANTINED   somebody may still touch the bytes
+    QUARANTINED        -> FREE          there is evidence that nobody can
 
 Anything else is an `InvariantError`.
 """
@@ -35,9 +35,7 @@ class ExtentState(StrEnum):
     RESERVED = "reserved"
     """Granted, and nobody has been told the address yet."""
     WRITING = "writing"
-    """Somebody may write them: the peer after a grant, or our own gather."""
-    SCATTERING = "scattering"
-    """They have arrived, and our own copy reads them."""
+    """In use until given back: the peer writes them and our own copies read them, chunk after chunk, or we gather."""
     QUARANTINED = "quarantined"
     """In doubt: they leave this state only on evidence, never because time has passed."""
 
@@ -46,8 +44,7 @@ TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyT
     {
         ExtentState.FREE: frozenset({ExtentState.RESERVED}),
         ExtentState.RESERVED: frozenset({ExtentState.WRITING, ExtentState.QUARANTINED, ExtentState.FREE}),
-        ExtentState.WRITING: frozenset({ExtentState.SCATTERING, ExtentState.QUARANTINED, ExtentState.FREE}),
-        ExtentState.SCATTERING: frozenset({ExtentState.WRITING, ExtentState.QUARANTINED, ExtentState.FREE}),
+        ExtentState.WRITING: frozenset({ExtentState.QUARANTINED, ExtentState.FREE}),
         ExtentState.QUARANTINED: frozenset({ExtentState.FREE}),
     }
 )

@@ -236,28 +236,18 @@ class Share:
     # --- the life of an extent
 
     def write(self, extent: Extent) -> None:
-        """RESERVED or SCATTERING -> WRITING: call it before anybody is told the address, or that it is free again.
-
-        The caller vouches that what was scattered from there has been.
+        """RESERVED -> WRITING: call it before anybody is told the address.
 
         Raises:
-            InvariantError: the extent is stale, of another share, or in another state.
+            InvariantError: the extent is stale, of another share, or not RESERVED.
         """
         self._move(extent, ExtentState.WRITING)
 
-    def scatter(self, extent: Extent) -> None:
-        """WRITING -> SCATTERING: the bytes have arrived by a terminal result, and our own copy begins.
-
-        Raises:
-            InvariantError: the extent is stale, of another share, or not WRITING.
-        """
-        self._move(extent, ExtentState.SCATTERING)
-
     def release(self, extent: Extent) -> None:
-        """RESERVED, WRITING or SCATTERING -> FREE, exactly once; the bytes may be granted again at once.
+        """RESERVED or WRITING -> FREE, exactly once; the bytes may be granted again at once.
 
-        The caller vouches that nobody reads or writes them: the address was never told, a terminal result says that no
-        write is or will be posted, or the scatter has completed. Without such evidence, `quarantine` it.
+        The caller vouches that nobody reads or writes them: the address was never told, or a terminal result says that
+        no write is or will be posted, and our own copies there have ended. Without such evidence, `quarantine` it.
 
         Raises:
             InvariantError: the extent is stale, of another share, released already, or in quarantine.
@@ -267,7 +257,7 @@ class Share:
         self._move(extent, ExtentState.FREE)
 
     def quarantine(self, extent: Extent, reason: str) -> None:
-        """RESERVED, WRITING or SCATTERING -> QUARANTINED: somebody may still touch the bytes, because of `reason`.
+        """RESERVED or WRITING -> QUARANTINED: somebody may still touch the bytes, because of `reason`.
 
         Raises:
             InvariantError: the extent is stale, of another share, or in quarantine already.
@@ -316,7 +306,6 @@ class Share:
             free_bytes=self._gaps.free,
             reserved_bytes=self._total(ExtentState.RESERVED),
             writing_bytes=self._total(ExtentState.WRITING),
-            scattering_bytes=self._total(ExtentState.SCATTERING),
             quarantined_bytes=self._total(ExtentState.QUARANTINED),
             largest_gap_bytes=self._gaps.largest,
             waiting_requests=len(self._queue),
@@ -435,7 +424,6 @@ class Share:
         return PeerSnapshot(
             reserved_bytes=account.get(ExtentState.RESERVED, 0),
             writing_bytes=account.get(ExtentState.WRITING, 0),
-            scattering_bytes=account.get(ExtentState.SCATTERING, 0),
             quarantined_bytes=account.get(ExtentState.QUARANTINED, 0),
             waiting_requests=self._queue.waiting(peer),
         )

@@ -24,14 +24,13 @@ class PeerSnapshot:
 
     reserved_bytes: int
     writing_bytes: int
-    scattering_bytes: int
     quarantined_bytes: int
     waiting_requests: int
 
     @property
     def held_bytes(self) -> int:
         """All that the peer holds, quarantined bytes included."""
-        return self.reserved_bytes + self.writing_bytes + self.scattering_bytes + self.quarantined_bytes
+        return self.reserved_bytes + self.writing_bytes + self.quarantined_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,7 @@ class ShareSnapshot:
         capacity_bytes: Usable bytes.
         free_bytes: Bytes that nobody holds.
         reserved_bytes: Bytes that were granted and whose address nobody was told yet.
-        writing_bytes: Bytes that somebody may write.
-        scattering_bytes: Bytes that have arrived and are being copied on.
+        writing_bytes: Bytes that are in use: somebody may write them, or they have arrived and are being copied on.
         quarantined_bytes: Bytes in doubt.
         largest_gap_bytes: The largest extent that could be granted now.
         waiting_requests: Requests that wait.
@@ -59,7 +57,6 @@ class ShareSnapshot:
     free_bytes: int
     reserved_bytes: int
     writing_bytes: int
-    scattering_bytes: int
     quarantined_bytes: int
     largest_gap_bytes: int
     waiting_requests: int

@@ -22,7 +22,19 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.copy.mover import Copy, Flow
-from kvxfer.copy.port import NO_PIECES, READY, CopyJob, CopyOutcome, Direction, Event, Gate, Post, has_fired, join
+from kvxfer.copy.port import (
+    NO_PIECES,
+    READY,
+    CopyJob,
+    CopyOutcome,
+    Direction,
+    Event,
+    Gate,
+    Post,
+    Turns,
+    has_fired,
+    join,
+)
 from kvxfer.copy.tables import NOTHING, Tables
 from kvxfer.encoding import encode_spans
 from kvxfer.errors import Code, FailureReport, KvxferError, ProtocolError, RefusedError, Step, TransferFailedError
@@ -70,19 +82,21 @@ _UNTIMED: Final = Timings()
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
+_SAY_S: Final = 0.05
+"""Where agents notify each other, the loops say the same that much later, should that not have come."""
 _IDLE_S: Final = 0.01
 """For how long a flow keeps what others could use while nothing is granted."""
 _RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Terms:
     """When chunks that were granted may be moved.
 
     Attributes:
         stop: Up to which chunk.
         granted: When they were.
-        until: When the grant's lease ends: nothing is posted later.
+        until: When the grant's lease ends, by the last that was said of it: nothing is posted later.
         generation: As granted, for gates.
         renewals: How often the decode rank had made its agent anew by then.
         fresh: Whether they go elsewhere than those before.
@@ -209,7 +223,7 @@ class Sender:
         self._come = 0  # the first so many have arrived, and of those
         self._summing: dict[int, bytes | None] = {}  # these are being added up, or wait for ones before them
         self._untold = _UNTIMED  # what those took that the machine was not told of
-        self._told = False  # whether the decode rank was told in this turn of something that has arrived
+        self._telling: asyncio.TimerHandle | None = None  # the decode rank was just told of something that has arrived
         self._chunk_bytes = 1  # about so many, once there is a plan
         self._fired = 0  # `pull`: of the first so many chunks it is known that their events have
         self._firing: Copy | None = None  # `pull`: what waits for those of the next one
@@ -530,9 +544,21 @@ class Sender:
         passage = site.keys.passage(self.peer, terms.generation) if run.gate is None else None
         done, progress = partial(self._ran, run), partial(self._progressed, run)
         job = CopyJob(NOTHING, done, until=terms.until, passage=passage, owner=self.tally, post=run.post)
-        total, allowed, width = self.machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
+        machine, turns = self.machine, None
+        total, allowed, width = machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
+        if machine.route is Route.STAGED:
+            turns = Turns(len(machine.ring), run.first, machine.token, "" if run.post is None else run.post.peer)
+        heard = machine.copied - run.first
         run.flow = site.mover.flow(
-            job, Direction.GATHER, steps, total=total, allowed=allowed, width=width, progress=progress
+            job,
+            Direction.GATHER,
+            steps,
+            total=total,
+            allowed=allowed,
+            width=width,
+            turns=turns,
+            heard=heard,
+            progress=progress,
         )
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
@@ -575,7 +601,8 @@ class Sender:
         if run.flow is None:
             return
         run.allowed = self._shipped = terms.stop
-        self.site.mover.allow(run.flow, run.allowed - run.first, terms.until)
+        run.terms.until = max(run.terms.until, terms.until)
+        self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
         self.tally.spent("queued", terms.granted, self.site.now())
 
     def _conclude(self, run: _Run) -> None:
@@ -710,7 +737,8 @@ class Sender:
     def _arrived(self, chunks: int, timings: Timings) -> None:
         """The first so many chunks have arrived: say so, once those are added up of which that is wanted.
 
-        The decode rank is told at once, and once more of all that follow in this turn.
+        The decode rank is told at once, and once more of all that follow in this turn; or, where our agent tells its
+        agent, in a while.
         """
         bound, machine = self._bound, self.machine
         begin, self._come = self._come, chunks
@@ -732,10 +760,9 @@ class Sender:
         self.tally.bytes += nbytes
         timings, self._untold = self._untold, _UNTIMED
         self._say(machine.moved(chunks, nbytes, timings))
-        if machine.state is SendState.MOVING and not self._told:
-            self._told = True
+        if machine.state is SendState.MOVING and self._telling is None:
             self._say(machine.news())
-            self.site.loop.call_soon(self._tell_the_rest)
+            self._telling = self.site.at(self.site.now() + (_SAY_S if machine.token else 0.0), self._tell_the_rest)
 
     def _add_up(self, chunk: int, nbytes: int, bound: Bound) -> None:
         """Add up what a chunk was made of."""
@@ -761,17 +788,31 @@ class Sender:
         self.stop(Failure(Status.FAILED, error.code, str(error)))
 
     def _tell_the_rest(self) -> None:
-        self._told = False
+        self._telling = None
         self._say(self.machine.news())
 
     # --- what the decode rank says
 
     def reserve(self, message: Reserve) -> None:
-        """It granted memory."""
-        if chunks := self.machine.reserve(message):  # none if it is being stopped, and then nothing counts as granted
+        """It granted memory, or says that some is free again."""
+        chunks, run = self.machine.reserve(message), self._run
+        if run is not None and run.flow is not None and not message.ring:
+            self.site.mover.hear(run.flow, message.copied - run.first)
+        if chunks:  # none if it is being stopped, and then nothing counts as granted
             until = self.site.now() + message.lease_ms / 1000
             self._take(chunks.stop, until, message.generation, fresh=bool(message.ring))
             self._wake()
+        elif self.machine.state is SendState.MOVING:
+            self._renew(message.generation, self.site.now() + message.lease_ms / 1000)
+
+    def _renew(self, generation: int, until: float) -> None:
+        """All that was granted, and was not posted yet, may take longer."""
+        run = self._run
+        for terms in (*self._granted, *([] if run is None else [run.terms])):
+            if (terms.generation, terms.renewals) == (generation, self.link.renewals):
+                terms.until = max(terms.until, until)
+        if run is not None and run.flow is not None:
+            self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
 
     def landed(self, message: Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
@@ -982,7 +1023,7 @@ class Sender:
         self._way()
         if self._exposure is not None and not machine.in_doubt:
             self._exposure.end()
-        for timer in (self._revoke, self._patience):
+        for timer in (self._revoke, self._patience, self._telling):
             if timer is not None:
                 timer.cancel()
         self._ended(self)

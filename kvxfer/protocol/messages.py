@@ -40,6 +40,7 @@ __all__ = [
     "MAX_SPANS",
     "MAX_TENSORS",
     "MAX_TICKETS",
+    "TOKEN_BYTES",
     "WHOLE",
     "WIRE_MIN",
     "WIRE_VERSION",
@@ -97,6 +98,8 @@ MAX_GRANTS: Final = 1024
 """Most places in the ring of one `Reserve`."""
 MAX_SELECTIONS: Final = 4096
 """Most selections in one `Fetch`."""
+TOKEN_BYTES: Final = 16
+"""What names the turns that two agents take."""
 MAX_SPANS: Final = 1024
 """Most layer groups, and so most spans of one side."""
 
@@ -357,7 +360,9 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=9):
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """The grant: the first so many chunks may be written; those that are new, to begin within `lease_ms`.
 
-    On `staged` the chunks from the first new one on take turns in `ring`; an empty one is that of the grant before.
+    On `staged` the chunks from the first new one on take turns in `ring`; an empty one is that of the grant before. The
+    first `copied` chunks have left their places. A ring with a `token` may be granted to more chunks than it has
+    places: of how many have arrived, and have left, the two agents notify each other by that token.
     """
 
     transfer: U64
@@ -365,6 +370,8 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag=10):
     lease_ms: U32
     generation: U64 = 0
     ring: Annotated[list[Grant], msgspec.Meta(max_length=MAX_GRANTS)] = []
+    copied: Chunks = 0
+    token: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)] = b""
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag=11):

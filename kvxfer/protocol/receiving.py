@@ -164,12 +164,30 @@ class Receiving:
         self.ahead = False  # last: a peer that breaks the protocol has voided nothing, and may be writing
         return fresh
 
-    def grant(self, chunks: int, lease_ms: int, generation: int = 0, ring: Sequence[Grant] = ()) -> list[Message]:
-        """Put chunks that are ready into the peer's hands, up to this count; not while the transfer is stopped."""
+    def grant(
+        self,
+        chunks: int,
+        lease_ms: int,
+        generation: int = 0,
+        ring: Sequence[Grant] = (),
+        copied: int = 0,
+        token: bytes = b"",
+    ) -> list[Message]:
+        """Put chunks that are ready into the peer's hands, up to this count; not while the transfer is stopped.
+
+        Args:
+            chunks: As many as before only says anew how many have left their places.
+            lease_ms: Within which those that are new are to be begun.
+            generation: Of the gate before them.
+            ring: Where they take turns, if that is another one now.
+            copied: The first so many have left their places.
+            token: By which the two agents notify each other, if they do.
+        """
         self._begin("grant")
-        self._advance(self.granted, chunks, self.ready)
+        if chunks != self.granted:
+            self._advance(self.granted, chunks, self.ready)
         self.granted = chunks
-        return [Reserve(self.transfer, chunks, lease_ms, generation, list(ring))]
+        return [Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
 
     def read(self, chunks: int) -> None:
         """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
@@ -194,10 +212,14 @@ class Receiving:
                 f"{message.chunks} chunks of transfer {self.transfer} are said to have arrived, and "
                 f"{self.granted} were granted"
             )
-        if self.ended or not self.arrived < message.chunks <= self.granted:
+        if self.ended or message.chunks > self.granted:
             self.stale += 1
             return range(0)
-        fresh, self.arrived = range(self.arrived, message.chunks), message.chunks
+        return self.notified(message.chunks)
+
+    def notified(self, chunks: int) -> range:
+        """The first so many have arrived, as the peer's agent has told ours; returns those that are new."""
+        fresh, self.arrived = range(self.arrived, max(self.arrived, chunks)), max(self.arrived, chunks)
         return fresh
 
     def result(self, message: KvAgentResult) -> range:

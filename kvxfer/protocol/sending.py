@@ -11,6 +11,7 @@ from typing import Final
 
 from kvxfer.errors import Code, ProtocolError, Step
 from kvxfer.protocol.messages import (
+    TOKEN_BYTES,
     WHOLE,
     Accept,
     Arrived,
@@ -108,6 +109,8 @@ class Sending:
         arrived: The first so many have arrived.
         nbytes: Bytes of those that have arrived.
         ring: Places in the decode rank's staging memory, in which chunks take turns.
+        token: By which the decode rank's agent says how many have left them, and ours how many have arrived; or empty.
+        copied: The first so many have left their places, by its last grant.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -122,6 +125,8 @@ class Sending:
         self._said = 0  # the first so many have arrived, as the decode rank was told
         self._timings = _UNTIMED  # of those that have arrived since
         self.ring: Sequence[Grant] = ()
+        self.token = b""
+        self.copied = 0
         self._ring_at = 0  # the chunk that its first place was for
         self._unread = False  # route pull: what was announced is not read any more
         self._payload: bytes | None = None
@@ -183,7 +188,9 @@ class Sending:
         return self._complete()
 
     def reserve(self, message: Reserve) -> range:
-        """The decode rank granted memory; returns the chunks to move now. `place` says where to.
+        """The decode rank granted memory, or says which places are free again; returns the chunks that are new.
+
+        They go where `place` says, and of those that take turns in one place each when the one before has left it.
 
         Raises:
             ProtocolError: If a chunk was not announced or was granted before, or there is no place for it. Nothing has
@@ -193,16 +200,22 @@ class Sending:
             return range(0)  # it crossed our stop; the terminal result answers it
         if self.route is Route.PULL:
             raise ProtocolError("Reserve is no message of the route pull")
-        fresh = self._fresh(message.chunks)
-        if message.ring and self.route is not Route.STAGED:
+        again = message.chunks == self.granted and not message.ring and self.granted > 0
+        fresh = range(0) if again else self._fresh(message.chunks)
+        if (message.ring or message.copied) and self.route is not Route.STAGED:
             raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
-        if message.ring and self.arrived < self.granted:
+        if message.copied > self.granted:
+            raise ProtocolError(f"{message.copied} chunks of transfer {self.transfer} cannot have left their places")
+        # as its agents hear of each other, it may know sooner than we do what has arrived
+        if message.ring and max(self.arrived, message.copied) < self.granted:
             raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
-        if self.route is Route.STAGED and message.chunks - self.arrived > len(message.ring or self.ring):
-            raise ProtocolError(f"transfer {self.transfer} was granted more chunks at once than there are places")
+        if message.token and not (message.ring and len(message.token) == TOKEN_BYTES and any(message.token[:8])):
+            raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
+        if self.route is Route.STAGED and not (message.ring or self.ring):
+            raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
         if message.ring:
-            self.ring, self._ring_at = message.ring, self.granted
-        self.granted = message.chunks
+            self.ring, self.token, self._ring_at = message.ring, message.token, self.granted
+        self.granted, self.copied = message.chunks, max(self.copied, message.copied)
         return fresh
 
     def place(self, chunk: int) -> Grant:

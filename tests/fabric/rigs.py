@@ -220,6 +220,13 @@ class Recorder(Moving):
     def progress(self) -> None:
         """It has none to make."""
 
+    def notify(self, agent: str, message: bytes) -> None:
+        """There is nobody to be told."""
+
+    def heard(self) -> list[tuple[str, bytes]]:
+        """Nobody says anything."""
+        return []
+
     def cut(self, local: np.ndarray, remote: np.ndarray, kinds: tuple[str, str] = ("DRAM", "DRAM")) -> list[Any]:
         """Both sides of each part, when all of it is done."""
         self.parts = []

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from rigs import Moving, pieces
 
 from kvxfer.copy import records
-from kvxfer.copy.mover import Copy
-from kvxfer.copy.port import Outcome, Post
+from kvxfer.copy.mover import Copy, Flow
+from kvxfer.copy.port import CopyJob, Direction, Outcome, Post, Turns
+from kvxfer.copy.tables import NOTHING
 from kvxfer.errors import FabricError
 from kvxfer.fabric.port import Descriptors, Native, Operation
 
@@ -34,10 +35,15 @@ CALLS = {
     "destroy": 1,
     "notices": 3,
     "forget_notices": 1,
+    "notify": 5,
+    "notice_agents": 2,
+    "notice_agent": 3,
+    "notice_count": 3,
+    "notice": 5,
     "cause": 2,
 }
 """In the order of `records` from AGENT_PORTS on, and how much each takes."""
-FALLIBLE = ["create_list", "add_piece", "make", "begin", "status", "release", "notices"]
+FALLIBLE = ["create_list", "add_piece", "make", "begin", "status", "release", "notices", "notify"]
 
 
 class Ledger:
@@ -55,6 +61,9 @@ class Ledger:
         self.lists: dict[int, list[tuple[int, int, int]]] = {}
         self.requests: dict[int, str] = {}
         self.moved: list[tuple[int, tuple[Any, ...], tuple[Any, ...], str]] = []
+        self.notified: list[tuple[str, bytes]] = []
+        self.coming: dict[bytes, list[bytes]] = {}  # until it makes progress
+        self.heard: dict[bytes, list[bytes]] = {}  # until that is forgotten
         self.made: Counter[str] = Counter()
         self.stuck = 0
         self.ends = self.gone = False
@@ -158,11 +167,44 @@ class Ledger:
 
     def _notices(self, status: int, agent: int, notices: int, options: int) -> int:
         self._expect((agent, notices, options) == (self.agent, self.notices, 0), "progress of another agent")
+        self._expect(self.heard == {}, "notifications that were not forgotten")
+        if status == OK:
+            self.heard, self.coming = self.coming, {}
         return status
 
     def _forget_notices(self, _: int, notices: int) -> int:
         self._expect(notices == self.notices, "another's notifications")
+        self.heard = {}
         return OK
+
+    def _notify(self, status: int, agent: int, peer: int, message: int, nbytes: int, options: int) -> int:
+        self._expect(agent == self.agent and options == 0, "notified by another agent")
+        if status == OK:
+            self.notified.append((ctypes.string_at(peer).decode(), ctypes.string_at(message, nbytes)))
+        return status
+
+    def _notice_agents(self, _: int, notices: int, out: int) -> int:
+        return self._said(notices, out, len(self.heard))
+
+    def _notice_agent(self, _: int, notices: int, number: int, out: int) -> int:
+        return self._said(notices, out, self._text(list(self.heard)[number]))
+
+    def _notice_count(self, _: int, notices: int, agent: int, out: int) -> int:
+        return self._said(notices, out, len(self.heard[ctypes.string_at(agent)]))
+
+    def _notice(self, _: int, notices: int, agent: int, number: int, out: int, nbytes: int) -> int:
+        message = self.heard[ctypes.string_at(agent)][number]
+        self._said(notices, nbytes, len(message))
+        return self._said(notices, out, self._text(message) if message else 0)  # of nothing there is no address
+
+    def _said(self, notices: int, out: int, number: int) -> int:
+        self._expect(notices == self.notices, "another's notifications")
+        ctypes.c_int64.from_address(out).value = number
+        return OK
+
+    def _text(self, text: bytes) -> int:
+        self._kept.append(ctypes.create_string_buffer(text))
+        return ctypes.addressof(self._kept[-1])
 
     def _cause(self, _: int, agent: int, request: int) -> int:
         self._expect((agent, request) == (4711, 4711), "it takes what handles point to")
@@ -357,13 +399,63 @@ async def test_progress_that_fails_forgets_its_notifications_too(orderly):
     release = moving.mover.hold_awake()
     moving.step(3)
     release()
-    assert moving.ledger.calls == ["notices", "forget_notices"] * 3
+    assert moving.ledger.calls == ["notices", "notice_agents", "forget_notices"] * 3
     assert "make progress: -2" in str(moving.mover.broken())
     await moving.end()
 
 
+TOKEN = bytes(range(1, 17))
+
+
+def note(steps: int, scatter: bool) -> bytes:
+    return TOKEN + (2 * steps + scatter).to_bytes(8, "little")
+
+
+def turning(moving: Ledgered, direction: Direction, tag: str = "x") -> Copy:
+    """A flow of steps that do nothing, and take turns with those of a peer."""
+    moving.results[tag] = []
+    job, turns = CopyJob(NOTHING, moving.results[tag].append, owner=tag), Turns(2, 0, TOKEN, "b")
+    options: Any = {"total": 6, "allowed": 6, "turns": turns, "progress": lambda _: None}
+    return moving.mover.flow(job, direction, [CopyJob(NOTHING)] * 6, **options)
+
+
+async def test_flows_that_take_turns_notify_and_hear_by_the_librarys_functions(ledgered):
+    """Of several agents, and several of each; another length than theirs is not read."""
+    ledger = ledgered.ledger
+    turning(ledgered, Direction.GATHER)
+    ledgered.step(3)
+    assert ledger.notified == [("b", note(1, False)), ("b", note(2, False))]
+    ledger.coming = {b"bb": [note(6, True)], b"b": [b"", note(6, True)[:23], note(1, True), note(2, True)], b"": [b"?"]}
+    ledgered.step(3)
+    assert ledger.notified[2:] == [("b", note(steps, False)) for steps in (3, 4)]
+    assert ledgered.mover.strange == 4
+    ledger.coming = {b"b": [note(3, True), note(6, True), note(5, True)]}
+    ledgered.step(4)
+    assert ledgered.result().outcome is Outcome.DONE
+    assert ledger.notified[4:] == [("b", note(steps, False)) for steps in (5, 6)]
+    calls = len(ledger.calls)
+    ledgered.step(3)
+    assert len(ledger.calls) == calls, "nobody listens any more"
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_what_cannot_be_notified_is_said_with_what_is_next(ledgered, direction):
+    ledger = ledgered.ledger
+    ledger.fails = lambda name: BACKEND if name == "notify" else OK
+    flow = turning(ledgered, direction)
+    ledgered.mover.hear(flow, 2)
+    ledgered.step(6)
+    done = 4 if direction is Direction.GATHER else 2
+    assert (ledger.calls.count("notify"), ledger.notified) == (done, []), "it is not tried again"
+    ledger.fails = lambda name: OK
+    ledgered.mover.hear(flow, 3)
+    ledgered.step(4)
+    assert ledger.notified == [("b", note(done + 1, direction is Direction.SCATTER))]
+    assert ledgered.mover.broken() is None
+
+
 async def played(seed: int) -> Ledgered:
-    """Posts that fail in every way, cancels, leases, silence, and other agents."""
+    """Posts that fail in every way, cancels, leases, silence, other agents, and flows that are notified, or not."""
     rng = random.Random(seed)
     moving = Ledgered(orderly=rng.random() < 0.7, no_progress_timeout=rng.choice([2.0, 1e6]))
     ledger, copies = moving.ledger, list[Copy]()
@@ -394,10 +486,18 @@ async def played(seed: int) -> Ledgered:
             ledger.requests.clear()
             ledger.stuck = 0
             moving.attach(anew=rng.random() < 0.7)
+        elif what < 0.75:
+            copies.append(turning(moving, rng.choice(list(Direction)), str(number)))
+        if rng.random() < 0.3:
+            said = [note(rng.randrange(7), rng.random() < 0.5), b"", TOKEN, bytes(24)]
+            ledger.coming = {peer: rng.choices(said, k=rng.randrange(4)) for peer in (b"b", b"c")}
         moving.step(rng.randint(1, 4), seconds=rng.choice([0.0, 0.0, 0.6]))
     for release in holds:
         release()
     ledger.ends, ledger.fails = True, lambda name: OK
+    for copy in copies:
+        if isinstance(copy, Flow):
+            moving.mover.cancel(copy)
     for _ in range(200):
         moving.step(1, seconds=0.3)
         for copy in copies:
@@ -413,6 +513,7 @@ def test_whatever_happens_the_books_balance(seed):
         moving.ledger.check()
         assert all(len(results) == 1 for results in moving.results.values())
         assert moving.counted() == [0] * 5
+        assert moving.state[records.LISTENING] == 0
         assert len(moving.late) <= len(moving.results)
         assert {way.inside for way in moving.ways} <= {0}
         assert {way.lent for way in moving.ways} <= {0}

@@ -328,3 +328,85 @@ def test_where_the_target_is_needed_bytes_land_when_it_makes_progress(network, p
     assert b.buffer[8] == 1, "though it was given up"
     network.mend("b")
     assert a.transport.poll(write(a, b, 16))
+
+
+# ---- notifications ---------------------------------------------------------------------------------------------------
+
+
+def test_what_an_agent_is_told_it_hears_once_in_order(network, pair):
+    a, b = (one.transport for one in pair)
+    c = LoopbackTransport("c", network)
+    c.setup()
+    for who, what in ((a, b"one"), (c, b""), (a, bytes(3))):
+        who.notify("b", what)
+    assert a.heard() == []
+    assert b.heard() == [("a", b"one"), ("c", b""), ("a", bytes(3))]
+    assert b.heard() == []
+    a.notify("a", b"self")
+    assert a.heard() == [("a", b"self")]
+
+
+@pytest.mark.parametrize("peer", ["b", EVERY_PEER])
+def test_to_a_mute_peer_notifications_are_lost(network, pair, peer):
+    a, b = (one.transport for one in pair)
+    a.notify("b", b"before")
+    network.mute(peer)
+    a.notify("b", b"lost")
+    b.notify("a", b"back")
+    network.mend(peer)
+    a.notify("b", b"after")
+    assert b.heard() == [("a", b"before"), ("a", b"after")]
+    assert a.heard() == ([("b", b"back")] if peer == "b" else [])
+
+
+def test_where_it_echoes_notifications_come_again_behind_those_that_came_meanwhile(network, pair):
+    a, b = (one.transport for one in pair)
+    network.echo("b")
+    for what in (b"one", b"two"):
+        a.notify("b", what)
+    network.mend("b")
+    a.notify("b", b"three")
+    assert [what for _, what in b.heard()] == [b"one", b"two", b"three", b"one", b"two"]
+    network.echo(EVERY_PEER)
+    network.mute("b")
+    a.notify("b", b"lost")
+    b.notify("a", b"twice")
+    assert (b.heard(), a.heard()) == ([], [("b", b"twice")] * 2)
+
+
+@pytest.mark.parametrize("how", ["unknown", "closed", "renewed", "disconnected"])
+def test_who_is_gone_cannot_be_notified(network, pair, how):
+    a, b = (one.transport for one in pair)
+    a.notify("b", b"before")
+    if how == "closed":
+        b.close()
+    elif how == "renewed":
+        b.renew()
+    elif how == "disconnected":
+        network.disconnect("b")
+    with pytest.raises(FabricError, match=r"gone|disconnected") as caught:
+        a.notify("z" if how == "unknown" else "b", b"x")
+    assert (caught.value.disconnected, caught.value.in_doubt) == (True, False)
+    if how == "closed":
+        new = LoopbackTransport("b", network)
+        new.setup()
+        assert new.heard() == [], "that was for another one"
+    elif how == "renewed":
+        a.notify(b.name, b"x")
+        assert b.heard() == [("a", b"x")]
+
+
+def test_an_agent_that_is_closed_notifies_nobody(pair):
+    a, _ = (one.transport for one in pair)
+    a.close()
+    with pytest.raises(FabricError, match="not open"):
+        a.notify("b", b"x")
+
+
+def test_a_renewed_agent_keeps_its_faults_and_speaks_by_its_new_name(network, pair):
+    a, b = (one.transport for one in pair)
+    network.mute("b")
+    b.renew()
+    a.notify(b.name, b"lost")
+    b.notify("a", b"x")
+    assert (b.heard(), a.heard()) == ([], [(b.name, b"x")])

@@ -173,12 +173,12 @@ class Ranks:
         seen = rank.worker.describe()
         shares = seen["arena"]["send"], seen["arena"]["receive"]
         for share in shares:
-            counted = share.free_bytes + share.reserved_bytes + share.writing_bytes + share.scattering_bytes
+            counted = share.free_bytes + share.reserved_bytes + share.writing_bytes
             assert counted + share.quarantined_bytes == share.capacity_bytes, share
             quarantined = {row.offset for row in share.extents if row.state.value == "quarantined"}
             assert quarantined == set(share.reasons), share
             assert all(share.reasons.values()), share
-        busy = sum(s.reserved_bytes + s.writing_bytes + s.scattering_bytes + s.waiting_requests for s in shares)
+        busy = sum(s.reserved_bytes + s.writing_bytes + s.waiting_requests for s in shares)
         under_way = seen["receiving"] - seen["in_doubt"]
         return {
             "busy": busy + seen["sending"] + under_way + seen["custody"].held_blocks,

@@ -22,7 +22,7 @@ from kvxfer.copy.records import BEGIN, MAKE
 from kvxfer.copy.tables import NOTHING, parts_of
 from kvxfer.copy.walk import copy_parts
 from kvxfer.decode.fetch import Fetch
-from kvxfer.decode.receiver import Grants, Receiver
+from kvxfer.decode.receiver import Receiver
 from kvxfer.fabric.port import Operation
 from kvxfer.link import Link
 from kvxfer.prefill.role import Prefill
@@ -228,7 +228,7 @@ RECEIVER = {
     "landed sent": Step("receiver", _PULL, _after(Receiving, "landed"), exposed=True),
     "first result came": Step("receiver", EVERY, _before(Receiver, "result"), exposed=True),
     "in the midst of the scatter": Step("receiver", _STAGED, _copy(Direction.SCATTER)),
-    "scattered": Step("receiver", _STAGED, _before(Grants, "copied")),
+    "scattered": Step("receiver", _STAGED, _before(Receiver, "_scattered")),
     "to be released": Step("receiver", EVERY, _before(Fetch, "_release")),
     "release sent": Step("receiver", EVERY, _after(Fetch, "_release")),
 }

@@ -35,11 +35,14 @@ class Apart(Copy):
         allowed: int,
         progress: Any,
         width: int = 64,
+        turns: Any = None,
+        heard: int = 0,
     ) -> None:
         super().__init__(job, list(Direction).index(direction))
         self._mover, self._direction, self._progress = mover, direction, progress
         self._total, self._width, self._until = total, width, job.until
         self._allowed = self._next = self._doubts = 0
+        self._turns, self._heard = turns, heard
         self._steps: list[CopyJob] = []
         self._under_way: dict[int, Any] = {}
         self._kept: list[Any] = []  # those in doubt
@@ -59,6 +62,18 @@ class Apart(Copy):
         self._allowed = max(self._allowed, min(steps, self._total))
         self._until = self._until if until is None else until
         self._go_on()
+
+    def hear(self, steps: int) -> None:
+        """See `Mover.hear`. Nobody is told of these steps by notifications, so the loops of both sides do that."""
+        self._heard = max(self._heard, steps)
+        self._go_on()
+
+    @property
+    def _may_begin(self) -> int:
+        if self._turns is None:
+            return self._allowed
+        before = self._turns.places if self._direction is Direction.GATHER else 0
+        return min(self._allowed, self._heard + before)
 
     def finish(self) -> None:
         """See `Mover.finish`."""
@@ -85,7 +100,7 @@ class Apart(Copy):
         """Begin what may begin."""
         while (
             not (self._stopping or self._over)
-            and self._next < min(self._allowed, len(self._steps))
+            and self._next < min(self._may_begin, len(self._steps))
             and self._next - self._told.steps < self._width
         ):
             number, step = self._next, self._steps[self._next]
@@ -152,7 +167,7 @@ class Apart(Copy):
 
 def knows_apart(owner: Any) -> None:
     """Let a mover, or the class of all, know flows that were taken apart."""
-    for name in ("add", "allow", "finish", "cancel", "may_copy", "forget"):
+    for name in ("add", "allow", "hear", "finish", "cancel", "may_copy", "forget"):
         setattr(owner, name, _knowing(name, getattr(owner, name)))
 
 

@@ -25,7 +25,7 @@ WAIT_SECONDS = 20.0
 PATIENCE_SECONDS = 4.0
 """For an agent that is made anew: it is tried after a quarter of a second, and ends in a second at most."""
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
-_STATES = {Direction.GATHER: ("send", ExtentState.WRITING), Direction.SCATTER: ("receive", ExtentState.SCATTERING)}
+_SIDES = {Direction.GATHER: "send", Direction.SCATTER: "receive"}
 
 
 def _places(tables: Tables, side: int) -> list[int]:
@@ -94,9 +94,8 @@ class Holding(Ranks):
         return [(at, length) for at, length in kept if any(at <= place < at + length for place in places)]
 
     def kept(self, rank, direction):
-        """What copies of this direction have of the arena."""
-        side, state = _STATES[Direction(direction)]
-        return inside.held(self.workers[rank], side, state)
+        """What copies of this direction, and the peer, may touch of the arena."""
+        return inside.held(self.workers[rank], _SIDES[Direction(direction)], ExtentState.WRITING)
 
     async def rebuild(self, rank):
         """Have the agent made anew: the seconds that it took, None if it did not end while copies stood still.

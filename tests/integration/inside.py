@@ -737,7 +737,15 @@ def being_read(worker: Any) -> bool:
 def copies_own(worker: Any) -> bool:
     """Whether copies of the only fetch's own write its blocks."""
     (receiver,) = worker._service.decode._incoming.values()
-    return bool(receiver.copying or receiver.reading)
+    return bool(receiver._copies or receiver.reading or _scatters(worker, receiver._flow))
+
+
+def _scatters(worker: Any, flow: Any) -> bool:
+    """Whether something that has arrived is not known to be copied yet."""
+    if flow is None or flow.slot < 0:
+        return False
+    heard = int(mover(worker)._machine.jobs[flow.slot, records.HEARD])
+    return max(flow.heard, heard) > flow.passed
 
 
 def in_custody(worker: Any, blocks: Any) -> bool:

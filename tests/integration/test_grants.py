@@ -24,6 +24,14 @@ async def pair(stage):
     return prefill, decode, source, target
 
 
+@pytest.fixture
+async def narrow(stage):
+    """As `pair`, in turns of two chunks, so that not all of a fetch are granted at once."""
+    source, target = Cache(), Cache()
+    prefill, decode = await stage.pair(source, target, route="staged", window=2)
+    return prefill, decode, source, target
+
+
 def start(pair, tokens=32):
     prefill, decode, _, _ = pair
     blocks = list(range(tokens // 4))
@@ -88,11 +96,9 @@ async def test_a_grant_that_is_too_short_is_not_written(pair, tap, caplog):
     await quiet(prefill)
 
 
-@pytest.mark.parametrize("places", ["one too few", "none"])
-async def test_a_grant_of_more_chunks_than_there_are_places_is_not_written(pair, tap, places, caplog):
-    """Two would be under way to one place, or one to nowhere."""
+async def test_a_grant_without_a_place_is_not_written(pair, tap, caplog):
     prefill, _, _, _ = pair
-    tap.change[Reserve] = lambda message: replace(message, ring=message.ring[:-1] if places == "one too few" else [])
+    tap.change[Reserve] = lambda message: replace(message, ring=[], token=b"")
     with pytest.raises(KvxferError):
         await start(pair, tokens=64)
     assert "protocol_violated" in caplog.text
@@ -100,25 +106,40 @@ async def test_a_grant_of_more_chunks_than_there_are_places_is_not_written(pair,
     await quiet(prefill)
 
 
+@pytest.mark.parametrize("token", [True, False])
+async def test_chunks_of_a_grant_wait_for_their_places(pair, tap, token):
+    """However many it is for, no two are under way to one place."""
+    prefill, decode, source, target = pair
+    tap.change[Reserve] = lambda message: message if token else replace(message, token=b"")
+    prefill.offer("r", list(range(16)), tokens=64)
+    copied = Copied(target).bring(source, range(16), range(16), range(64))
+    await decode.fetch(prefill.engine.ticket("r"), list(range(16)), tokens=range(64), timeout=3)
+    copied.check()
+    said = tap.of(Reserve)
+    assert max(one.chunks for one in said) > len(said[0].ring)
+
+
 @pytest.mark.parametrize("ring", ["the same", "another"])
-async def test_a_ring_is_not_taken_while_chunks_are_under_way_in_one(stage, pair, tap, ring, caplog):
-    prefill, decode, _, _ = pair
+async def test_a_ring_is_not_taken_while_chunks_are_under_way_in_one(stage, narrow, tap, ring, caplog):
+    prefill, decode, _, _ = narrow
     stage.network.hold("decode")
-    transfer = start(pair, tokens=64)
-    await eventually(lambda: stage.network.held("decode") == 4)
-    (said,) = tap.of(Reserve)
-    session(decode).send(replace(said, chunks=5, ring=said.ring if ring == "the same" else said.ring[::-1]))
+    transfer = start(narrow, tokens=64)
+    await eventually(lambda: stage.network.held("decode") == 2)
+    said, more = tap.of(Reserve)
+    places = said.ring if ring == "the same" else said.ring[::-1]
+    session(decode).send(replace(said, chunks=more.chunks + 1, ring=places))
     await eventually(lambda: "protocol_violated" in caplog.text)
     stage.network.release("decode")
     with pytest.raises(KvxferError):
         await transfer
-    assert len(stage.network.log) == 4
+    assert len(stage.network.log) == 2
     await quiet(prefill)
 
 
 @pytest.mark.parametrize("chunk", ["never granted", "none of these"])
-async def test_what_was_not_granted_is_not_scattered_when_it_is_said_to_have_arrived(pair, tap, chunk, caplog):
+async def test_what_was_not_granted_is_not_scattered_when_it_is_said_to_have_arrived(stage, narrow, tap, chunk, caplog):
     changed = []
+    stage.network.hold("decode")
 
     def lie(message):
         if changed:
@@ -129,8 +150,13 @@ async def test_what_was_not_granted_is_not_scattered_when_it_is_said_to_have_arr
         return replace(message, chunks=(granted if chunk == "never granted" else accept.chunks) + 1)
 
     tap.change[Arrived] = lie
+    transfer = start(narrow, tokens=64)
+    await eventually(lambda: len(tap.of(Reserve)) == 2)  # so much ahead that no more is granted for the first to come
+    await eventually(lambda: stage.network.held("decode") == 2)
+    stage.network.release("decode", 1)
     with pytest.raises(KvxferError):
-        await start(pair, tokens=64)
+        await transfer
+    stage.network.release("decode")
     assert changed
     assert "protocol_violated" in caplog.text
 

@@ -268,7 +268,7 @@ def test_blocks_that_it_writes_are_in_doubt_in_time_and_a_new_agent_is_no_eviden
         assert play.now - began <= BOUNDS["revoke"] + SLACK
         await rebuilt(play, play.decode)
         kept = [extent.state.value for extent in held_of(play, "decode")]
-        assert kept == ["scattering"] * len(copies.held)
+        assert kept == ["writing"] * len(copies.held)
         settled = asyncio.ensure_future(outcome.settled())
         with pytest.raises(BlocksError, match="may still write it"):
             play.start("s")

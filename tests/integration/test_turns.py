@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from inside import keep_plans, pause_grants, resume_grants
-from stage import Cache, Copied, eventually, quiet
+from inside import keep_plans, pause_grants, resume_grants, take_all
+from stage import Cache, Copied, Gate, eventually, extents, quiet
 
 from kvxfer import KvxferError
 
@@ -102,3 +102,53 @@ async def test_an_event_that_cannot_be_asked_fails_the_fetch_and_is_no_defect(st
         await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10, **after)
     assert "task_failed" not in caplog.text
     await quiet(decode)
+
+
+async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(stage):
+    """Its prefill rank holds none of it while there is no place at the decode rank, and goes on when there is."""
+    source, target = Cache(blocks=32), Cache(blocks=32)
+    prefill, decode = await stage.pair(source, target, route="staged", window=2, prefill={"arena_bytes": "8KiB"})
+    copied = Copied(target).bring(source, range(16), range(16), range(64))
+    gate = Gate()
+
+    def fetch(request, ids, **options):
+        prefill.offer(request, ids, tokens=4 * len(ids))
+        return decode.start_fetch(prefill.engine.ticket(request), ids, tokens=range(4 * len(ids)), **options)
+
+    first = fetch("first", list(range(8)), after=gate, timeout=20)
+    await eventually(lambda: len(stage.network.log) == 2 and not extents(prefill, "send"))
+    await fetch("second", list(range(8, 16)), timeout=10)
+    assert not first.done
+    gate.fired = True
+    await first
+    copied.check()
+    await quiet(prefill, decode)
+
+
+async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(stage):
+    """Chunks that were granted ahead go on in another run of the sender's, as others wait for memory: slowly."""
+    source, target = Cache(blocks=32), Cache(blocks=32)
+    few = {"arena_bytes": "8KiB"}
+    prefill, decode = await stage.pair(source, target, route="staged", window=2, prefill=few, grant_lease=1.0)
+    copied = Copied(target).bring(source, range(8), range(8), range(32))
+    everything = take_all(prefill, "send")
+    stage.network.hold("decode")
+
+    def fetch(request, ids):
+        prefill.offer(request, ids, tokens=4 * len(ids))
+        return decode.start_fetch(prefill.engine.ticket(request), ids, tokens=range(4 * len(ids)), timeout=20)
+
+    first = fetch("first", list(range(8)))
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 2)
+    second = fetch("second", list(range(8, 16)))
+    await eventually(lambda: prefill.describe()["metrics"]["frames_received"].get("Reserve", 0) >= 3)
+    everything.release()
+    await eventually(lambda: stage.network.held("decode"))
+    await asyncio.sleep(0.6)  # the link is slow: more than half of a lease
+    stage.network.release("decode", 1)
+    await asyncio.sleep(0.5)
+    stage.network.release("decode")
+    await first
+    copied.check()
+    second.cancel()
+    await quiet(prefill, decode)

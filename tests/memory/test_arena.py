@@ -23,7 +23,7 @@ from kvxfer.memory.gaps import Gaps
 
 UNIT = 512
 BASE = 1 << 40
-FREE, RESERVED, WRITING, SCATTERING, QUARANTINED = ExtentState
+FREE, RESERVED, WRITING, QUARANTINED = ExtentState
 
 
 def make(units: int = 64, **options) -> Share:
@@ -51,14 +51,10 @@ class TestStates:
         assert legal == {
             (FREE, RESERVED),
             (RESERVED, WRITING),
-            (WRITING, SCATTERING),
-            (SCATTERING, FREE),
-            (SCATTERING, WRITING),
             (RESERVED, FREE),
             (WRITING, FREE),
             (RESERVED, QUARANTINED),
             (WRITING, QUARANTINED),
-            (SCATTERING, QUARANTINED),
             (QUARANTINED, FREE),
         }
 
@@ -77,13 +73,11 @@ class TestStates:
         assert (extent.state, extent.address, extent.offset, extent.length) == (RESERVED, BASE, 0, 4 * UNIT)
         share.write(extent)
         assert extent.state is WRITING
-        share.scatter(extent)
-        assert extent.state is SCATTERING
         share.release(extent)
         assert extent.state is FREE
         assert share.snapshot().free_bytes == share.capacity
 
-    @pytest.mark.parametrize("steps", [[], ["write"], ["write", "scatter"]])
+    @pytest.mark.parametrize("steps", [[], ["write"]])
     def test_release_and_quarantine_are_possible_from_each_middle_state(self, steps):
         share = make()
         for end in ("release", "quarantine"):
@@ -147,12 +141,13 @@ class TestStates:
             share.settle(extent)
         assert share.snapshot().free_bytes == share.capacity
 
-    def test_scatter_before_write_is_refused_and_changes_no_count(self):
+    def test_a_second_write_is_refused_and_changes_no_count(self):
         share = make()
         extent = take(share, "a", 4)
+        share.write(extent)
         before = share.snapshot()
-        with pytest.raises(InvariantError, match="RESERVED to SCATTERING"):
-            share.scatter(extent)
+        with pytest.raises(InvariantError, match="WRITING to WRITING"):
+            share.write(extent)
         assert share.snapshot() == before
 
 
@@ -536,17 +531,16 @@ class TestQuarantine:
         extents = [take(share, "a", 1), take(share, "a", 2), take(share, "b", 3), take(share, "b", 4)]
         share.write(extents[1])
         share.write(extents[2])
-        share.scatter(extents[2])
         share.quarantine(extents[3], "the stream closed")
         ask(share, "c", 16)
         shot = share.snapshot()
-        assert (shot.reserved_bytes, shot.writing_bytes, shot.scattering_bytes) == (UNIT, 2 * UNIT, 3 * UNIT)
+        assert (shot.reserved_bytes, shot.writing_bytes) == (UNIT, 5 * UNIT)
         assert (shot.quarantined_bytes, shot.free_bytes, shot.largest_gap_bytes) == (4 * UNIT, 6 * UNIT, 6 * UNIT)
         assert (shot.waiting_requests, shot.waiting_bytes) == (1, 16 * UNIT)
         assert shot.extents == [
             (0, UNIT, RESERVED, "a"),
             (UNIT, 2 * UNIT, WRITING, "a"),
-            (3 * UNIT, 3 * UNIT, SCATTERING, "b"),
+            (3 * UNIT, 3 * UNIT, WRITING, "b"),
             (6 * UNIT, 4 * UNIT, QUARANTINED, "b"),
         ]
         assert shot.reasons == {6 * UNIT: "the stream closed"}

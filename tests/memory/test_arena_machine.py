@@ -14,7 +14,7 @@ from kvxfer.memory import TRANSITIONS, Decisions, Extent, ExtentState, Invariant
 
 UNIT = 512
 BASE = 1 << 40
-FREE, RESERVED, WRITING, SCATTERING, QUARANTINED = ExtentState
+FREE, RESERVED, WRITING, QUARANTINED = ExtentState
 
 
 def _runs(used: list[bool]) -> list[tuple[int, int]]:
@@ -91,11 +91,11 @@ class Books(RuleBasedStateMachine):
             self.grants[request] = extent
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "scatter", "release", "quarantine", "settle"]))
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "quarantine", "settle"]))
     def move(self, pick, move):
         extent = list(self.live)[pick % len(self.live)]
         state = self.live[extent]
-        target = {"write": WRITING, "scatter": SCATTERING, "quarantine": QUARANTINED}.get(move, FREE)
+        target = {"write": WRITING, "quarantine": QUARANTINED}.get(move, FREE)
         legal = target in TRANSITIONS[state] and (target is not FREE or (move == "settle") == (state is QUARANTINED))
         call = partial(self.share.quarantine, reason="why") if move == "quarantine" else getattr(self.share, move)
         if not legal:
@@ -110,7 +110,7 @@ class Books(RuleBasedStateMachine):
             self.live[extent] = target
 
     @precondition(lambda self: self.released)
-    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "scatter", "release", "settle"]))
+    @rule(pick=st.integers(0, 1000), move=st.sampled_from(["write", "release", "settle"]))
     def stale(self, pick, move):
         with pytest.raises(InvariantError, match="released already"):
             getattr(self.share, move)(self.released[pick % len(self.released)])
@@ -149,7 +149,6 @@ class Books(RuleBasedStateMachine):
         by_state = {
             RESERVED: shot.reserved_bytes,
             WRITING: shot.writing_bytes,
-            SCATTERING: shot.scattering_bytes,
             QUARANTINED: shot.quarantined_bytes,
         }
         for state, count in by_state.items():

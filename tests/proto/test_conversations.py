@@ -160,7 +160,8 @@ class Played:
                 sending.reserve(message)
                 if receiving.arrived > receiving.chunks_done:
                     receiving.done(receiving.arrived)
-                granted = receiving.grant(message.chunks, message.lease_ms, message.generation, message.ring)
+                given = message.generation, message.ring, message.copied, message.token
+                granted = receiving.grant(message.chunks, message.lease_ms, *given)
                 assert granted == [message]
             case Landed():
                 sending.landed(message)

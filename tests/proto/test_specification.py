@@ -123,6 +123,7 @@ WIRE_TYPES = {
     "sums": {"description": "u64 numbers, little-endian, packed", "maxLength": 174764},
     "bool": {"type": "boolean"},
     "bin": {"contentEncoding": "base64"},
+    "bin, at most 16": {"contentEncoding": "base64", "maxLength": 24},
     "u32, at most 2^20": {"maximum": 2**20},
     "route": {"$ref": "#/$defs/Route"},
     "status": {"$ref": "#/$defs/Status"},

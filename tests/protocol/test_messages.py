@@ -154,7 +154,7 @@ def test_bytes_of_some_messages_written_by_hand():
     assert encode(Ping()).hex() == "020000009104"
     assert encode(Want(1, 258, 5)).hex() == "090000009609 01cd0102 05 90 00".replace(" ", "")
     reserve = Reserve(1, 3, 5, 7, [Grant(256, 128)])
-    assert encode(reserve).hex() == "0d000000 96 0a 01 03 05 07 91 92cd0100cc80".replace(" ", "")
+    assert encode(reserve).hex() == "10000000 98 0a 01 03 05 07 91 92cd0100cc80 00 c400".replace(" ", "")
     assert encode(Landed(1, 2)).hex() == "04000000930b0102"
     assert encode(Arrived(1, 2, Timings(0, 1))).hex() == "090000009410 0102 9400010000".replace(" ", "")
     assert encode(Release(TicketRef("a", 2, b"\xff"))).hex() == "0a000000930e93a16102c401ff00"

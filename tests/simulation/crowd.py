@@ -188,11 +188,9 @@ class Kept(Pair):
         most = min(receiver.ready, self.unoccupied + len(grants.ring)) - receiver.granted
         upto = receiver.granted + (1 + number // 4 % most if number % 4 == 1 else most)
         for chunk in range(receiver.granted, upto):
-            self.extents[chunk] = extent = grants.place(chunk)
-            if extent.state is ExtentState.SCATTERING:  # another chunk was there
-                grants.again(range(chunk, chunk + 1))
+            self.extents[chunk] = grants.place(chunk)
             if self.staged:
-                self.where[chunk] = extent.address
+                self.where[chunk] = self.extents[chunk].address
         self.to_peer(receiver.grant(upto, grants.next_lease_ms(), ring=ring))
 
     def deliver_to_receiver(self):
@@ -213,12 +211,9 @@ class Kept(Pair):
         if fresh and self.running and (number % 2 or not self.copies):
             assert fresh == [*range(fresh[0], fresh[-1] + 1)]
             self.copies.update(fresh)
-            self.grants.copying(range(fresh[0], fresh[-1] + 1))
             return
         ended = sorted(self.copies)[: 1 + number % max(1, len(self.copies))]
-        if ended:
-            self.copies.difference_update(ended)
-            self.grants.copied(range(ended[0], ended[-1] + 1))
+        self.copies.difference_update(ended)
         for chunk in ended or sorted(self.landed)[:1]:
             super().place(sorted(self.landed).index(chunk))
 
@@ -247,6 +242,8 @@ class Kept(Pair):
     def _settle_receiver(self):
         machine, grants = self.receiver, self.grants
         lost = machine.state is ReceiveState.LOST
+        if self.copies:  # which read it, whatever has ended
+            return
         if machine.ended or lost:
             grants.settle(range(machine.arrived, machine.granted), lost=lost)
         elif self.running and grants.ring and self.unoccupied == machine.granted == machine.ready:
@@ -280,7 +277,7 @@ class Kept(Pair):
             assert self.extents[chunk].state in _LIVE, "it could be written outside of a live grant"
             assert self.staged or self.custody != "free", "it could be written though the fetch is over"
         for chunk in self.copies:
-            assert self.extents[chunk].state in {ExtentState.WRITING, ExtentState.SCATTERING}, "it is read all the same"
+            assert self.extents[chunk].state is ExtentState.WRITING, "it is read all the same"
         for chunk, extent in self.shipped.items():
             assert extent.state in _LIVE, f"chunk {chunk} could be read where it was given back"
         self.no_more_is_in_doubt_than_may_be_written()
@@ -295,7 +292,7 @@ class Kept(Pair):
             theirs.add(self.grants.ahead)
         doubtful = {extent for extent in self.held if extent.state is ExtentState.QUARANTINED}
         assert doubtful <= theirs
-        assert machine.state is not ReceiveState.LOST or doubtful == theirs
+        assert machine.state is not ReceiveState.LOST or self.copies or doubtful == theirs
 
     def finish(self):
         """Nobody gives up any more: it ends, whoever is still there."""

@@ -16,7 +16,7 @@ import scenes
 
 from kvxfer.copy import mover, records
 from kvxfer.copy.mover import Mover
-from kvxfer.copy.port import CopyOutcome
+from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
 from kvxfer.desk import Desk
@@ -304,8 +304,8 @@ def _taken_all_the_same(patch, why):
                 raise
         fresh = range(sending.granted, message.chunks)
         if message.ring:
-            sending.ring, sending._ring_at = message.ring, sending.granted
-        sending.granted = message.chunks
+            sending.ring, sending.token, sending._ring_at = message.ring, message.token, sending.granted
+        sending.granted, sending.copied = message.chunks, message.copied
         return fresh
 
     patch.setattr(Sending, "reserve", take)
@@ -315,30 +315,19 @@ def early_ring(patch):
     _taken_all_the_same(patch, "another ring while chunks are under way")
 
 
-def crowded_ring(patch):
-    _taken_all_the_same(patch, "more chunks at once than there are places")
-
-
 def unannounced_chunks(patch):
     _taken_all_the_same(patch, "chunks that were announced")
 
 
 def early_turn(patch):
     """A place of a ring is used again when its chunk has arrived, and not when it has been scattered."""
-    grant = Receiver._grant
+    turns = mover._turns
 
-    async def at_once(one, bound):
-        machine = one.machine
-        if not one.grants.staged or machine.granted == machine.ready:  # the ring is given back as always
-            await grant(one, bound)
-            return
-        done, machine.chunks_done = machine.chunks_done, machine.arrived
-        try:
-            await grant(one, bound)
-        finally:
-            machine.chunks_done = done
+    def doubled(*how):
+        agent, number, places, first, token = turns(*how)
+        return agent, number, 2 * places, first, token
 
-    patch.setattr(Receiver, "_grant", at_once)
+    patch.setattr(mover, "_turns", doubled)
 
 
 def empty_hands(patch):
@@ -383,13 +372,14 @@ def back_without_evidence(patch):
 
 def unread_places(patch):
     """A place is given back though a copy of ours reads it."""
+    settle = Receiver._settle
 
-    def copying(one, chunks):
-        for chunk in chunks:
-            one.desk.share.scatter(one.place(chunk))
+    def at_once(one):
+        flow, one._flow = one._flow, None
+        settle(one)
+        one._flow = flow
 
-    patch.setattr(Grants, "copying", copying)
-    patch.setattr(Grants, "copied", lambda one, chunks: None)
+    patch.setattr(Receiver, "_settle", at_once)
 
 
 def any_generation(patch):
@@ -437,16 +427,12 @@ def unread_at_once(patch):
 
 def early_scatter(patch):
     """Whatever was granted may be copied out of staging memory, as if it had arrived."""
-    let = Receiver._let_copy
+    begin = Mover.flow
 
-    def at_once(one):
-        arrived, one.machine.arrived = one.machine.arrived, one.machine.granted
-        try:
-            let(one)
-        finally:
-            one.machine.arrived = arrived
+    def at_once(one, job, direction, steps, *, turns=None, **options):
+        return begin(one, job, direction, steps, turns=turns if direction is Direction.GATHER else None, **options)
 
-    patch.setattr(Receiver, "_let_copy", at_once)
+    patch.setattr(Mover, "flow", at_once)
 
 
 def idle_places(patch):
@@ -611,20 +597,19 @@ GUARDS = [
     Guard(
         "ring while chunks are under way",
         early_ring,
-        scene(scenes.granted_another_ring_too_early, **{**RING, "window": 2}),
-    ),
-    Guard(
-        "places for all chunks under way",
-        crowded_ring,
-        scene(scenes.granted_more_than_there_are_places, **{**RING, "window": 1}),
+        scene(scenes.granted_another_ring_too_early, **{**RING, "window": 2, "integrity": "full"}),
     ),
     Guard("chunks that were announced", unannounced_chunks, scene(scenes.granted_what_was_not_announced, **RING)),
     Guard("turns of a place", early_turn, scene(scenes.chunks_take_turns, **{**RING, "window": 1})),
     Guard("places of a lost peer", empty_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
     Guard("no more places than that", full_hands, scene(scenes.a_ring_of_a_silent_peer, **RING)),
-    Guard("which places these are", mixed_up_hands, scene(scenes.a_silent_peer_is_heard_late, **RING)),
+    Guard(
+        "which places these are",
+        mixed_up_hands,
+        scene(scenes.a_silent_peer_is_heard_late, **RING, integrity="full"),
+    ),
     Guard("evidence for a ring", back_without_evidence, scene(scenes.cancelled_while_bytes_are_in_flight, **RING)),
-    Guard("own scatters from a ring", unread_places, scene(scenes.cancelled_while_it_is_scattered, **RING)),
+    Guard("own scatters from a ring", unread_places, scene(scenes.cancelled_before_it_is_scattered, **RING)),
     Guard("last result last", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="direct")),
     Guard("last result last, staged", early_last, scene(scenes.finished_while_bytes_are_in_flight, route="staged")),
     Guard("arrival before a scatter", early_scatter, scene(scenes.granted_long_before_it_arrives, **RING)),

@@ -5,9 +5,10 @@
     books.writes(ids, tag); ...; books.writes(ids, 0)
 
 Three pairs of eyes: every copy and every post is checked against the ledger when it is made and when its bytes land;
-freed memory is filled with a canary that must still be there when it is taken again; and what the ranks have said to
-each other decides who has a place of a ring: it is the peer's from the `Reserve` that grants its chunk until the word,
-or the evidence, that the chunk has arrived or never will, and of one chunk only.
+freed memory is filled with a canary that must still be there when it is taken again; and what the ranks, and their
+agents, have said to each other decides who has a place of a ring: it is the peer's from when its chunk is granted, and
+the chunk before it in that place is said to have left it, until the word, or the evidence, that the chunk has arrived
+or never will, and of one chunk only.
 """
 
 import ctypes
@@ -113,14 +114,27 @@ class _Layer:
         return f"blocks of {self.books.name}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
-    """A place of staging memory in a peer's hands, for one chunk."""
+    """A place of staging memory in a peer's hands, for one chunk, which may have arrived though no loop knows it."""
 
     address: int
     end: int
     tag: int
     peer: bytes
+    there: bool = False
+
+
+@dataclass
+class _Ring:
+    """Places in which chunks take turns: from which on, how many are granted, how many have left, named by what."""
+
+    first: int
+    places: list[Grant]
+    token: bytes
+    granted: int
+    given: int
+    left: int = 0
 
 
 class Hands:
@@ -129,7 +143,7 @@ class Hands:
     def __init__(self, say: Callable[[Iterable[str]], None]):
         self._say = say
         self._held: dict[Receiving, dict[int, _Held]] = {}
-        self._rings: dict[Receiving, tuple[int, list[Grant]]] = {}  # with the chunk that the first place was for
+        self._rings: dict[Receiving, _Ring] = {}
         self._peers = weakref.WeakKeyDictionary[Receiving, bytes]()
 
     def asked(self, machine, peer: bytes):
@@ -138,20 +152,38 @@ class Hands:
 
     def ahead(self, machine, address, length):
         """`Fetch` grants a chunk, before it is known that there is one."""
-        self._rings[machine] = 0, [Grant(address, length)]
-        self._give(machine, range(1))
+        self._rings[machine] = _Ring(0, [Grant(address, length)], b"", 1, 0)
+        self._give(machine)
 
-    def granted(self, machine, chunks: range, ring):
+    def granted(self, machine, chunks: range, ring, copied, token):
         """`Reserve` grants chunks, perhaps in a new ring."""
         if ring:
-            self._rings[machine] = chunks.start, list(ring)
+            self._rings[machine] = _Ring(chunks.start, list(ring), token, chunks.stop, chunks.start, chunks.start)
         if machine in self._rings:  # else it is in place
-            self._give(machine, chunks)
+            self._rings[machine].granted = chunks.stop
+            self._left(machine, copied)
 
-    def _give(self, machine, chunks):
-        first, ring = self._rings[machine]
+    def notified(self, message: bytes, passed: Callable[[bytes, int, int], None]):
+        """An agent says how many chunks have arrived, or have left their places."""
+        token, word = message[:16], int.from_bytes(message[16:], "little")
+        for machine, ring in self._rings.items():
+            if ring.token == token and word & 1:
+                passed(token, 1, word >> 1)  # before anybody else has the places
+                self._left(machine, word >> 1)
+            elif ring.token == token:
+                for chunk, held in self._held.get(machine, {}).items():
+                    held.there |= chunk < word >> 1
+
+    def _left(self, machine, copied):
+        self._rings[machine].left = max(self._rings[machine].left, copied)
+        self._give(machine)
+
+    def _give(self, machine):
+        ring = self._rings[machine]
+        chunks = range(ring.given, min(ring.granted, ring.left + len(ring.places)))
+        ring.given = max(ring.given, chunks.stop)
         for chunk in chunks:
-            place = ring[(chunk - first) % len(ring)]
+            place = ring.places[(chunk - ring.first) % len(ring.places)]
             if self.who(place.address, place.length) is not None:
                 self._say([f"chunk {chunk} of transfer {machine.transfer} is granted memory that is a peer's already"])
             held = _Held(place.address, place.address + place.length, next(_generations), self._peers[machine])
@@ -172,22 +204,28 @@ class Hands:
         """Which grant some of these bytes are in; None if they are in no peer's hands."""
         for places in self._held.values():
             for held in places.values():
-                if held.address < address + length and address < held.end:
+                if held.address < address + length and address < held.end and not held.there:
                     return held.tag
         return None
+
+    def may(self, address, length) -> bool:
+        """Whether some of these bytes may be in a peer's hands, as far as the loop of their owner knows."""
+        held = [one for places in self._held.values() for one in places.values()]
+        return any(one.address < address + length and address < one.end for one in held)
 
     def writer(self, address, length, peer: bytes | None) -> int | None:
         """Which grant lets this peer write all of these bytes; None if there is none."""
         for places in self._held.values():
             for held in places.values():
-                if held.address <= address and address + length <= held.end and held.peer == peer:
+                inside = held.address <= address and address + length <= held.end
+                if inside and held.peer == peer and not held.there:
                     return held.tag
         return None
 
     def watch(self, monkeypatch):
         """Listen to what is said."""
         ask, grant, accept, wanted = Receiver.ask, Receiving.grant, Receiving.accept, Receiving.wanted
-        came, result, refused, safe = Receiving.came, Receiving.result, Receiving.refused, Receiving.safe
+        came, result, refused, safe = Receiving.notified, Receiving.result, Receiving.refused, Receiving.safe
 
         def watched_ask(receiver):
             self.asked(receiver.machine, receiver.peer.identity.incarnation)
@@ -196,10 +234,10 @@ class Hands:
             if receiver.machine.ahead and ahead is not None and receiver.grants.staged:
                 self.ahead(receiver.machine, ahead.address, ahead.nbytes)
 
-        def watched_grant(machine, chunks, lease_ms, generation=0, ring=()):
+        def watched_grant(machine, chunks, lease_ms, generation=0, ring=(), copied=0, token=b""):
             before = machine.granted
-            messages = grant(machine, chunks, lease_ms, generation, ring)
-            self.granted(machine, range(before, chunks), ring)
+            messages = grant(machine, chunks, lease_ms, generation, ring, copied, token)
+            self.granted(machine, range(before, chunks), ring, copied, token)
             return messages
 
         def first_answer(hear):
@@ -212,9 +250,9 @@ class Hands:
 
             return heard
 
-        def watched_came(machine, message):
-            fresh = came(machine, message)
-            self.arrived(machine, message.chunks)
+        def watched_came(machine, chunks):
+            fresh = came(machine, chunks)
+            self.arrived(machine, chunks)
             return fresh
 
         def watched_result(machine, message):
@@ -234,7 +272,7 @@ class Hands:
         monkeypatch.setattr(Receiving, "grant", watched_grant)
         monkeypatch.setattr(Receiving, "accept", first_answer(accept))
         monkeypatch.setattr(Receiving, "wanted", first_answer(wanted))
-        monkeypatch.setattr(Receiving, "came", watched_came)
+        monkeypatch.setattr(Receiving, "notified", watched_came)
         monkeypatch.setattr(Receiving, "result", watched_result)
         monkeypatch.setattr(Receiving, "refused", watched_end(refused))
         monkeypatch.setattr(Receiving, "safe", watched_end(safe))
@@ -355,12 +393,27 @@ class WatchedNetwork(LoopbackNetwork):
         self.ledger = ledger
         self._entitled: dict[Part, list] = {}
         self._used: dict[int, Part] = {}  # what was posted to a place, by the grant
+        self.notices: list[tuple[str, str, bytes]] = []  # from, to, what
 
     @staticmethod
     def _ways(part):
         for here, there, length in part.copies:
             here = here if part.carried is None else None  # noqa: PLW2901 - it was read already
             yield (here, there, length) if part.operation is Operation.WRITE else (there, here, length)
+
+    @staticmethod
+    def passed(token, lane, chunks):
+        """So many are done by who has them in this direction."""
+
+    def notify(self, src, dst, message):
+        self.notices.append((src, dst, message))
+        self.ledger.hands.notified(message, self.passed)
+        super().notify(src, dst, message)
+
+    def forge(self, src, dst, message):
+        """An agent says what it must not."""
+        if dst in self.agents:
+            super().notify(src, dst, message)
 
     def _begin(self, part):
         what = f"a {part.operation.value} that {part.src.name} posts to {part.dst}"
@@ -408,20 +461,29 @@ class _Steps:
     def __init__(self, ledger: Ledger, jobs: list[CopyJob]):
         self.ledger, self.jobs = ledger, jobs
         self._claims: list[list] = []
-        self._passed = 0
+        self._passed = self._heard = 0
 
     def may_begin(self, flow: Flow):
         """Those that are allowed may, if they are known and the flow is not over."""
         if flow.cancelled or flow.over:
             return
-        for job in self.jobs[len(self._claims) : flow.allowed]:
+        for job in self.jobs[len(self._claims) : self._most(flow)]:
             self._claims.append(_claims(self.ledger, job.tables))
+
+    def _most(self, flow: Flow):
+        """How many may begin."""
+        turns, heard = flow.turns, max(flow.heard, self._heard)
+        if turns is None:
+            return flow.allowed
+        return min(flow.allowed, heard + (turns.places if flow.lane == 0 else 0))
 
     def look(self, flow: Flow, rows):
         """The machine has gone on."""
         row = rows[flow.slot]
         if row[records.STEPS_AT] == flow.table.ctypes.data:  # else it does not know of the flow yet
+            self._heard = int(row[records.HEARD])
             self.passed(int(row[records.PASSED]))
+            self.may_begin(flow)
 
     def passed(self, steps: int):
         """The first so many are done."""
@@ -442,7 +504,7 @@ class _Steps:
 def watch(monkeypatch, ledger: Ledger):
     """Let the ledger see the copies of this process, and canaries be put into staging memory that is given back."""
     submit, move, reserve = Mover.submit, Share._move, Share._reserve
-    begin, add, allow = Mover.flow, Mover.add, Mover.allow
+    begin, add, allow, hear = Mover.flow, Mover.add, Mover.allow, Mover.hear
     step = _Machine.step
     steps_of: dict[Flow, _Steps] = {}
     running: list[Flow] = []
@@ -490,6 +552,15 @@ def watch(monkeypatch, ledger: Ledger):
         allow(mover, flow, steps, until)
         steps_of[flow].may_begin(flow)
 
+    def watched_hear(mover, flow, steps):
+        hear(mover, flow, steps)
+        steps_of[flow].may_begin(flow)
+
+    def passed(token, lane, chunks):
+        for flow in running:
+            if flow.turns is not None and flow.turns.token == token and flow.lane == lane:
+                steps_of[flow].passed(chunks - flow.turns.first)
+
     def watched_step(machine):
         delay = step(machine)
         for flow in running:
@@ -498,10 +569,10 @@ def watch(monkeypatch, ledger: Ledger):
         return delay
 
     def watched_move(share: Share, extent: Extent, target: ExtentState):
-        theirs = ledger.hands.who(extent.address, extent.length) is not None
-        if target is ExtentState.FREE and theirs:
+        place = extent.address, extent.length
+        if target is ExtentState.FREE and ledger.hands.who(*place) is not None:
             ledger.say([f"{share.name} memory was given back while a peer had it"])
-        elif target is ExtentState.QUARANTINED and share.base and share.name == "receive" and not theirs:
+        elif target is ExtentState.QUARANTINED and share.name == "receive" and not ledger.hands.may(*place):
             ledger.say([f"{share.name} memory is in doubt though no peer has it"])
         move(share, extent, target)
         if target is ExtentState.FREE and share.base:
@@ -519,5 +590,7 @@ def watch(monkeypatch, ledger: Ledger):
     monkeypatch.setattr(Mover, "flow", watched_flow)
     monkeypatch.setattr(Mover, "add", watched_add)
     monkeypatch.setattr(Mover, "allow", watched_allow)
+    monkeypatch.setattr(Mover, "hear", watched_hear)
+    monkeypatch.setattr(WatchedNetwork, "passed", staticmethod(passed))
     monkeypatch.setattr(Share, "_move", watched_move)
     monkeypatch.setattr(Share, "_reserve", watched_reserve)

@@ -143,6 +143,8 @@ class Schedule:
             world.network.pace("*", rnd.choice([2e5, 1e6, 1e7]), lambda: world.now)
         if rnd.random() < 0.3:
             world.network.delay("*", rnd.choice([1, 3]))
+        if rnd.random() < 0.3:
+            rnd.choice([world.network.mute, world.network.echo])("*")
         if rnd.random() < 0.4:
             longest = rnd.choice([1e-4, 1e-3, 5e-3])
             world.streams.delay = lambda: rnd.random() * longest
@@ -162,7 +164,7 @@ class Schedule:
     def _trouble(self):
         rnd = self.rnd
         troubles = [self.cut] * 4 + [self.hold] * 5 + [self.refuse] + [self.break_off] + [self.silence] * 2
-        troubles += [self.disconnect, self.wedge, self.kill, self.restart, self.close]
+        troubles += [self.disconnect, self.wedge, self.kill, self.restart, self.close, self.forge]
         rnd.choice(troubles)()
 
     def _agent(self):
@@ -214,6 +216,16 @@ class Schedule:
         self.world.note(f"disconnect {agent}")
         self.world.network.disconnect(agent)
         self._later([1e-3, 0.02], self.world.network.mend, agent)
+
+    def forge(self):
+        """What one agent has told another is said by somebody else, and so is what nobody has said."""
+        network = self.world.network
+        if network.notices:
+            src, dst, message = self.rnd.choice(network.notices)
+            much = message[:16] + bytes([message[16] | 0xFE, *[255] * 6, 0])
+            others = [agent for agent in network.agents if agent not in {src, dst}]
+            for other in others[:1]:
+                network.forge(other, dst, self.rnd.choice([message, much, b"", message * 2]))
 
     def silence(self):
         rank = self.rnd.choice(self.world.ranks)

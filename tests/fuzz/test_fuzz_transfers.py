@@ -196,7 +196,16 @@ class Sender:
         """What the machine knows, for comparison."""
         machine = self.machine
         counts = machine.ready, machine.granted, machine.arrived, machine.moving, machine.nbytes
-        return machine.state, counts, machine.being_read, machine.in_doubt, [*machine.ring], machine._ring_at
+        return (
+            machine.state,
+            counts,
+            machine.being_read,
+            machine.in_doubt,
+            [*machine.ring],
+            machine._ring_at,
+            machine.copied,
+            machine.token,
+        )
 
     def hear(self):
         draw, machine = self.draw, self.machine
@@ -219,11 +228,11 @@ class Sender:
             return
         assert isinstance(message, Landed) == (self.route is Route.PULL)
         assert granted == range(self.granted, message.chunks)
-        assert len(granted) > 0
+        assert len(granted) > 0 or (isinstance(message, Reserve) and not message.ring)  # a lease is renewed
         assert message.chunks <= (self.readable if self.route is Route.PULL else self.announced)
         if isinstance(message, Reserve) and message.ring:
             assert self.route is Route.STAGED
-            assert not self.hands, "a ring under what is being written"
+            assert not self.hands or message.copied == self.granted, "a ring under what is being written"
             self.ring, self.ring_at = message.ring, self.granted
         self.granted = message.chunks
 

@@ -249,7 +249,7 @@ def recording_mover(ledger: Ledger) -> type[Mover]:
             noted, listed, turns = Noted(ledger), list(steps), how.get("turns")
             waits = turns is not None and direction is Direction.SCATTER
             noted.add(listed, how.get("heard", 0) if waits else allowed)
-            if waits:
+            if turns is not None and waits:
                 waiting.add(noted)
                 ledger.turns[turns.token] = noted, turns.first
 

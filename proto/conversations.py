@@ -204,9 +204,7 @@ _TURNS: list[Line] = [
     ("decode", Release(TICKET)),
 ]
 _TURNS_OF_AGENTS: list[Line] = [
-    ("decode", _fetch([Route.STAGED])),
-    ("prefill", _accept(Route.STAGED)),
-    ("prefill", _want(2)),
+    *_TURNS[:3],
     ("decode", _reserve(1, _place(0), token=bytes(range(1, 17)))),
     ("decode", _reserve(2)),  # the agents notify each other when the place is free
     ("prefill", _arrived(1)),  # a while after the agent has said so

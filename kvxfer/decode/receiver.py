@@ -36,7 +36,7 @@ from kvxfer.planning import IN_PLACE, Bound, bind, block_pieces
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Grant, KvAgentResult, Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving
-from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.sending import REPEAT_S, Failure
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.site import Site, no_hold, resolve
@@ -55,12 +55,10 @@ _UNTIMED: Final = wire.Timings()
 _TURNS: Final = 2
 _QUICK_TURNS: Final = 4
 """How many turns of a ring are granted at most where the movers see to them, at first, and while one is over within
-`_SAY_S`; else one at a time. The loops have so long to grant more, and others who wait for memory wait so long for it.
+`REPEAT_S`; else one at a time. The loops have so long to grant more, and others who wait for memory wait so long.
 """
 _RENEWALS: Final = 3
 """How often the lease of what waits for a place is renewed in the time that it has."""
-_SAY_S: Final = 0.05
-"""Where agents notify each other, the loops say the same that much later, should that not have come."""
 _HOPEFUL: Final = frozenset({ReceiveState.ASKED, ReceiveState.MOVING, ReceiveState.DONE})
 
 
@@ -212,7 +210,7 @@ class _Said:
     def note(self, copied: int, now: float, places: int) -> None:
         """So many chunks have left their places: see how long a turn of all takes."""
         if copied - self.first >= places:
-            self.turns = _QUICK_TURNS if now - self.since <= _SAY_S else 1
+            self.turns = _QUICK_TURNS if now - self.since <= REPEAT_S else 1
             self.first, self.since = copied, now
 
 
@@ -537,7 +535,7 @@ class Receiver:
         try:
             agent = self.site.lanes.connect(self.peer, self.link.renewals)
             if not agent.done():  # no longer than the loops would be late
-                await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=_SAY_S)))
+                await self._wait(asyncio.ensure_future(asyncio.wait({agent}, timeout=REPEAT_S)))
             if agent.done():
                 return b"\1" + token_bytes(TOKEN_BYTES - 1), agent.result()
         except FabricError:  # it brings nothing but counts, which the loops can say
@@ -588,7 +586,7 @@ class Receiver:
             said.again = None
         if said.again is None and self._take_turns and self._copied < self.machine.granted:
             said.news = news
-            said.again = self.site.at(self.site.now() + _SAY_S if news else said.renewal, self._say_again)
+            said.again = self.site.at(self.site.now() + REPEAT_S if news else said.renewal, self._say_again)
 
     def _say_again(self) -> None:
         self._grant_said.again = None

@@ -60,7 +60,7 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
 )
-from kvxfer.protocol.sending import Failure, Sending, SendState, added
+from kvxfer.protocol.sending import REPEAT_S, Failure, Sending, SendState, added
 from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.site import Callback, Site, no_hold, resolve
 from kvxfer.tally import Tally
@@ -82,8 +82,6 @@ _UNTIMED: Final = Timings()
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
-_SAY_S: Final = 0.05
-"""Where agents notify each other, the loops say the same that much later, should that not have come."""
 _IDLE_S: Final = 0.01
 """For how long a flow keeps what others could use while nothing is granted."""
 _RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
@@ -548,7 +546,6 @@ class Sender:
         total, allowed, width = machine.chunks - run.first, run.allowed - run.first, len(run.extents) or _WIDTH
         if machine.route is Route.STAGED:
             turns = Turns(len(machine.ring), run.first, machine.token, "" if run.post is None else run.post.peer)
-        heard = machine.copied - run.first
         run.flow = site.mover.flow(
             job,
             Direction.GATHER,
@@ -557,7 +554,7 @@ class Sender:
             allowed=allowed,
             width=width,
             turns=turns,
-            heard=heard,
+            heard=machine.copied - run.first,
             progress=progress,
         )
 
@@ -762,7 +759,7 @@ class Sender:
         self._say(machine.moved(chunks, nbytes, timings))
         if machine.state is SendState.MOVING and self._telling is None:
             self._say(machine.news())
-            self._telling = self.site.at(self.site.now() + (_SAY_S if machine.token else 0.0), self._tell_the_rest)
+            self._telling = self.site.at(self.site.now() + (REPEAT_S if machine.token else 0.0), self._tell_the_rest)
 
     def _add_up(self, chunk: int, nbytes: int, bound: Bound) -> None:
         """Add up what a chunk was made of."""

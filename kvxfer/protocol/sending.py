@@ -29,7 +29,10 @@ from kvxfer.protocol.messages import (
     Want,
 )
 
-__all__ = ["SEND_TRANSITIONS", "Failure", "SendState", "Sending", "added", "build_result"]
+__all__ = ["REPEAT_S", "SEND_TRANSITIONS", "Failure", "SendState", "Sending", "added", "build_result"]
+
+REPEAT_S: Final = 0.05
+"""Where agents notify each other, the loops say the same that much later, should that not have come."""
 
 
 class SendState(StrEnum):

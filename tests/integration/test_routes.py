@@ -415,7 +415,7 @@ async def test_what_waits_for_its_offer_says_nothing_of_the_pair(stage):
     offer = prefill.offer("r", streaming=True)
     transfer = decode.start_fetch(prefill.engine.ticket("r"), [1, 2], tokens=range(8), timeout=10)
     offer.extend([1, 2], tokens=range(8))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: any(one["chunks"] for one in prefill.describe()["transfers"]))  # it is planned, too early
     offer.ready()
     offer.finish()
     await transfer

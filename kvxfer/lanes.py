@@ -11,7 +11,6 @@ from typing import Final
 from kvxfer.errors import FabricError, ProtocolError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.fabric.envelope import check_owner
-from kvxfer.fabric.port import Told
 from kvxfer.protocol.session import PeerInfo
 
 __all__ = ["Lanes"]
@@ -94,14 +93,6 @@ class Lanes:
             name = lane.name = asyncio.wrap_future(self._fabric.connect(lane.metadata))
             name.add_done_callback(lambda done: self._failed(lane, done))
         return name
-
-    def told(self, peer: PeerInfo) -> tuple[Told, ...] | str:
-        """Over which lanes posts go, if a peer's present agent is known; or why the transport does not say it."""
-        lane = self._lanes.get(peer.identity.incarnation)
-        name = None if lane is None else lane.name
-        if name is None or not name.done() or name.cancelled() or name.exception() is not None:
-            return ()
-        return self._fabric.told()
 
     def wanted(self, peer: PeerInfo) -> None:
         """A link to this peer is open (again)."""

@@ -1,6 +1,5 @@
 """The state of a worker as plain data: what `Worker.describe` gives."""
 
-from dataclasses import asdict
 from typing import Any
 
 from kvxfer.assembly import Assembly
@@ -78,10 +77,7 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
 
 
 def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]:
-    """One session. What is said of its lane was seen: what is mapped, and who moves the bytes.
-
-    Or it was told, by the transport: over which lane this side's posts go.
-    """
+    """One session. What is said of the way to it was seen: what is mapped, and what moved by which route."""
     peer, moved = link.peer, {_name(route): nbytes for route, nbytes in link.moved.items() if nbytes}
     if link.role is Role.SERVER:
         mapped = site.mappings.kinds(peer)  # by this side, which copies
@@ -89,7 +85,7 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
         mapped = []
     else:  # by the peer, which has copied through what it was told of
         mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
-    host, told = peer.body.host, site.lanes.told(peer)
+    host = peer.body.host
     return {
         "peer": peer.name,
         "role": link.role.value,
@@ -102,8 +98,6 @@ def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]
         "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
         "mapped": mapped,
         "not_mapped": site.mappings.why_not(peer),
-        "told": [] if isinstance(told, str) else [{**asdict(one), "over": one.over} for one in told],
-        "untold": told if isinstance(told, str) else "",
         "moved": moved,
     }
 

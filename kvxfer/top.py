@@ -148,7 +148,6 @@ def _transfers(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
     """Those of a worker's transfers that may be listed."""
-    peers: list[dict[str, Any]] = [] if worker["state"] is None else worker["state"]["peers"]
     return [
         (
             float(one["seconds"]),
@@ -158,7 +157,7 @@ def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
                 "in" if one["side"] == "receive" else "out",
                 str(one["request"]),
                 ", ".join(map(str, one["peers"])),
-                _route(one, peers),
+                str(one["route"]) or "-",
                 f"{one['step']}{', in doubt' if one['in_doubt'] else ''}",
                 f"{one['chunks_done']}/{one['chunks'] or '?'}",
                 _size(one["bytes"]),
@@ -166,17 +165,6 @@ def _longest(worker: Mapping[str, Any]) -> list[tuple[float, list[str]]]:
         )
         for one in heapq.nlargest(_TRANSFERS, _transfers(worker), key=lambda one: float(one["seconds"]))
     ]
-
-
-def _route(transfer: Mapping[str, Any], peers: Sequence[Mapping[str, Any]]) -> str:
-    """The route, and over which lane this worker posts on it, where that is said."""
-    route = str(transfer["route"])
-    operation = {("receive", "pull"): "read", ("send", "staged"): "write", ("send", "direct"): "write"}.get(
-        (transfer["side"], route)
-    )
-    told = [one for peer in peers if peer["peer"] in transfer["peers"] for one in peer.get("told", ())]
-    lanes = dict.fromkeys(str(one["over"]) for one in told if one["operation"] == operation and one["over"])
-    return f"{route} over {', '.join(lanes)}" if lanes else route or "-"
 
 
 def _arena(arena: Mapping[str, Any]) -> Text:

@@ -14,12 +14,6 @@ __all__ = ["status"]
 
 _LISTED: Final = 256
 """Transfers, sessions and extents that are listed; there may be thousands, and what is left out is counted."""
-_WAYS: Final = {
-    "process": "memory of this process",
-    "shm": "shared memory",
-    "cuda_ipc": "CUDA IPC",
-    "cuda_vmm": "CUDA virtual memory",
-}
 
 
 def status(looks: Iterable[Look], limits: Limits) -> dict[str, Any]:
@@ -45,7 +39,7 @@ def _worker(look: Look, limits: Limits) -> dict[str, Any]:
             **{key: state[key] for key in ("in_doubt", "sent_in_doubt", "places", "handshakes", "streams")},
             **{key: state[key] for key in ("connecting", "unreachable")},
             "sessions": len(state["peers"]),
-            "peers": [_peer(peer, state["fabric"]["transport"]) for peer in state["peers"][:_LISTED]],
+            "peers": [_peer(peer) for peer in state["peers"][:_LISTED]],
             "transfers": state["transfers"][:_LISTED],
             "arena": {
                 "kind": arena["kind"],
@@ -77,34 +71,7 @@ def _share(share: ShareSnapshot) -> dict[str, Any]:
     }
 
 
-def _peer(peer: Mapping[str, Any], transport: str) -> dict[str, Any]:
+def _peer(peer: Mapping[str, Any]) -> dict[str, Any]:
     shown = ["peer", "role", "endpoint", "trusted", "encrypted", "draining", "connected_seconds", "silent_seconds"]
-    shown += ["host", "told", "moved", "not_mapped"]
-    return {**{key: peer[key] for key in shown}, "lanes": _lanes(peer, transport)}
-
-
-def _lanes(peer: Mapping[str, Any], transport: str) -> list[str]:
-    """What is known of how bytes go between both, and how: nothing of it is guessed."""
-    known: list[str] = []
-    mapped: list[str] = peer["mapped"]
-    if mapped:
-        known.append("mapped: " + " and ".join(_WAYS.get(kind, kind) for kind in mapped))
-    known += [f"{transport}: {_told(one, peer['told'])}" for one in peer["told"]]
-    pulled, pushed = "pull" in peer["moved"], not {"staged", "direct"}.isdisjoint(peer["moved"])
-    here, there = (pulled, pushed) if peer["role"] == "client" else (pushed, pulled)
-    if there:
-        known.append(f"{transport}: what the peer posts goes over a lane that its own page names")
-    if here and not peer["told"]:
-        over = "over a network; " if peer["host"] == "another" else ""
-        why = peer["untold"] or "nothing was posted to its present agent yet"
-        known.append(f"{transport}: {over}which lane it took is not known: {why}")
-    return known or ["nothing was moved yet"]
-
-
-def _told(one: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
-    """What the transport says of its lane; where that differs by kinds of memory, for which it is."""
-    alike = {other["over"] for other in others if other["operation"] == one["operation"]}
-    of = f" between {one['near']} memory here and {one['far']} there" if len(alike) > 1 else ""
-    if not one["lanes"]:
-        return f"{one['operation']}s{of} go over a lane of which UCX wrote nothing"
-    return f"{one['operation']}s{of} go over {one['over']}{'' if one['sure'] else ': which of them, UCX did not write'}"
+    shown += ["host", "mapped", "moved", "not_mapped"]
+    return {key: peer[key] for key in shown}

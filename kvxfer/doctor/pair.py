@@ -10,13 +10,12 @@ from kvxfer.bench.children import Side
 from kvxfer.bench.device import index_of
 from kvxfer.config import Config
 from kvxfer.doctor.findings import Finding, Status, fail, ok, skipped
-from kvxfer.doctor.lanes import LaneLog
+from kvxfer.doctor.lanes import LaneLog, complaints
 from kvxfer.doctor.machine import Machine, let_ucx_tell
 from kvxfer.doctor.memory import probe_bytes
 from kvxfer.doctor.probe import Probe
 from kvxfer.doctor.trial import trial
 from kvxfer.errors import KvxferError
-from kvxfer.fabric.ucx import complaints
 
 __all__ = ["agent_remedy", "check_agent", "examine"]
 

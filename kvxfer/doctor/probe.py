@@ -14,11 +14,10 @@ from typing import Any, Final, Literal
 import kvxfer
 from kvxfer.config import Config
 from kvxfer.doctor.findings import Finding, fail, ok, skipped, warn
-from kvxfer.doctor.lanes import LaneLog
+from kvxfer.doctor.lanes import LaneLog, is_tcp, lane_of
 from kvxfer.doctor.memory import ProbeCache
 from kvxfer.doctor.trial import Channel
 from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.fabric.ucx import is_tcp, lane_of
 from kvxfer.mapped import elsewhere, here, unlike
 from kvxfer.telemetry import overheard
 

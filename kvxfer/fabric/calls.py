@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import FabricError
 from kvxfer.fabric.holdings import Holdings
-from kvxfer.fabric.port import Memory, Told, Transport
+from kvxfer.fabric.port import Memory, Transport
 from kvxfer.runtime import Runtime, Service
 from kvxfer.telemetry import logger
 
@@ -164,10 +164,6 @@ class Fabric:
             raise FabricError("the agent is being rebuilt already")
         self._renewing = True
         return await asyncio.shield(asyncio.ensure_future(self._rebuild(self._runtime.now() + timeout)))
-
-    def told(self) -> tuple[Told, ...] | str:
-        """Over which lanes posts go, as far as there were any; or why the transport does not say it."""
-        return self._transport.told()
 
     @property
     def agents(self) -> int:

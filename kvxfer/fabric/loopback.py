@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import FabricError
 from kvxfer.fabric.faults import LogEntry, Part
 from kvxfer.fabric.network import EVERY_PEER, LoopbackNetwork
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation, Told
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation
 from kvxfer.fabric.ported import ported
 
 __all__ = ["EVERY_PEER", "LogEntry", "LoopbackNetwork", "LoopbackTransport"]
@@ -65,10 +65,6 @@ class LoopbackTransport:
     def orderly(self) -> bool:
         """A part is done when every earlier one to its peer has ended, but for those that were told to be held."""
         return True
-
-    def told(self) -> tuple[Told, ...] | str:
-        """It has one lane, and no name for it."""
-        return "posts stay within this process"
 
     def keys(self) -> frozenset[int]:
         """Numbers of the registrations that are in force."""

@@ -22,15 +22,14 @@ from kvxfer.fabric import capi
 from kvxfer.fabric.backends import checked_params, shown_params
 from kvxfer.fabric.capi import CallError, Capi, Owned
 from kvxfer.fabric.envelope import is_of_worker, pack, unpack
-from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation, Told
-from kvxfer.fabric.told import LaneBook, ucx_log
+from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation
 from kvxfer.telemetry import logger
 
 __all__ = ["NixlTransport"]
 
 _log: Final = logger("kvxfer.fabric")
 
-_QUIET: Final = ("NIXL_LOG_LEVEL", "FATAL")
+_QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 _CALLS: Final = ("UCX_TCP_SYN_CNT", "2")
 """How often a host that does not answer over TCP is called again, unless the environment says otherwise.
 
@@ -128,7 +127,6 @@ class NixlTransport:
         self._known: dict[str, bytes] = {}
         self._lost: set[str] = set()
         self._closed = False
-        self._lanes = LaneBook(None, name)
 
     @property
     def name(self) -> str:
@@ -146,10 +144,6 @@ class NixlTransport:
         """UCX's backend flushes, at the end of a post (`sendXferRange`), the endpoint that it binds to our thread."""
         return list(self._params) == ["UCX"] and self._params["UCX"].get("num_threads", "0") == "0"
 
-    def told(self) -> tuple[Told, ...] | str:
-        """Over which lanes UCX takes posts."""
-        return self._lanes.told()
-
     def setup(self) -> None:
         """Make the CUDA device current, open NIXL's library and create the agent, on the fabric's thread.
 
@@ -163,31 +157,29 @@ class NixlTransport:
         if self._scatter_lists:
             os.environ.setdefault(_SCATTER_LISTS, "y")
         if self._quiet:
-            os.environ.setdefault(*_QUIET)
+            for variable, level in _QUIET.items():
+                os.environ.setdefault(variable, level)
         self._c = capi.opened(self._wheel)
         self._heard = self._c.made("notif_map")
         agent = self._created(self._name)
-        self._lanes = LaneBook(ucx_log(), self._name)
         if "UCX" in agent.backends:
             try:
                 self._c.prove(agent.handle, self._name, agent.backends["UCX"])
             except FabricError:
                 self._destroy(agent)
                 raise
-            self._lanes.tried()
         self._agent = agent
 
     def _created(self, name: str) -> _Agent:
-        with ucx_log().telling(os.environ, quiet=self._quiet):
+        try:
+            agent = _Agent(self._c.agent(name))
             try:
-                agent = _Agent(self._c.agent(name))
-                try:
-                    params = self._furnish(agent)
-                except BaseException:
-                    self._destroy(agent)
-                    raise
-            except CallError as error:
-                raise self._translated(error, f"create agent {name!r} with {shown_params(self._params)}") from error
+                params = self._furnish(agent)
+            except BaseException:
+                self._destroy(agent)
+                raise
+        except CallError as error:
+            raise _translated(error, f"create agent {name!r} with {shown_params(self._params)}") from error
         _log.info(
             "nixl_agent_created",
             name=name,
@@ -208,10 +200,7 @@ class NixlTransport:
 
     def native(self) -> Native:
         """NIXL's functions, and the agent."""
-        return Native(self._c.table, self._open().handle, self._heard.handle, self._said, for_good=True)
-
-    def _said(self, code: int, doing: str, gone: bool, in_doubt: bool) -> FabricError:
-        return self._translated(CallError("NIXL", code), doing, gone=gone, in_doubt=in_doubt)
+        return Native(self._c.table, self._open().handle, self._heard.handle, _said, for_good=True)
 
     def plugins(self) -> list[str]:
         """Backends that NIXL could load, by name."""
@@ -219,7 +208,7 @@ class NixlTransport:
         try:
             return sorted(self._c.plugins(agent.handle))
         except CallError as error:
-            raise self._translated(error, "list its plugins") from error
+            raise _translated(error, "list its plugins") from error
 
     def register(self, memories: Sequence[Memory]) -> object:
         """Register memories with every backend that takes their kind.
@@ -237,7 +226,7 @@ class NixlTransport:
                 token.lists[kind], token.rows[kind] = listed, rows
         except CallError as error:
             self.deregister(token)
-            raise self._translated(error, f"register {list(memories)}") from error
+            raise _translated(error, f"register {list(memories)}") from error
         return token
 
     def deregister(self, token: object) -> None:
@@ -254,7 +243,7 @@ class NixlTransport:
             except CallError as error:
                 failed = error
         if failed is not None:
-            raise self._translated(failed, "deregister memory") from failed
+            raise _translated(failed, "deregister memory") from failed
 
     def metadata(self, tokens: Sequence[object]) -> bytes:
         """Connection information and the keys of these registrations; with no tokens, how to reach this agent only."""
@@ -269,7 +258,7 @@ class NixlTransport:
         try:
             blobs = [self._c.metadata(agent.handle, listed) for listed in lists]
         except CallError as error:
-            raise self._translated(error, "make metadata") from error
+            raise _translated(error, "make metadata") from error
         return pack(self._incarnation, self._name, blobs)
 
     def connect(self, metadata: bytes) -> str:
@@ -280,7 +269,6 @@ class NixlTransport:
         """
         agent = self._open()
         incarnation, peer, blobs = unpack(metadata)
-        self._lanes.read()
         if self._known.get(peer, incarnation) != incarnation:
             raise FabricError(f"{peer} was restarted under its old name: disconnect it first")
         if (peer, incarnation) == (self._name, self._incarnation) and is_of_worker(peer):
@@ -291,12 +279,11 @@ class NixlTransport:
                 named.add(self._c.load(agent.handle, blob).decode(errors="replace"))
         except CallError as error:
             self._forget(agent, named)
-            raise self._translated(error, "load a peer's metadata") from error
+            raise _translated(error, "load a peer's metadata") from error
         if named != {peer}:
             self._forget(agent, named)
             raise FabricError(f"metadata of {peer!r} carries that of {sorted(named)}")
         self._known[peer] = incarnation
-        self._lanes.read()
         return peer
 
     def disconnect(self, peer: str) -> None:
@@ -309,7 +296,7 @@ class NixlTransport:
         try:
             self._c.forget(agent.handle, peer)
         except CallError as error:
-            raise self._translated(error, f"disconnect {peer}") from error
+            raise _translated(error, f"disconnect {peer}") from error
 
     def post(self, peer: str, operation: Operation, local: Descriptors, remote: Descriptors) -> Handle:
         """Begin to move pieces. On a CPU lane the whole copy happens in here.
@@ -324,7 +311,7 @@ class NixlTransport:
             here, there = self._listed(local), self._listed(remote)
             request = self._c.request(agent.handle, _OPERATIONS[operation], here, there, peer)
         except CallError as error:
-            raise self._translated(error, f"prepare a {operation.value} to {peer}") from error
+            raise _translated(error, f"prepare a {operation.value} to {peer}") from error
         handle = _Handle(peer, request)
         agent.posted.add(handle)
         try:
@@ -332,7 +319,7 @@ class NixlTransport:
         except CallError as error:
             gone = self._is_gone(agent, handle)
             self._drop(handle)
-            raise self._translated(error, f"post a {operation.value} to {peer}", gone=gone, in_doubt=True) from error
+            raise _translated(error, f"post a {operation.value} to {peer}", gone=gone, in_doubt=True) from error
         return handle
 
     def poll(self, handle: Handle) -> bool:
@@ -345,7 +332,7 @@ class NixlTransport:
             except CallError as error:
                 gone = self._is_gone(agent, part)
                 doing = f"write to or read from {part.peer}"
-                raise self._translated(error, doing, gone=gone, in_doubt=True) from error
+                raise _translated(error, doing, gone=gone, in_doubt=True) from error
         return part.done
 
     def release(self, handle: Handle) -> None:
@@ -358,7 +345,7 @@ class NixlTransport:
             self._c.give_back(agent.handle, request)
         except CallError as error:
             agent.stuck.append(request)
-            raise self._translated(error, "release a transfer") from error
+            raise _translated(error, "release a transfer") from error
 
     def progress(self) -> None:
         """Let NIXL work: a peer's writes over TCP, connections being wired up. Notifications are not kept here."""
@@ -366,7 +353,7 @@ class NixlTransport:
         try:
             self._c.get_notifs(agent.handle, self._heard.handle, None)
         except CallError as error:
-            raise self._translated(error, "make progress") from error
+            raise _translated(error, "make progress") from error
         finally:
             self._c.notif_map_clear(self._heard.handle)
 
@@ -382,14 +369,10 @@ class NixlTransport:
             new = self._created(name)
         except FabricError as error:
             _log.warning("nixl_agent_not_created", name=name, error=str(error))
-            self._lanes.read()
             return False
         if not self._destroy(old):
             self._destroy(new)
-            self._lanes.read()
             return False
-        self._lanes.close()
-        self._lanes = LaneBook(ucx_log(), name)
         self._agent, self._name, self._renewals = new, name, self._renewals + 1
         self._known, self._lost, self._incarnation = {}, set(), secrets.token_bytes(16)
         return True
@@ -403,7 +386,6 @@ class NixlTransport:
                 agent.stuck.append(part.request)
                 part.request = 0
             self._destroy(agent)
-        self._lanes.close()
 
     def _destroy(self, agent: _Agent) -> bool:
         """Destroy NIXL's agent; False if that fails. A request that it still does not take back is left as it is."""
@@ -448,10 +430,14 @@ class NixlTransport:
         except FabricError as error:
             _log.warning("fabric_handle_not_released", name=self._name, error=str(error))
 
-    def _translated(self, error: CallError, doing: str, *, gone: bool = False, in_doubt: bool = False) -> FabricError:
-        self._lanes.read()
-        hint = "the peer is gone" if gone else "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more"
-        return FabricError(f"NIXL could not {doing}: {error} ({hint})", disconnected=gone, in_doubt=in_doubt)
+
+def _translated(error: CallError, doing: str, *, gone: bool = False, in_doubt: bool = False) -> FabricError:
+    hint = "the peer is gone" if gone else "NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let it say more"
+    return FabricError(f"NIXL could not {doing}: {error} ({hint})", disconnected=gone, in_doubt=in_doubt)
+
+
+def _said(code: int, doing: str, gone: bool, in_doubt: bool) -> FabricError:
+    return _translated(CallError("NIXL", code), doing, gone=gone, in_doubt=in_doubt)
 
 
 def _make_current(device: int) -> None:

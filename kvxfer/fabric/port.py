@@ -17,33 +17,8 @@ __all__ = [
     "Memory",
     "Native",
     "Operation",
-    "Told",
     "Transport",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Over which lane posts of one kind go to a peer, as the library underneath says it.
-
-    Attributes:
-        operation: `"write"` or `"read"`.
-        near: Kind of memory here, as the library calls it (`"host"`, `"cuda"`).
-        far: Kind of memory there.
-        lanes: Their names; several where memory of one kind goes over several, none where nothing was said.
-        sure: False where it is one of `lanes`, and which is not known.
-    """
-
-    operation: str
-    near: str
-    far: str
-    lanes: tuple[str, ...]
-    sure: bool
-
-    @property
-    def over(self) -> str:
-        """The lanes in words; empty without any."""
-        return (" and " if self.sure else " or ").join(self.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +61,6 @@ class Transport(Protocol):
     @property
     def orderly(self) -> bool:
         """Whether it works inside of these calls only, and a part that is done ends with all before it to that peer."""
-        ...
-
-    def told(self) -> tuple[Told, ...] | str:
-        """Over which lanes posts of this agent go, as far as there were any, or why it says none. From the loop."""
         ...
 
     def setup(self) -> None:

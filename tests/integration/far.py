@@ -28,9 +28,6 @@ from inside import call_agent_by
 from stage import KEY, Copied
 
 from kvxfer import READY, Config, Worker, mappings, shared_empty
-from kvxfer.admin.health import Limits
-from kvxfer.admin.look import look
-from kvxfer.admin.status import status
 from kvxfer.copy.records import BEGIN
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
@@ -260,12 +257,6 @@ class Ranks:
     def arenas(self):
         """The kind of memory that each rank's arena is."""
         return [worker.describe()["arena"]["kind"] for worker in self.workers]
-
-    def lanes(self, rank):
-        """What the admin page says of the way to the one peer of a rank."""
-        (worker,) = status(look([self.workers[rank]], 2.0), Limits())["workers"]
-        (peer,) = worker["state"]["peers"]
-        return peer["lanes"]
 
     def occupy(self, rank, ctas):
         self.workers[rank].occupy(ctas)

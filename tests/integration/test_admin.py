@@ -11,7 +11,6 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ from kvxfer.admin.server import AdminServer
 from kvxfer.admin.status import status
 from kvxfer.errors import FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.fabric.port import Told
 from kvxfer.metrics import SECONDS
 
 DASHBOARD = json.loads((Path(kvxfer.admin.__file__).parent / "grafana.json").read_text())
@@ -378,53 +376,6 @@ async def test_status_says_who_is_there_and_what_is_under_way(stage):
     assert told["bucket_bounds_seconds"] == list(SECONDS)
     prefill.offer("later", [1], tokens=4)
     await waiting
-
-
-def told(*lanes, near="host", sure=True):
-    one = Told("write", near, "host", lanes, sure)
-    return {**asdict(one), "over": one.over}
-
-
-@pytest.mark.parametrize(
-    ("seen", "said"),
-    [
-        ({}, ["nothing was moved yet"]),
-        ({"mapped": ["shm"], "moved": {"mapped": 5}}, ["mapped: shared memory"]),
-        ({"mapped": ["cuda_ipc"]}, ["mapped: CUDA IPC"]),
-        (
-            {"moved": {"staged": 1}, "host": "another", "untold": "UCX_LOG_FILE is set"},
-            ["NIXL: over a network; which lane it took is not known: UCX_LOG_FILE is set"],
-        ),
-        (
-            {"moved": {"pull": 1}, "untold": "UCX_LOG_FILE is set"},
-            ["NIXL: what the peer posts goes over a lane that its own page names"],
-        ),
-        ({"moved": {"staged": 1}, "told": [told("cma/memory")]}, ["NIXL: writes go over cma/memory"]),
-        (
-            {"moved": {"pull": 1}, "role": "client", "told": [told("cma/memory", "tcp/lo", sure=False)]},
-            ["NIXL: writes go over cma/memory or tcp/lo: which of them, UCX did not write"],
-        ),
-        (
-            {"told": [told("cuda_ipc/cuda"), told(near="cuda", sure=False)]},
-            [
-                "NIXL: writes between host memory here and host there go over cuda_ipc/cuda",
-                "NIXL: writes between cuda memory here and host there go over a lane of which UCX wrote nothing",
-            ],
-        ),
-        (
-            {"role": "client", "moved": {"staged": 1, "mapped": 2}, "mapped": ["cuda_vmm"]},
-            [
-                "mapped: CUDA virtual memory",
-                "NIXL: what the peer posts goes over a lane that its own page names",
-            ],
-        ),
-    ],
-)
-def test_lanes_are_what_was_seen(seen, said):
-    from kvxfer.admin.status import _lanes
-
-    nothing = {"mapped": [], "moved": {}, "told": [], "untold": "", "host": "this", "role": "server"}
-    assert _lanes({**nothing, **seen}, "NIXL") == said
 
 
 async def test_lists_have_a_bound(stage, monkeypatch):

@@ -37,7 +37,6 @@ from kvxfer import (
     Worker,
     shared_empty,
 )
-from kvxfer.fabric.ucx import is_tcp
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed"),
@@ -235,24 +234,6 @@ def untouched_beside(moves):
                 assert torch.equal(found[:, [3, 5, 6, 8]], wanted[:, [3, 5, 6, 8]])
                 assert torch.equal(found[:, INTO[0], :5], wanted[:, INTO[0], :5])
                 assert torch.equal(found[:, INTO[-1], -3:], wanted[:, INTO[-1], -3:])
-
-
-TCP = {"backend_params": {"UCX": {"engine_config": "TLS=tcp"}}}
-
-
-@pytest.mark.parametrize(("fabric", "tcp"), [({}, False), (TCP, True)], ids=["cma", "tcp"])
-@pytest.mark.parametrize("route", ["staged", "direct"])
-async def test_the_writer_says_over_which_lane_its_posts_go(far, near, route, fabric, tcp):
-    issuer, move = await begin(far, near, ([range(8)], [range(8)]), route=route, fabric=fabric)
-    await far.offer(0, "r", IDS, tokens=len(IDS) * 16)
-    await asyncio.gather(*move.fetch(issuer.ticket("r"), timeout=20))
-    prefix, over = (await far.lanes(0))[-1].split(" over ")
-    assert prefix == "NIXL: writes go"
-    assert is_tcp(over) is tcp
-    assert "or" not in over.split(), "one configuration, one lane"
-    assert near.lanes(0)[-1] == "NIXL: what the peer posts goes over a lane that its own page names"
-    move.bring().check()
-    await all_idle(far, near)
 
 
 async def test_a_decode_process_that_is_killed_in_the_middle(near):

@@ -231,7 +231,6 @@ async def assemble(parts: Assembly) -> Site:
         config=config,
         runtime=runtime,
         loop=loop,
-        hand_over=runtime.hand_over(loop),
         geometry=geometry,
         custody=Custody(),
         send_desk=Desk(arena.sending, runtime.now, loop, metrics),

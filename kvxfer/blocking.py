@@ -138,7 +138,7 @@ class BlockingWorker:
             geometry = CacheGeometry.of(given, self._groups)
             transport = self._transport() if self._transport is not None else None
             worker = ServedWorker(given, self._config, groups=self._groups, transport=transport, runtime=self._runtime)
-            thread = LoopThread("kvxfer-loop", self._runtime)
+            thread = LoopThread("kvxfer-loop")
             try:
                 thread.wait(worker.__aenter__())
             except BaseException:

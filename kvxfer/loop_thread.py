@@ -10,15 +10,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import copy_context
-from functools import partial
 from typing import Any, Final, Self, TypeVar, overload
 
 from kvxfer.errors import ClosedError, ForkedError, KvxferError, MemoryInDoubtError
 from kvxfer.geometry import Blocks
 from kvxfer.offerbook import Awaited
 from kvxfer.offers import Offer
-from kvxfer.runtime import Home, Runtime
+from kvxfer.runtime import Home
 from kvxfer.tickets import Ticket
 from kvxfer.transfers import Progress, TransferState
 from kvxfer.worker import Worker
@@ -66,16 +64,14 @@ class LoopThread:
 
     Args:
         name: Name of the thread.
-        runtime: Gives the way to hand callbacks over.
 
     Attributes:
         home: The process in which the thread runs.
     """
 
-    def __init__(self, name: str, runtime: Runtime) -> None:
+    def __init__(self, name: str) -> None:
         self.home: Final = Home()
         self._loop: Final = asyncio.SelectorEventLoop()
-        self._hand_over: Final = runtime.hand_over(self._loop)
         self._stop: Final = asyncio.Event()
         self._lock: Final = threading.Lock()
         self._closed = False
@@ -102,8 +98,7 @@ class LoopThread:
         self.home.own(self)  # before the lock, which a thread may have held that a fork has not
         with self._lock:
             if not self._closed:
-                # what is current for whoever hands it in (a span, say) is so for it: the loop runs many in one batch
-                self._hand_over(partial(copy_context().run, callback))
+                self._loop.call_soon_threadsafe(callback)  # in the context of whoever hands it in
             return not self._closed
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
@@ -121,25 +116,10 @@ class LoopThread:
             if self._closed:
                 work.close()
                 raise _closed_error()
-            future = Future[_T]()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._futures.add(future)
-            self._hand_over(partial(copy_context().run, self._begin, work, future))
         future.add_done_callback(self._futures.discard)
         return future
-
-    def _begin(self, work: Coroutine[Any, Any, _T], future: "Future[_T]") -> None:
-        """As `asyncio.run_coroutine_threadsafe` does, whose way to the loop would be another than that of `post`."""
-        if future.cancelled():
-            work.close()
-            return
-        task = self._loop.create_task(work)
-        task.add_done_callback(partial(_tell, future))
-
-        def given_up(future: "Future[_T]") -> None:
-            if future.cancelled() and not task.done():
-                self._loop.call_soon_threadsafe(task.cancel)
-
-        future.add_done_callback(given_up)
 
     def call(self, work: Callable[[], _T]) -> _T:
         """Run a function on the loop and wait for what it returns. Not from the loop's own thread.
@@ -252,18 +232,7 @@ class LoopThread:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._hand_over(self._stop.set)
-
-
-def _tell(future: "Future[_T]", task: "asyncio.Task[_T]") -> None:
-    """How a task has ended."""
-    if task.cancelled():
-        future.cancel()
-    if future.set_running_or_notify_cancel():
-        if (error := task.exception()) is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(task.result())
+                self._loop.call_soon_threadsafe(self._stop.set)
 
 
 def state_under_way(transfer: Progress) -> TransferState:

@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvxfer.errors import KvxferError, RequestError
@@ -74,14 +75,11 @@ def given_seconds(seconds: Any, default: _T) -> float | _T:
     raise RequestError(f"timeout must be a number of seconds, or None, not {seconds!r}")
 
 
-def soon(
-    loop: asyncio.AbstractEventLoop, hand_over: Callable[[Callable[[], None]], object], work: Callable[[], _T]
-) -> "Future[_T]":
+def soon(loop: asyncio.AbstractEventLoop, work: Callable[[], _T]) -> "Future[_T]":
     """Run a function on a loop, from any thread, without waiting; at once if this is that loop.
 
     Args:
-        loop: Where it runs.
-        hand_over: The way there.
+        loop: Where it runs; nothing does any more once it is closed.
         work: What it returns, or raises, is in the future. It is not run if the future was cancelled before.
     """
     answer: Future[_T] = Future()
@@ -106,5 +104,6 @@ def soon(
     if here:
         run()
     else:
-        hand_over(run)
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(run)
     return answer

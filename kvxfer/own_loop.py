@@ -59,8 +59,7 @@ class OwnLoopWorker(Worker):
     async def __aenter__(self) -> Self:
         if self._thread is not None:
             raise ClosedError("a worker is entered once")
-        parts = self._assembly
-        thread = self._thread = LoopThread("kvxfer-loop", parts.runtime)
+        thread = self._thread = LoopThread("kvxfer-loop")
         opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
         try:
             await see_through(opening)  # to its end, so that closing finds all that is to be given back

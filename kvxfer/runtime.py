@@ -1,7 +1,7 @@
 """The one door through which time, randomness and threads enter.
 
 Everything above is written against `Runtime`; production uses `ThreadRuntime`, tests and simulations the deterministic
-one of `kvxfer.testing`, in which time is virtual and every hand-over happens in an order drawn from a seed.
+one of `kvxfer.testing`, in which time is virtual and every step happens in an order drawn from a seed.
 
 A `Service` is work that must not run on the event loop (posting to a fabric, launching copies). It is a function
 `step() -> float | None`: it does what is ready and says in how many seconds it wants to run again (0.0: at once, None:
@@ -16,9 +16,8 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,7 +26,6 @@ from kvxfer.errors import ForkedError, UsageError
 
 __all__ = [
     "TURN_SECONDS",
-    "HandOver",
     "Home",
     "Machine",
     "Runtime",
@@ -92,16 +90,8 @@ class Machine(Protocol):
         ...
 
 
-class HandOver(Protocol):
-    """Runs callables on the event loop, from any thread, in order, one wake-up of the loop per batch."""
-
-    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Run `callback` on the loop soon. Safe from any thread; silently dropped once the loop is closed."""
-        ...
-
-
 class Runtime(Protocol):
-    """Clock, randomness, services and the way back to the loop."""
+    """Clock, randomness, services and work in threads."""
 
     def now(self) -> float:
         """Monotonic seconds. Comparable within this process only."""
@@ -131,59 +121,9 @@ class Runtime(Protocol):
         """The same, with what it runs in threads kept on these CPUs; without any it may run anywhere."""
         ...
 
-    def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
-        """A way back to `loop`."""
-        ...
-
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Run `work`, which may take a while, so that the loop is not blocked meanwhile."""
         ...
-
-
-class _Batch:
-    """Hands callbacks to a loop with one `call_soon_threadsafe` per batch, and runs them a turn at a time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._lock = threading.Lock()
-        self._scheduled = False
-
-    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
-        with self._lock:
-            self._pending.append((callback, arguments))
-            if self._scheduled and not self._loop.is_closed():
-                return
-            self._scheduled = True
-        self._schedule()
-
-    def _schedule(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._run)
-        except RuntimeError:  # the loop is closed: nobody is left to hear it
-            with self._lock:
-                self._pending.clear()
-
-    def _run(self) -> None:
-        with self._lock:
-            batch, self._pending = self._pending, deque()
-            self._scheduled = False
-        until = time.monotonic() + TURN_SECONDS
-        try:
-            while batch:
-                callback, arguments = batch.popleft()
-                try:
-                    callback(*arguments)
-                except Exception as error:  # noqa: BLE001 - one broken callback must not strand the rest of its batch
-                    self._loop.call_exception_handler({"message": "a handed-over callback failed", "exception": error})
-                if time.monotonic() >= until:
-                    break
-        finally:
-            if batch:  # its turn is over, or a cancellation or an interrupt goes through: the rest comes next
-                with self._lock:
-                    self._pending.extendleft(reversed(batch))
-                    self._scheduled = True
-                self._schedule()
 
 
 class Home:
@@ -374,10 +314,6 @@ class ThreadRuntime:
     def placed(self, cpus: frozenset[int]) -> Self:
         """The same, with threads that run on these CPUs."""
         return type(self)(cpus)
-
-    def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
-        """Batched hand-over to `loop`."""
-        return _Batch(loop)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Run `work` in a worker thread, which belongs to the whole process: it is lent, and goes back as it was.

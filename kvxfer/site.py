@@ -27,7 +27,7 @@ from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilds import Rebuilds
 from kvxfer.routes.chooser import Means, acceptable
 from kvxfer.routes.estimates import Estimates
-from kvxfer.runtime import HandOver, Runtime
+from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Issuer
 
@@ -134,7 +134,6 @@ class Site:
         config: Effective settings.
         runtime: Clock, randomness, services.
         loop: The worker's event loop.
-        hand_over: Way back to it from any thread.
         geometry: What this rank holds.
         custody: Books of the caller's blocks.
         send_desk: Staging memory to gather into.
@@ -175,7 +174,6 @@ class Site:
     config: Config
     runtime: Runtime
     loop: asyncio.AbstractEventLoop
-    hand_over: HandOver
     geometry: CacheGeometry
     custody: Custody
     send_desk: Desk

@@ -13,13 +13,11 @@ which are threads in production, become callbacks of the loop whose order is dra
 import asyncio
 import random
 import selectors
-from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
-from kvxfer.runtime import HandOver, Machine, Service
+from kvxfer.runtime import Machine, Service
 
 __all__ = ["DeterministicRuntime", "LoopbackNetwork", "LoopbackTransport", "simulate"]
 
@@ -102,29 +100,8 @@ class _LoopService:
             self._schedule(delay)
 
 
-class _LoopHandOver:
-    """Callbacks in the order in which they were handed over, each after a delay drawn from the seed."""
-
-    def __init__(self, runtime: "DeterministicRuntime", loop: asyncio.AbstractEventLoop) -> None:
-        self._runtime = runtime
-        self._loop = loop
-        self._last = 0.0
-        self._pending: deque[Callable[[], None]] = deque()
-
-    def __call__(self, callback: Callable[..., None], *arguments: Any) -> None:
-        if self._loop.is_closed():
-            return
-        self._pending.append(partial(callback, *arguments))
-        self._last = max(self._last, self._loop.time() + self._runtime.jitter())
-        self._loop.call_at(self._last, self._next)
-
-    def _next(self) -> None:
-        """The oldest one: timers of the same instant fire in any order."""
-        self._pending.popleft()()
-
-
 class DeterministicRuntime:
-    """Clock, randomness, services and hand-over of a simulation.
+    """Clock, randomness and services of a simulation.
 
     Args:
         loop: The virtual loop; `simulate` makes it.
@@ -161,10 +138,6 @@ class DeterministicRuntime:
         """The same: there are no threads to be placed."""
         del cpus
         return self
-
-    def hand_over(self, loop: asyncio.AbstractEventLoop) -> HandOver:
-        """A way back to `loop`."""
-        return _LoopHandOver(self, loop)
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Run `work` here: time stands still meanwhile."""

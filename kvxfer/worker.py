@@ -322,8 +322,7 @@ class Worker:
 
     def describe_soon(self) -> "Future[dict[str, Any]]":
         """`describe` on the worker's loop, asked for from any thread. Never done while that loop stands still."""
-        site = self._assembly.home.read(self._entered).site
-        return soon(site.loop, site.hand_over, self.describe)
+        return soon(self._assembly.home.read(self._entered).site.loop, self.describe)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on, and tell every peer. What is under way goes on. Idempotent.

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -79,40 +80,50 @@ async def test_cancelling_a_follower_leaves_the_rest_alone():
 
 
 async def test_soon_runs_at_once_on_the_loop_itself():
-    loop = asyncio.get_running_loop()
-    assert soon(loop, loop.call_soon_threadsafe, lambda: 7).result(timeout=0) == 7
+    assert soon(asyncio.get_running_loop(), lambda: 7).result(timeout=0) == 7
 
 
 async def test_soon_runs_on_the_loop_when_it_is_asked_from_another_thread():
     loop, home = asyncio.get_running_loop(), threading.get_ident()
-    asked = await asyncio.to_thread(soon, loop, loop.call_soon_threadsafe, threading.get_ident)
+    asked = await asyncio.to_thread(soon, loop, threading.get_ident)
     assert await asyncio.wrap_future(asked) == home
 
 
 async def test_soon_brings_the_error_and_heeds_a_cancellation():
-    handed, ran = [], []
+    loop, ran = asyncio.get_running_loop(), []
 
     def fail():
         raise ClosedError("x")
 
-    other = asyncio.new_event_loop()
-    failed, cancelled = soon(other, handed.append, fail), soon(other, handed.append, lambda: ran.append(1))
-    other.close()
+    asked: list[Any] = []
+
+    def ask():
+        asked.extend((soon(loop, fail), soon(loop, lambda: ran.append(1))))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()  # so that the loop stands still meanwhile
+    failed, cancelled = asked
     assert not failed.done()
     assert cancelled.cancel()
-    for run in handed:
-        run()
+    await turns()
     assert isinstance(failed.exception(timeout=0), ClosedError)
     assert ran == []
 
 
-def test_soon_hides_no_defect():
+async def test_soon_hides_no_defect():
+    loop, seen = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+
     def fail():
         raise KeyError("x")
 
-    other, handed = asyncio.new_event_loop(), []
-    failed = soon(other, handed.append, fail)
-    other.close()
-    with pytest.raises(KeyError):
-        handed[0]()
-    assert isinstance(failed.exception(timeout=0), KeyError)
+    failed = await asyncio.to_thread(soon, loop, fail)
+    assert isinstance(await asyncio.to_thread(failed.exception), KeyError)
+    assert seen == [failed.exception()]
+
+
+def test_on_a_closed_loop_nothing_is_run():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    assert not soon(loop, lambda: 7).done()

@@ -1,4 +1,4 @@
-"""Hand-over in batches, and services in threads that can always be stopped."""
+"""Services in threads, which can always be stopped, and work that is lent one."""
 # private state of services and loops that are there
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 
 import anyio.to_thread
 import pytest
@@ -16,149 +15,6 @@ from kvxfer import runtime as module
 from kvxfer.runtime import ThreadRuntime
 
 LONG = 20.0  # seconds until a test gives up waiting for what takes microseconds
-
-
-class CountingLoop(asyncio.SelectorEventLoop):
-    """Counts how often another thread woke it."""
-
-    def __init__(self):
-        super().__init__()
-        self.woken = 0
-        self.problems = []
-        self.set_exception_handler(lambda _, context: self.problems.append(context["exception"]))
-
-    def call_soon_threadsafe(self, *args, **kwargs):
-        self.woken += 1
-        return super().call_soon_threadsafe(*args, **kwargs)
-
-
-@pytest.fixture
-def loop():
-    with asyncio.Runner(loop_factory=CountingLoop) as runner:
-        yield runner.get_loop()
-
-
-def turn(loop, turns=1):
-    """Let the loop run what is ready, so often."""
-
-    async def pause():
-        for _ in range(turns):
-            await asyncio.sleep(0)
-
-    loop.run_until_complete(pause())
-
-
-# --- hand-over
-
-
-def test_one_wake_up_per_batch_and_the_order_is_kept(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-    for number in range(100):
-        hand_over(lambda number=number: ran.append(number))
-    assert (loop.woken, ran) == (1, [])
-    turn(loop)
-    assert ran == list(range(100))
-    hand_over(lambda: ran.append("later"))
-    assert loop.woken == 2
-    turn(loop)
-    assert ran[-1] == "later"
-
-
-def test_what_is_handed_over_is_called_with_its_arguments(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-    hand_over(ran.insert, 0, "second")
-    hand_over(ran.insert, 0, "first")
-    turn(loop)
-    assert ran == ["first", "second"]
-
-
-def test_what_a_callback_hands_over_comes_in_the_next_batch(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-
-    def first():
-        ran.append("first")
-        hand_over(lambda: ran.append("third"))
-
-    hand_over(first)
-    hand_over(lambda: ran.append("second"))
-    turn(loop, 2)
-    assert ran == ["first", "second", "third"]
-    assert loop.woken == 2
-
-
-def test_from_many_threads_nothing_is_lost_and_each_keeps_its_order(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-    done = loop.create_future()
-    left = Counter(range(4))
-
-    def work(name):
-        for number in range(500):
-            hand_over(lambda number=number: ran.append((name, number)))
-        hand_over(lambda: left.subtract([name]) or (not +left and done.set_result(None)))
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
-    for thread in threads:
-        thread.start()
-    loop.run_until_complete(asyncio.wait_for(done, LONG))
-    for thread in threads:
-        thread.join()
-    for name in range(4):
-        assert [number for who, number in ran if who == name] == list(range(500))
-    assert loop.woken <= 2004
-
-
-def test_a_failing_callback_strands_nobody(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-    hand_over(lambda: ran.append(1))
-    hand_over(lambda: 1 / 0)
-    hand_over(lambda: ran.append(2))
-    turn(loop)
-    assert ran == [1, 2]
-    (problem,) = loop.problems
-    assert isinstance(problem, ZeroDivisionError)
-
-
-def test_a_cancellation_that_escapes_a_callback_strands_nobody(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-    cancelled = loop.create_future()
-    cancelled.cancel()
-    hand_over(lambda: ran.append(1))
-    hand_over(cancelled.result)  # raises CancelledError, which is no Exception
-    hand_over(lambda: ran.append(2))
-    hand_over(lambda: ran.append(3))
-    turn(loop, 2)
-    assert ran == [1, 2, 3]
-    (problem,) = loop.problems
-    assert isinstance(problem, asyncio.CancelledError)
-
-
-def test_an_interrupt_goes_through_and_the_rest_comes_next(loop):
-    hand_over, ran = ThreadRuntime().hand_over(loop), []
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    hand_over(lambda: hand_over(lambda: ran.append(3)))
-    hand_over(interrupt)
-    hand_over(lambda: ran.append(1))
-    hand_over(lambda: ran.append(2))
-    with pytest.raises(KeyboardInterrupt):
-        loop.run_forever()
-    hand_over(lambda: ran.append(4))
-    turn(loop, 2)
-    assert ran == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("scheduled", [False, True], ids=["idle", "with a batch under way"])
-def test_a_closed_loop_hears_nothing_and_nothing_piles_up(scheduled):
-    loop = CountingLoop()
-    hand_over = ThreadRuntime().hand_over(loop)
-    if scheduled:
-        hand_over(lambda: None)
-    loop.close()
-    for _ in range(100):
-        hand_over(lambda: pytest.fail("nobody is left to hear it"))
-    assert len(hand_over._pending) == 0
 
 
 # --- services
@@ -445,30 +301,7 @@ async def test_what_work_in_a_thread_raises_comes_back():
         await ThreadRuntime().in_thread(work)
 
 
-def test_a_batch_is_run_a_turn_at_a_time(loop, monkeypatch):
-    """Who else is on the loop waits for one turn, not for the whole batch; order is kept."""
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    hand_over = ThreadRuntime().hand_over(loop)
-    seen = []
-
-    def work(number):
-        seen.append(number)
-        now[0] += module.TURN_SECONDS / 2
-
-    def other():
-        seen.append("other")
-        if 4 not in seen:
-            loop.call_soon(other)
-
-    for number in range(5):
-        hand_over(lambda number=number: work(number))
-    loop.call_soon(other)
-    turn(loop, 5)
-    assert seen == [0, 1, "other", 2, 3, "other", 4, "other"]
-
-
-def test_services_give_way(loop):
+def test_services_give_way():
     if not sys.platform.startswith("linux"):
         pytest.skip("threads have no priority of their own here")
     found = threading.Event()

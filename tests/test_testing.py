@@ -13,7 +13,7 @@ from kvxfer.config import Config
 from kvxfer.errors import PeerLostError, UnreachableError
 from kvxfer.geometry import CacheTensor
 from kvxfer.offers import Expired, Released
-from kvxfer.testing import DeterministicRuntime, LoopbackNetwork, LoopbackTransport, simulate
+from kvxfer.testing import LoopbackNetwork, LoopbackTransport, simulate
 from kvxfer.worker import Worker
 
 HOUR = 3600.0
@@ -26,17 +26,15 @@ ROUTES = ["staged", "direct", "pull"]
 
 
 def trace(seed):
-    """What a few tasks, services and hand-overs do, and when."""
+    """What a few tasks and services do, and when."""
     seen = []
 
     async def scenario(runtime):
-        hand_over = runtime.hand_over(asyncio.get_running_loop())
-
         def note(what):
             seen.append((what, runtime.now()))
 
         def step(name, left):
-            hand_over(lambda: note(name))
+            note(name)
             left[0] -= 1
             return runtime.jitter() if left[0] else None
 
@@ -111,26 +109,6 @@ def test_what_a_scenario_raises_comes_out():
 
     with pytest.raises(ValueError, match="broken"):
         simulate(scenario)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_hand_over_keeps_the_order(seed):
-    async def scenario(runtime: DeterministicRuntime):
-        hand_over, ran = runtime.hand_over(asyncio.get_running_loop()), []
-        for number in range(200):
-            hand_over(ran.append, number)
-        assert ran == []
-        await asyncio.sleep(0.1)
-        assert ran == list(range(200))
-
-    simulate(scenario, seed=seed)
-
-
-def test_hand_over_to_a_closed_loop_is_dropped():
-    async def scenario(runtime):
-        return runtime.hand_over(asyncio.get_running_loop())
-
-    simulate(scenario)(lambda: pytest.fail("nobody is left to hear it"))
 
 
 def test_services_wake_sleep_and_stop():

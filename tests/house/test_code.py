@@ -31,7 +31,6 @@ BROAD = {
     ("kvxfer/prefill/sender.py", "Sender._see_through"): 1,  # likewise
     ("kvxfer/traces.py", "_harmless.guarded"): 1,  # samplers and span processors are the application's
     ("kvxfer/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
-    ("kvxfer/runtime.py", "_Batch._run"): 1,  # one broken callback must not strand the rest of its batch
 }
 
 

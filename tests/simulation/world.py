@@ -45,7 +45,6 @@ class Mortal(DeterministicRuntime):
     def __init__(self, runtime: DeterministicRuntime):
         self.__dict__.update(runtime.__dict__)
         self._services = []
-        self._dead = False
 
     def start(self, name, step, *, setup=None):
         service = super().start(name, step, setup=setup)
@@ -57,16 +56,7 @@ class Mortal(DeterministicRuntime):
         self._services.append(service)
         return service
 
-    def hand_over(self, loop):
-        hand_over = super().hand_over(loop)
-        return lambda callback, *arguments: hand_over(self._unless_dead, callback, *arguments)
-
-    def _unless_dead(self, callback, *arguments):
-        if not self._dead:
-            callback(*arguments)
-
     def kill(self):
-        self._dead = True
         for service in self._services:
             service.stop(0.0)
 

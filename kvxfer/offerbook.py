@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import BusyError, Code, RequestError, TicketError
 from kvxfer.limits import MAX_WORLD
-from kvxfer.offers import Ending, Expired, Offer, OfferKey, OfferState, Released, Withdrawn
+from kvxfer.offers import Ending, Entry, Expired, OfferKey, OfferState, Released, Withdrawn
 from kvxfer.protocol.messages import Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import Identity
@@ -74,7 +74,7 @@ class OfferBook:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._offers: dict[OfferKey, Offer] = {}
+        self._offers: dict[OfferKey, Entry] = {}
         self._early: dict[OfferKey, Early] = {}
         self._places: Final = Quota(site.config.max_parked)  # one a request that somebody was early for
         self._past: OrderedDict[OfferKey, tuple[float, Code]] = OrderedDict()
@@ -93,11 +93,11 @@ class OfferBook:
         return len(self._early)
 
     @property
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[Entry]:
         """Every offer that has not ended."""
         return list(self._offers.values())
 
-    def open(self, request: str, attempt: int) -> Offer:
+    def open(self, request: str, attempt: int) -> Entry:
         """A new offer.
 
         Raises:
@@ -118,16 +118,16 @@ class OfferBook:
             raise BusyError(
                 f"there are {len(self._offers)} offers already; max_offers is {self._site.config.max_offers}"
             )
-        offer = Offer(self, self._site, key)
+        offer = Entry(self, self._site, key)
         self._offers[key] = offer
         return offer
 
-    def discard(self, offer: Offer) -> None:
+    def discard(self, offer: Entry) -> None:
         """Forget an offer that was never published."""
         self._offers.pop(offer.key, None)
         offer.state = OfferState.ENDED
 
-    def publish(self, offer: Offer) -> None:
+    def publish(self, offer: Entry) -> None:
         """The offer is complete enough to be found: hand it what came early."""
         self._site.metrics.offer_began(offer.key, self._site.now())
         early = self._forget_early(offer.key)
@@ -145,7 +145,7 @@ class OfferBook:
                 self.release(offer.key, who)
         self._watch(offer.key, offer.lease)
 
-    def find(self, key: OfferKey) -> Offer | Code | None:
+    def find(self, key: OfferKey) -> Entry | Code | None:
         """The live offer; or why there is none any more; or None if it has not come yet."""
         offer = self._offers.get(key)
         if offer is not None and offer.state is OfferState.LIVE:
@@ -187,18 +187,18 @@ class OfferBook:
             if not (early.fetches or early.claims or early.releases):
                 self._forget_early(key)
 
-    def renew(self, offer: Offer, engine: bytes, world: int) -> None:
+    def renew(self, offer: Entry, engine: bytes, world: int) -> None:
         """A decode engine claims the offer. One that was superseded renews in vain: it does not know it yet."""
         if engine not in offer.superseded and self.admits(offer, engine):
             self.bind(offer, engine, world)
 
     @staticmethod
-    def admits(offer: Offer, engine: bytes) -> bool:
+    def admits(offer: Entry, engine: bytes) -> bool:
         """Whether a decode engine may bind the offer: of those that it was taken over from, a few are remembered."""
         known = offer.engine in (None, engine) or engine in offer.superseded
         return known or len(offer.superseded) < _ENGINES
 
-    def bind(self, offer: Offer, engine: bytes, world: int) -> None:
+    def bind(self, offer: Entry, engine: bytes, world: int) -> None:
         """A decode engine claims or fetches the offer; renews its lease. Another engine takes it over."""
         offer.superseded.discard(engine)
         if offer.engine is not None and offer.engine != engine:
@@ -216,7 +216,7 @@ class OfferBook:
     def release(self, key: OfferKey, who: Identity, *, declined: bool = False) -> None:
         """One rank of a decode engine is done with the request; `declined` if it never wanted it."""
         found, engine = self.find(key), who.epoch
-        if isinstance(found, Offer):
+        if isinstance(found, Entry):
             if found.engine is None:
                 self.bind(found, engine, who.world)
             if found.engine != engine:
@@ -231,21 +231,21 @@ class OfferBook:
                 early.releases[engine, who.rank] = who
                 early.declined |= declined
 
-    def grew(self, offer: Offer) -> None:
+    def grew(self, offer: Entry) -> None:
         """The offer's owner is alive: a live stream of layers keeps an unclaimed offer from expiring."""
         if offer.engine is None:
             offer.lease = max(offer.lease, self._site.now() + self._site.config.unclaimed_timeout)
             self._watch(offer.key, offer.lease)
 
-    def touched(self, offer: Offer) -> None:
+    def touched(self, offer: Entry) -> None:
         """Its decode engine moves it: that renews the lease as a claim would."""
         offer.lease = max(offer.lease, self._site.now() + self._site.config.offer_lease)
 
-    def left(self, offer: Offer) -> None:
+    def left(self, offer: Entry) -> None:
         """No transfer keeps it any more: its lease counts again."""
         self._watch(offer.key, offer.lease)
 
-    def ended(self, offer: Offer, ending: Ending) -> None:
+    def ended(self, offer: Entry, ending: Ending) -> None:
         """Books of an offer that is over."""
         code = {Released: Code.TICKET_RELEASED, Expired: Code.TICKET_EXPIRED, Withdrawn: Code.OFFER_WITHDRAWN}
         self._offers.pop(offer.key, None)
@@ -254,7 +254,7 @@ class OfferBook:
         outcome = type(ending).__name__.lower()
         self._site.metrics.offer_ended(offer.key, outcome, self._site.now())
         if hears_info(_NAME):
-            _log.info("offer_ended", request=offer.request, attempt=offer.attempt, outcome=outcome)
+            _log.info("offer_ended", request=offer.key[0], attempt=offer.key[1], outcome=outcome)
 
     def close(self) -> None:
         """Stop the timers; for shutdown, after every offer was withdrawn and had time to end."""
@@ -331,7 +331,7 @@ class OfferBook:
             self._places.give(early.peer)
         return early
 
-    def _expire(self, offer: Offer) -> None:
+    def _expire(self, offer: Entry) -> None:
         config = self._site.config
         waited = config.offer_lease if offer.engine else config.unclaimed_timeout
         who = "its decode engine stopped renewing it" if offer.engine else "nobody claimed it"

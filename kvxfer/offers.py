@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Ending",
+    "Entry",
     "Expired",
     "Offer",
     "OfferKey",
@@ -168,38 +169,24 @@ def _longer(marks: _Marks, stop: int, event: Event) -> _Marks:
     return (*marks, (stop, event)) if stop > _reached(marks) else marks
 
 
-class Offer:
-    """One request on offer, as its owner sees it. Made by `Worker.offer`.
-
-    In a process that was forked off this one every method raises `ForkedError`, in another thread or on another loop
-    `UsageError`.
-
-    Attributes:
-        key: Request id and attempt.
-        request: Its id.
-        attempt: Which attempt at this id.
-        tokens: Tokens on offer so far; final once the offer is finished.
-        step: Tokens that came with the last extension.
-    """
+class Entry:
+    """An offer as its book has it: what its owner has said, who reads its blocks, and how it ends."""
 
     def __init__(self, book: "OfferBook", site: Site, key: OfferKey) -> None:
+        self.site: Final = site
         self.key: Final = key
-        self.request: Final = key[0]
-        self.attempt: Final = key[1]
-        self.tokens = 0
-        self.step = 0
+        self.tokens = 0  # on offer so far; final once it is finished
+        self.step = 0  # tokens that came with the last extension
         self.spans: dict[str, Span] = {}
         self.readiness: Final = Readiness(site.geometry.layers)
         self.finished = False
         self.payload = b""
         self.state = OfferState.LIVE
+        self.ending: Ending | None = None
         self.transfers: Final[set[Sender]] = set()
         self.doubtful: Final[dict[Sender, str]] = {}  # over, but its reads may be in flight; with the peer
         self.stats: Final[list[TransferStats]] = []
         self._book = book
-        self._site = site
-        self._home: Final = Home(site.loop)
-        self._ending: Ending | None = None
         self._ended: Final[asyncio.Future[Ending]] = site.loop.create_future()
         self._quiescent: Final[asyncio.Future[None]] = site.loop.create_future()
         # the engine that claimed it, the ranks of it that released it, and until when its lease runs
@@ -209,151 +196,41 @@ class Offer:
         self.released_ranks: set[int] = set()
         self.lease: float = site.now() + site.config.unclaimed_timeout
 
-    @property
-    def ticket(self) -> dict[str, Any]:
-        """With which a decode engine fetches it: plain JSON data, and a secret.
-
-        Raises:
-            TicketError: If the worker has not joined its engine yet.
-        """
-        return self._site.joined.ticket(self.request, attempt=self.attempt)
-
-    def __repr__(self) -> str:
-        return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
-
-    def extend(self, blocks: Blocks, *, tokens: range) -> None:
-        """Add blocks and the tokens that they hold; for streaming offers.
-
-        An offer may end while it is still computed: its lease runs out, or its decode engine needs nothing of this
-        rank. Then this does nothing, as `ready` and `finish` do; `released` says how it ended.
-
-        Args:
-            blocks: Ids appended to those given before, by group.
-            tokens: The tokens that become part of the offer; starts where the last range ended.
-
-        Raises:
-            BlocksError: If ids are out of range, in custody, or too few for the tokens, or state has two slots.
-            TokensError: If the range does not continue the last one.
-            RequestError: If the offer is finished or was withdrawn.
-        """
-        if not self._is_open("extend"):
-            return
-        check_tokens(tokens)
-        if tokens.start != self.tokens:
-            raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
-        added = offered_blocks(blocks, self._site.geometry)
-        self._site.custody.check({group: np.asarray(span.ids, np.int64) for group, span in added.items()})
-        spans = {group: self._appended(group, span) for group, span in added.items()}
-        check_cover(spans, self._site.geometry, tokens, complete=False)
-        self.spans = spans
-        self.tokens, self.step = tokens.stop, len(tokens)
-        self._grew()
-
-    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
-        """Say that K and V may be read once `after` has fired.
-
-        Args:
-            layers: These layers; all if left out.
-            tokens: Up to this token; all that were added so far if left out.
-            after: CUDA event, stream, or `kvxfer.READY`; required for CUDA memory.
-
-        Raises:
-            TokensError: If a layer is unknown, or `tokens` is beyond the offer.
-            EventError: If `after` is missing or was never recorded.
-            RequestError: If the offer is finished or was withdrawn.
-        """
-        if not self._is_open("mark ready"):
-            return
-        try:
-            stop = self.tokens if tokens is None else operator.index(tokens)
-        except TypeError as error:
-            raise TokensError(f"ready() takes a number of tokens: {error}") from error
-        if not 0 < stop <= self.tokens:
-            raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
-        event = as_event(after, self._site.geometry)
-        try:
-            self.readiness.mark(layers, stop, event)
-        except TypeError as error:
-            raise TokensError(f"ready() takes a list of layers: {error}") from error
-        self._grew()
-
-    def finish(self, payload: bytes = b"") -> None:
-        """Everything is on offer; no blocks or tokens follow. `payload` travels with the last result.
-
-        Args:
-            payload: Up to 64 KiB for the decoder (the first token, sampling state).
-
-        Raises:
-            RequestError: If the offer is finished already, or was withdrawn.
-            TokensError: If nothing was offered, a layer was not marked as ready up to the last token, or the payload is
-                too large.
-            BlocksError: If a group of state has no slot.
-        """
-        if not self._is_open("finish"):
-            return
-        if self.tokens == 0:
-            raise TokensError(f"offer {self.request!r} is finished without any token")
-        check_cover(self.spans, self._site.geometry, range(self.tokens))
-        missing = self.readiness.missing(self.tokens)
-        if missing:
-            raise TokensError(
-                f"offer {self.request!r} cannot finish: layer {missing[0]} is ready up to token "
-                f"{self.readiness.reached(missing[0])} of {self.tokens}; call ready() first"
-            )
-        try:
-            content = bytes(memoryview(payload))
-        except (TypeError, ValueError, BufferError) as error:
-            raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
-        if len(content) > 65536:
-            raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
-        self.payload, self.finished = content, True
-        self._grew()
-
-    async def released(self) -> Ending:
-        """Wait until the blocks are the caller's again, and say why. Cancelling the wait changes nothing.
-
-        Raises:
-            MemoryInDoubtError: If a silent peer, or a copy or post of ours that stands still, may still read them.
-        """
-        return await asyncio.shield(self._home.own(self._ended))
-
     def wait_end(self) -> "asyncio.Future[Ending]":
-        """Resolves when the offer has ended, as `released` does. Cancelling it changes nothing."""
-        return follow(self._home.own(self._ended))
+        """See `Offer.wait_end`."""
+        return follow(self._ended)
 
-    async def withdraw(self) -> Ending:
-        """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
-        self._home.own(self)
-        self.end(Withdrawn(), Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn"))
-        return await self.released()
-
-    # --- for the sending side
+    def grew(self) -> None:
+        """Its owner has added to it."""
+        for transfer in list(self.transfers):
+            transfer.offer_grew()
+        self._book.grew(self)
 
     def end(self, ending: Ending, failure: Failure) -> None:
         """Begin to end: stop what still reads the blocks."""
         if self.state is not OfferState.LIVE:
             return
-        self.state, self._ending = OfferState.ENDING, ending
+        self.state, self.ending = OfferState.ENDING, ending
         for transfer in list(self.transfers):
             transfer.stop(failure)
         self.settle()
 
     def settle(self) -> None:
         """End if nothing reads the blocks any more."""
-        if self.state is not OfferState.ENDING or self.transfers or self._ending is None:
+        if self.state is not OfferState.ENDING or self.transfers or self.ending is None:
             return
         if self.doubtful:
             self._doubt(",".join(sorted(set(self.doubtful.values()))))
             return
         self.state = OfferState.ENDED
-        ending = self._ending
+        ending = self.ending
         if isinstance(ending, Released):
             ending = Released(tuple(self.stats))
         self._book.ended(self, ending)
         if not self._ended.done():
             self._ended.set_result(ending)
         else:
-            self._site.custody.settle(self._holder)
+            self.site.custody.settle(self._holder)
             resolve(self._quiescent, None)  # unless the worker was closed meanwhile, and has said that it will not come
 
     def left(self, transfer: "Sender", *, in_doubt: str = "", moved: bool = False) -> None:
@@ -381,7 +258,7 @@ class Offer:
         self._doubt(",".join(sorted({t.peer.name for t in self.transfers} | set(self.doubtful.values()))))
         if not self._quiescent.done():
             self._quiescent.set_exception(
-                ClosedError(f"the worker was closed while offer {self.request!r} was in doubt: never reuse its blocks")
+                ClosedError(f"the worker was closed while offer {self.key[0]!r} was in doubt: never reuse its blocks")
             )
             self._quiescent.exception()
 
@@ -392,16 +269,16 @@ class Offer:
     @property
     def _holder(self) -> str:
         """Its name in the custody books."""
-        return f"offer {self.request}/{self.attempt}"
+        return f"offer {self.key[0]}/{self.key[1]}"
 
     def _doubt(self, peer: str) -> None:
         """Reads of the blocks did not end: tell whoever waits, and keep the blocks in custody."""
         if self._ended.done():
             return
         blocks = self.block_ids()
-        self._site.custody.doubt_reads(self._holder, blocks)
+        self.site.custody.doubt_reads(self._holder, blocks)
         error = MemoryInDoubtError(
-            f"the blocks of offer {self.request!r} may still be read by a copy or post of ours, or by {peer}, which is "
+            f"the blocks of offer {self.key[0]!r} may still be read by a copy or post of ours, or by {peer}, which is "
             "silent",
             settled=lambda: asyncio.shield(self._quiescent),
             peer=peer,
@@ -412,21 +289,173 @@ class Offer:
         self._ended.set_exception(error)
         self._ended.exception()
 
-    def _grew(self) -> None:
-        for transfer in list(self.transfers):
-            transfer.offer_grew()
-        self._book.grew(self)
+
+class Offer:
+    """One request on offer, as its owner sees it. Made by `Worker.offer`.
+
+    In a process that was forked off this one every method raises `ForkedError`, in another thread or on another loop
+    `UsageError`.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry: Final = entry
+        self._home: Final = Home(entry.site.loop)
+
+    def __repr__(self) -> str:
+        return f"Offer({self.request!r}, attempt={self.attempt}, tokens={self.tokens}, {self.state.value})"
+
+    @property
+    def key(self) -> OfferKey:
+        """Request id and attempt."""
+        return self._entry.key
+
+    @property
+    def request(self) -> str:
+        """The request's id."""
+        return self._entry.key[0]
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt at this id."""
+        return self._entry.key[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on offer so far; final once the offer is finished."""
+        return self._entry.tokens
+
+    @property
+    def state(self) -> OfferState:
+        """Whether it is live, ending or ended."""
+        return self._entry.state
+
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """With which a decode engine fetches it: plain JSON data, and a secret.
+
+        Raises:
+            TicketError: If the worker has not joined its engine yet.
+        """
+        return self._entry.site.joined.ticket(self.request, attempt=self.attempt)
+
+    def extend(self, blocks: Blocks, *, tokens: range) -> None:
+        """Add blocks and the tokens that they hold; for streaming offers.
+
+        An offer may end while it is still computed: its lease runs out, or its decode engine needs nothing of this
+        rank. Then this does nothing, as `ready` and `finish` do; `released` says how it ended.
+
+        Args:
+            blocks: Ids appended to those given before, by group.
+            tokens: The tokens that become part of the offer; starts where the last range ended.
+
+        Raises:
+            BlocksError: If ids are out of range, in custody, or too few for the tokens, or state has two slots.
+            TokensError: If the range does not continue the last one.
+            RequestError: If the offer is finished or was withdrawn.
+        """
+        if not self._is_open("extend"):
+            return
+        entry, geometry = self._entry, self._entry.site.geometry
+        check_tokens(tokens)
+        if tokens.start != self.tokens:
+            raise TokensError(f"tokens {tokens} do not continue the offer, which has {self.tokens} tokens")
+        added = offered_blocks(blocks, geometry)
+        entry.site.custody.check({group: np.asarray(span.ids, np.int64) for group, span in added.items()})
+        spans = {group: self._appended(group, span) for group, span in added.items()}
+        check_cover(spans, geometry, tokens, complete=False)
+        entry.spans = spans
+        entry.tokens, entry.step = tokens.stop, len(tokens)
+        entry.grew()
+
+    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
+        """Say that K and V may be read once `after` has fired.
+
+        Args:
+            layers: These layers; all if left out.
+            tokens: Up to this token; all that were added so far if left out.
+            after: CUDA event, stream, or `kvxfer.READY`; required for CUDA memory.
+
+        Raises:
+            TokensError: If a layer is unknown, or `tokens` is beyond the offer.
+            EventError: If `after` is missing or was never recorded.
+            RequestError: If the offer is finished or was withdrawn.
+        """
+        if not self._is_open("mark ready"):
+            return
+        try:
+            stop = self.tokens if tokens is None else operator.index(tokens)
+        except TypeError as error:
+            raise TokensError(f"ready() takes a number of tokens: {error}") from error
+        if not 0 < stop <= self.tokens:
+            raise TokensError(f"ready up to token {stop} is outside the {self.tokens} tokens on offer")
+        event = as_event(after, self._entry.site.geometry)
+        try:
+            self._entry.readiness.mark(layers, stop, event)
+        except TypeError as error:
+            raise TokensError(f"ready() takes a list of layers: {error}") from error
+        self._entry.grew()
+
+    def finish(self, payload: bytes = b"") -> None:
+        """Everything is on offer; no blocks or tokens follow. `payload` travels with the last result.
+
+        Args:
+            payload: Up to 64 KiB for the decoder (the first token, sampling state).
+
+        Raises:
+            RequestError: If the offer is finished already, or was withdrawn.
+            TokensError: If nothing was offered, a layer was not marked as ready up to the last token, or the payload is
+                too large.
+            BlocksError: If a group of state has no slot.
+        """
+        if not self._is_open("finish"):
+            return
+        entry = self._entry
+        if entry.tokens == 0:
+            raise TokensError(f"offer {self.request!r} is finished without any token")
+        check_cover(entry.spans, entry.site.geometry, range(entry.tokens))
+        missing = entry.readiness.missing(entry.tokens)
+        if missing:
+            raise TokensError(
+                f"offer {self.request!r} cannot finish: layer {missing[0]} is ready up to token "
+                f"{entry.readiness.reached(missing[0])} of {entry.tokens}; call ready() first"
+            )
+        try:
+            content = bytes(memoryview(payload))
+        except (TypeError, ValueError, BufferError) as error:
+            raise RequestError(f"a payload is bytes, not {type(payload).__name__}; encode it first") from error
+        if len(content) > 65536:
+            raise TokensError(f"a payload has at most 65536 bytes, not {len(content)}")
+        entry.payload, entry.finished = content, True
+        entry.grew()
+
+    async def released(self) -> Ending:
+        """Wait until the blocks are the caller's again, and say why. Cancelling the wait changes nothing.
+
+        Raises:
+            MemoryInDoubtError: If a silent peer, or a copy or post of ours that stands still, may still read them.
+        """
+        return await self.wait_end()
+
+    def wait_end(self) -> "asyncio.Future[Ending]":
+        """Resolves when the offer has ended, as `released` does. Cancelling it changes nothing."""
+        return self._home.own(self._entry).wait_end()
+
+    async def withdraw(self) -> Ending:
+        """Take the offer back: stops its transfers and returns when nobody reads its blocks. Idempotent."""
+        failure = Failure(Status.CANCELLED, Code.OFFER_WITHDRAWN, "the offer was withdrawn")
+        self._home.own(self._entry).end(Withdrawn(), failure)
+        return await self.released()
 
     def _is_open(self, what: str) -> bool:
         """Whether more may be added. Not where the offer has ended by itself: its owner could not foresee that."""
-        self._home.own(self)
-        if self.finished or isinstance(self._ending, Withdrawn):
-            state = "finished" if self.state is OfferState.LIVE else self.state.value
+        entry = self._home.own(self._entry)
+        if entry.finished or isinstance(entry.ending, Withdrawn):
+            state = "finished" if entry.state is OfferState.LIVE else entry.state.value
             raise RequestError(f"cannot {what}: offer {self.request!r} is {state}")
-        return self.state is OfferState.LIVE
+        return entry.state is OfferState.LIVE
 
     def _appended(self, group: str, span: Span) -> Span:
-        before = self.spans.get(group)
+        before = self._entry.spans.get(group)
         if before is None:
             return span
         if span.first_token:

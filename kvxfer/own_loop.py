@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, KvxferError
@@ -22,7 +22,7 @@ from kvxfer.fabric.port import Transport
 from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group
 from kvxfer.loop_thread import LoopThread, ServedWorker, state_under_way, withdraw
 from kvxfer.offers import Ending, Offer
-from kvxfer.onlookers import see_through
+from kvxfer.onlookers import follow, see_through
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
@@ -121,7 +121,7 @@ class OwnLoopWorker(Worker):
             )
             return OwnLoopOffer(inner, thread, geometry)
 
-        return cast("Any", thread.call(make))  # type: ignore[no-any-return]  # it has the public half of an Offer
+        return thread.call(make)
 
     # --- decode
 
@@ -206,8 +206,8 @@ class OwnLoopWorker(Worker):
         return self._thread, self._assembly.geometry
 
 
-class OwnLoopOffer:
-    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop. See `Offer`.
+class OwnLoopOffer(Offer):
+    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop.
 
     Args:
         inner: The offer on the worker's loop, where this is called.
@@ -216,31 +216,12 @@ class OwnLoopOffer:
     """
 
     def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
-        self.request: Final = inner.request
-        self.attempt: Final = inner.attempt
+        super().__init__(inner._entry)  # noqa: SLF001 - of its own class
         self._inner = inner
         self._thread = thread
         self._geometry = geometry
         self._ended: Final[Future[Ending]] = Future()
         inner.wait_end().add_done_callback(self._over)
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Request id and attempt."""
-        return self._inner.key
-
-    @property
-    def ticket(self) -> dict[str, Any]:
-        """See `Offer.ticket`."""
-        return self._inner.ticket
-
-    @property
-    def tokens(self) -> int:
-        """Tokens on offer so far."""
-        return self._inner.tokens
 
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """See `Offer.extend`."""
@@ -255,10 +236,10 @@ class OwnLoopOffer:
         """See `Offer.finish`."""
         self._thread.call(lambda: self._inner.finish(payload))
 
-    async def released(self) -> Ending:
-        """See `Offer.released`."""
+    def wait_end(self) -> "asyncio.Future[Ending]":
+        """See `Offer.wait_end`."""
         self._thread.home.own(self)  # nobody would resolve it there
-        return await asyncio.shield(asyncio.wrap_future(self._ended))
+        return follow(asyncio.wrap_future(self._ended))
 
     async def withdraw(self) -> Ending:
         """See `Offer.withdraw`."""

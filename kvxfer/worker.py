@@ -206,7 +206,8 @@ class Worker:
             raise RequestError("an offer needs blocks= and tokens=, or streaming=True and none of them")
         if streaming and (payload or after is not None):
             raise RequestError("for a streaming offer, payload= belongs to Offer.finish and after= to Offer.ready")
-        offer = book.open(request, attempt)
+        entry = book.open(request, attempt)
+        offer = Offer(entry)
         try:
             if blocks is not None and tokens is not None:
                 offer.extend(blocks, tokens=token_count(tokens))
@@ -214,9 +215,9 @@ class Worker:
                 offer.ready(after=after)
                 offer.finish(payload)
         except BaseException:
-            book.discard(offer)
+            book.discard(entry)
             raise
-        book.publish(offer)
+        book.publish(entry)
         return offer
 
     # --- decode
@@ -366,7 +367,7 @@ class Worker:
 
     def _warn_of_a_wait(self, service: Service) -> None:
         """Somebody leaves the worker, and will wonder what takes so long."""
-        offers, fetches = [offer.request for offer in service.prefill.book.offers], len(service.decode.outcomes())
+        offers, fetches = [offer.key[0] for offer in service.prefill.book.offers], len(service.decode.outcomes())
         if offers or fetches:
             some = ", ".join(offers[:_NAMED]) + ("" if len(offers) <= _NAMED else ", ...")
             reason = f"{len(offers)} offers that nobody has released ({some}) and {fetches} fetches are waited for"

@@ -7,7 +7,7 @@ from typing import Final
 from kvxfer.encoding import decode_spans, encode_spans
 from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
-from kvxfer.offers import Offer
+from kvxfer.offers import Entry
 from kvxfer.planning import IN_PLACE, LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, Accept, Fetch, Route
 from kvxfer.protocol.session import PeerInfo
@@ -45,7 +45,7 @@ class Draft:
     prompt: bool
 
     @classmethod
-    def of(cls, offer: Offer) -> "Draft":
+    def of(cls, offer: Entry) -> "Draft":
         """Take it down."""
         by_layer = not offer.finished and offer.readiness.by_layer
         prompt = offer.finished and offer.readiness.fired

@@ -8,7 +8,7 @@ from typing import Final
 from kvxfer.errors import Code, ProtocolError
 from kvxfer.link import Link
 from kvxfer.offerbook import TOO_MANY_ENGINES, OfferBook
-from kvxfer.offers import Offer, Withdrawn
+from kvxfer.offers import Entry, Withdrawn
 from kvxfer.prefill.doubts import Doubts
 from kvxfer.prefill.sender import RETRY_MS, Sender
 from kvxfer.protocol.messages import (
@@ -119,7 +119,7 @@ class Prefill:
         self._site.heard(link.peer, fenced=message.fenced)
         sums_every = self._checks.get(link, 0)
         sender = self._transfers[key] = Sender(self._site, link, message, self._ended, sums_every=sums_every)
-        if isinstance(found, Offer):
+        if isinstance(found, Entry):
             self._attach(sender, found)
         elif not self.book.park(offer_key, sender):
             sender.refuse(
@@ -178,7 +178,7 @@ class Prefill:
                 continue
             key = (ref.request, ref.attempt)
             found = self.book.find(key)
-            if isinstance(found, Offer):
+            if isinstance(found, Entry):
                 self.book.renew(found, who.epoch, who.world)
             elif found is None:
                 self.book.claim_early(key, who)
@@ -258,7 +258,7 @@ class Prefill:
 
     # --- inside
 
-    def _attach(self, sender: Sender, offer: Offer) -> None:
+    def _attach(self, sender: Sender, offer: Entry) -> None:
         who = sender.peer.identity
         if self.book.admits(offer, who.epoch):
             self.book.bind(offer, who.epoch, who.world)

@@ -44,7 +44,7 @@ from kvxfer.geometry import BlockLists, SumPlan, selected
 from kvxfer.link import Link
 from kvxfer.memory import Extent
 from kvxfer.metrics import Ended
-from kvxfer.offers import Offer
+from kvxfer.offers import Entry
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.prefill.answer import Answer, Draft, answer
 from kvxfer.protocol.messages import (
@@ -197,7 +197,7 @@ class Sender:
         self.peer: Final = link.peer
         self.name: Final = f"{self.peer.identity.incarnation.hex()[:8]}-{fetch.transfer}"
         self.first_token: Final = fetch.token_start
-        self.offer: Offer | None = None
+        self.offer: Entry | None = None
         self.tally: Final = Tally()
         self.began: Final = site.now()
         self.stats: TransferStats | None = None
@@ -273,7 +273,7 @@ class Sender:
                 if not await self._look_ahead(bound):
                     await self._wait()
 
-    async def _offered(self) -> Offer | None:
+    async def _offered(self) -> Entry | None:
         """Wait for enough of the offer to plan, and for kernels that are being compiled; None if it ended before."""
         machine, first, stop = self.machine, self.first_token, self.machine.fetch.token_stop
         while machine.state is SendState.PARKED:
@@ -302,7 +302,7 @@ class Sender:
             await self._wait()
         done.remove_done_callback(self._wake)
 
-    def _outside(self, offer: Offer) -> None:
+    def _outside(self, offer: Entry) -> None:
         """There is less on offer than was asked for, and no more will come."""
         fetch = self.machine.fetch
         asked = range(fetch.token_start, fetch.token_stop)
@@ -348,7 +348,7 @@ class Sender:
         if message.ahead:
             self._take(message.chunks, self._ahead_until, fetch.generation, fresh=True)
 
-    def _announce(self, bound: Bound, offer: Offer) -> None:
+    def _announce(self, bound: Bound, offer: Entry) -> None:
         """Tell the decode rank which chunks may go now."""
         machine = self.machine
         ready, most = machine.ready, machine.chunks
@@ -366,7 +366,7 @@ class Sender:
             self._say(machine.finish_offer(offer.payload))
 
     @staticmethod
-    def _is_ready(bound: Bound, offer: Offer, chunk: int) -> bool:
+    def _is_ready(bound: Bound, offer: Entry, chunk: int) -> bool:
         layers, start, stop = bound.grid.of(chunk)
         known = stop <= bound.plan.covered
         return known and (offer.finished or offer.readiness.events(layers, start, stop) is not None)
@@ -827,7 +827,7 @@ class Sender:
 
     # --- what the offer's owner says
 
-    def attach(self, offer: Offer) -> None:
+    def attach(self, offer: Entry) -> None:
         """The offer is there."""
         self.offer = offer
         offer.transfers.add(self)

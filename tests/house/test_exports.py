@@ -140,3 +140,23 @@ def test_groups_of_errors_are_never_raised(path):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
     ]
     assert not groups & set(raised)
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (kvxfer.Claim, "close ticket"),
+        (kvxfer.FetchResult, "payload request stats"),
+        (kvxfer.Offer, "attempt extend finish key ready released request state ticket tokens wait_end withdraw"),
+        (kvxfer.Transfer, "cancel done failed_blocks id layers memory_safe outcome report request result state"),
+        (
+            kvxfer.Worker,
+            """aclose begin_drain card claim config decline describe describe_soon drain engine fetch join occupy offer
+            start_fetch""",
+        ),
+    ],
+)
+def test_what_is_handed_out_shows_what_its_holder_may_use_and_no_more(cls, names):
+    body = ast.walk(ast.parse(inspect.getsource(cls)))
+    kept = {node.attr for node in body if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
+    assert sorted(name for name in {*dir(cls), *kept} if not name.startswith("_")) == names.split()

@@ -249,9 +249,14 @@ def lose(worker: Any, link: Any) -> None:
     worker._service.prefill.lost(link)
 
 
+def entry(offer: Any) -> Any:
+    """What the book has of an offer: who claimed, moves and released it, and its lease."""
+    return offer._entry
+
+
 def renew(worker: Any, offer: Any, epoch: bytes) -> None:
     """An engine claims a request that is on offer."""
-    worker._service.prefill.book.renew(offer, epoch, 1)
+    worker._service.prefill.book.renew(entry(offer), epoch, 1)
 
 
 def release(worker: Any, offer: Any, who: Any) -> None:
@@ -843,13 +848,13 @@ def overlook(worker: Any, offer: Any) -> None:
     """A transfer of it was at work when its lease was looked at, and is not any more when `leave` is called."""
     book = worker._service.prefill.book
     book._watched.pop(offer.key)
-    book._ends.remove(next(entry for entry in book._ends if entry[1] == offer.key))
+    book._ends.remove(next(end for end in book._ends if end[1] == offer.key))
     book._arm()
 
 
 def leave(worker: Any, offer: Any) -> None:
     """Its transfer ends."""
-    worker._service.prefill.book.left(offer)
+    worker._service.prefill.book.left(entry(offer))
 
 
 def counters(worker: Any) -> Any:

@@ -233,7 +233,7 @@ async def released(world: World):
     return world.offer.released, lambda _: arrives(world, transfer)
 
 
-@scene("Offer.wait_end")
+@scene("Offer.wait_end", "OwnLoopOffer.wait_end")
 async def wait_end(world: World):
     world.offered()
     world.stall()

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from inside import cut, met, sessions
+from inside import cut, entry, met, sessions
 from stage import DEFAULTS, Cache, Tap, eventually, quiet
 
 from kvxfer import (
@@ -93,7 +93,7 @@ async def test_what_was_claimed_may_be_declined(stage):
     prefill, decode = await stage.pair(Cache(), Cache())
     offer = prefill.offer("r", [1, 2], tokens=8)
     decode.claim(prefill.engine.ticket("r"))
-    await eventually(lambda: offer.engine)
+    await eventually(lambda: entry(offer).engine)
     decode.begin_drain()
     async with asyncio.timeout(30):
         await decode.decline(prefill.engine.ticket("r"))

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from inside import cut_session, early_places, give_up_claims, kept_of_peers, sessions, withdraw_all
+from inside import cut_session, early_places, entry, give_up_claims, kept_of_peers, sessions, withdraw_all
 from stage import KEY, Cache, Copied, Tap, eventually, quiet
 from wire import play
 
@@ -46,7 +46,7 @@ def test_a_decode_rank_dies_after_another_has_released(tmp_path, retried):
             rank.claim(one.ticket("r", wire))
         await one.until(lambda: len(sessions(one.prefill)) == 2)
         await ranks[0].start_fetch(one.ticket("r", wires[0]), [3, 4], tokens=TOKENS)
-        await one.until(lambda: offer.released_ranks == {0})
+        await one.until(lambda: entry(offer).released_ranks == {0})
         wires[1].cut()  # for good: nobody comes back on it
         began = one.now
         if retried:
@@ -157,7 +157,7 @@ async def test_an_engine_of_another_size_tries_again(stage, first, second):
         await tried[0].fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
     for rank in tried[1:]:  # the others have what they need, and have released it
         await rank.fetch(ticket, [3, 4], tokens=TOKENS, timeout=5)
-    await eventually(lambda: len(offer.released_ranks) == first - 1)
+    await eventually(lambda: len(entry(offer).released_ranks) == first - 1)
     copied = [Copied(cache).bring(source, [1, 2], [5, 6], TOKENS) for cache in after]
     *others, last = again if second == 1 else [again[0], *again[2:], again[1]]
     for rank in others:
@@ -186,8 +186,8 @@ def test_no_renewal_shortens_a_lease(tmp_path, seed):
         engines = dict.fromkeys((one.decode, other))
         for worker in engines:
             worker.claim(one.prefill.engine.ticket("r"))
-        await one.until(lambda: offer.engine is not None)
-        lease, transfers, grown = offer.lease, [], 8
+        await one.until(lambda: entry(offer).engine is not None)
+        lease, transfers, grown = entry(offer).lease, [], 8
         for _ in range(60):
             await asyncio.sleep(draw.uniform(0, 3))
             act = draw.randrange(4)
@@ -202,8 +202,8 @@ def test_no_renewal_shortens_a_lease(tmp_path, seed):
             elif act == 3 and transfers:
                 transfers.pop().cancel()
             await asyncio.sleep(0)
-            assert offer.lease >= lease
-            lease = offer.lease
+            assert entry(offer).lease >= lease
+            lease = entry(offer).lease
             assert not offer.wait_end().done()
 
     play(scenario, tmp_path, seed=seed)

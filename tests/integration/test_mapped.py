@@ -52,8 +52,9 @@ async def bring(prefill, decode, source, target, request="r", **options):
     offer = prefill.offer(request, IDS, tokens=12)
     result = await decode.fetch(prefill.engine.ticket(request), INTO, tokens=TOKENS, timeout=5, **options)
     copied.check()
-    assert isinstance(await offer.released(), Released)
-    return result, offer.stats[0]
+    ending = await offer.released()
+    assert isinstance(ending, Released)
+    return result, ending.stats[0]
 
 
 async def test_auto_maps_what_can_be_mapped(stage, source, target):

@@ -4,7 +4,18 @@ import asyncio
 
 import pytest
 import torch
-from inside import before_connecting, counters, knows_layers, leave, overlook, session, sessions, spawn, wants_by_engine
+from inside import (
+    before_connecting,
+    counters,
+    entry,
+    knows_layers,
+    leave,
+    overlook,
+    session,
+    sessions,
+    spawn,
+    wants_by_engine,
+)
 from stage import Cache, Copied, eventually, is_quiet, quiet
 from wire import play
 
@@ -196,7 +207,7 @@ def test_a_machine_that_was_paused_until_a_lease_was_over_lets_it_be_renewed(tmp
         await one.until(lambda: frames(one.prefill, "Claim"))
         if not claimed:
             claim.close()
-        one.stand_still(offer.lease - one.now + beyond)
+        one.stand_still(entry(offer).lease - one.now + beyond)
         await asyncio.sleep(0.9)
         assert not offer.wait_end().done()
         await asyncio.sleep(0.2)
@@ -215,12 +226,12 @@ def test_a_transfer_that_ends_as_a_paused_machine_goes_on_takes_no_lease_of_othe
         await one.pair(**PAUSED)
         first = one.prefill.offer("first", [1], tokens=4)
         claim = one.decode.claim(one.ticket("first"))
-        await one.until(lambda: first.engine)
+        await one.until(lambda: entry(first).engine)
         claim.close()
         await asyncio.sleep(0.5)
         second = one.prefill.offer("second", [1], tokens=4)
         one.decode.claim(one.ticket("second"))
-        await one.until(lambda: second.engine)
+        await one.until(lambda: entry(second).engine)
         overlook(one.prefill, first)
         one.stand_still(100.0)
         leave(one.prefill, first)
@@ -273,7 +284,7 @@ def test_new_claims_put_off_no_renewal_and_add_none(tmp_path):
         for n in range(200):
             one.decode.claim(one.ticket(f"new-{n}"))
             await asyncio.sleep(0.05)
-        assert offer.lease > one.now
+        assert entry(offer).lease > one.now
 
     play(scenario, tmp_path)
 
@@ -373,7 +384,7 @@ def test_a_worker_that_closes_takes_no_request_over(tmp_path):
         second = await one.worker("second", Cache(layout="HND"))
         offer = one.prefill.offer("r", streaming=True)
         other = second.start_fetch(one.ticket("r"), [3, 4], tokens=TOKENS)
-        await one.until(lambda: offer.transfers)
+        await one.until(lambda: entry(offer).transfers)
         may, over = asyncio.Event(), asyncio.Event()
         before_connecting(one.decode, lambda _: may.wait())
         one.decode.claim(one.ticket("r"))
@@ -383,7 +394,7 @@ def test_a_worker_that_closes_takes_no_request_over(tmp_path):
         await asyncio.sleep(0.1)
         may.set()
         await asyncio.sleep(1)
-        assert not offer.superseded
+        assert not entry(offer).superseded
         assert not other.done
         over.set()
         await closing
@@ -456,12 +467,12 @@ def test_a_lease_that_ran_out_as_both_stood_still_with_a_transfer_at_work(tmp_pa
         one.network.hold("decode")
         offer = one.prefill.offer("r", [1], tokens=4)
         transfer = one.start("r", [1], range(4), keep=True)
-        await one.until(lambda: offer.transfers)
+        await one.until(lambda: entry(offer).transfers)
         await asyncio.sleep(20)
         one.stand_still(100.0)
         transfer.cancel()
         one.network.release("decode")
-        await one.until(lambda: not offer.transfers)
+        await one.until(lambda: not entry(offer).transfers)
         await asyncio.sleep(0.5)
         assert not offer.wait_end().done()
         assert isinstance(await offer.released(), Expired)

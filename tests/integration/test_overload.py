@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from inside import early_places, queues, renew_claims, service
+from inside import early_places, entry, queues, renew_claims, service
 from stage import Cache, Copied, eventually, quiet
 from wire import play
 
@@ -148,8 +148,8 @@ async def test_thousands_of_claims_in_one_frame(stage):
     decode = await stage.worker("decode", Cache())
     offers = [prefill.offer(f"r{n}", [1], tokens=4) for n in range(count)]
     kept = [decode.claim(prefill.engine.ticket(f"r{n}")) for n in range(count)]
-    await eventually(lambda: all(offer.engine is not None for offer in offers), timeout=30)
-    before = [offer.lease for offer in offers]
+    await eventually(lambda: all(entry(offer).engine is not None for offer in offers), timeout=30)
+    before = [entry(offer).lease for offer in offers]
     lags = []
 
     async def watch():
@@ -162,7 +162,7 @@ async def test_thousands_of_claims_in_one_frame(stage):
     sent = decode.describe()["metrics"]["frames_sent"]["Claim"]
     assert sent <= 3  # what is claimed in one turn is said in one frame
     renew_claims(decode)
-    await eventually(lambda: all(offer.lease > lease for offer, lease in zip(offers, before, strict=True)))
+    await eventually(lambda: all(entry(offer).lease > lease for offer, lease in zip(offers, before, strict=True)))
     watching.cancel()
     assert decode.describe()["metrics"]["frames_sent"]["Claim"] - sent <= 2  # a heartbeat may have come in between
     for claim in kept:

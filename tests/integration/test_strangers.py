@@ -148,12 +148,12 @@ async def test_few_engines_take_an_offer_from_each_other(stage):
     offer = prefill.offer("r", [1], tokens=4)
     for number in range(MANY):
         inside.renew(prefill, offer, Stranger(peer, number).peer.identity.epoch)
-    assert len(offer.superseded) == 16
-    bound = offer.engine
+    assert len(inside.entry(offer).superseded) == 16
+    bound = inside.entry(offer).engine
     with pytest.raises(RefusedError, match="decode engines have lost this request") as caught:
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
     assert caught.value.reason is Code.TOO_MANY
-    assert offer.engine == bound
+    assert inside.entry(offer).engine == bound
     await offer.withdraw()
 
 
@@ -163,7 +163,7 @@ async def test_fetches_of_few_engines_wait_for_an_offer_in_vain(stage):
     for number, link in enumerate(links):
         inside.hear(prefill, link, Fetch(number, ref, [], [], 0, 1, [Route.PULL], 1, 1000))
     offer = prefill.offer("r", [1], tokens=4)
-    assert len(offer.superseded) == 16
+    assert len(inside.entry(offer).superseded) == 16
     assert [link for link in links if link.refused] == links[17:]
     await offer.withdraw()
 
@@ -173,7 +173,7 @@ async def test_the_ranks_of_an_engine_that_never_ends_are_counted_to_a_bound(sta
     offer = prefill.offer("r", [1], tokens=4)
     for rank in range(MAX_WORLD + MANY):
         inside.release(prefill, offer, replace(peer.identity, rank=rank, world=0xFFFF_FFFF))
-    assert len(offer.released_ranks) == MAX_WORLD
+    assert len(inside.entry(offer).released_ranks) == MAX_WORLD
     await offer.withdraw()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import waits_for_layers
+from inside import entry, waits_for_layers
 from stage import DEFAULTS, Cache, eventually
 
 from kvxfer import BlockingWorker, Config, UsageError, drain_on_signal
@@ -193,7 +193,7 @@ async def test_the_first_claim_begins_the_lease(stage):
     prefill, decode = await stage.pair(Cache(), Cache(), unclaimed_timeout=60, offer_lease=1.1, heartbeat=0.5)
     offer = prefill.offer("r", [1], tokens=4)
     claim = decode.claim(prefill.engine.ticket("r"))
-    await eventually(lambda: offer.engine)
+    await eventually(lambda: entry(offer).engine)
     claim.close()
     ending = await offer.released()
     assert "its decode engine stopped renewing it" in ending.reason

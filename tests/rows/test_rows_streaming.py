@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from catalogue import CASES, Case
+from inside import entry
 from numpy.typing import NDArray
 from ranks import Rank, World, contents
 from sides import Sides, all_idle, issuer, route_in_turn
@@ -87,7 +88,7 @@ class Play:
         for offer, askers in zip(offers, asked, strict=True):
             if not askers:
                 assert isinstance(await offer.released(), Released)
-        await eventually(lambda: [len(offer.transfers) for offer in offers] == asked)
+        await eventually(lambda: [len(entry(offer).transfers) for offer in offers] == asked)
         return list(zip(offers, self.world.prefill, strict=True))
 
     async def end(self, offers: Sequence[Offer], transfers: Sequence[Transfer], route: str) -> None:
@@ -154,7 +155,7 @@ async def turns() -> None:
 
 def accepted(offers: Sequence[Offer]) -> bool:
     """Whether every transfer of these offers has been planned."""
-    transfers: list[Any] = [transfer for offer in offers for transfer in offer.transfers]
+    transfers: list[Any] = [transfer for offer in offers for transfer in entry(offer).transfers]
     return all(transfer.machine.state is SendState.MOVING for transfer in transfers)
 
 

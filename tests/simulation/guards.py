@@ -25,7 +25,7 @@ from kvxfer.exposure import Exposure
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody, ExtentState
-from kvxfer.offers import Offer
+from kvxfer.offers import Entry
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session
@@ -221,9 +221,9 @@ def ends_with_its_process(patch):
 
 
 def no_doubt_of_offers(patch):
-    left = Offer.left
+    left = Entry.left
     patch.setattr(
-        Offer, "left", lambda offer, transfer, *, in_doubt="", moved=False: left(offer, transfer, moved=moved)
+        Entry, "left", lambda offer, transfer, *, in_doubt="", moved=False: left(offer, transfer, moved=moved)
     )
 
 

@@ -139,8 +139,8 @@ def plan(
     from kvxfer.config import Config
     from kvxfer.enginespec import nearest, parse_engine, parse_tokens
     from kvxfer.forecast import forecast
-    from kvxfer.geometry.models import dtype_name, read_model
     from kvxfer.routes.cost import PROFILES
+    from kvxfer.tools.models import dtype_name, read_model
 
     if profile and profile not in PROFILES:
         raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")

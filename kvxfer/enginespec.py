@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvxfer.errors import ConfigError, GeometryError, TokensError
-from kvxfer.geometry import LAYOUTS, EngineLayout
+from kvxfer.geometry import LAYOUTS
+from kvxfer.tools.engine import EngineLayout
 
 __all__ = ["nearest", "parse_engine", "parse_tokens"]
 

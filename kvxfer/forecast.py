@@ -11,24 +11,16 @@ import numpy as np
 
 from kvxfer.config import Config
 from kvxfer.errors import GeometryError, TokensError
-from kvxfer.geometry import (
-    ChunkGrid,
-    CopyPlan,
-    Engine,
-    EngineLayout,
-    Explanation,
-    ModelCache,
-    PairPlan,
-    TransferPlan,
-    check_tokens,
-    resolve,
-    sample,
-)
+from kvxfer.geometry import ChunkGrid, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.limits import MAX_ROWS
 from kvxfer.planning import LISTED, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.chooser import Choice, Means, acceptable, choose
 from kvxfer.routes.cost import Profile
+from kvxfer.tools.endings import explain
+from kvxfer.tools.engine import Engine, EngineLayout
+from kvxfer.tools.explain import Explanation
+from kvxfer.tools.models import ModelCache
 
 __all__ = ["Forecast", "PairForecast", "PieceSizes", "forecast", "shown_size", "shown_time"]
 
@@ -298,4 +290,4 @@ def _pair(
     )
     pieces = PieceSizes.of(copy)
     seconds = profile.seconds(choice.route, nbytes=nbytes, chunks=len(grid), pieces=pieces.count)
-    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, plan.explain())
+    return PairForecast(prefill_rank, decode_rank, nbytes, pieces, len(grid), choice, seconds, explain(plan))

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -36,7 +36,7 @@ from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means
-from kvxfer.telemetry import hears_debug, logger
+from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:
     from kvxfer.copy.template import Cut, Template
@@ -59,8 +59,7 @@ __all__ = [
 
 I64: TypeAlias = NDArray[np.int64]
 
-_NAME: Final = "kvxfer.plan"
-_log: Final = logger(_NAME)
+_log: Final = logger("kvxfer.plan")
 IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
 """Routes on which the prefill rank writes the decode rank's blocks."""
 LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
@@ -126,8 +125,7 @@ class PairPlans:
             converting, selections = convert and converts(src, dst), common(src, dst)
             pair = self._pairs.get((peer.identity.incarnation, sending, selections))
             if pair is None or geometry is not known or converting is not self.converts(peer, sending=sending):
-                planned = partial(_planned, peer, src, dst, selections, convert=converting, sending=sending)
-                pair = planned() if selections else None
+                pair = _planned(src, dst, selections, convert=converting) if selections else None
         except GeometryError as error:
             raise MismatchError(
                 f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
@@ -304,7 +302,7 @@ class PairPlans:
         if pair is None:
             src, dst = self._ends(peer, sending=sending)
             convert = self.converts(peer, sending=sending)
-            pair = _planned(peer, src, dst, selections, convert=convert, sending=sending)
+            pair = _planned(src, dst, selections, convert=convert)
             if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
                 self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
         return pair
@@ -319,23 +317,12 @@ def _layers(selections: Sequence[wire.Selection]) -> int:
     return sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
 
 
-def _planned(
-    peer: PeerInfo,
-    src: CacheGeometry,
-    dst: CacheGeometry,
-    selections: tuple[Selection, ...],
-    *,
-    convert: bool,
-    sending: bool,
-) -> PairPlan:
-    """A plan, and a line in the log that explains it."""
+def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection, ...], *, convert: bool) -> PairPlan:
+    """A plan, with all that requests will ask of it."""
     pair = PairPlan(src, dst, selections, convert=convert)
     pair.prepare()
     if (compiled := _compiled()) is not None:
         compiled[0].of(pair)
-    if hears_debug(_NAME):
-        role, told = "sending" if sending else "receiving", str(pair.explain())
-        _log.debug("pair_planned", peer=peer.name, role=role, limited_by=pair.limited_by, explanation=told)
     return pair
 
 
@@ -397,7 +384,6 @@ class Bound:
 
     Attributes:
         cut: The chunks as compiled code makes them; None where the planner does.
-        limited_by: What keeps pieces from being longer, in a few words.
         chunk_rows: About how many of the rows a chunk's plan walks over.
         part_rows: As many rows as take the planner the time of `part`.
     """
@@ -409,7 +395,6 @@ class Bound:
         self.rows: Final = rows
         self.pieces: Final = pieces
         self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
-        self.limited_by: Final = plan.pair.limited_by
         self.chunk_rows: Final = -(-rows // grid.windows)
         self.part_rows: Final = self.chunk_rows if self.cut is None else 0
         self._carried: Final[dict[int, int]] = {}  # bytes of chunks that were looked at

@@ -70,9 +70,7 @@ class Tally:
         for stage, intervals in other.stages.items():
             self.stages[stage].merge(intervals)
 
-    def stats(
-        self, *, route: str, why: str, limited_by: str, peers: tuple[str, ...], started: float, finished: float
-    ) -> TransferStats:
+    def stats(self, *, route: str, why: str, peers: tuple[str, ...], started: float, finished: float) -> TransferStats:
         """The counts as the caller sees them."""
         seconds: dict[Stage, float] = {}
         for stage, intervals in self.stages.items():
@@ -80,7 +78,6 @@ class Tally:
         return TransferStats(
             route=route,
             why=why,
-            limited_by=limited_by,
             bytes=self.bytes,
             pieces=self.pieces,
             chunks=self.chunks,

@@ -24,7 +24,6 @@ __all__ = [
     "KEYS",
     "Intervals",
     "TransferStats",
-    "hears_debug",
     "hears_info",
     "logger",
     "mask",
@@ -71,7 +70,6 @@ KEYS: Final = frozenset(
         "field",
         "fields",
         "limit",
-        "limited_by",
         "memory_safe",
         "outcome",
         "path",
@@ -156,13 +154,8 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
     return cast("structlog.stdlib.BoundLogger", wrapped.bind())
 
 
-def hears_debug(name: str) -> bool:
-    """Whether anybody hears debug events of this logger: else what is dear to say need not be made."""
-    return _of_stdlib(name).isEnabledFor(logging.DEBUG)
-
-
 def hears_info(name: str) -> bool:
-    """The same for informational events: what one says of every transfer costs as much as a step of it."""
+    """Whether anybody hears informational events of this logger: to say one of every transfer is dear."""
     return _of_stdlib(name).isEnabledFor(logging.INFO)
 
 
@@ -293,7 +286,6 @@ class TransferStats:
     Attributes:
         route: How the bytes travelled; several, joined by `+`, if peers differed.
         why: Why this route was chosen.
-        limited_by: What keeps pieces from being longer, and on which side; `PairPlan.explain` says it at length.
         bytes: Bytes of cache moved; converted elements count in the narrower of their two sizes.
         pieces: Contiguous runs that they were in, in the blocks.
         chunks: Chunks that they travelled in.
@@ -312,7 +304,6 @@ class TransferStats:
 
     route: str
     why: str = ""
-    limited_by: str = ""
     bytes: int = 0
     pieces: int = 0
     chunks: int = 0

@@ -4,7 +4,7 @@ import pytest
 
 from kvxfer.enginespec import parse_engine, parse_tokens
 from kvxfer.errors import ConfigError, TokensError
-from kvxfer.geometry import EngineLayout
+from kvxfer.tools.engine import EngineLayout
 
 
 @pytest.mark.parametrize(

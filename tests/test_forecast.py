@@ -8,9 +8,11 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import GeometryError, RefusedError, TokensError
 from kvxfer.forecast import PieceSizes, forecast, shown_size, shown_time
-from kvxfer.geometry import EngineLayout, PairPlan, Pieces, from_hf_config, read_model, resolve
+from kvxfer.geometry import PairPlan, Pieces, resolve
 from kvxfer.protocol.messages import Route
 from kvxfer.routes.cost import PROFILES
+from kvxfer.tools.engine import EngineLayout, from_hf_config
+from kvxfer.tools.models import read_model
 from tests.geometry.published import CONFIGS
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -6,21 +6,13 @@ import torch
 from kvxfer import planning
 from kvxfer.encoding import geometry_to_wire, selection_to_wire
 from kvxfer.errors import ProtocolError, RefusedError
-from kvxfer.geometry import (
-    CacheGeometry,
-    CacheTensor,
-    EngineLayout,
-    Group,
-    PairPlan,
-    Span,
-    common,
-    from_hf_config,
-    resolve,
-)
+from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
 from kvxfer.planning import PairPlans, fit_grid, in_place_bytes, staging_pieces
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
+from kvxfer.tools.endings import explain
+from kvxfer.tools.engine import EngineLayout, from_hf_config
 
 LLAMA = {
     "model_type": "llama",
@@ -148,7 +140,7 @@ def test_pieces_of_several_parts_are_counted_once(prefill, decode):
     pair = PairPlan(src.ranks[0], dst.ranks[0], selections)
     plan = pair.bind(src.spans(8, aligned=16), dst.spans(8, aligned=16, draw=1), range(8))
     real = len(plan.whole.copy().enumerate().merged())
-    assert plan.merged_pieces == real == sum(run.pieces for run in pair.explain().runs)
+    assert plan.merged_pieces == real == sum(run.pieces for run in explain(pair).runs)
 
 
 @pytest.mark.parametrize("blocks", [8, 3000])

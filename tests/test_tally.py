@@ -18,14 +18,11 @@ def test_stages_are_unions_and_ranks_are_summed():
     whole = Tally()
     whole.merge(one)
     whole.merge(other)
-    stats = whole.stats(
-        route="staged", why="told", limited_by="source heads", peers=("a", "b"), started=0.0, finished=6.0
-    )
+    stats = whole.stats(route="staged", why="told", peers=("a", "b"), started=0.0, finished=6.0)
     assert (stats.bytes, stats.pieces, stats.chunks, stats.descriptors) == (11, 22, 33, 44)
     assert (stats.wire, stats.scattering, stats.gathering, stats.posting, stats.queued) == (4.0, 1.0, 0.0, 0.0, 0.0)
     assert stats.first_byte == 0.25
     assert (stats.route, stats.why, stats.peers, stats.duration) == ("staged", "told", ("a", "b"), 6.0)
-    assert stats.limited_by == "source heads"
 
 
 def test_a_rank_without_a_byte_does_not_hide_the_first_of_another():

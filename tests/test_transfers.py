@@ -9,7 +9,7 @@ from kvxfer.errors import MemoryInDoubtError, PeerLostError
 from kvxfer.tally import Tally
 from kvxfer.transfers import FetchResult, Progress, Transfer
 
-STATS = Tally().stats(route="staged", why="", limited_by="", peers=(), started=0.0, finished=1.0)
+STATS = Tally().stats(route="staged", why="", peers=(), started=0.0, finished=1.0)
 RESULT = FetchResult("r", b"", STATS)
 
 

@@ -140,7 +140,6 @@ def as_json(device: Kind, one: Measured) -> dict[str, Any]:
         "reference": {"kind": one.reference_kind, "spread": one.reference.spread, **one.reference.to_json()},
         "route_taken": received.route,
         "why": received.why,
-        "limited_by": received.limited_by,
         "pieces": received.pieces,
         "chunks": received.chunks,
         "predicted_s": received.predicted,

@@ -6,7 +6,7 @@ blocks of 16 tokens, shuffled block ids) without any memory behind them, and tim
 | step | what |
 |---|---|
 | pair | PairPlan: strides and base addresses; cached per pair |
-| explain | PairPlan.explain; cached per pair |
+| explain | why its pieces are as long as they are |
 | bind | block lists and token range of one request |
 | tables | all that both sides do before a byte moves: the grid, the digest, counts of rows and pieces |
 | gather | the tables of one gather of everything |
@@ -34,6 +34,7 @@ from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.geometry import CacheGeometry, ChunkPlan, CopyPlan, PairPlan, Pieces, Span, TensorSpec, TransferPlan, common
 from kvxfer.planning import Bound, fit_grid, in_place_bytes
 from kvxfer.protocol.messages import Route
+from kvxfer.tools.endings import explain
 
 __all__ = ["LAYOUTS", "PIECES", "Layout", "Planning", "Result", "array_bytes", "geometry", "measure"]
 
@@ -176,7 +177,7 @@ def measure(layout: Layout, pieces: int, seconds: float = 0.5) -> Result:
         sum(map(len, plan.rows)),
         sum(len(c.bases) for c in pair.classes),
         best(lambda: PairPlan(src, dst, selections), seconds),
-        best(lambda: PairPlan(src, dst, selections).explain(), seconds),
+        best(lambda: explain(PairPlan(src, dst, selections)), seconds),
         best(bind, seconds),
         best(lambda: tables(bind()), seconds) - best(bind, seconds),
         best(lambda: whole.gather(0), seconds),

@@ -285,16 +285,15 @@ class Fetch:
         return tally
 
     def _stats(self, tally: Tally) -> TransferStats:
-        routes, whys, limits, peers = set[str](), dict[str, None](), dict[str, None](), list[str]()
+        routes, whys, peers = set[str](), dict[str, None](), list[str]()
         for receiver in self.receivers:
             if receiver.route is not Route.UNKNOWN:
                 routes.add(receiver.route.name.lower())
-            whys[receiver.why] = limits[receiver.limited_by] = None
+            whys[receiver.why] = None
             peers.append(receiver.peer.name)
         return tally.stats(
             route="+".join(sorted(routes)),
             why="; ".join(filter(None, whys)),
-            limited_by="; ".join(filter(None, limits)),
             peers=tuple(peers),
             started=self.began,
             finished=self._site.now(),

@@ -292,11 +292,6 @@ class Receiver:
     # --- what others ask
 
     @property
-    def limited_by(self) -> str:
-        """What keeps pieces from being longer; empty before there is a plan."""
-        return self._pair.limited_by if self._pair is not None and self._grid is not None else ""
-
-    @property
     def step(self) -> Step:
         """What it waits for, or waited for when it ended."""
         step = self.machine.step

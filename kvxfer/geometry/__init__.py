@@ -5,13 +5,11 @@
     pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
     plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, side.py, chunks.py)
     tables      what a copy kernel needs                                (copyplan.py, sampling.py)
-    explain     why its pieces are as long as they are                  (explain.py, growth.py, endings.py)
     check       whether what arrived is what was sent                   (sums.py)
 
 Caches need not be described one by one:
 
     group       a list of tensors, one a layer -> list of CacheTensor   (group.py)
-    engine      the config of a model -> geometries of all ranks        (models.py, engine.py, layouts.py)
 
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
@@ -21,12 +19,9 @@ from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
 from kvxfer.geometry.conversion import converts, differences
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment, Stencil
 from kvxfer.geometry.elements import BYTES, Elements
-from kvxfer.geometry.engine import Engine, EngineLayout, from_hf_config, scattered
-from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side, Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.group import group
 from kvxfer.geometry.layouts import LAYOUTS, expand_layout
-from kvxfer.geometry.models import ModelCache, Part, read_model
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
 from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
@@ -44,34 +39,22 @@ __all__ = [
     "Blocks",
     "Box",
     "BoxAxis",
-    "Breaks",
     "CacheGeometry",
     "CacheTensor",
-    "Cause",
     "ChunkGrid",
     "ChunkPlan",
     "CopyPlan",
     "Damage",
     "Elements",
-    "Engine",
-    "EngineLayout",
-    "Explanation",
     "Group",
     "Interleave",
-    "Limit",
-    "ModelCache",
     "PairPlan",
-    "Part",
     "Pieces",
-    "Run",
     "Sample",
     "Segment",
     "Selection",
-    "Side",
     "Span",
     "Stencil",
-    "Step",
-    "Stretch",
     "SumPlan",
     "TensorSpec",
     "TransferPlan",
@@ -84,13 +67,10 @@ __all__ = [
     "damage",
     "differences",
     "expand_layout",
-    "from_hf_config",
     "group",
     "normalise_blocks",
-    "read_model",
     "resolve",
     "sample",
-    "scattered",
     "selected",
     "token_count",
 ]

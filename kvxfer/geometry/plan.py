@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from kvxfer.errors import BlocksError, TokensError
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan, Slice
-from kvxfer.geometry.endings import explain
-from kvxfer.geometry.explain import Explanation
 from kvxfer.geometry.intersect import SegmentKey, intersect
 from kvxfer.geometry.resolve import Selection
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
@@ -38,6 +36,7 @@ I64: TypeAlias = NDArray[np.int64]
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
 _KEPT_SLICES: Final = 1024
+_FAR_APART: Final = 1 << 44
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
 _KEPT_SIZES: Final = 1024
@@ -75,7 +74,7 @@ class PairPlan:
 
     def prepare(self) -> None:
         """Find out now what requests will ask of it: that takes as long as to make the plan."""
-        _ = self.least_chunk_bytes, self.limited_by, self.digested, self.meeting_of, self.row_tokens, self._layer_kinds
+        _ = self.least_chunk_bytes, self.digested, self.meeting_of, self.row_tokens, self._layer_kinds
         _ = self._named, self._rows_bytes, self.has_state
         for geometry in (self.src, self.dst):
             _ = geometry.pool_ids, geometry.sides
@@ -180,18 +179,18 @@ class PairPlan:
     @lazy
     def sample(self) -> ChunkPlan:
         """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
+        return self._sampled(0)
+
+    def _sampled(self, apart: int) -> ChunkPlan:
+        """The same, where destinations of layers that follow each other are so many bytes further apart."""
         parts: list[ChunkPart] = []
         for number, c in enumerate(self.classes):
             grid = row_grid(c.key.src_rows, c.key.dst_rows)
             table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
             rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
-            parts.append(ChunkPart(Slice(number, c.key, c.bases, c.factors, c.places), rows))
+            bases = c.bases + np.multiply.outer(c.layers, (0, apart))
+            parts.append(ChunkPart(Slice(number, c.key, bases, c.factors, c.places), rows))
         return ChunkPlan(parts)
-
-    @lazy
-    def limited_by(self) -> str:
-        """What ends the runs that make the most pieces, and on which side, in a few words."""
-        return self._explained.limited_by
 
     @lazy
     def least_chunk_bytes(self) -> int:
@@ -208,19 +207,8 @@ class PairPlan:
     @lazy
     def joins_layers(self) -> bool:
         """Whether pieces reach from one layer into the next."""
-        stretches = [stretch for run in self._explained.runs for stretch in run.first]
-        return any(step.axis == "layer" for stretch in stretches for step in stretch.steps)
-
-    def explain(self) -> Explanation:
-        """Why pieces are as long as they are, and which side limits them, in full rows of whatever request.
-
-        There are never more pieces than it says; fewer, where some of many happen to touch (see `endings`).
-        """
-        return self._explained
-
-    @lazy
-    def _explained(self) -> Explanation:
-        return explain(self.src, self.dst, self.classes)
+        together, apart = (len(of.copy().enumerate().merged()) for of in (self.sample, self._sampled(_FAR_APART)))
+        return together < apart
 
     @lazy
     def digested(self) -> bytes:
@@ -458,11 +446,6 @@ class TransferPlan:
     def _extent(self) -> tuple[int, int]:
         """Tokens to look at: where none is missing the last one, since state belongs to it."""
         return min(self.tokens.start, self.tokens.stop - 1), self.tokens.stop
-
-    def explain(self) -> Explanation:
-        """As of the pair, and where only block ids end a run, how often they do in this transfer."""
-        rows = [self.rows[of] for of in self.pair.meeting_of]
-        return explain(self.pair.src, self.pair.dst, self.pair.classes, rows)
 
     @lazy
     def agreement(self) -> bytes:

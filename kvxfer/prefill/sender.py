@@ -1005,7 +1005,6 @@ class Sender:
         stats = self.stats = self.tally.stats(
             route="" if route is Route.UNKNOWN else route.name.lower(),
             why=made.choice.why if made is not None else "",
-            limited_by=made.bound.limited_by if made is not None else "",
             peers=(self.peer.name,),
             started=self.began,
             finished=self.site.now(),

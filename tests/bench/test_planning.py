@@ -7,6 +7,7 @@ import pytest
 
 from kvxfer.bench import planning
 from kvxfer.geometry import PairPlan, Span, common
+from kvxfer.tools.endings import explain
 
 
 def test_plan(bench):
@@ -55,7 +56,7 @@ def test_the_arrays_of_a_plan_grow_with_regions_and_rows_alone(blocks):
 def test_making_a_plan_takes_no_memory_for_pieces(blocks):
     layout = planning.LAYOUTS[-1]
     pair, plan = plans(layout, blocks)
-    pair.explain()
+    explain(pair)
     plan().whole.gather(0)
     tracemalloc.start()
     try:

@@ -11,17 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry import (
-    CacheGeometry,
-    CacheTensor,
-    EngineLayout,
-    Interleave,
-    PairPlan,
-    from_hf_config,
-    group,
-    resolve,
-    scattered,
-)
+from kvxfer.geometry import CacheGeometry, CacheTensor, Interleave, PairPlan, group, resolve
+from kvxfer.tools.engine import EngineLayout, from_hf_config, scattered
 
 from .published import CONFIGS
 

@@ -12,24 +12,12 @@ import torch
 from agree import scattered
 from worlds import make_world
 
-from kvxfer.geometry import (
-    CacheGeometry,
-    CacheTensor,
-    Cause,
-    Explanation,
-    Interleave,
-    PairPlan,
-    Run,
-    Selection,
-    Side,
-    Span,
-    Step,
-    from_hf_config,
-    resolve,
-)
-from kvxfer.geometry.endings import explain
+from kvxfer.geometry import CacheGeometry, CacheTensor, Interleave, PairPlan, Selection, Span, resolve
 from kvxfer.geometry.intersect import SegmentClass
 from kvxfer.geometry.rows import row_grid
+from kvxfer.tools.endings import explain, explain_classes
+from kvxfer.tools.engine import from_hf_config
+from kvxfer.tools.explain import Cause, Explanation, Run, Side, Step
 
 WORLDS = range(120)
 
@@ -93,7 +81,13 @@ def pairs() -> "list[tuple[int, PairPlan]]":
 def drawn() -> "list[tuple[int, PairPlan, SegmentClass, tuple[Run, ...], Counter[int]]]":
     """Classes of random pairs, with what is said of them and what is so."""
     return [
-        (seed, pair, c, explain(pair.src, pair.dst, [c]).runs, piece_sizes(elements(row_axes(c), listed(c)), item(c)))
+        (
+            seed,
+            pair,
+            c,
+            explain_classes(pair.src, pair.dst, [c]).runs,
+            piece_sizes(elements(row_axes(c), listed(c)), item(c)),
+        )
         for seed, pair in pairs()
         for c in pair.classes
     ]
@@ -129,7 +123,7 @@ def test_pieces_of_a_whole_pair_are_as_many_as_is_said():
         copied = scattered(pair, 2)
         listed = Counter(copied.copy().enumerate().merged().nbytes.tolist())
         said: Counter[int] = Counter()
-        for run in pair.explain().runs:
+        for run in explain(pair).runs:
             said[run.piece_bytes] += 2 * run.pieces
             joined += any(step.then for step in run.first.steps)
         assert sum(size * count for size, count in said.items()) == copied.bytes, seed
@@ -227,7 +221,7 @@ def test_a_transfer_counts_the_places_where_blocks_follow_each_other():
     pair = plan(tensors("NHD"), tensors("NHD", tokens=64))
     ids = [0, 1, 2, 3, 5, 6, 8, 7]  # 0..3 follow each other, 3 to 5 is broken on both sides, 6 to 8 at the source
     transfer = pair.bind({"default": Span(ids)}, {"default": Span([3, 7])}, range(128))
-    (run,) = transfer.explain().runs
+    (run,) = explain(transfer).runs
     (limit,) = run.limits
     assert (limit.cause, limit.side) == (Cause.BLOCK_IDS, Side.SOURCE)
     told = limit.breaks
@@ -236,18 +230,18 @@ def test_a_transfer_counts_the_places_where_blocks_follow_each_other():
     pieces = transfer.whole.copy().enumerate().merged()
     assert len(pieces) == 4 * (told.places + 1 - told.joined)  # 2 layers of k and v
     assert "in 4 of 7 places; broken by the source 2, by the destination 0, by both 1" in str(limit)
-    assert pair.explain().runs[0].limits[0].breaks is None
+    assert explain(pair).runs[0].limits[0].breaks is None
 
 
 def test_only_full_rows_are_counted_and_classes_without_rows_are_left_out():
     pair = plan(tensors("NHD"), tensors("NHD"))
     transfer = pair.bind({"default": Span([4, 5, 6])}, {"default": Span([1, 2, 3])}, range(3, 48))
-    limit = transfer.explain().runs[0].limits[0]
+    limit = explain(transfer).runs[0].limits[0]
     assert limit.breaks is not None
     assert (limit.breaks.places, limit.breaks.joined) == (1, 1)
     late = pair.bind({"default": Span([4])}, {"default": Span([1], first_token=16)}, range(16))
-    assert late.explain() == Explanation(())
-    assert late.explain().limited_by == ""
+    assert explain(late) == Explanation(())
+    assert explain(late).limited_by == ""
 
 
 # what people read
@@ -268,12 +262,11 @@ def test_only_full_rows_are_counted_and_classes_without_rows_are_left_out():
 )
 def test_logs_say_it_in_a_few_words(src, dst, limited_by):
     if limited_by is None:
-        assert explain(src, dst, []).limited_by == ""
+        assert explain_classes(src, dst, []).limited_by == ""
         return
     selections = [Selection("default", "", kv, (0, 1), *common(src, dst)) for kv in "kv"]
     pair = PairPlan(src, dst, selections)
-    assert pair.explain().limited_by == limited_by
-    assert pair.explain() is pair.explain()  # made once a pair
+    assert explain(pair).limited_by == limited_by
 
 
 def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[int, int]:
@@ -282,7 +275,7 @@ def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[int, int]:
 
 
 def test_a_head_split_reads_as_one():
-    found = plan(tensors("NHD", dim=128), tensors("NHD", range(4, 8), dim=128)).explain()
+    found = explain(plan(tensors("NHD", dim=128), tensors("NHD", range(4, 8), dim=128)))
     assert str(found) == (
         "group 'default', k+v, layers 0..1, heads 4..7: 64 pieces of 1 KiB a row of 16 tokens\n"
         "  one piece: 2 B (bfloat16), x 128 dim = 256 B, x 4 heads = 1 KiB\n"
@@ -296,10 +289,10 @@ def test_a_head_split_reads_as_one():
 
 
 def test_layers_that_lie_in_tensors_of_their_own_are_said_to():
-    (run,) = plan(tensors("NHD"), tensors("cross", tokens=1)).explain().runs
+    (run,) = explain(plan(tensors("NHD"), tensors("cross", tokens=1))).runs
     assert run.first.layers == (0, 1)
     assert run.first.halves == ("k", "v")
-    whole = plan(tensors("cross"), tensors("cross")).explain()
+    whole = explain(plan(tensors("cross"), tensors("cross")))
     assert "x 2 halves = 8 KiB, x 2 layers = 16 KiB" in str(whole)
     assert "one piece of 16 KiB a row of 16 tokens" in str(whole)
     assert "layers 0..1" in str(whole)
@@ -311,11 +304,11 @@ def test_tokens_that_take_turns_end_a_run():
         return CacheGeometry.of([CacheTensor(memory, "block token dim", layers=[0], tokens=Interleave(number, of, 4))])
 
     pair = PairPlan(rank(1, 2), rank(0, 1), [Selection("default", "", "", (0,), 0, 1)])
-    (run,) = pair.explain().runs
+    (run,) = explain(pair).runs
     assert [(limit.cause, limit.side) for limit in run.limits] == [(Cause.TURNS, Side.DESTINATION)]
     assert "another rank" in str(run)
     other = PairPlan(rank(0, 1), rank(1, 2), [Selection("default", "", "", (0,), 0, 1)])
-    assert other.explain().limited_by == "source turns"
+    assert explain(other).limited_by == "source turns"
 
 
 def test_without_addresses_tensors_are_never_taken_for_neighbours():
@@ -325,15 +318,15 @@ def test_without_addresses_tensors_are_never_taken_for_neighbours():
     own = CacheGeometry.of(apart)
     hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
     selections = [Selection("default", "", "", (0, 1), 0, 1)]
-    (known,) = PairPlan(own, own, selections).explain().runs
+    (known,) = explain(PairPlan(own, own, selections)).runs
     assert known.first.steps[-1] == Step("layer", 2, 256)
     for src, dst in ((own, hidden), (hidden, own), (hidden, hidden)):
-        (run,) = PairPlan(src, dst, selections).explain().runs
+        (run,) = explain(PairPlan(src, dst, selections)).runs
         assert run.piece_bytes == 128
     halves = [CacheTensor(torch.empty(4, 2, 4, 8), "block layer token dim", layers=pair) for pair in ([0, 1], [2, 3])]
     whole = CacheGeometry.of(halves)
     veiled = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in whole.tensors))
-    (run,) = PairPlan(veiled, veiled, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain().runs
+    (run,) = explain(PairPlan(veiled, veiled, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)])).runs
     assert (run.piece_bytes, run.pieces, run.first.layers) == (256, 2, (0, 3))
 
 
@@ -342,7 +335,7 @@ def test_regions_that_are_neighbours_only_in_part_are_told_apart():
     three = CacheTensor(memory[:, :3], "block layer token dim", layers=[0, 1, 2])
     alone = CacheTensor(torch.empty_strided((4, 4, 8), (128, 8, 1)), "block token dim", layers=[3])
     geometry = CacheGeometry.of([three, alone])
-    found = PairPlan(geometry, geometry, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]).explain()
+    found = explain(PairPlan(geometry, geometry, [Selection("default", "", "", (0, 1, 2, 3), 0, 1)]))
     assert sorted((run.first.layers, run.piece_bytes) for run in found.runs) == [((0, 2), 384), ((3, 3), 128)]
 
 
@@ -354,14 +347,14 @@ def of_llama(prefill, decode) -> PairPlan:
 
 def told(prefill, decode) -> str:
     """What is said of it."""
-    return str(of_llama(prefill, decode).explain())
+    return str(explain(of_llama(prefill, decode)))
 
 
 def test_tokens_that_take_turns_alike_go_on_to_the_end_of_the_block() -> None:
     pair = of_llama({"cp": 2}, {"cp": 2})
     text = "the block ends (both sides); within it and where block ids follow each other, the run goes on"
-    assert text in str(pair.explain())
-    assert pair.limited_by == "block ids of both sides"
+    assert text in str(explain(pair))
+    assert explain(pair).limited_by == "block ids of both sides"
     blocks = [7, 3, 11]
     spans = {"default": Span(np.asarray(blocks))}
     plan = pair.bind(spans, spans, range(3 * 2 * 16)).whole
@@ -425,7 +418,7 @@ MAMBA = {"x": ("times", 12, 3), "B": ("times", 4, 3), "C": ("times", 4, 3), "ssm
 
 
 def one(src: CacheGeometry, dst: CacheGeometry) -> Run:
-    (run,) = plan(src, dst).explain().runs
+    (run,) = explain(plan(src, dst)).runs
     return run
 
 
@@ -462,7 +455,7 @@ def test_a_part_that_lies_elsewhere_on_one_side_is_named():
     behind = slots({"values": ("channels", 4, 8), "scales": ("channels", 4, 2)}, layers=1)
     swapped = slots({"scales": ("channels", 4, 2), "values": ("channels", 4, 8)}, layers=1)
     for pair, side, other in ((plan(behind, swapped), "destination", "source"), (plan(swapped, behind), "source", "")):
-        values = next(run for run in pair.explain().runs if run.first.part == "values")
+        values = next(run for run in explain(pair).runs if run.first.part == "values")
         (limit,) = (limit for limit in values.limits if limit.cause is Cause.KIND)
         assert (limit.axis, limit.side, limit.name) == ("part", side, f"{side} part")
         assert limit.then is not None
@@ -474,9 +467,9 @@ def test_a_part_that_lies_elsewhere_on_one_side_is_named():
 def test_parts_are_never_taken_for_neighbours_without_addresses():
     own = slots(MAMBA)
     hidden = CacheGeometry(tuple(dataclasses.replace(spec, base=0) for spec in own.tensors))
-    assert len(plan(own, own).explain().runs) == 1
+    assert len(explain(plan(own, own)).runs) == 1
     for src, dst in ((own, hidden), (hidden, own), (hidden, hidden)):
-        assert len(plan(src, dst).explain().runs) == 4
+        assert len(explain(plan(src, dst)).runs) == 4
 
 
 def test_layers_of_two_kinds_that_take_turns_are_one_piece():
@@ -493,7 +486,7 @@ def test_layers_of_two_kinds_that_take_turns_are_one_piece():
         ]
     )
     selections = [Selection("default", "", "", layers, 0, heads) for layers, heads in (((0, 2), 4), ((1, 3), 2))]
-    (run,) = PairPlan(geometry, geometry, selections).explain().runs
+    (run,) = explain(PairPlan(geometry, geometry, selections)).runs
     assert (run.pieces, run.piece_bytes) == (1, 192)
     assert "x 4 heads = 64 B, goes on with layers 1..3, heads 0..1 (32 B) = 96 B, x 2 layers = 192 B" in str(run)
 
@@ -519,7 +512,7 @@ def test_parts_that_touch_in_one_place_are_not_taken_for_neighbours(axes, src, d
             ]
         )
 
-    runs = plan(side(src), side(dst)).explain().runs
+    runs = explain(plan(side(src), side(dst))).runs
     assert {(run.first.part, run.piece_bytes) for run in runs} == {("values", 8), ("scales", 4)}
 
 
@@ -535,10 +528,10 @@ def test_groups_whose_blocks_have_the_same_ids_are_neighbours(alike):
     pair = plan(geometry, geometry)
     spans = {"values": Span([1, 3]), "scales": Span([1, 3] if alike else [5, 3])}
     transfer = pair.bind(spans, spans, range(8))
-    runs = transfer.explain().runs
+    runs = explain(transfer).runs
     pieces = transfer.whole.copy().enumerate().merged()
     assert sum(run.pieces for run in runs) == (1 if alike else 2)
-    assert len(pair.explain().runs) == 2
+    assert len(explain(pair).runs) == 2
     assert len(pieces) == (2 if alike else 3)
     if alike:
         assert str(runs[0]).startswith("groups 'values', 'scales', layer 0: one piece of 96 B a row of 4 tokens")

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry import Part, read_model
-from kvxfer.geometry.models import dtype_name
+from kvxfer.tools.models import Part, dtype_name, read_model
 
 from .published import CONFIGS
 

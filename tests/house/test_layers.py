@@ -42,7 +42,7 @@ LAYERS = {
         {"anyio", "numpy", "torch", "uvloop", "msgspec"},
     ),
     "edge": (
-        {"cli", "integrations", "testing", "demo", "bench", "doctor", "top"},
+        {"cli", "integrations", "testing", "demo", "bench", "doctor", "top", "tools", "forecast", "enginespec"},
         CORE | PORTS | {"runtime", "telemetry", "settings", "routes", "shell", "package"},
         {
             "anyio",

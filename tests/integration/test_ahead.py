@@ -41,7 +41,7 @@ async def test_a_transfer_that_is_ready_needs_one_exchange(stage, tap, route):
     assert not tap.of(Want)
     assert not tap.of(Reserve)
     assert tap.of(Accept)[0].spans == []
-    said = ("route", "chunks", "pieces", "bytes", "limited_by")
+    said = ("route", "chunks", "pieces", "bytes")
     assert [getattr(result.stats, name) for name in said] == [getattr(ending, name) for name in said]
     assert result.stats.chunks > 1
     assert result.stats.pieces > 1

@@ -12,6 +12,7 @@ from catalogue import CASES
 from ranks import World, contents
 
 from kvxfer.geometry import PairPlan, resolve
+from kvxfer.tools.endings import explain
 
 
 @cache
@@ -75,7 +76,7 @@ def test_pieces_are_as_many_and_as_long_as_is_said(name: str) -> None:
         copied = scattered(pair, ROWS)
         listed = Counter(copied.copy().enumerate().merged().nbytes.tolist())
         said: Counter[int] = Counter()
-        for run in pair.explain().runs:
+        for run in explain(pair).runs:
             assert run.piece_bytes == run.first.nbytes
             assert run.limits
             said[run.piece_bytes] += ROWS * run.pieces

@@ -19,11 +19,11 @@ from kvxfer.errors import GeometryError
 from kvxfer.geometry.axes import Axis, parse_axes
 from kvxfer.geometry.cache import CacheGeometry
 from kvxfer.geometry.layouts import across_layers, expand_layout
-from kvxfer.geometry.models import ITEM_BYTES, ModelCache, Part, dtype_name, read_model
 from kvxfer.geometry.rows import Span
 from kvxfer.geometry.spec import Interleave, TensorSpec
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
+from kvxfer.tools.models import ITEM_BYTES, ModelCache, Part, dtype_name, read_model
 
 __all__ = ["Engine", "EngineLayout", "from_hf_config", "scattered"]
 

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.explain import Step, Stretch
 from kvxfer.geometry.factor import BoxAxis
 from kvxfer.geometry.intersect import KV_ORDER, SegmentClass, SegmentKey
 from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.geometry.spec import TensorSpec
+from kvxfer.tools.explain import Step, Stretch
 
 __all__ = ["COLUMNS", "Axis", "Family", "Holder", "Regions", "families", "within"]
 

@@ -19,21 +19,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.cache import CacheGeometry
-from kvxfer.geometry.explain import Breaks, Cause, Explanation, Limit, Run, Side
-from kvxfer.geometry.growth import COLUMNS, Axis, Family, Holder, families, within
 from kvxfer.geometry.intersect import SegmentClass
+from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import Rows, row_grid
 from kvxfer.geometry.spec import TensorSpec
+from kvxfer.tools.explain import Breaks, Cause, Explanation, Limit, Run, Side
+from kvxfer.tools.growth import COLUMNS, Axis, Family, Holder, families, within
 
-__all__ = ["explain"]
+__all__ = ["explain", "explain_classes"]
 
 I64: TypeAlias = NDArray[np.int64]
 
 
-def explain(
+def explain(plan: PairPlan | TransferPlan) -> Explanation:
+    """Say why the pieces of a plan are as long as they are, and which side limits them.
+
+    Args:
+        plan: Of a pair: in full rows of whatever request. Of one transfer: also how often block ids end a run.
+    """
+    if isinstance(plan, PairPlan):
+        return explain_classes(plan.src, plan.dst, plan.classes)
+    pair = plan.pair
+    return explain_classes(pair.src, pair.dst, pair.classes, [plan.rows[of] for of in pair.meeting_of])
+
+
+def explain_classes(
     src: CacheGeometry, dst: CacheGeometry, classes: Sequence[SegmentClass], rows: Sequence[Rows] | None = None
 ) -> Explanation:
-    """Explain the runs of a pair, or of one of its transfers.
+    """The same of some of what two ranks have in common.
 
     Args:
         src: Geometry of the prefill rank.

@@ -1,0 +1,1 @@
+"""Tools around the library: nothing in its core imports them."""

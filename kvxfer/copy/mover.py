@@ -902,6 +902,8 @@ class Mover:
             if flow.steps:
                 self._fill(flow)
                 self._say(flow)
+            if told.steps == flow.total:  # its end comes next
+                return
             try:
                 flow.progress(told)
             except Exception as error:  # noqa: BLE001 - as in `_tell`

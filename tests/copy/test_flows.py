@@ -73,6 +73,17 @@ async def test_its_steps_follow_one_another(world, steps, width):
     assert not flow.flow.steps
 
 
+async def test_its_end_is_not_told_twice_where_the_machine_had_no_room_to_say_that_more_is_done(world):
+    """It counts what is done when its word is written, and by then that may be all."""
+    flow = Progress(world, "f", 2, allowed=0)
+    needed = list(flow.flow.pointed)
+    world.mover._flow_news(flow.flow, records.PASSING | 2 * records.COUNTED, 0, 0, 0, 0, 0, 0)
+    assert flow.counts == []
+    world.mover.allow(flow.flow, 2)
+    await world.run(1)
+    assert (kind(flow.outcome), flow.written(), len(needed)) == ("done", 2, 2)
+
+
 async def test_no_step_begins_that_is_not_allowed(world):
     flow = Progress(world, "f", 9, allowed=0)
     for allowed in (0, 2, 3, 8):

@@ -8,7 +8,7 @@ from kvxfer.decode.fetch import Fetch
 from kvxfer.link import Link, admitted
 from kvxfer.mapped import elsewhere, may_be_elsewhere
 from kvxfer.prefill.sender import Sender
-from kvxfer.protocol.messages import Route
+from kvxfer.protocol.messages import ROUTE_NAMES, Route
 from kvxfer.protocol.session import Role
 from kvxfer.service import Service
 from kvxfer.site import Site
@@ -78,10 +78,10 @@ def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any
 
 def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]:
     """One session. What is said of the way to it was seen: what is mapped, and what moved by which route."""
-    peer, moved = link.peer, {_name(route): nbytes for route, nbytes in link.moved.items() if nbytes}
+    peer, moved = link.peer, {ROUTE_NAMES[route]: nbytes for route, nbytes in link.moved.items() if nbytes}
     if link.role is Role.SERVER:
         mapped = site.mappings.kinds(peer)  # by this side, which copies
-    elif _name(Route.MAPPED) not in moved:
+    elif ROUTE_NAMES[Route.MAPPED] not in moved:
         mapped = []
     else:  # by the peer, which has copied through what it was told of
         mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
@@ -109,7 +109,7 @@ def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
         "id": fetch.transfer.id,
         "request": fetch.transfer.request,
         "peers": [receiver.peer.name for receiver in fetch.receivers],
-        "route": "+".join(sorted({_name(r.route) for r in fetch.receivers if r.route is not Route.UNKNOWN})),
+        "route": "+".join(sorted({ROUTE_NAMES[r.route] for r in fetch.receivers if r.route is not Route.UNKNOWN})),
         "step": at.step.value,
         "in_doubt": fetch.transfer.done,
         "bytes": at.bytes,
@@ -126,7 +126,7 @@ def _sending(sender: Sender, now: float) -> dict[str, Any]:
         "id": sender.name,
         "request": machine.fetch.ticket.request,
         "peers": [sender.peer.name],
-        "route": "" if machine.route is Route.UNKNOWN else _name(machine.route),
+        "route": ROUTE_NAMES[machine.route],
         "step": sender.step.value,
         "in_doubt": sender.in_doubt,
         "bytes": sender.tally.bytes,
@@ -134,7 +134,3 @@ def _sending(sender: Sender, now: float) -> dict[str, Any]:
         "chunks": machine.chunks,
         "seconds": now - sender.began,
     }
-
-
-def _name(route: Route) -> str:
-    return route.name.lower()

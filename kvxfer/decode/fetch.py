@@ -31,7 +31,7 @@ from kvxfer.errors import (
 from kvxfer.geometry import BlockLists, Selection
 from kvxfer.link import Link
 from kvxfer.metrics import Ended
-from kvxfer.protocol.messages import Release, Route, Status
+from kvxfer.protocol.messages import ROUTE_NAMES, Release, Status
 from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
@@ -287,12 +287,11 @@ class Fetch:
     def _stats(self, tally: Tally) -> TransferStats:
         routes, whys, peers = set[str](), dict[str, None](), list[str]()
         for receiver in self.receivers:
-            if receiver.route is not Route.UNKNOWN:
-                routes.add(receiver.route.name.lower())
+            routes.add(ROUTE_NAMES[receiver.route])
             whys[receiver.why] = None
             peers.append(receiver.peer.name)
         return tally.stats(
-            route="+".join(sorted(routes)),
+            route="+".join(sorted(filter(None, routes))),
             why="; ".join(filter(None, whys)),
             peers=tuple(peers),
             started=self.began,

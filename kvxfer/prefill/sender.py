@@ -49,6 +49,7 @@ from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.prefill.answer import Answer, Draft, answer
 from kvxfer.protocol.messages import (
     FOREVER_MS,
+    ROUTE_NAMES,
     Fetch,
     Landed,
     Message,
@@ -1003,7 +1004,7 @@ class Sender:
         """The last result was said: count, log, and let everything go."""
         machine, failure, made, route = self.machine, self.machine.failure, self._answer, self.machine.route
         stats = self.stats = self.tally.stats(
-            route="" if route is Route.UNKNOWN else route.name.lower(),
+            route=ROUTE_NAMES[route],
             why=made.choice.why if made is not None else "",
             peers=(self.peer.name,),
             started=self.began,

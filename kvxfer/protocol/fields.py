@@ -1,7 +1,7 @@
 """Types of the fields of messages, with their bounds (PROTOCOL.md sections 2.3 and 2.5)."""
 
 from enum import IntEnum, IntFlag, unique
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -9,6 +9,7 @@ from kvxfer.limits import MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TRACE
 
 __all__ = [
     "I64",
+    "ROUTE_NAMES",
     "U32",
     "U64",
     "Bytes32",
@@ -58,6 +59,10 @@ class Route(IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> "Route | None":
         return cls.UNKNOWN if isinstance(value, int) else None
+
+
+ROUTE_NAMES: Final = {route: route.name.lower() if route else "" for route in Route}
+"""How stats name them."""
 
 
 @unique

@@ -13,6 +13,7 @@ from kvxfer.errors import Code
 from kvxfer.limits import MAX_FACTS, MAX_HANDLE, MAX_TENSORS
 from kvxfer.protocol.fields import (
     I64,
+    ROUTE_NAMES,
     U32,
     U64,
     Bytes32,
@@ -40,6 +41,7 @@ __all__ = [
     "MAX_SPANS",
     "MAX_TENSORS",
     "MAX_TICKETS",
+    "ROUTE_NAMES",
     "TOKEN_BYTES",
     "WHOLE",
     "WIRE_MIN",

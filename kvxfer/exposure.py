@@ -6,6 +6,7 @@ from typing import Final
 
 from kvxfer.evidence import seek
 from kvxfer.gates import SHARED_GATE
+from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import PeerInfo
@@ -26,8 +27,6 @@ class Exposure:
         gate: What every grant leads through; there is one from the first grant on.
         fenced: Whether the peer passes it, or touches nothing.
         routes: Those on which the peer may touch it.
-        clueless: Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant:
-            what it posted left for the agent that was here, and more it cannot tell before there is another.
         ended: Nobody touches it any more.
 
     Args:
@@ -43,7 +42,6 @@ class Exposure:
         self.gate = SHARED_GATE
         self.fenced = False
         self.routes = frozenset(routes)
-        self.clueless: asyncio.Future[None] = site.loop.create_future()
         self.ended = False
         self._renewals = link.renewals
         self._renewed = self._in_doubt = False  # as the peer has said
@@ -53,6 +51,14 @@ class Exposure:
         self._safe = safe
         self._granted = False
         self._found: Callable[[], None] | None = None
+
+    @lazy
+    def clueless(self) -> "asyncio.Future[None]":
+        """Resolves when the peer has said `IN_DOUBT`, and that it has made its agent anew since the last grant.
+
+        What it posted left for the agent that was here, and more it cannot tell before there is another.
+        """
+        return self._site.loop.create_future()
 
     @property
     def ends_with_process(self) -> bool:

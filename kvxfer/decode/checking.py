@@ -46,11 +46,6 @@ class Checking:
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
 
-    @classmethod
-    def of(cls, transfer: int, every: int) -> "Checking | None":
-        """What compares its chunks; None if that is not wanted."""
-        return cls(transfer, every) if every else None
-
     def heard(self, message: Sums) -> None:
         """The peer says what a chunk adds up to that it has, and that has not arrived yet."""
         if selected(self._transfer, message.chunk, self._every):

@@ -29,6 +29,7 @@ from kvxfer.errors import (
     TransferTimeoutError,
 )
 from kvxfer.geometry import BlockLists, Selection
+from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.metrics import Ended
 from kvxfer.protocol.messages import ROUTE_NAMES, Release, Status
@@ -116,7 +117,6 @@ class Fetch:
         self._standing = Standing(Step.CONNECTING)  # when it failed, once it has
         self._in_doubt = False
         self._unwanted = self._superseded = False
-        self._settled: Final[asyncio.Future[None]] = site.loop.create_future()
         self._revoke: asyncio.TimerHandle | None = None
         self._timer = None if demand.timeout is None else site.at(self.deadline, self._timed_out)
         self._task: asyncio.Task[None] | None = None
@@ -134,9 +134,9 @@ class Fetch:
             self._ask(shares, links)
             if len(self.receivers) == 1:
                 (receiver,) = self.receivers
-                await receiver.supervised(receiver.run)
+                await receiver.run()
             else:
-                await asyncio.gather(*[receiver.supervised(receiver.run) for receiver in self.receivers])
+                await asyncio.gather(*[receiver.run() for receiver in self.receivers])
         except KvxferError as error:
             self._stop(error)
         if {receiver.machine.state for receiver in self.receivers} != {ReceiveState.DONE}:
@@ -311,7 +311,7 @@ class Fetch:
         self.transfer.landed(needed)  # each counted as one part until now
 
     def landed(self, layers: Sequence[int]) -> None:
-        """One chunk of these layers is in place."""
+        """A part of each of these layers is in place."""
         if not self.transfer.done:
             self.transfer.state = max(self.transfer.state, TransferState.MOVING)
             self.transfer.landed(layers)
@@ -415,7 +415,12 @@ class Fetch:
     @property
     def doubtful(self) -> bool:
         """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
-        return False in {receiver.finished for receiver in self.receivers}
+        return False in [receiver.finished for receiver in self.receivers]
+    @lazy
+    def _settled(self) -> "asyncio.Future[None]":
+        """Resolves when blocks that were in doubt are not."""
+        return self._site.loop.create_future()
+
 
     def supersede(self) -> None:
         """The request is fetched anew: what becomes of it is that fetch's business."""
@@ -430,11 +435,10 @@ class Fetch:
             self._role.given_up(self)
 
     def settle(self) -> None:
-        """Evidence came in: no peer can write the blocks any more."""
-        if not self._settled.done():
-            if self._in_doubt:
-                self._site.custody.settle(self.transfer.id)
-                self._give_back()
+        """Evidence came in, if they were in doubt: no peer can write the blocks any more."""
+        if self._in_doubt and not self._settled.done():
+            self._site.custody.settle(self.transfer.id)
+            self._give_back()
             self.transfer.memory_safe = True
             self._settled.set_result(None)
 

@@ -13,7 +13,7 @@ with, and quarantines what it may still write.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from secrets import token_bytes
@@ -246,7 +246,8 @@ class Receiver:
         self.route = Route.UNKNOWN
         self.why = ""
         self.layers: Final = sorted({layer for selection in selections for layer in selection.layers})
-        self.checking: Final = Checking.of(number, site.config.sums_every)
+        sums_every = site.config.sums_every
+        self.checking: Final = Checking(number, sums_every) if sums_every else None
         self.grants: Final = Grants(site, link.peer)
         self._selections: Final = selections
         self._fetch: Final = fetch
@@ -276,7 +277,7 @@ class Receiver:
         self._room: Extent | None = None  # what was waited for
         self._nbytes: int | None = None  # that the peer has moved, as it says
         self._plans = True  # whether this side makes a plan of it
-        self._answer: Final[asyncio.Future[wire.Accept]] = site.loop.create_future()
+        self._answer: wire.Accept | None = None
         self._waits: Final[set[asyncio.Future[Any]]] = set()  # for what is not our own
         self._news: asyncio.Future[None] | None = None
         self._stirred = False  # whether there is news that `run` has not looked at
@@ -372,29 +373,36 @@ class Receiver:
             fenced=site.keys.has(self.peer),
             trace=self._fetch.trace,
         )
-        if not (self.link.is_open and self.link.send(message)):  # lost since it was looked up: `lost` will not tell
+        if not self.link.send(message):  # lost since it was looked up: `lost` will not tell
             self.machine.ahead = False
             grants.void_ahead()
             self.lost(Failure(Status.FAILED, Code.PEER_LOST, "the control stream was lost"))
 
     async def run(self) -> None:
-        """Receive what was asked for. To be run by `supervised`, since what fails stops the transfer."""
-        message, machine = await self._answer, self.machine
-        bound: Bound | None = None
-        if self._plans:
-            bound = await self._planned(message)
-        else:
-            self.tally.pieces = message.pieces
-        while self.moving and machine.chunks_done < message.chunks:
-            if bound is not None and self._stale:  # no chunk may begin with the old lists
-                self._stale = False
-                bound = await self.site.plan(partial(bound.grown, self._source, covered=0), rows=bound.rows)
-            else:
-                await self._go_on(bound)
-        if self.moving:  # all is where it belongs, and the last result may be long in coming: others want the memory
-            self._let_go()
-        while self.moving:  # for the last result
-            await self._until_news()
+        """Receive what was asked for. What fails stops all of it."""
+        machine, bound = self.machine, None
+        try:
+            while (message := self._answer) is None:
+                await self._until_news()
+            if self._plans:
+                bound = await self._planned(message)
+            while self.moving:
+                if machine.chunks_done == message.chunks:  # the last result may be long in coming, or the offer's end
+                    self._let_go()
+                    await self._until_news()
+                elif bound is not None and self._stale:  # no chunk may begin with the old lists
+                    self._stale = False
+                    bound = await self.site.plan(partial(bound.grown, self._source, covered=0), rows=bound.rows)
+                else:
+                    await self._go_on(bound)
+        except asyncio.CancelledError:
+            if not self._given_up:
+                raise
+        except KvxferError as error:
+            self._failed(error)
+        except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
+            _log.error("task_failed", task=self._owner, error=repr(error), exc_info=error)
+            self._failed(TransferFailedError(f"a step of the transfer failed: {error!r}"))
 
     async def _planned(self, message: wire.Accept) -> Bound:
         """Make the plan that the peer has made, once kernels are compiled for it."""
@@ -452,8 +460,10 @@ class Receiver:
         if bound is None or not self.grants.staged or self.route is Route.PULL:
             if bound is not None and self.route is Route.PULL:
                 await self._read(bound)
-            if self._flushed < machine.arrived:
-                await self._flush()
+            if self._flushed < (arrived := machine.arrived):  # into the caller's blocks, once for all of it
+                if _by_nic(self, staged=False):
+                    await self._copy(_FLUSH, 0)
+                self._flushed = arrived
             there = self._flushed
         else:
             if self._begun < machine.granted and not self._stale:
@@ -466,8 +476,6 @@ class Receiver:
                 await self._grant(bound)
             if self._begun == machine.granted or not self.grants.staged or self.route is Route.PULL:
                 await self._until_news()
-        elif not machine.ended:  # the offer is not finished, which may take as long as it likes
-            self._let_go()
 
     async def _grant(self, bound: Bound) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
@@ -659,13 +667,6 @@ class Receiver:
         if flow is not None:
             self.site.mover.finish(flow)
 
-    async def _flush(self) -> None:
-        """Flush what has come into the caller's blocks, once for all of it."""
-        arrived = self.machine.arrived
-        if _by_nic(self, staged=False):
-            await self._copy(_FLUSH, 0)
-        self._flushed = arrived
-
     async def _land(self, bound: Bound | None, there: int) -> None:
         """The first so many chunks are in place: they have landed if they are as they should be."""
         machine, grid = self.machine, self._grid
@@ -683,8 +684,7 @@ class Receiver:
                 raise self._differs()
             machine.done(stop)
             if grid is not None:
-                for chunk in range(begin, stop):
-                    self._fetch.landed(grid.runs[grid.cells[chunk] % grid.layer_runs])
+                self._fetch.landed([layer for chunk in range(begin, stop) for layer in grid.layers_of(chunk)])
         if machine.ended:
             self._settle()
 
@@ -874,14 +874,18 @@ class Receiver:
                 return
             self._cut(grid)
             self._plans = grants.staged or self.checking is not None  # else the peer has compared what both mean by it
+            self.tally.pieces = message.pieces
             grants.use_ahead()
         else:
             self.exposure.void()
             if message.route is not Route.PULL:
                 grants.choose(staged=message.route is Route.STAGED)
         self._help()
-        self._learn(message.spans)
-        resolve(self._answer, message)
+        if message.spans:
+            self._learn(message.spans)
+        self._answer = message
+        if self._plans:  # else there is nothing to do before chunks arrive
+            self._wake()
 
     def refused(self, message: wire.Refuse) -> None:
         """The peer refused."""
@@ -954,8 +958,7 @@ class Receiver:
         try:
             if strange:
                 raise ProtocolError(f"the peer named blocks of group {strange[0]!r}, of which nothing was asked for")
-            if spans:
-                self._source = joined_spans(self._source, spans)
+            self._source = joined_spans(self._source, spans)
         except KvxferError as error:
             self._failed(error)
 
@@ -1010,19 +1013,6 @@ class Receiver:
 
     # --- ending
 
-    async def supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do a part of it. What fails stops all of it."""
-        try:
-            await work()
-        except asyncio.CancelledError:
-            if not self._given_up:
-                raise
-        except KvxferError as error:
-            self._failed(error)
-        except Exception as error:  # noqa: BLE001 - tasks are supervised here: a defect ends the transfer, named
-            _log.error("task_failed", task=self._owner, error=repr(error), exc_info=error)
-            self._failed(TransferFailedError(f"a step of the transfer failed: {error!r}"))
-
     def _failed(self, error: KvxferError) -> None:
         code = error.reason if isinstance(error, RefusedError) else error.code
         self.stop(Failure(Status.FAILED, code, str(error)))
@@ -1072,7 +1062,6 @@ class Receiver:
             self._room = None
         for copy in (*self._posted.values(), *([] if self._flow is None else [self._flow])):
             self.site.mover.cancel(copy)
-        self._answer.cancel()
         if self._news is not None:
             self._news.cancel()
         for waiting in list(self._waits):
@@ -1090,7 +1079,7 @@ class Receiver:
             return  # all goes well
         if not self._given_up and (machine.failure is not None or machine.state not in _HOPEFUL):
             self._give_up()  # whoever ended it: no scatter begins any more
-        if not self.reading and (unread := machine.unread()):
+        if self.route is Route.PULL and not self.reading and (unread := machine.unread()):
             self.link.send(*unread)
         lost = machine.state is ReceiveState.LOST
         if machine.ended or lost:

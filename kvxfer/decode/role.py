@@ -187,12 +187,11 @@ class Decode:
         if not fetch.doubtful:
             self._forget(fetch)
             fetch.settle()
-            owing = [receiver for receiver in receivers if receiver.owes_an_answer]
-            for receiver in receivers:
-                if receiver not in owing:
+            for receiver in receivers[:]:
+                if not receiver.owes_an_answer:
                     self._incoming.pop(receiver.transfer, None)
                     receiver.exposure.end()
-            receivers[:] = owing  # they know the fetch: without a cycle, all of it is freed at once
+                    receivers.remove(receiver)  # which knows the fetch: without a cycle, all of it is freed at once
 
     # --- messages
 

@@ -85,7 +85,7 @@ class CacheGeometry:
             nulls[group.name] = None if group.null_block is None else int(group.null_block)
         return cls(tuple(tensor.spec(nulls.get(tensor.group)) for tensor in given))
 
-    @property
+    @lazy
     def kind(self) -> str:
         """`"cpu"` or `"cuda"`."""
         return self.tensors[0].kind

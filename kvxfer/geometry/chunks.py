@@ -106,12 +106,6 @@ class ChunkGrid:
         row_by_row = self.band == 1 or runs == 1 or windows == 1
         note(self, "cells", range(windows * runs) if row_by_row else _Banded(windows, runs, self.band, first // step))
 
-    @lazy
-    def runs(self) -> Sequence[tuple[int, ...]]:
-        """The layers of each run."""
-        step = self.layers_per_chunk
-        return [self.layers[first : first + step] for first in range(0, len(self.layers), step)]
-
     @property
     def edges(self) -> I64:
         """int64 (windows + 1,): the first token of each window, and one past the last token."""
@@ -121,6 +115,11 @@ class ChunkGrid:
     def __len__(self) -> int:
         return self.chunks
 
+    def layers_of(self, chunk: int) -> tuple[int, ...]:
+        """Layers of a chunk."""
+        first = self.cells[chunk] % self.layer_runs * self.layers_per_chunk
+        return self.layers[first : first + self.layers_per_chunk]
+
     def of(self, chunk: int) -> tuple[tuple[int, ...], int, int]:
         """Layers, first token and one past the last token of a chunk.
 
@@ -129,9 +128,9 @@ class ChunkGrid:
         """
         if not 0 <= chunk < self.chunks:
             raise IndexError(f"chunk {chunk} is outside 0..{self.chunks - 1}")
-        window, run = divmod(self.cells[chunk], self.layer_runs)
+        window = self.cells[chunk] // self.layer_runs
         first = (self.first // self.tokens_per_chunk + window) * self.tokens_per_chunk
-        return self.runs[run], max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
+        return self.layers_of(chunk), max(first, self.first), min(first + self.tokens_per_chunk, self.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

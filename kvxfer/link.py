@@ -38,7 +38,13 @@ _log: Final = logger("kvxfer.link")
 
 
 class LinkHandler(Protocol):
-    """What the worker does with a link."""
+    """What the worker does with a link.
+
+    Attributes:
+        frames_sent: Counts messages that go out, by their names.
+    """
+
+    frames_sent: Counter[str]
 
     def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
         """A fresh session, and whether the peer will be trusted with addresses.
@@ -66,10 +72,6 @@ class LinkHandler(Protocol):
 
     def received(self, link: "Link", message: Message) -> None:
         """A message came in. May raise `ProtocolError`, which closes the link."""
-        ...
-
-    def sent(self, link: "Link", message: Message) -> None:
-        """A message goes out."""
         ...
 
     def lost(self, link: "Link", error: KvxferError) -> None:
@@ -197,7 +199,7 @@ class Link(asyncio.Protocol):
             return False
         for message in messages:
             session.send(message, self._runtime.now())
-            self._handler.sent(self, message)
+            self._handler.frames_sent[type(message).__name__] += 1
         if not self._handling:
             self._flush()
         return True

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from kvxfer.backoff import Backoff
@@ -53,6 +54,7 @@ class Peers:
     def __init__(self, site: Site, connect: Callable[[str], Awaitable[Link]]) -> None:
         self._site: Final = site
         self._connect_to: Final = connect
+        self._admits: Final = lru_cache(_REMEMBERED)(site.config.admits)
         self._links: dict[str, Link] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._away: OrderedDict[str, _Away] = OrderedDict()
@@ -66,7 +68,7 @@ class Peers:
         """The link to an endpoint if it is open and the engine there is of this epoch; else ask `link`."""
         link = self._links.get(endpoint)
         usable = link is not None and link.is_open and link.peer.identity.epoch == epoch
-        return link if usable and self._site.config.admits(endpoint) else None
+        return link if usable and self._admits(endpoint) else None
 
     @property
     def connecting(self) -> list[str]:
@@ -92,7 +94,7 @@ class Peers:
             MismatchError: If the engine there cannot work with this one, or has restarted since the ticket was made.
             ClosedError: If this worker was closed before.
         """
-        if not self._site.config.admits(endpoint):
+        if not self._admits(endpoint):
             raise UnreachableError(
                 f"{endpoint} is not admitted by allow_peers={list(self._site.config.allow_peers)}", peer=endpoint
             )

@@ -41,6 +41,7 @@ class Service:
         greeting: Those whose handshake is not complete.
         rebuilding: Makes the agent anew.
         listener: Where peers connect; None before `listen`.
+        frames_sent: As of the worker's metrics.
     """
 
     def __init__(self, site: Site) -> None:
@@ -48,6 +49,7 @@ class Service:
         self.links: Final[set[Link]] = set()
         self.greeting: Final[set[Link]] = set()
         self.listener: Listener | None = None
+        self.frames_sent = site.metrics.frames_sent
         self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
         self.peers: Final = Peers(site, self._streams.connect)
         self.prefill: Final = Prefill(site)
@@ -155,11 +157,6 @@ class Service:
             self.prefill.handle(link, message)
         else:
             self.decode.handle(link, message)
-
-    def sent(self, link: Link, message: Message) -> None:
-        """Count a message that goes out."""
-        del link
-        self.site.metrics.frames_sent[type(message).__name__] += 1
 
     def _engaged(self) -> Iterable[Link]:
         return chain(self.links, self.greeting, self.decode.owing)

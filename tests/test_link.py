@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,7 @@ class Stream(asyncio.Transport):
 class Handler:
     def __init__(self, clock):
         self.clock, self.got, self.lost_with = clock, [], []
+        self.frames_sent = Counter()
         self.looking = asyncio.get_running_loop().create_future()
 
     def session(self, role, *, process, endpoint, since):
@@ -132,9 +134,6 @@ class Handler:
             raise ZeroDivisionError
         self.got.append(message)
         self.clock.time += TURN_SECONDS / 2
-
-    def sent(self, link, message):
-        del link, message
 
     def lost(self, link, error):
         del link

@@ -265,7 +265,7 @@ class Transfer:
         return self._wait().__await__()
 
     def __del__(self) -> None:
-        if self._home.here:
+        if not self._progress.done and self._home.here:
             self._warn("was dropped")
 
     def __repr__(self) -> str:
@@ -354,7 +354,7 @@ class Transfer:
         except asyncio.CancelledError as cancelled:
             await self._give_up(cancelled)
             raise
-        return self.result()
+        return self._progress.result()
 
     async def _give_up(self, cause: BaseException) -> None:
         """Cancel it, and return when its memory is safe, however often that is cancelled, for the cause to be raised.

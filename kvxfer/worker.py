@@ -25,6 +25,7 @@ from kvxfer.onlookers import given_seconds, see_through, soon
 from kvxfer.overview import overview
 from kvxfer.runtime import Runtime
 from kvxfer.service import Service
+from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
@@ -233,7 +234,8 @@ class Worker:
             BusyError: If there are too many claims.
             ClosedError: If the worker is not open.
         """
-        return self._open.decode.claim(self._ticket(ticket))
+        service = self._open
+        return service.decode.claim(self._ticket(service.site, ticket))
 
     async def fetch(
         self,
@@ -297,7 +299,8 @@ class Worker:
         Raises:
             PeerError: If a rank could not be told; its lease bounds the wait.
         """
-        await self._open.decode.decline(self._ticket(ticket, ends=True))
+        service = self._open
+        await service.decode.decline(self._ticket(service.site, ticket, ends=True))
 
     # --- watching and closing
 
@@ -412,10 +415,10 @@ class Worker:
     ) -> Progress:
         service = self._open
         limit = service.site.config.fetch_timeout if timeout is None else timeout
-        return service.decode.start(self._ticket(ticket), blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
+        checked = self._ticket(service.site, ticket)
+        return service.decode.start(checked, blocks, tokens=tokens, after=after, timeout=limit, keep=keep)
 
-    def _ticket(self, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
-        site = self._open.site
+    def _ticket(self, site: Site, ticket: Mapping[str, Any] | Ticket, *, ends: bool = False) -> Ticket:
         if self._closing is not None or (site.draining and not ends):
             raise ClosedError("this worker is draining or closed: use another one")
         _ = site.joined  # ranks of one engine must be known as such before they fetch

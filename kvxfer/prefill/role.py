@@ -56,8 +56,8 @@ class Prefill:
         self._places: Final = Quota(site.config.max_transfers)  # one a transfer
         self._doubtful: Final = Doubts(site, self._places)
         self._checks: dict[Link, int] = {}  # of one chunk in how many sums are wanted
-        self._begun = 0  # transfers in this turn of the loop
-        self._beginning: Final[deque[Sender]] = deque()  # those that begin in a later one
+        self._beginning = 0  # transfers in the next turn of the loop
+        self._waiting: Final[deque[Sender]] = deque()  # those that begin in a later one
         self._here: dict[bytes, Link] = {}  # by incarnation of the decode rank, the link to it
 
     def __len__(self) -> int:
@@ -127,22 +127,18 @@ class Prefill:
                 f"as many fetches wait for their offers as may, in all or of one peer "
                 f"(max_parked={self._site.config.max_parked})",
             )
-        if self._begun < _AT_ONCE and not self._beginning:
-            if not self._begun:
-                self._site.loop.call_soon(self._next_turn)
-            self._begun += 1
-            sender.begin()
-        else:
-            self._beginning.append(sender)
+        self._waiting.append(sender)
+        self._let_begin()
 
-    def _next_turn(self) -> None:
+    def _let_begin(self) -> None:
         """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
-        self._begun = 0
-        while self._beginning and self._begun < _AT_ONCE:
-            self._begun += 1
-            self._beginning.popleft().begin()
-        if self._begun:
-            self._site.loop.call_soon(self._next_turn)
+        while self._waiting and self._beginning < _AT_ONCE:
+            self._beginning += self._waiting.popleft().begin(self._has_begun)
+
+    def _has_begun(self) -> None:
+        self._beginning -= 1
+        if self._waiting:
+            self._let_begin()
 
     def cancel(self, link: Link, message: Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""

@@ -12,7 +12,7 @@ transfer is stopped, and wake `run`, which looks at how things stand.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -240,10 +240,12 @@ class Sender:
 
     # --- a transfer, in order
 
-    def begin(self) -> None:
-        """Go."""
-        if self.machine.state is SendState.PARKED:
-            self._spawn(self.run)
+    def begin(self, begun: Callback) -> bool:
+        """Go, in the loop's next turn, in which `begun` is called; False if it has ended already."""
+        if self.machine.state is not SendState.PARKED:
+            return False
+        self.site.tasks.spawn(self._see_through(begun), f"kvxfer send {self.machine.transfer}")
+        return True
 
     async def run(self) -> None:
         """Wait for the offer, plan, accept; then announce what may be read, and move what is granted."""
@@ -974,13 +976,11 @@ class Sender:
         step = self.machine.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
-    def _spawn(self, work: Callable[..., "Coroutine[Any, Any, None]"], *arguments: Any) -> None:
-        self.site.tasks.spawn(self._see_through(work, *arguments), f"kvxfer send {self.machine.transfer}")
-
-    async def _see_through(self, work: Callable[..., "Coroutine[Any, Any, None]"], *arguments: Any) -> None:
-        """Do something of the transfer. What fails is the transfer, whoever brought the news."""
+    async def _see_through(self, begun: Callback) -> None:
+        """Do all of it. What fails is the transfer, whoever brought the news."""
+        begun()
         try:
-            await work(*arguments)
+            await self.run()
         except RefusedError as error:
             self._deny(error.reason, str(error))
         except KvxferError as error:

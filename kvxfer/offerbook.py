@@ -28,10 +28,13 @@ __all__ = ["TOO_MANY_ENGINES", "Awaited", "OfferBook"]
 
 _NAME: Final = "kvxfer.offer"
 _log: Final = logger(_NAME)
+_hears_info: Final = hears_info(_NAME)
 _ENGINES: Final = 16
 """Decode engines that one request is kept for, before its offer and after: more do not try in vain by then."""
 _LATE_SECONDS: Final = 0.05
 """A timer that is later than that may have been so for any time."""
+_RELEASED: Final = Released()
+_OVER: Final = Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released")
 TOO_MANY_ENGINES: Final = f"{_ENGINES} decode engines have lost this request to others already"
 
 
@@ -224,7 +227,7 @@ class OfferBook:
             if len(found.released_ranks) < MAX_WORLD:  # no engine has more ranks, whatever a peer says
                 found.released_ranks.add(who.rank)
             if len(found.released_ranks) >= found.world:
-                found.end(Released(), Failure(Status.CANCELLED, Code.TICKET_RELEASED, "the request was released"))
+                found.end(_RELEASED, _OVER)
         elif found is None:
             early = self._keep_early(key, who.incarnation)
             if early is not None and len(early.releases) < MAX_WORLD:
@@ -253,7 +256,7 @@ class OfferBook:
         self._forget()
         outcome = type(ending).__name__.lower()
         self._site.metrics.offer_ended(offer.key, outcome, self._site.now())
-        if hears_info(_NAME):
+        if _hears_info():
             _log.info("offer_ended", request=offer.key[0], attempt=offer.key[1], outcome=outcome)
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ them.
 
 import hashlib
 import logging
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, cast
 
 import structlog
@@ -154,9 +154,9 @@ def logger(name: str) -> structlog.stdlib.BoundLogger:
     return cast("structlog.stdlib.BoundLogger", wrapped.bind())
 
 
-def hears_info(name: str) -> bool:
-    """Whether anybody hears informational events of this logger: to say one of every transfer is dear."""
-    return _of_stdlib(name).isEnabledFor(logging.INFO)
+def hears_info(name: str) -> Callable[[], bool]:
+    """Asks whether anybody hears informational events of this logger: to say one of every transfer is dear."""
+    return partial(_of_stdlib(name).isEnabledFor, logging.INFO)
 
 
 class _Listener(logging.Handler):

@@ -50,6 +50,7 @@ I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.receive"
 _log: Final = logger(_NAME)
+_hears_info: Final = hears_info(_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,7 @@ class Fetch:
         if report is not None:
             say = _log.info if report.code is Code.CANCELLED else _log.warning
             say("fetch_failed", **stats.log_fields(), **report.log_fields())
-        elif hears_info(_NAME):
+        elif _hears_info():
             _log.info(
                 "fetch_ended",
                 request=self.transfer.request,

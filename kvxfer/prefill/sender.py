@@ -73,6 +73,7 @@ I64: TypeAlias = NDArray[np.int64]
 
 _NAME: Final = "kvxfer.send"
 _log: Final = logger(_NAME)
+_hears_info: Final = hears_info(_NAME)
 RETRY_MS: Final = {Code.TOO_MANY: 1000, Code.DRAINING: 1000}
 """When to try again after a refusal for one of these reasons: there is nothing that is to come first."""
 _PULL_AHEAD: Final = 16
@@ -1065,6 +1066,6 @@ class Sender:
         if self.report is not None:
             say = _log.info if self.report.code is Code.CANCELLED else _log.warning
             say("transfer_failed", **stats.log_fields(), **self.report.log_fields())
-        elif hears_info(_NAME):
+        elif _hears_info():
             request = fetch.ticket.request
             _log.info("transfer_sent", request=request, transfer=self.name, outcome="ok", **stats.log_fields())

@@ -150,7 +150,7 @@ class Readiness:
         """Whether all that was marked may be read now."""
         for marks in self._distinct(self._layers) if self._of_all is None else (self._of_all,):
             for _, event in marks:
-                if not has_fired(event):
+                if event is not READY and not has_fired(event):
                     return False
         return True
 

@@ -223,6 +223,10 @@ class PairPlans:
         """The plan from a peer to this rank."""
         return self._pair(peer, tuple(sorted(selections)), sending=False)
 
+    def known_shares(self, peers: Sequence[PeerInfo | None]) -> list[tuple[Selection, ...]] | None:
+        """What `shares` returns, if that was found out before."""
+        return self._shares.get(tuple([None if peer is None else peer.identity.incarnation for peer in peers]))
+
     def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
         """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
 
@@ -248,9 +252,7 @@ class PairPlans:
         return found
 
     def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
-        """As many rows of a table as take the time of `shares`; 0 if they are known."""
-        if tuple([None if peer is None else peer.identity.incarnation for peer in peers]) in self._shares:
-            return 0
+        """As many rows of a table as take the time of `shares`, unless they are known."""
         held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
         return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
 

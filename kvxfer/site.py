@@ -460,23 +460,21 @@ class Site:
         theirs = peer.identity.capabilities
         converts = self.plans.converts(peer, sending=sending)
         known = self.in_place and self.plans.geometry(peer).addressed and trusted
+        if sending:
+            mapped = known and Mappings.offered(peer) and not self.mappings.why_not(peer)
+        else:
+            mapped = known and bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
         writable = theirs if sending else int(self.capabilities)  # the decode rank's
         return Means(
             staged=self._both_stage(peer) and self.plans.fits_staging(peer, sending=sending),
             direct=known and not converts and bool(writable & _DIRECT),
             pull=known and not converts and bool(theirs & _PULL),
-            mapped=known and self._mapped(peer, sending=sending),
+            mapped=mapped,  # as far as this side knows
             converts=converts,
         )
 
     def _both_stage(self, peer: PeerInfo) -> bool:
         return self.staging is not None and bool(peer.identity.capabilities & _STAGED)
-
-    def _mapped(self, peer: PeerInfo, *, sending: bool) -> bool:
-        """Whether the prefill rank can address the decode rank's blocks, as far as this side knows."""
-        if sending:
-            return Mappings.offered(peer) and not self.mappings.why_not(peer)
-        return bool(int(self.capabilities) & _MAPPED) and not unlike(peer.body.host)
 
     @property
     def joined(self) -> Issuer:

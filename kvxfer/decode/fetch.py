@@ -168,7 +168,10 @@ class Fetch:
                 what = f"fetch of {self.transfer.request!r} had not begun when {gone.peer.name} was lost"
                 raise PeerLostError(f"{what}: {gone.failure}", peer=gone.peer.name) from error
 
-        return await site.plan(shares, rows=site.plans.shares_rows(peers)), links
+        found: Sequence[tuple[Selection, ...]] | None = site.plans.known_shares(peers)
+        if found is None:
+            found = await site.plan(shares, rows=site.plans.shares_rows(peers))
+        return found, links
 
     async def _connected(self, epoch: bytes) -> tuple[list[Link | None], KvxferError | None]:
         """Links to all ranks; None for one that could not be reached, and the first reason for that."""
@@ -413,15 +416,15 @@ class Fetch:
 
     # --- what becomes of its request, and of what it leaves in doubt
 
-    @property
-    def doubtful(self) -> bool:
-        """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
-        return False in [receiver.finished for receiver in self.receivers]
     @lazy
     def _settled(self) -> "asyncio.Future[None]":
         """Resolves when blocks that were in doubt are not."""
         return self._site.loop.create_future()
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether something of it is under way or in doubt: the caller's blocks, or staging memory."""
+        return False in [receiver.finished for receiver in self.receivers]
 
     def supersede(self) -> None:
         """The request is fetched anew: what becomes of it is that fetch's business."""

@@ -98,30 +98,32 @@ def answer(
     _check_agreement(fetch, plan)
     nbytes, incarnation = plan.nbytes, peer.identity.incarnation
 
-    def seconds(route: Route, pieces: int, chunks: int = 0) -> float:
-        chunks = chunks or usual_chunks(site.config, route, nbytes)
+    def seconds(route: Route, pieces: int) -> float:
+        chunks = usual_chunks(site.config, route, nbytes)
         return site.estimates.seconds(incarnation, route, nbytes=nbytes, chunks=chunks, pieces=pieces)
 
     overdue = partial(site.estimates.overdue, incarnation) if offer.prompt else never
     choice, grid = choose_and_cut(
         fetch.routes,
         means,
-        lambda wanted: choose(
+        partial(
+            choose,
             site.config.route,
             means,
-            wanted,
             nbytes=nbytes,
             pieces=lambda: plan.merged_pieces,
             seconds=seconds,
             overdue=overdue,
         ),
-        lambda route: _grid(site, fetch, offer, route, plan),
+        partial(_grid, site, fetch, offer, plan),
     )
     route, chunks, bound = choice.route, grid.chunks, Bound.of(plan, grid)
     fenced = site.keys.has(peer)
     ahead = ahead and offer.finished and _covers(peer, fetch, route, plan, chunks, fenced=fenced)
     unnamed = ahead and not checked and route in IN_PLACE  # the decode rank need not know this side's blocks
-    predicted = seconds(route, plan.merged_pieces if route in LISTED else bound.pieces, chunks)
+    pieces = plan.merged_pieces if route in LISTED else bound.pieces
+    plain = site.estimates.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
+    predicted = plain * site.estimates.factor(incarnation, route)
     message = Accept(
         transfer=fetch.transfer,
         route=route,
@@ -138,7 +140,7 @@ def answer(
         fenced=fenced,
         windows_per_band=grid.band,
     )
-    return Answer(bound, choice, message, predicted / site.estimates.factor(incarnation, route))
+    return Answer(bound, choice, message, plain)
 
 
 def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
@@ -158,7 +160,7 @@ def _covers(peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chun
     return route is Route.STAGED and chunks == 1 and plan.staged_bytes <= fetch.staging_bytes
 
 
-def _grid(site: Site, fetch: Fetch, offer: Draft, route: Route, plan: TransferPlan) -> ChunkGrid:
+def _grid(site: Site, fetch: Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
     """How it is cut."""
     nbytes = plan.nbytes
     target, limit = _chunk_sizes(site, fetch, route, plan)

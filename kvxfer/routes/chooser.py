@@ -108,7 +108,7 @@ def choose(
     Raises:
         RefusedError: If no route is left.
     """
-    possible = [route for route in wanted if means.can(route)]
+    possible = list(filter(means.can, wanted))
     if not possible:
         asked = "+".join(route.name.lower() for route in wanted) or "none"
         raise RefusedError(
@@ -118,9 +118,6 @@ def choose(
     if own is not None and own in possible:
         return Choice(own, f"route={preference} is set at the sender")
     first = own or wanted[0]
-    reason = "is not accepted by the decode rank" if means.can(first) else _IMPOSSIBLE
-    if means.converts and first in _PIECEWISE:
-        reason = "cannot convert dtypes or scales"
     if set(possible) == {Route.STAGED, Route.DIRECT} and wanted[0] is not Route.DIRECT:
         choice = _by_time(nbytes, pieces(), seconds, overdue)
         hoped = first not in possible
@@ -128,7 +125,12 @@ def choose(
         alone = "the only route that converts" if means.converts else "the only common route"
         choice = Choice(possible[0], alone if len(possible) == 1 else "preferred by the decode rank")
         hoped = first is not choice.route
-    return replace(choice, fallback=f"{first.name.lower()} {reason}" if hoped else "")
+    if not hoped:
+        return choice
+    reason = "is not accepted by the decode rank" if means.can(first) else _IMPOSSIBLE
+    if means.converts and first in _PIECEWISE:
+        reason = "cannot convert dtypes or scales"
+    return replace(choice, fallback=f"{first.name.lower()} {reason}")
 
 
 def predicted_faster(*, direct: float, staged: float) -> Route:

@@ -46,6 +46,10 @@ class Estimates:
             return exp(known[route])
         return exp(sum(known.values()) / len(known)) if known else 1.0
 
+    def plain(self, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
+        """What the profile says, as if transfers with the peer had taught nothing. Arguments are those of `seconds`."""
+        return self._profile.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
+
     def seconds(self, peer: bytes, route: Route, *, nbytes: int, chunks: int, pieces: int) -> float:
         """Predicted seconds from `fetch` to its return.
 
@@ -56,8 +60,7 @@ class Estimates:
             chunks: Chunks that it is cut into.
             pieces: Contiguous pieces, neighbours merged.
         """
-        plain = self._profile.routes[route].seconds(nbytes=nbytes, chunks=chunks, pieces=pieces)
-        return plain * self.factor(peer, route)
+        return self.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces) * self.factor(peer, route)
 
     def chose(self, peer: bytes, route: Route) -> None:
         """A transfer takes this route, and will tell what it is like."""

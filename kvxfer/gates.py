@@ -71,7 +71,9 @@ class Gates:
 
     def granted(self, number: int) -> int:
         """What a grant says of a gate: its number (the high 32 bits) and its generation."""
-        return number << 32 | self._generation(number)
+        if self._locks is not None:
+            return number << 32 | self._locks.generation(number)
+        return number << 32 | self._generations.get(number, FIRST_GENERATION)
 
     async def revoke(self, number: int) -> Revoked | None:
         """Let nobody in any more who was granted a gate.
@@ -86,7 +88,7 @@ class Gates:
         if self._locks is not None:
             found = self._locks.revoke(number)
         else:
-            self._generations[number] = self._generation(number) + 1
+            self._generations[number] = self._generations.get(number, FIRST_GENERATION) + 1
         if found is not None and self.words:
             await self._raise_word(number)
         return found
@@ -105,11 +107,6 @@ class Gates:
     async def inside(self, number: int) -> int:
         """How many thread blocks write through a gate that was revoked."""
         return (await self._look(self._word(number), False)) if self.words else 0
-
-    def _generation(self, number: int) -> int:
-        if self._locks is not None:
-            return self._locks.generation(number)
-        return self._generations.get(number, FIRST_GENERATION)
 
     def _word(self, number: int) -> int:
         return self.words + number * GATE_BYTES

@@ -164,7 +164,7 @@ class _Account:
             return  # how long a failure took says what was set, not how fast anything is
         self._pieces += stats.pieces
         self._chunks += stats.chunks
-        self._durations[stats.route].add(stats.duration)
+        self._durations[stats.route].add(stats.finished - stats.started)
         for stage, seconds in (
             ("queued", stats.queued),
             ("gathering", stats.gathering),

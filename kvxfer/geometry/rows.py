@@ -192,12 +192,12 @@ def normalise_blocks(blocks: Blocks, geometry: CacheGeometry) -> dict[str, Span]
 
 
 def _normal_span(group: str, value: "Ids | Span") -> Span:
-    span = value if isinstance(value, Span) else Span(value)
+    given, first = (value.ids, value.first_token) if isinstance(value, Span) else (value, 0)
     try:
-        count = len(span.ids) if hasattr(span.ids, "__len__") else 0
+        count = len(given) if hasattr(given, "__len__") else 0
         if count > _MAX_IDS:
             raise ValueError(f"{count} of them are more than any pool has")
-        ids = np.asarray(span.ids)
+        ids = np.asarray(given)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # ragged lists, tensors without CPU memory
         raise BlocksError(f"group {group!r}: block ids must be whole numbers in one dimension: {error}") from error
     if ids.size == 0:
@@ -208,12 +208,11 @@ def _normal_span(group: str, value: "Ids | Span") -> Span:
             "of a mask over the pool give the positions that are true"
         )
     if ids.ndim == 1 and (ids.dtype.kind in "fO" or ids.dtype == np.uint64):
-        _check_fit(group, span.ids if isinstance(span.ids, list | tuple) else ids.tolist())
+        _check_fit(group, given if isinstance(given, list | tuple) else ids.tolist())
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BlocksError(
             f"group {group!r}: block ids must be whole numbers in one dimension, not {ids.dtype} of shape {ids.shape}"
         )
-    first = span.first_token
     if isinstance(first, bool) or not hasattr(first, "__index__"):
         raise BlocksError(f"group {group!r}: first_token must be a whole number, not {first!r}")
     if not 0 <= first <= MAX_TOKENS:

@@ -90,7 +90,7 @@ class Progress:
         blocks: Names the destination blocks, for people.
 
     Attributes:
-        id, request, state, memory_safe, failed_blocks, report: See `Transfer`.
+        id, request, state, done, memory_safe, failed_blocks, report: See `Transfer`.
         blocks: As given.
         loop: As given.
     """
@@ -108,6 +108,7 @@ class Progress:
         self.loop: Final = loop
         self.blocks: Final = blocks
         self.state = TransferState.CONNECTING
+        self.done = False
         self.memory_safe = False
         self.failed_blocks: Mapping[str, Sequence[int]] = {}
         self.report: FailureReport | None = None
@@ -120,11 +121,6 @@ class Progress:
     # --- for whoever looks on
 
     @property
-    def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
-        return self._outcome.done()
-
-    @property
     def outcome(self) -> "asyncio.Future[FetchResult]":
         """Resolves when it has ended. Cancelling it changes nothing."""
         return follow(self._outcome)
@@ -132,7 +128,7 @@ class Progress:
     @property
     def error(self) -> BaseException | None:
         """Why it failed; None if it did not, or not yet."""
-        return self._outcome.exception() if self._outcome.done() else None
+        return self._outcome.exception() if self.done else None
 
     @property
     def awaited(self) -> bool:
@@ -149,7 +145,7 @@ class Progress:
 
     async def layers(self, wanted: range) -> None:
         """Return when every byte of these layers has landed. See `Transfer.layers`."""
-        if self._outcome.done():
+        if self.done:
             self._outcome.result()
             return
         if self._have_landed(wanted):
@@ -161,7 +157,7 @@ class Progress:
 
     async def ended(self) -> None:
         """Return when it has ended: a turn of the loop earlier than `asyncio.shield` would."""
-        if not self._outcome.done():
+        if not self.done:
             waiter: asyncio.Future[None] = self.loop.create_future()
             self._waiters[waiter] = None
             try:
@@ -204,6 +200,7 @@ class Progress:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
+        self.done = True
         for waiter in self._layer_waiters:
             if waiter.done():
                 continue

@@ -18,12 +18,12 @@ from kvxfer import READY
 PACKAGE = f"{Path(kvxfer.__file__).parent}/"
 TESTS = f"{Path(__file__).parents[1]}/"
 BUDGETS = {
-    "mapped": {"calls": 705, "of our own": 522, "modules": 61},
-    "staged": {"calls": 838, "of our own": 624, "modules": 62},
+    "mapped": {"calls": 602, "of our own": 456, "modules": 59},
+    "staged": {"calls": 753, "of our own": 573, "modules": 59},
 }
 """What one warm fetch of one chunk may take: calls of Python functions in all, those of functions under `kvxfer/`, and
 modules there that they are in. The goal for either route is 600 calls, of which 300 our own, in 30 modules."""
-FURTHER = {"mapped": 20, "staged": 90}
+FURTHER = {"mapped": 14, "staged": 70}
 """Calls that a further chunk may take, both ends and asyncio included. The goal for either is 0."""
 FETCHES = 20
 ROOMY = {"arena_bytes": "256KiB", "chunk_bytes": "32KiB", "in_place_chunk_bytes": "32KiB"}
@@ -51,6 +51,11 @@ class Calls:
         files = {file: calls for file, calls in self._files.items() if not file.startswith(TESTS)}
         own = {file: calls for file, calls in files.items() if file.startswith(PACKAGE)}
         return {"calls": sum(files.values()), "of our own": sum(own.values()), "modules": len(own)}
+
+
+@pytest.fixture(autouse=True)
+def looked_at():
+    """Nobody looks on, unlike in other scenes: what is counted is the fetch alone."""
 
 
 @pytest.mark.parametrize("route", BUDGETS)

@@ -356,7 +356,7 @@ class Receiver:
         message = wire.Fetch(
             transfer=self.transfer,
             ticket=self._fetch.ref,
-            selections=[selection_to_wire(selection) for selection in self._selections],
+            selections=list(map(selection_to_wire, self._selections)),
             spans=encode_spans(demand.spans, sorted({selection.group for selection in self._selections})),
             token_start=demand.tokens.start,
             token_stop=demand.tokens.stop,
@@ -450,7 +450,8 @@ class Receiver:
         """It is known how the transfer is cut."""
         self._grid = grid
         self.tally.chunks = grid.chunks
-        self._fetch.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
+        if grid.windows > 1:  # each layer was counted as one part until now
+            self._fetch.planned(self.layers, dict.fromkeys(grid.layers, grid.windows))
 
     # --- chunks, in their order
 

@@ -29,7 +29,7 @@ from kvxfer.settings import leaves
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = ROOT / "deploy/Containerfile"
 KUBERNETES = ROOT / "deploy/kubernetes"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("deploy", "scale")]
+PAGES = [ROOT / "docs/deploy.md"]
 MANIFESTS = ("service", "nvlink")
 VERSIONS = ("1.34", "1.37")  # the first in which everything there is stable, and the newest that the linter has
 GRACEFUL_SECONDS = 10  # uvicorn's, as examples/serving sets it

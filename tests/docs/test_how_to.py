@@ -1,4 +1,4 @@
-"""What the how-to pages show runs as it stands, and says what they say; commands and settings that are named exist."""
+"""What the start and how-to pages show runs as it stands, and says what they say; named commands and settings exist."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PROGRAMS = Path(sys.executable).parent
 HERE = {"PYTHONPATH": str(ROOT), "PATH": f"{PROGRAMS}:/usr/bin:/bin"}
-HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+HOW_TO = [DOCS / "index.md", *sorted((DOCS / "how-to").glob("*.md"))]
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 SETTINGS = {"KVXFER_" + name.upper().replace(".", "__") for name, _ in leaves(Config)}
 

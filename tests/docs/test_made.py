@@ -85,7 +85,7 @@ def test_licences_are_current():
 
 
 def test_the_tested_versions_are_those_that_are_pinned():
-    page = (DOCS / "versions.md").read_text()
+    page = (DOCS / "compatibility.md").read_text()
     rows = {row[0]: row[1] for row in re.findall(r"^\| ([^|]*?) \| ([^|]*?) \| ", page, re.MULTILINE)}
     for row, pins in {
         "torch": ["torch"],

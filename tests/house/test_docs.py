@@ -23,15 +23,10 @@ WRAPPED = [
             "deploy",
             "operations",
             "performance",
-            "scale",
             "serving",
-            "serving-performance",
         )
     ),
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in ("index", "tutorial", "timeline", "states", "versions", "compatibility")
-    ),
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "tutorial", "timeline", "compatibility")),
     *sorted((ROOT / "docs/how-to").glob("*.md")),
 ]
 COLUMNS = 120

@@ -27,9 +27,10 @@ from kvxfer.onlookers import see_through
 from kvxfer.placement import Placement, place
 from kvxfer.planning import PairPlans
 from kvxfer.processes import Processes
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.incarnation import PRIVATE_BYTES, IdentityKey
-from kvxfer.protocol.messages import AgentBody, Capability
+from kvxfer.protocol.messages import Capability
 from kvxfer.routes.cost import profile_of
 from kvxfer.routes.estimates import Estimates
 from kvxfer.runtime import Home, Runtime, ThreadRuntime
@@ -351,7 +352,7 @@ async def _body(
 
     def encoded(trusted: bool) -> bytes:
         return encode_body(
-            AgentBody(
+            wire.AgentBody(
                 fabric=name,
                 metadata=metadata[trusted],
                 tensors=geometry_to_wire(geometry, with_addresses=trusted and blocks),

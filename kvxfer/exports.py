@@ -13,7 +13,7 @@ from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.locks import LockFile
 from kvxfer.memory import Backing, allocate
 from kvxfer.memory.driver import upload
-from kvxfer.protocol.messages import MappedMemory
+from kvxfer.protocol import messages as wire
 from kvxfer.runtime import Runtime
 from kvxfer.telemetry import logger
 
@@ -31,7 +31,7 @@ class Exports:
     """
 
     def __init__(self) -> None:
-        self.frames: list[MappedMemory] = []
+        self.frames: list[wire.MappedMemory] = []
         self.locks: LockFile | None = None
         self._gates: Backing | None = None
         self._files: Final = Descriptors()
@@ -79,7 +79,9 @@ class Exports:
             log("cache_not_exported", reason=str(error))
             self._end(Backing.close)
         else:
-            self.frames = [MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in found]
+            self.frames = [
+                wire.MappedMemory(one.kind, one.device, one.address, one.length, one.handle) for one in found
+            ]
 
     def close(self) -> None:
         """Give the gates back. Nobody may write the cache any more."""

@@ -20,8 +20,9 @@ from typing import Any, Final, Protocol, cast
 from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
 from kvxfer.lazy import lazy
 from kvxfer.mapped import process_of_stream
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Goodbye, Message, Route
+from kvxfer.protocol.messages import Route
 from kvxfer.protocol.session import Opened, PeerInfo, Received, Role, Session, SessionEvent, State
 from kvxfer.runtime import TURN_SECONDS, Runtime
 from kvxfer.telemetry import logger
@@ -70,7 +71,7 @@ class LinkHandler(Protocol):
         """The handshake is complete; `found` is what `meet` has found out."""
         ...
 
-    def received(self, link: "Link", message: Message) -> None:
+    def received(self, link: "Link", message: wire.Message) -> None:
         """A message came in. May raise `ProtocolError`, which closes the link."""
         ...
 
@@ -188,7 +189,7 @@ class Link(asyncio.Protocol):
         stream = self._transport
         return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
 
-    def send(self, *messages: Message) -> bool:
+    def send(self, *messages: wire.Message) -> bool:
         """Send messages; what answers a frame that came in, when all that came with it has been handled.
 
         Returns:
@@ -207,7 +208,7 @@ class Link(asyncio.Protocol):
     def close(self, reason: str = "") -> None:
         """Say goodbye and close the stream. Idempotent."""
         if self.is_open:
-            self.send(Goodbye(Code.DRAINING, reason))
+            self.send(wire.Goodbye(Code.DRAINING, reason))
         self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
 
     async def wait_gone(self, timeout: float) -> None:
@@ -233,7 +234,7 @@ class Link(asyncio.Protocol):
                 self.role, process=process, endpoint=self.endpoint, since=self.since
             )
         except KvxferError as error:
-            stream.write(encode(Goodbye(error.code, str(error))))
+            stream.write(encode(wire.Goodbye(error.code, str(error))))
             self._fail(error)
             return
         self._flush()

@@ -27,8 +27,9 @@ from msgspec.structs import replace
 from kvxfer.errors import Code, FabricError
 from kvxfer.link import Link
 from kvxfer.mapped import elsewhere
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.framing import decode_body, encode_body
-from kvxfer.protocol.messages import Capability, Renewed, Status
+from kvxfer.protocol.messages import Capability, Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.site import Callback, Site, no_hold
@@ -102,7 +103,7 @@ class Rebuilding:
         """Tell a peer how the agent that there is now is reached."""
         told = decode_body(self._site.body[link.trusted])
         if Capability.RENEWED in Capability(link.peer.identity.capabilities):
-            link.send(Renewed(told.renewals, told.metadata))
+            link.send(wire.Renewed(told.renewals, told.metadata))
         else:
             link.close("the agent of this rank was rebuilt: meet again")
 

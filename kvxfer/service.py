@@ -12,7 +12,7 @@ from kvxfer.link import Link, admitted, succeeded
 from kvxfer.peers import Peers
 from kvxfer.planning import Agreed
 from kvxfer.prefill.role import Prefill
-from kvxfer.protocol.messages import Goodbye, Message, Renewed
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.session import PeerInfo, Role, Session
 from kvxfer.rebuilding import Rebuilding
 from kvxfer.site import Site
@@ -23,7 +23,7 @@ from kvxfer.watch import LoopWatch, TransportWatch
 __all__ = ["Service"]
 
 _log: Final = logger("kvxfer.worker")
-_LEAVING: Final = Goodbye(Code.DRAINING, "the worker is draining")
+_LEAVING: Final = wire.Goodbye(Code.DRAINING, "the worker is draining")
 
 
 class Service:
@@ -143,12 +143,12 @@ class Service:
         if all(other.peer.identity.incarnation != incarnation for other in self.links):
             self.site.forget(link.peer)
 
-    def received(self, link: Link, message: Message) -> None:
+    def received(self, link: Link, message: wire.Message) -> None:
         """Hand a message to the role that it is for."""
         self.site.metrics.frames_received[type(message).__name__] += 1
-        if isinstance(message, Goodbye):
+        if isinstance(message, wire.Goodbye):
             _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
-        elif isinstance(message, Renewed):
+        elif isinstance(message, wire.Renewed):
             link.renewals = max(link.renewals, message.renewals)
             self.site.lanes.renewed(link.peer, message.renewals, message.metadata)
             self.prefill.renewed(link)

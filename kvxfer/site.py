@@ -21,8 +21,9 @@ from kvxfer.memory import Custody, Share
 from kvxfer.metrics import Metrics
 from kvxfer.planning import Agreed, PairPlans
 from kvxfer.processes import Processes
+from kvxfer.protocol import messages as wire
 from kvxfer.protocol.incarnation import IdentityKey
-from kvxfer.protocol.messages import FOREVER_MS, Capability, MemorySpan, Route
+from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.rebuilds import Rebuilds
 from kvxfer.routes.chooser import Means, acceptable
@@ -189,8 +190,8 @@ class Site:
     reachable: Mapping[bool, Sequence[object]]
     facts: Sequence[tuple[str, str]]
     capabilities: Capability
-    staging: MemorySpan | None
-    sending: MemorySpan | None
+    staging: wire.MemorySpan | None
+    sending: wire.MemorySpan | None
     in_place: bool
     mappings: Mappings
     gates: Gates
@@ -439,7 +440,7 @@ class Site:
             desk.emptied = partial(self.in_place_desks.pop, key, None)
 
     @property
-    def arena(self) -> MemorySpan:
+    def arena(self) -> wire.MemorySpan:
         """The arena as descriptors name it.
 
         Raises:

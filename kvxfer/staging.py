@@ -17,7 +17,7 @@ from kvxfer.fabric.port import Memory
 from kvxfer.geometry import CacheGeometry
 from kvxfer.memory import Arena, Backing, Kind, allocate
 from kvxfer.metrics import Metrics
-from kvxfer.protocol.messages import MemorySpan
+from kvxfer.protocol import messages as wire
 from kvxfer.telemetry import logger
 
 __all__ = ["Staging"]
@@ -48,8 +48,8 @@ class Staging:
         self.kind: Kind | None = None
         self.refused: dict[Kind, str] = {}
         self.arena = Arena.split(0, 0)
-        self.sending: MemorySpan | None = None
-        self.receiving: MemorySpan | None = None
+        self.sending: wire.MemorySpan | None = None
+        self.receiving: wire.MemorySpan | None = None
         self.reachable: list[object] = []
         self._backing: Backing | None = None
 
@@ -111,7 +111,7 @@ class Staging:
         self.arena = Arena.split(backing.address, config.arena_bytes, config.send_share)
         kind, device = ("DRAM", 0) if backing.kind in {"cpu", "pinned"} else ("VRAM", geometry.device)
         shares = (self.arena.sending, self.arena.receiving)
-        spans = [MemorySpan(kind, device, share.base, share.capacity) for share in shares]
+        spans = [wire.MemorySpan(kind, device, share.base, share.capacity) for share in shares]
         for span in spans:  # apart, since what this side gathers into is nobody else's
             memory = Memory(span.kind, span.device, span.address, span.length)
             self.reachable.append(await asyncio.wrap_future(fabric.register([memory])))

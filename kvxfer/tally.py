@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Final
 
 from kvxfer.metrics import Stage
-from kvxfer.protocol.messages import Timings
+from kvxfer.protocol import messages as wire
 from kvxfer.telemetry import Intervals, TransferStats
 
 __all__ = ["Tally"]
@@ -44,16 +44,16 @@ class Tally:
         if self.first_byte is None:
             self.first_byte = now
 
-    def arrived(self, granted: float, now: float, sender: Timings) -> None:
+    def arrived(self, granted: float, now: float, sender: wire.Timings) -> None:
         """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
         if self.first_byte is None:
             self.first_byte = now
         sent = now - sender.wire_us / 1e6  # about: the sender's durations, on this side's clock
-        wire = self.stages["wire"]
-        wire.append((granted, now))
+        on_wire = self.stages["wire"]
+        on_wire.append((granted, now))
         self.stages["posting"].append((sent, sent + sender.post_us / 1e6))
         self.stages["gathering"].append((sent - sender.gather_us / 1e6, sent))
-        if len(wire) >= wire.room:
+        if len(on_wire) >= on_wire.room:
             for spans in self.stages.values():
                 spans.unite()
 

@@ -20,7 +20,8 @@ from kvxfer.endpoint import MAX_PORT, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.errors import TicketError
 from kvxfer.lazy import lazy
 from kvxfer.limits import MAX_WORLD
-from kvxfer.protocol.messages import WIRE_VERSION, TicketRef
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import WIRE_VERSION
 
 __all__ = ["KEY_BYTES", "EngineCard", "Issuer", "RankCard", "Ticket", "mask"]
 
@@ -254,9 +255,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Epoch, request and attempt: what makes a ticket another one."""
         return self.epoch, self.request, self.attempt
 
-    def ref(self) -> TicketRef:
+    def ref(self) -> wire.TicketRef:
         """What of it travels on the control stream."""
-        return TicketRef(self.request, self.attempt, bytes.fromhex(self.mac))
+        return wire.TicketRef(self.request, self.attempt, bytes.fromhex(self.mac))
 
     def __repr__(self) -> str:
         return f"Ticket(engine={self.engine!r}, request={self.request!r}, attempt={self.attempt}, mac={mask(self.mac)})"
@@ -318,13 +319,13 @@ class Issuer:
             "mac": self._mac(request, attempt).hex(),
         }
 
-    def verify(self, ref: TicketRef) -> bool:
+    def verify(self, ref: wire.TicketRef) -> bool:
         """Whether this engine issued it, in this epoch. Takes the same time for every wrong MAC."""
         return hmac.compare_digest(self._mac(ref.request, ref.attempt), ref.mac)
 
-    def ref(self, request: str, attempt: int) -> TicketRef:
+    def ref(self, request: str, attempt: int) -> wire.TicketRef:
         """The wire form of a ticket of this engine."""
-        return TicketRef(request, attempt, self._mac(request, attempt))
+        return wire.TicketRef(request, attempt, self._mac(request, attempt))
 
     def _made(self, request: str, attempt: int) -> bytes:
         name = request.encode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.geometry import ChunkPlan, Damage, damage, selected
-from kvxfer.protocol.messages import Sums
+from kvxfer.protocol import messages as wire
 
 __all__ = ["Checking", "Finding"]
 
@@ -46,7 +46,7 @@ class Checking:
         self._every: Final = every
         self._sums: dict[int, bytes] = {}  # by chunk
 
-    def heard(self, message: Sums) -> None:
+    def heard(self, message: wire.Sums) -> None:
         """The peer says what a chunk adds up to that it has, and that has not arrived yet."""
         if selected(self._transfer, message.chunk, self._every):
             self._sums[message.chunk] = message.sums

@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 from kvxfer.errors import BusyError, IdentityError, KvxferError, MismatchError
 from kvxfer.link import Link
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import MAX_TICKETS, Claim
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import MAX_TICKETS
 from kvxfer.site import Site
 from kvxfer.telemetry import logger
 from kvxfer.tickets import Ticket
@@ -248,4 +249,4 @@ class Claims:
 def _send(link: Link, kept: Iterable[_Kept]) -> None:
     refs = [one.ticket.ref() for one in kept]
     for first in range(0, len(refs), MAX_TICKETS):
-        link.send(Claim(refs[first : first + MAX_TICKETS]))
+        link.send(wire.Claim(refs[first : first + MAX_TICKETS]))

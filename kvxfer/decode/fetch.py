@@ -32,7 +32,8 @@ from kvxfer.geometry import BlockLists, Selection
 from kvxfer.lazy import lazy
 from kvxfer.link import Link
 from kvxfer.metrics import Ended
-from kvxfer.protocol.messages import ROUTE_NAMES, Release, Status
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import ROUTE_NAMES, Status
 from kvxfer.protocol.receiving import ReceiveState
 from kvxfer.protocol.sending import Failure
 from kvxfer.site import Site
@@ -204,7 +205,7 @@ class Fetch:
                     self.receivers.append(receiver)
                     receiver.ask()
                 else:
-                    link.send(Release(self.ref))
+                    link.send(wire.Release(self.ref))
         finally:
             self._asked = True
         self.changed()
@@ -305,7 +306,7 @@ class Fetch:
     def _release(self) -> None:
         """Tell every prefill rank that nothing more of the request is needed."""
         for link in self.links:
-            link.send(Release(self.ref))
+            link.send(wire.Release(self.ref))
 
     # --- what its receivers say
 

@@ -34,7 +34,7 @@ from kvxfer.mapped import may_be_elsewhere
 from kvxfer.memory import Extent, ExtentState, Request
 from kvxfer.planning import IN_PLACE, Bound, bind, block_pieces
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Grant, KvAgentResult, Route, Status
+from kvxfer.protocol.messages import FOREVER_MS, TOKEN_BYTES, WHOLE, Route, Status
 from kvxfer.protocol.receiving import ReceiveState, Receiving
 from kvxfer.protocol.sending import REPEAT_S, Failure
 from kvxfer.protocol.session import PeerInfo
@@ -117,7 +117,7 @@ class Grants:
         if ahead is not None:
             self._give_back(ahead)
 
-    def hold(self, extent: Extent, more: int, chunk: int) -> list[Grant]:
+    def hold(self, extent: Extent, more: int, chunk: int) -> list[wire.Grant]:
         """Let chunks from this one on take turns in an extent, and in as many more as are wanted and free right now.
 
         The peer is about to hear of it.
@@ -128,7 +128,7 @@ class Grants:
         for one in ring:
             self.desk.share.write(one)
         self.ring, self._first = ring, chunk
-        return [Grant(one.address, one.nbytes) for one in ring] if self.staged else []
+        return [wire.Grant(one.address, one.nbytes) for one in ring] if self.staged else []
 
     def next_lease_ms(self) -> int:
         """For how long a grant holds that is given now."""
@@ -566,14 +566,14 @@ class Receiver:
             self._room = found
             self._wake()
 
-    def _reserve(self, chunks: int, ring: Sequence[Grant] = (), token: bytes = b"") -> None:
+    def _reserve(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
         """Say that the peer may write the first so many chunks, and which places are free again."""
         machine = self.machine
         if chunks > machine.granted:
             self._granted.append((chunks, self.site.now()))
             self._say(chunks, ring, token)
 
-    def _say(self, chunks: int, ring: Sequence[Grant] = (), token: bytes = b"") -> None:
+    def _say(self, chunks: int, ring: Sequence[wire.Grant] = (), token: bytes = b"") -> None:
         said, lease_ms = self._grant_said, self.grants.next_lease_ms()
         said.copied = self._copied if self.grants.staged else 0
         said.renewal = self.site.now() + lease_ms / 1000 / _RENEWALS
@@ -917,7 +917,7 @@ class Receiver:
         if self.checking is not None and self.machine.arrived <= message.chunk < self.machine.granted:
             self.checking.heard(message)
 
-    def result(self, message: KvAgentResult) -> None:
+    def result(self, message: wire.KvAgentResult) -> None:
         """The transfer ended at the peer, or will fail."""
         machine, stale = self.machine, self.machine.stale
         if message.status is Status.OK and message.chunk == WHOLE and machine.state is ReceiveState.MOVING:

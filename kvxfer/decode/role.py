@@ -16,19 +16,8 @@ from kvxfer.geometry import Blocks, Selection
 from kvxfer.link import Link
 from kvxfer.onlookers import given_seconds
 from kvxfer.peers import Peers
-from kvxfer.protocol.messages import (
-    Accept,
-    Arrived,
-    Check,
-    KvAgentResult,
-    Message,
-    Refuse,
-    Release,
-    Route,
-    Status,
-    Sums,
-    Want,
-)
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.sending import Failure
 from kvxfer.recovery import Recoveries
 from kvxfer.site import Site
@@ -141,7 +130,7 @@ class Decode:
         links = await self._connect(ticket, others)
         for link in links:
             if isinstance(link, Link):
-                link.send(Release(ticket.ref(), Code.CANCELLED))
+                link.send(wire.Release(ticket.ref(), Code.CANCELLED))
         for link in links:
             if isinstance(link, BaseException):
                 raise link
@@ -195,33 +184,33 @@ class Decode:
 
     # --- messages
 
-    def handle(self, link: Link, message: Message) -> None:
+    def handle(self, link: Link, message: wire.Message) -> None:
         """Take a message of a prefill rank."""
-        if not isinstance(message, (Accept, Refuse, Want, Arrived, Sums, KvAgentResult)):
+        if not isinstance(message, (wire.Accept, wire.Refuse, wire.Want, wire.Arrived, wire.Sums, wire.KvAgentResult)):
             return
         incoming = self._find(link, message.transfer)
         if incoming is None:
-            if isinstance(message, (Arrived, KvAgentResult)):
+            if isinstance(message, (wire.Arrived, wire.KvAgentResult)):
                 self._site.metrics.result_dropped("stale")
             return
         match message:
-            case KvAgentResult():
+            case wire.KvAgentResult():
                 incoming.result(message)
-            case Arrived():
+            case wire.Arrived():
                 incoming.came(message)
-            case Accept():
+            case wire.Accept():
                 incoming.accepted(message)
-            case Refuse():
+            case wire.Refuse():
                 incoming.refused(message)
-            case Want():
+            case wire.Want():
                 incoming.wanted(message)
-            case Sums():
+            case wire.Sums():
                 incoming.added_up(message)
 
     def opened(self, link: Link) -> None:
         """A link to a prefill rank is open: ask about what was lost with the last one."""
         if self._site.config.sums_every:
-            link.send(Check(self._site.config.sums_every))
+            link.send(wire.Check(self._site.config.sums_every))
             self._site.warm_sums(link.peer, sending=False)
         for receiver in list(self._incoming.values()):
             if receiver.peer.identity.incarnation == link.peer.identity.incarnation and receiver.is_lost:
@@ -359,7 +348,7 @@ class Decode:
         known = {endpoint: self.peers.known(endpoint, epoch) for endpoint in ticket.rank_endpoints}
         for link in dict.fromkeys((*links, *known.values())):
             if link is not None and link.peer.identity.incarnation not in spared:
-                link.send(Release(ticket.ref(), Code.CANCELLED))
+                link.send(wire.Release(ticket.ref(), Code.CANCELLED))
         return [endpoint for endpoint, link in known.items() if link is None]
 
     async def _connect(self, ticket: Ticket, endpoints: Iterable[str]) -> list[Link | BaseException]:

@@ -9,7 +9,8 @@ from kvxfer.errors import Code, GeometryError, RefusedError
 from kvxfer.geometry import BlockLists, ChunkGrid, TransferPlan, check_state
 from kvxfer.offers import Entry
 from kvxfer.planning import IN_PLACE, LISTED, Bound, bind, choose_and_cut, fit_grid, in_place_bytes, usual_chunks
-from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, Accept, Fetch, Route
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import FOREVER_MS, MAX_CHUNKS, Route
 from kvxfer.protocol.session import PeerInfo
 from kvxfer.routes.chooser import Choice, Means, choose, never
 from kvxfer.site import Site
@@ -65,12 +66,12 @@ class Answer:
 
     bound: Bound
     choice: Choice
-    message: Accept
+    message: wire.Accept
     plain_s: float
 
 
 def answer(
-    site: Site, peer: PeerInfo, fetch: Fetch, offer: Draft, means: Means, ahead: bool, checked: bool = False
+    site: Site, peer: PeerInfo, fetch: wire.Fetch, offer: Draft, means: Means, ahead: bool, checked: bool = False
 ) -> Answer:
     """Plan a transfer.
 
@@ -124,7 +125,7 @@ def answer(
     pieces = plan.merged_pieces if route in LISTED else bound.pieces
     plain = site.estimates.plain(route, nbytes=nbytes, chunks=chunks, pieces=pieces)
     predicted = plain * site.estimates.factor(incarnation, route)
-    message = Accept(
+    message = wire.Accept(
         transfer=fetch.transfer,
         route=route,
         bytes=nbytes,
@@ -143,14 +144,14 @@ def answer(
     return Answer(bound, choice, message, plain)
 
 
-def _check_agreement(fetch: Fetch, plan: TransferPlan) -> None:
+def _check_agreement(fetch: wire.Fetch, plan: TransferPlan) -> None:
     """What was granted ahead is for the plan that the decode rank has made."""
     if (fetch.lease_ms or fetch.staging_lease_ms or fetch.agreement) and fetch.agreement != plan.agreement:
         reason = "the two sides do not mean the same by this transfer: their plans differ"
         raise RefusedError(reason, reason=Code.PLAN_DIFFERS)
 
 
-def _covers(peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chunks: int, *, fenced: bool) -> bool:
+def _covers(peer: PeerInfo, fetch: wire.Fetch, route: Route, plan: TransferPlan, chunks: int, *, fenced: bool) -> bool:
     """Whether what `Fetch` grants ahead is what the transfer needs, through a gate that this rank can pass."""
     passes_word = route is Route.MAPPED and peer.body.gates > 0
     if fetch.generation and not passes_word and not fenced:
@@ -160,7 +161,7 @@ def _covers(peer: PeerInfo, fetch: Fetch, route: Route, plan: TransferPlan, chun
     return route is Route.STAGED and chunks == 1 and plan.staged_bytes <= fetch.staging_bytes
 
 
-def _grid(site: Site, fetch: Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
+def _grid(site: Site, fetch: wire.Fetch, offer: Draft, plan: TransferPlan, route: Route) -> ChunkGrid:
     """How it is cut."""
     nbytes = plan.nbytes
     target, limit = _chunk_sizes(site, fetch, route, plan)
@@ -182,7 +183,7 @@ def _grid(site: Site, fetch: Fetch, offer: Draft, plan: TransferPlan, route: Rou
     return replace(grid, band=min(MAX_CHUNKS, together))
 
 
-def _chunk_sizes(site: Site, fetch: Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:
+def _chunk_sizes(site: Site, fetch: wire.Fetch, route: Route, plan: TransferPlan) -> tuple[int, int]:
     """Bytes of a chunk: about, and at most."""
     config = site.config
     if route is not Route.STAGED:  # it takes no memory, so one that is larger than was wished for does no harm

@@ -11,22 +11,8 @@ from kvxfer.offerbook import TOO_MANY_ENGINES, OfferBook
 from kvxfer.offers import Entry, Withdrawn
 from kvxfer.prefill.doubts import Doubts
 from kvxfer.prefill.sender import RETRY_MS, Sender
-from kvxfer.protocol.messages import (
-    Abandon,
-    Cancel,
-    Check,
-    Claim,
-    Fetch,
-    KvAgentResult,
-    Landed,
-    Message,
-    Refuse,
-    Release,
-    Reserve,
-    Route,
-    Status,
-    TicketRef,
-)
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import Route, Status
 from kvxfer.protocol.sending import Failure, build_result
 from kvxfer.quota import Quota
 from kvxfer.site import Site
@@ -78,31 +64,31 @@ class Prefill:
         """How many of `max_transfers` are taken, by transfers and by what is in doubt."""
         return len(self._places)
 
-    def handle(self, link: Link, message: Message) -> None:
+    def handle(self, link: Link, message: wire.Message) -> None:
         """Take a message of a decode rank."""
         match message:
-            case Reserve():  # memory for chunks
+            case wire.Reserve():  # memory for chunks
                 if (sender := self._moved(link, message.transfer)) is not None:
                     sender.reserve(message)
-            case Landed():  # chunks were read
+            case wire.Landed():  # chunks were read
                 if (sender := self._moved(link, message.transfer)) is not None:
                     sender.landed(message)
-            case Fetch():
+            case wire.Fetch():
                 self.fetch(link, message)
-            case Cancel():
+            case wire.Cancel():
                 self.cancel(link, message)
-            case Abandon():
+            case wire.Abandon():
                 self.abandon(link, message)
-            case Claim():
+            case wire.Claim():
                 self.claim(link, message)
-            case Release():
+            case wire.Release():
                 self.release(link, message)
-            case Check():
+            case wire.Check():
                 self.check(link, message)
             case _:
                 pass
 
-    def fetch(self, link: Link, message: Fetch) -> None:
+    def fetch(self, link: Link, message: wire.Fetch) -> None:
         """A decode rank asks for a part of a request."""
         key = self._fresh(link, message.transfer)
         offer_key = (message.ticket.request, message.ticket.attempt)
@@ -140,7 +126,7 @@ class Prefill:
         if self._waiting:
             self._let_begin()
 
-    def cancel(self, link: Link, message: Cancel) -> None:
+    def cancel(self, link: Link, message: wire.Cancel) -> None:
         """The decode rank gives up, or asks after a lost session what became of a transfer."""
         key = (link.peer.identity.incarnation, message.transfer)
         failure = Failure(Status.CANCELLED, message.code, _CANCELLED)
@@ -159,14 +145,14 @@ class Prefill:
             return
         link.send(_terminal(message.transfer, failure))
 
-    def abandon(self, link: Link, message: Abandon) -> None:
+    def abandon(self, link: Link, message: wire.Abandon) -> None:
         """The decode rank gives up, and is reading (`pull`): `Cancel` follows. What has ended has been answered."""
         sender = self._transfers.get((link.peer.identity.incarnation, message.transfer))
         if sender is not None:
             sender.link = link
             sender.stop(Failure(Status.CANCELLED, message.code, _CANCELLED))
 
-    def claim(self, link: Link, message: Claim) -> None:
+    def claim(self, link: Link, message: wire.Claim) -> None:
         """Requests still wait for a place at the decode rank."""
         who = link.peer.identity
         for ref in message.tickets:
@@ -179,7 +165,7 @@ class Prefill:
             elif found is None:
                 self.book.claim_early(key, who)
 
-    def release(self, link: Link, message: Release) -> None:
+    def release(self, link: Link, message: wire.Release) -> None:
         """A decode rank is done with a request."""
         who = link.peer.identity
         if self._refusal(message.ticket) is None:
@@ -200,7 +186,7 @@ class Prefill:
         for transfer, doubt in self._doubtful.renewed(link).items():
             link.send(_over(transfer, doubt.ended.failure))
 
-    def check(self, link: Link, message: Check) -> None:
+    def check(self, link: Link, message: wire.Check) -> None:
         """A decode rank compares what it fetches on this link from now on with what is here."""
         if link not in self._checks:
             self._site.warm_sums(link.peer, sending=True)
@@ -262,7 +248,7 @@ class Prefill:
         else:
             sender.refuse(Code.TOO_MANY, TOO_MANY_ENGINES)
 
-    def _refusal(self, ref: TicketRef) -> Code | None:
+    def _refusal(self, ref: wire.TicketRef) -> Code | None:
         """Why a ticket is not honoured here, or None."""
         site = self._site
         if site.issuer is None:
@@ -271,7 +257,7 @@ class Prefill:
 
     def _refuse(self, link: Link, transfer: int, code: Code) -> None:
         self._site.metrics.refused(code, by_peer=False)
-        link.send(Refuse(transfer, code, _REASONS.get(code, code.name.lower()), RETRY_MS.get(code, 0)))
+        link.send(wire.Refuse(transfer, code, _REASONS.get(code, code.name.lower()), RETRY_MS.get(code, 0)))
 
     def _moved(self, link: Link, transfer: int) -> Sender | None:
         """A transfer that its decode rank moves on, which renews the offer's lease.
@@ -337,12 +323,12 @@ _REASONS: Final = {
 }
 
 
-def _terminal(transfer: int, failure: Failure) -> KvAgentResult:
+def _terminal(transfer: int, failure: Failure) -> wire.KvAgentResult:
     """The answer for a transfer that is not known (any more): nothing of it is posted, and nothing will be."""
     return build_result(transfer, failure.status, last=True, failure=failure)
 
 
-def _over(transfer: int, failure: Failure | None) -> KvAgentResult:
+def _over(transfer: int, failure: Failure | None) -> wire.KvAgentResult:
     """What ends a doubt that the decode rank was told of: nothing of the transfer is under way any more."""
     code, reason = (failure.code, failure.reason) if failure is not None else (Code.FAILED, "")
     return _terminal(transfer, Failure(Status.FAILED, code, reason))

@@ -47,20 +47,8 @@ from kvxfer.metrics import Ended
 from kvxfer.offers import Entry
 from kvxfer.planning import Bound, block_pieces, staging_pieces
 from kvxfer.prefill.answer import Answer, Draft, answer
-from kvxfer.protocol.messages import (
-    FOREVER_MS,
-    ROUTE_NAMES,
-    Fetch,
-    Landed,
-    Message,
-    Reserve,
-    Route,
-    Span,
-    Status,
-    Sums,
-    Timings,
-    Want,
-)
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import FOREVER_MS, ROUTE_NAMES, Route, Status
 from kvxfer.protocol.sending import REPEAT_S, Failure, Sending, SendState, added
 from kvxfer.rebuilding import runs_on, want_end
 from kvxfer.site import Callback, Site, no_hold, resolve
@@ -80,7 +68,7 @@ _PULL_AHEAD: Final = 16
 """Chunks that a puller may have before it: enough for a window of any sensible size."""
 _PULL_AHEAD_BYTES: Final = 512 << 20
 """About as many bytes, but two chunks at least."""
-_UNTIMED: Final = Timings()
+_UNTIMED: Final = wire.Timings()
 _NOTHING_YET: Final = CopyOutcome(None, 0.0, 0.0)
 _WIDTH: Final = 16
 """Chunks that are written in place at once: enough to keep copies and posts going."""
@@ -191,7 +179,7 @@ class Sender:
     """
 
     def __init__(
-        self, site: Site, link: Link, fetch: Fetch, ended: "Callable[[Sender], None]", *, sums_every: int = 0
+        self, site: Site, link: Link, fetch: wire.Fetch, ended: "Callable[[Sender], None]", *, sums_every: int = 0
     ) -> None:
         self.site: Final = site
         self.machine: Final = Sending(fetch)
@@ -317,7 +305,7 @@ class Sender:
         """Say that what `Fetch` grants is not used, if it must wait: the decode rank shall not have to fear for it."""
         if self._ahead:
             self._ahead = False
-            self.link.send(Want(self.machine.transfer, 0))
+            self.link.send(wire.Want(self.machine.transfer, 0))
 
     def _rows(self, draft: Draft) -> int:
         """As many table rows as take the time of the plan."""
@@ -379,7 +367,7 @@ class Sender:
         """Announce chunks, the first so many, and before them the blocks that they are in."""
         offer, bound = self.offer, self._bound
         if offer is not None and bound is not None and self.machine.state is SendState.MOVING:
-            news: list[Span] = []
+            news: list[wire.Span] = []
             if offer.spans is not self._said:  # an offer that grows gets new lists
                 news = encode_spans(offer.spans, bound.plan.pair.groups, said=self._said)
                 self._said = offer.spans
@@ -643,10 +631,10 @@ class Sender:
         if outcome.steps == told.steps:
             return
         copying, posting = outcome.copying - told.copying, outcome.posting - told.posting
-        wire = outcome.wire - told.wire
+        on_wire = outcome.wire - told.wire
         if self.machine.route is Route.MAPPED:
-            copying, wire = 0.0, copying
-        timings = Timings(0, int(copying * 1e6), int(posting * 1e6), int(wire * 1e6))
+            copying, on_wire = 0.0, copying
+        timings = wire.Timings(0, int(copying * 1e6), int(posting * 1e6), int(on_wire * 1e6))
         self._arrived(run.first + outcome.steps, timings)
 
     def _ran(self, run: _Run, outcome: CopyOutcome) -> None:
@@ -735,7 +723,7 @@ class Sender:
                     self.offer.left(self)
             self._ended(self)
 
-    def _arrived(self, chunks: int, timings: Timings) -> None:
+    def _arrived(self, chunks: int, timings: wire.Timings) -> None:
         """The first so many chunks have arrived: say so, once those are added up of which that is wanted.
 
         The decode rank is told at once, and once more of all that follow in this turn; or, where our agent tells its
@@ -754,7 +742,7 @@ class Sender:
             chunks = min([chunk for chunk, sums in self._summing.items() if sums is None], default=chunks)
             for chunk in sorted(self._summing):
                 if chunk < chunks and (sums := self._summing.pop(chunk)):
-                    self.link.send(Sums(machine.transfer, chunk, sums))
+                    self.link.send(wire.Sums(machine.transfer, chunk, sums))
         if chunks == machine.arrived:
             return
         nbytes = bound.carried(machine.arrived, chunks)
@@ -794,7 +782,7 @@ class Sender:
 
     # --- what the decode rank says
 
-    def reserve(self, message: Reserve) -> None:
+    def reserve(self, message: wire.Reserve) -> None:
         """It granted memory, or says that some is free again."""
         chunks, run = self.machine.reserve(message), self._run
         if run is not None and run.flow is not None and not message.ring:
@@ -815,7 +803,7 @@ class Sender:
         if run is not None and run.flow is not None:
             self.site.mover.allow(run.flow, run.allowed - run.first, run.terms.until)
 
-    def landed(self, message: Landed) -> None:
+    def landed(self, message: wire.Landed) -> None:
         """It has read chunks: confirm them if the offer was held without a gap."""
         if chunks := self.machine.landed(message):
             self._arrived(chunks.stop, _UNTIMED)
@@ -995,7 +983,7 @@ class Sender:
             _log.error("task_failed", task=f"kvxfer send {self.machine.transfer}", error=repr(error), exc_info=error)
             self._deny(Code.FAILED, str(TransferFailedError(f"a step of the transfer failed: {error!r}")))
 
-    def _say(self, messages: list[Message]) -> None:
+    def _say(self, messages: list[wire.Message]) -> None:
         if messages:
             self.link.send(*messages)
         if self.machine.state is SendState.ENDED and self.stats is None:

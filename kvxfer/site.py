@@ -328,8 +328,9 @@ class Site:
         means = self.means(peer, trusted=trusted, sending=sending)
         if means.converts:
             raise MismatchError(
-                "dtypes or scales differ, and only the route staged converts them, which needs an arena on both sides: "
-                f"here {here} (arena_bytes is {self.config.arena_bytes}), at the peer {there}",
+                "dtypes or scales differ, and only mapped and staged convert them: mapped is not possible here, and "
+                f"staged needs an arena on both sides: here {here} (arena_bytes is {self.config.arena_bytes}), at the "
+                f"peer {there}",
                 peer=peer.name,
                 fields={"arena": (here, there)},
             )

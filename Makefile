@@ -10,7 +10,7 @@ SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # without mkdocs-material's advertisement of its successor
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
+.PHONY: house demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
 .PHONY: schema errors drawings reference licences
 
 demo: $(STAMP)
@@ -54,6 +54,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/basedpyright
 	$(SITE) build --strict
+
+# how large it is, beside the goals
+house: $(STAMP)
+	PYTHONPATH=tests/house $(BIN)/python tests/house/sizes.py
 
 # the full count of what `make test` plays a tenth of
 fuzz: $(STAMP)

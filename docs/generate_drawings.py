@@ -15,8 +15,10 @@ from typing import Any
 
 from drawing import Message, Note, sequence, stack, states
 
-from kvxfer.memory import extent
-from kvxfer.protocol import receiving, sending, session
+from kvxfer.memory import arena as extent
+from kvxfer.protocol import session
+from kvxfer.protocol import transfer as receiving
+from kvxfer.protocol import transfer as sending
 
 FOLDER = Path(__file__).with_name("drawings")
 ROOT = FOLDER.parents[1]

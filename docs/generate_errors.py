@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - docs is no package; this runs as `python -m docs.generate_errors` from the top of the tree
-"""Writes docs/errors.md from the docstrings of `kvxfer.errors` and `kvxfer.reports`.
+"""Writes docs/errors.md from the docstrings of `kvxfer.errors` and `kvxfer.errors`.
 
 With `--check` it only says whether the page is current.
 """
@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxfer import errors, reports
+from kvxfer import errors
+from kvxfer import errors as reports
 
 PAGE = Path(__file__).with_name("errors.md")
 _SECTION = re.compile(r"^(Cause|Remedy|Attributes):\s*", re.MULTILINE)

@@ -15,9 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
-from kvxfer.cli import app
-from kvxfer.config import Config
-from kvxfer.settings import PREFIX, leaves, parse_duration, parse_size
+from kvxfer.config import PREFIX, Config, leaves, parse_duration, parse_size
+from kvxfer.tools.cli import app
 
 FOLDER = Path(__file__).with_name("reference")
 _MADE = "<!-- Made by `make reference` from the code; changes belong there. -->"

@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvxfer.blocking import BlockingWorker as BlockingWorker
+    from kvxfer.blocking import Fetched as Fetched
+    from kvxfer.blocking import FetchFailed as FetchFailed
+    from kvxfer.blocking import OfferExpired as OfferExpired
+    from kvxfer.blocking import OfferFailed as OfferFailed
+    from kvxfer.blocking import OfferInDoubt as OfferInDoubt
+    from kvxfer.blocking import OfferReleased as OfferReleased
+    from kvxfer.blocking import OfferSettled as OfferSettled
+    from kvxfer.blocking import OfferWithdrawn as OfferWithdrawn
+    from kvxfer.blocking import Settled as Settled
     from kvxfer.config import Config as Config
     from kvxfer.config import FabricConfig as FabricConfig
+    from kvxfer.config import TlsConfig as TlsConfig
     from kvxfer.copy.port import READY as READY
     from kvxfer.errors import ArenaError as ArenaError
     from kvxfer.errors import BlocksError as BlocksError
@@ -50,27 +60,17 @@ if TYPE_CHECKING:
     from kvxfer.geometry import Group as Group
     from kvxfer.geometry import Interleave as Interleave
     from kvxfer.geometry import Span as Span
-    from kvxfer.mapped.shared import shared_empty as shared_empty
+    from kvxfer.mapped.cpu import shared_empty as shared_empty
     from kvxfer.offers import Expired as Expired
     from kvxfer.offers import Offer as Offer
     from kvxfer.offers import Released as Released
     from kvxfer.offers import Withdrawn as Withdrawn
-    from kvxfer.polling import Fetched as Fetched
-    from kvxfer.polling import FetchFailed as FetchFailed
-    from kvxfer.polling import OfferExpired as OfferExpired
-    from kvxfer.polling import OfferFailed as OfferFailed
-    from kvxfer.polling import OfferInDoubt as OfferInDoubt
-    from kvxfer.polling import OfferReleased as OfferReleased
-    from kvxfer.polling import OfferSettled as OfferSettled
-    from kvxfer.polling import OfferWithdrawn as OfferWithdrawn
-    from kvxfer.polling import Settled as Settled
-    from kvxfer.signals import drain_on_signal as drain_on_signal
-    from kvxfer.tls import TlsConfig as TlsConfig
     from kvxfer.transfers import Claim as Claim
     from kvxfer.transfers import FetchResult as FetchResult
     from kvxfer.transfers import Transfer as Transfer
     from kvxfer.transfers import TransferState as TransferState
     from kvxfer.worker import Worker as Worker
+    from kvxfer.worker import drain_on_signal as drain_on_signal
 
 __version__ = "0.1.0"
 
@@ -146,29 +146,29 @@ _HOMES = {
     "Config": "kvxfer.config",
     "Expired": "kvxfer.offers",
     "FabricConfig": "kvxfer.config",
-    "Fetched": "kvxfer.polling",
-    "FetchFailed": "kvxfer.polling",
+    "Fetched": "kvxfer.blocking",
+    "FetchFailed": "kvxfer.blocking",
     "FetchResult": "kvxfer.transfers",
     "Group": "kvxfer.geometry",
     "Interleave": "kvxfer.geometry",
     "Offer": "kvxfer.offers",
-    "OfferExpired": "kvxfer.polling",
-    "OfferFailed": "kvxfer.polling",
-    "OfferInDoubt": "kvxfer.polling",
-    "OfferReleased": "kvxfer.polling",
-    "OfferSettled": "kvxfer.polling",
-    "OfferWithdrawn": "kvxfer.polling",
+    "OfferExpired": "kvxfer.blocking",
+    "OfferFailed": "kvxfer.blocking",
+    "OfferInDoubt": "kvxfer.blocking",
+    "OfferReleased": "kvxfer.blocking",
+    "OfferSettled": "kvxfer.blocking",
+    "OfferWithdrawn": "kvxfer.blocking",
     "READY": "kvxfer.copy.port",
     "Released": "kvxfer.offers",
-    "Settled": "kvxfer.polling",
+    "Settled": "kvxfer.blocking",
     "Span": "kvxfer.geometry",
-    "TlsConfig": "kvxfer.tls",
+    "TlsConfig": "kvxfer.config",
     "Transfer": "kvxfer.transfers",
     "TransferState": "kvxfer.transfers",
     "Withdrawn": "kvxfer.offers",
     "Worker": "kvxfer.worker",
-    "drain_on_signal": "kvxfer.signals",
-    "shared_empty": "kvxfer.mapped.shared",
+    "drain_on_signal": "kvxfer.worker",
+    "shared_empty": "kvxfer.mapped.cpu",
 }
 
 

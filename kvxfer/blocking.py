@@ -1,50 +1,1134 @@
-"""The worker for engines that step and poll instead of awaiting.
+"""Workers whose loop runs in a thread of its own: for engines that step and poll, and for callers on another loop.
 
-    with kvxfer.BlockingWorker(config) as worker:
-        worker.register(tensors)
-        offer = worker.offer("req-1", blocks, tokens=4096, after=event)                     # prefill
-        transfer = worker.start_fetch(ticket, blocks, tokens=range(0, 4096), after=event)   # decode
-        for event in worker.poll():  # each step
-            ...
-
-What `poll` gives is in `kvxfer.polling`, what `offer` and `start_fetch` return in `kvxfer.handles`.
+with kvxfer.BlockingWorker(config) as worker:
+    worker.register(tensors)
+    offer = worker.offer("req-1", blocks, tokens=4096, after=event)                     # prefill
+    transfer = worker.start_fetch(ticket, blocks, tokens=range(0, 4096), after=event)   # decode
+    for event in worker.poll():  # each step
+        ...
 """
 
+import asyncio
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import wait as wait_for_any
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, assert_never, overload
 
-from kvxfer.assembly import given_config, given_groups, given_tensors
-from kvxfer.blocklists import check_cover, offered_blocks, wanted_blocks, written_blocks
 from kvxfer.config import Config
-from kvxfer.errors import BusyError, ClosedError, PeerError, RequestError
-from kvxfer.events import as_event
-from kvxfer.fabric.port import Transport
-from kvxfer.geometry import (
-    Blocks,
-    CacheGeometry,
-    CacheTensor,
-    Group,
-    check_tokens,
-    token_count,
+from kvxfer.errors import (
+    BusyError,
+    ClosedError,
+    Code,
+    ForkedError,
+    KvxferError,
+    MemoryInDoubtError,
+    PeerError,
+    RequestError,
+    TokensError,
+    TransferError,
+    TransferFailedError,
 )
-from kvxfer.handles import BlockingOffer, BlockingTransfer
-from kvxfer.loop_thread import LoopThread, ServedWorker
-from kvxfer.offerbook import Awaited
-from kvxfer.onlookers import given_seconds
-from kvxfer.polling import Handle, Outbox, PollEvent
-from kvxfer.runtime import Runtime, ThreadRuntime
-from kvxfer.telemetry import logger
+from kvxfer.fabric.port import Transport
+from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, check_tokens, token_count
+from kvxfer.offers import Ending, Expired, Offer, OfferState, Released, Withdrawn, as_event
+from kvxfer.plans.planning import check_cover, offered_blocks, wanted_blocks, written_blocks
+from kvxfer.prefill.offers import Awaited
+from kvxfer.runtime import Home, Runtime, ThreadRuntime
+from kvxfer.telemetry import TransferStats, logger
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
-from kvxfer.transfers import Claim
+from kvxfer.transfers import (
+    Claim,
+    FetchResult,
+    Progress,
+    Transfer,
+    TransferState,
+    follow,
+    given_seconds,
+    layer_range,
+    see_through,
+)
+from kvxfer.worker import Worker, given_config, given_groups, given_tensors
 
-__all__ = ["BlockingWorker"]
+__all__ = [
+    "MAX_EVENTS",
+    "BlockingOffer",
+    "BlockingTransfer",
+    "BlockingWorker",
+    "FetchEvent",
+    "FetchFailed",
+    "Fetched",
+    "Handle",
+    "LoopThread",
+    "OfferEvent",
+    "OfferExpired",
+    "OfferFailed",
+    "OfferInDoubt",
+    "OfferReleased",
+    "OfferSettled",
+    "OfferWithdrawn",
+    "Outbox",
+    "OwnLoopOffer",
+    "OwnLoopTransfer",
+    "OwnLoopWorker",
+    "PollEvent",
+    "ServedWorker",
+    "Settled",
+    "offered_blocks",
+    "state_under_way",
+    "withdraw",
+]
+
+# --- a loop in a thread of its own
+#
+# Two faces stand on it: `OwnLoopWorker` (the awaitable API, on any loop) and `BlockingWorker` (without one). What is
+# handed in runs in the order in which it was handed in, whichever way it came.
+
+_T = TypeVar("_T")
+
+
+class ServedWorker(Worker):
+    """A worker that runs on a `LoopThread`: what `loop="own"` asks for is done, so it is plainly itself.
+
+    The thread serves nobody else, so it is kept where the worker's other threads are.
+    """
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._assembly.placement.bind()
+        return self
+
+    def begin_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any,
+        timeout: float | None,
+        keep: bool,
+    ) -> Progress:
+        """`start_fetch` for whoever holds the fetch for its caller."""
+        return self._begin_fetch(ticket, blocks, tokens, after, timeout, keep=keep)
+
+    def awaited(self, request: str, attempt: int) -> Awaited | None:
+        """What decode ranks have said of a request that is not on offer yet. From any thread."""
+        return self._entered.prefill.book.awaited((request, attempt))
+
+    def hurry(self) -> None:
+        """Whoever waits for it to be closed was cancelled: close without draining, or without draining on."""
+        self._hurry()
+
+
+class LoopThread:
+    """A thread that runs an event loop until it is closed. It is a daemon: it never keeps a process alive.
+
+    Args:
+        name: Name of the thread.
+
+    Attributes:
+        home: The process in which the thread runs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.home: Final = Home()
+        self._loop: Final = asyncio.SelectorEventLoop()
+        self._stop: Final = asyncio.Event()
+        self._lock: Final = threading.Lock()
+        self._closed = False
+        self._futures: Final[set[Future[Any]]] = set()  # a loop knows its tasks only weakly
+        self._ended: Final[Future[None]] = Future()
+        self._thread: Final = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._stop.wait())
+        finally:
+            self._ended.set_result(None)
+
+    # --- ways in
+
+    def post(self, callback: Callable[[], None]) -> bool:
+        """Run `callback` on the loop soon. Returns at once; False if the loop is closed and it will not run."""
+        self.home.own(self)  # before the lock, which a thread may have held that a fork has not
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(callback)  # in the context of whoever hands it in
+            return not self._closed
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        """Run a coroutine on the loop. Returns at once; the future is cancelled if the loop closes before it has ended.
+
+        Raises:
+            ClosedError: If the loop is closed.
+        """
+        try:
+            self.home.own(self)
+        except ForkedError:
+            work.close()
+            raise
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise _closed_error()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Run a function on the loop and wait for what it returns. Not from the loop's own thread.
+
+        Raises:
+            ClosedError: If the loop is closed.
+        """
+
+        async def step() -> _T:
+            return work()
+
+        return self.wait(step())
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and block until it has ended. Not from the loop's own thread.
+
+        Raises:
+            ClosedError: If the loop is closed, or closes meanwhile.
+        """
+        try:
+            return self.submit(work).result()
+        except FutureCancelledError:
+            raise _closed_error() from None
+
+    def finish(self, work: Coroutine[Any, Any, None], hurry: Callable[[], None]) -> KeyboardInterrupt | None:
+        """Run a coroutine that has a bound of its own and block until it has ended, though Ctrl-C be pressed meanwhile.
+
+        Args:
+            work: What must end.
+            hurry: Run on the loop when Ctrl-C is pressed, so that the work takes the shortest way to its end.
+
+        Returns:
+            The interrupt, for the caller to raise when all is done. Pressed again, it is raised at once.
+
+        Raises:
+            ClosedError: If the loop is closed, or closes meanwhile.
+        """
+        future = self.submit(work)
+        try:
+            try:
+                future.result()
+            except KeyboardInterrupt as interrupt:
+                self.post(hurry)
+                future.result()
+                return interrupt
+        except FutureCancelledError:
+            raise _closed_error() from None
+        return None
+
+    async def awaits(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await a coroutine that runs on the loop, from another loop.
+
+        Cancelling the wait cancels the coroutine and does not wait for its end.
+
+        Raises:
+            ClosedError: If the loop is closed, or closes meanwhile.
+        """
+        outcome = asyncio.wrap_future(self.submit(work))
+        try:
+            await asyncio.wait({outcome})
+        except asyncio.CancelledError:
+            outcome.cancel()
+            raise
+        if outcome.cancelled():
+            raise _closed_error()
+        return outcome.result()
+
+    @overload
+    def moved(self, error: MemoryInDoubtError) -> MemoryInDoubtError: ...
+    @overload
+    def moved(self, error: KvxferError) -> KvxferError: ...
+
+    def moved(self, error: KvxferError) -> KvxferError:
+        """An error of this loop as another loop, or none, may have it: `settled()` finds its way back."""
+        if not isinstance(error, MemoryInDoubtError):
+            return error
+        moved = MemoryInDoubtError(
+            str(error),
+            settled=lambda: self.awaits(error.settled()),
+            peer=error.peer,
+            transfer=error.transfer,
+            blocks=error.blocks,
+        )
+        moved.__cause__, moved.report = error.__cause__, error.report
+        return moved
+
+    # --- the end
+
+    def close(self, timeout: float) -> bool:
+        """Run what was handed in, cancel what goes on after that, end the thread. Idempotent.
+
+        Returns:
+            False if the thread had not ended `timeout` seconds later.
+        """
+        self._begin_close()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    async def aclose(self, timeout: float) -> bool:
+        """`close`, awaited from another loop."""
+        self._begin_close()
+        ended = asyncio.wrap_future(self._ended)
+        await asyncio.wait({ended}, timeout=timeout)
+        if ended.done():
+            self._thread.join()  # it has nothing left to do
+        return ended.done()
+
+    def _begin_close(self) -> None:
+        self.home.own(self)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+
+def state_under_way(transfer: Progress) -> TransferState:
+    """State of a transfer whose end is not known outside of its loop yet: never one that says that it has ended."""
+    state = transfer.state
+    return state if TransferState.FAILED < state < TransferState.DONE else TransferState.MOVING
+
+
+async def withdraw(offer: Offer) -> None:
+    """Withdraw an offer whose end somebody else looks at."""
+    with suppress(MemoryInDoubtError):
+        await offer.withdraw()
+
+
+def _closed_error() -> ClosedError:
+    return ClosedError("this worker is closed: its loop has ended; use another one")
+
+
+# --- the worker on it
+#
+# For servers whose own loop also runs the model: while that loop stands still, leases are renewed, peers are answered
+# and bytes move all the same. Offers and transfers look and behave as those of any worker. Methods that are not
+# awaited (`offer`, `start_fetch`, `Offer.extend`, ...) raise their errors at once, so they wait for the worker's loop:
+# a hop from thread to thread and back, a fraction of a millisecond, more if other threads hold the GIL.
 
 _log: Final = logger("kvxfer.worker")
+
+
+class OwnLoopWorker(Worker):
+    """What `Worker(tensors, config)` makes if `config.loop` is `"own"`; arguments, methods and errors are the same.
+
+    It may be used from any loop of the process, a `start_fetch` from a running one.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[CacheTensor],
+        config: Config | None = None,
+        *,
+        groups: Iterable[Group] = (),
+        transport: Transport | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._thread: LoopThread | None = None
+        super().__init__(tensors, config, groups=groups, transport=transport, runtime=runtime)
+        parts = self._assembly
+        self._inner: Final = ServedWorker(
+            parts.tensors, parts.config, groups=parts.groups, transport=transport, runtime=parts.runtime
+        )
+
+    async def __aenter__(self) -> Self:
+        if self._thread is not None:
+            raise ClosedError("a worker is entered once")
+        thread = self._thread = LoopThread("kvxfer-loop")
+        opening = asyncio.create_task(thread.awaits(self._inner.__aenter__()), name="kvxfer open")
+        try:
+            await see_through(opening)  # to its end, so that closing finds all that is to be given back
+        except BaseException:
+            await self.aclose(drain=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose(drain=error is None)
+
+    def __del__(self) -> None:
+        if self._thread is not None and self._closing is None:
+            warnings.warn(f"{self!r} was never closed: use `async with`", ResourceWarning, stacklevel=2, source=self)
+
+    def __repr__(self) -> str:
+        state = "new" if self._thread is None else "closed" if self._closing is not None else "open"
+        config = self._assembly.config
+        return f"<kvxfer.Worker {config.engine}[{config.rank}/{config.world}] {state}, on its own loop>"
+
+    # --- identity
+
+    @property
+    def card(self) -> RankCard:
+        """See `Worker.card`."""
+        return self._inner.card
+
+    @property
+    def engine(self) -> Issuer:
+        """See `Worker.engine`."""
+        return self._inner.engine
+
+    def join(self, card: EngineCard | Mapping[str, Any], *, key: bytes) -> None:
+        """See `Worker.join`."""
+        self._served[0].call(lambda: self._inner.join(card, key=key))
+
+    # --- prefill
+
+    def offer(
+        self,
+        request: str,
+        blocks: Blocks | None = None,
+        *,
+        tokens: int | None = None,
+        after: Any = None,
+        attempt: int = 0,
+        streaming: bool = False,
+        payload: bytes = b"",
+    ) -> Offer:
+        """See `Worker.offer`."""
+        thread, geometry = self._served
+        event = after if streaming else as_event(after, geometry)
+
+        def make() -> OwnLoopOffer:
+            inner = self._inner.offer(
+                request, blocks, tokens=tokens, after=event, attempt=attempt, streaming=streaming, payload=payload
+            )
+            return OwnLoopOffer(inner, thread, geometry)
+
+        return thread.call(make)
+
+    # --- decode
+
+    def claim(self, ticket: Mapping[str, Any] | Ticket) -> Claim:
+        """See `Worker.claim`."""
+        thread, _ = self._served
+        inner = thread.call(lambda: self._inner.claim(ticket))
+
+        def close() -> None:
+            thread.post(inner.close)
+
+        return Claim(inner.ticket, close)
+
+    def start_fetch(
+        self,
+        ticket: Mapping[str, Any] | Ticket,
+        blocks: Blocks,
+        *,
+        tokens: range,
+        after: Any = None,
+        timeout: float | None = None,
+        keep: bool = False,
+    ) -> Transfer:
+        """See `Worker.start_fetch`."""
+        thread, geometry = self._served
+        loop, event = asyncio.get_running_loop(), as_event(after, geometry)
+
+        def start() -> OwnLoopTransfer:
+            inner = self._inner.begin_fetch(ticket, blocks, tokens=tokens, after=event, timeout=timeout, keep=keep)
+            return OwnLoopTransfer(inner, thread, loop)
+
+        return thread.call(start)
+
+    async def decline(self, ticket: Mapping[str, Any] | Ticket) -> None:
+        """See `Worker.decline`."""
+        await self._served[0].awaits(self._inner.decline(ticket))
+
+    # --- watching and closing
+
+    def occupy(self, ctas: int) -> None:
+        """See `Worker.occupy`."""
+        self._inner.occupy(ctas)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Worker.describe`."""
+        return self._served[0].call(self._inner.describe)
+
+    def describe_soon(self) -> "Future[dict[str, Any]]":
+        """See `Worker.describe_soon`."""
+        _ = self._served
+        return self._inner.describe_soon()
+
+    def begin_drain(self) -> None:
+        """See `Worker.begin_drain`."""
+        self._served[0].call(self._inner.begin_drain)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """See `Worker.drain`."""
+        return await self._served[0].awaits(self._inner.drain(timeout))
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """See `Worker.aclose`. The thread has ended when it returns."""
+        thread = self._thread
+        if thread is None:
+            return
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._shut(thread, drain=drain), name="kvxfer close")
+        await see_through(self._closing, lambda: thread.post(self._inner.hurry))
+
+    async def _shut(self, thread: LoopThread, *, drain: bool) -> None:
+        timeout = self.config.close_timeout
+        try:
+            await thread.awaits(self._inner.aclose(drain=drain))
+        finally:
+            if not await thread.aclose(timeout):
+                _log.error("loop_thread_stuck", timeout=timeout)
+
+    @property
+    def _served(self) -> tuple[LoopThread, CacheGeometry]:
+        if self._thread is None:
+            raise ClosedError("this worker is not open: enter it with `async with`")
+        return self._thread, self._assembly.geometry
+
+
+class OwnLoopOffer(Offer):
+    """An `Offer` whose worker has a loop of its own: the same methods, from any thread or loop.
+
+    Args:
+        inner: The offer on the worker's loop, where this is called.
+        thread: That loop.
+        geometry: What the worker holds.
+    """
+
+    def __init__(self, inner: Offer, thread: LoopThread, geometry: CacheGeometry) -> None:
+        super().__init__(inner._entry)  # noqa: SLF001 - of its own class
+        self._inner = inner
+        self._thread = thread
+        self._geometry = geometry
+        self._ended: Final[Future[Ending]] = Future()
+        inner.wait_end().add_done_callback(self._over)
+
+    def extend(self, blocks: Blocks, *, tokens: range) -> None:
+        """See `Offer.extend`."""
+        self._thread.call(lambda: self._inner.extend(blocks, tokens=tokens))
+
+    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
+        """See `Offer.ready`."""
+        event = as_event(after, self._geometry)
+        self._thread.call(lambda: self._inner.ready(layers=layers, tokens=tokens, after=event))
+
+    def finish(self, payload: bytes = b"") -> None:
+        """See `Offer.finish`."""
+        self._thread.call(lambda: self._inner.finish(payload))
+
+    def wait_end(self) -> "asyncio.Future[Ending]":
+        """See `Offer.wait_end`."""
+        self._thread.home.own(self)  # nobody would resolve it there
+        return follow(asyncio.wrap_future(self._ended))
+
+    async def withdraw(self) -> Ending:
+        """See `Offer.withdraw`."""
+        if not self._ended.done():
+            self._thread.submit(withdraw(self._inner))  # goes on though the caller is cancelled
+        return await self.released()
+
+    def _over(self, ended: "asyncio.Future[Ending]") -> None:
+        error = ended.exception()
+        if error is None:
+            self._ended.set_result(ended.result())
+        else:
+            self._ended.set_exception(self._thread.moved(error) if isinstance(error, KvxferError) else error)
+
+
+class OwnLoopTransfer(Transfer):
+    """A `Transfer` whose worker has a loop of its own: the same methods, on the caller's loop.
+
+    It ends there as the one on the worker's loop has ended. So leaving its block, or cancelling whoever awaits it,
+    cancels the one there and waits until its memory is safe.
+
+    Args:
+        inner: The one on the worker's loop, where this is called.
+        thread: That loop.
+        loop: The caller's loop.
+    """
+
+    def __init__(self, inner: Progress, thread: LoopThread, loop: asyncio.AbstractEventLoop) -> None:
+        def cancel() -> None:
+            thread.post(inner.cancel)
+
+        here = Progress(inner.id, inner.request, loop, cancel, inner.blocks)
+        super().__init__(here)
+        self._inner = inner
+        self._thread = thread
+        inner.outcome.add_done_callback(partial(_over, inner, thread, here))  # nothing here keeps what is dropped
+
+    @property
+    def state(self) -> TransferState:
+        """See `Transfer`."""
+        return self._progress.state if self.done else state_under_way(self._inner)
+
+    @property
+    def memory_safe(self) -> bool:
+        """See `Transfer`."""
+        return self._inner.memory_safe
+
+    def cancel(self) -> None:
+        """See `Transfer.cancel`."""
+        self._progress.cancel()
+
+    async def _landed(self, wanted: range) -> None:
+        if self.done or not await self._thread.awaits(_landed(self._inner, wanted)):
+            await asyncio.shield(self.outcome)
+
+
+async def _landed(inner: Progress, wanted: range) -> bool:
+    """Whether these layers landed; False if the transfer failed before. Runs on the worker's loop."""
+    try:
+        await inner.layers(wanted)
+    except (KvxferError, asyncio.CancelledError):
+        if not inner.done:
+            raise
+        return False
+    return True
+
+
+def _over(inner: Progress, thread: LoopThread, here: Progress, outcome: "asyncio.Future[FetchResult]") -> None:
+    """A transfer has ended. Runs on the worker's loop; the outcome is set for good, and may be read from the other."""
+
+    def end() -> None:
+        error = outcome.exception()
+        if error is None:
+            here.succeed(outcome.result())
+            return
+        here.failed_blocks = inner.failed_blocks
+        if isinstance(error, KvxferError):
+            here.fail(thread.moved(error), inner.report)
+        else:
+            here.fail(asyncio.CancelledError(*error.args), inner.report)
+
+    with suppress(RuntimeError):  # the caller's loop is closed: nobody is left to hear it
+        here.loop.call_soon_threadsafe(end)
+
+
+# --- events that `poll` gives
+#
+# Every fetch and every offer ends with exactly one event; one more follows if that said that memory is in doubt:
+#
+#     fetch    Fetched | FetchFailed                                       FetchFailed -> Settled
+#     offer    OfferReleased | OfferExpired | OfferWithdrawn | OfferFailed | OfferInDoubt -> OfferSettled
+#
+# An event is there to be polled by the time its fetch or offer says that it is done.
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch succeeded: every byte that was asked for has landed and is visible."""
+
+    request: str
+    transfer: "BlockingTransfer"
+    result: FetchResult
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A fetch failed or was cancelled; `transfer.failed_blocks` hold no usable data.
+
+    Unless `error` is a `MemoryInDoubtError`, nobody writes the blocks any more; if it is, wait for `Settled`.
+    """
+
+    request: str
+    transfer: "BlockingTransfer"
+    error: KvxferError
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Memory that a `FetchFailed` left in doubt is safe: its blocks are the caller's again."""
+
+    request: str
+    transfer: "BlockingTransfer"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReleased:
+    """Every rank of the decode engine is done; the blocks are the caller's again."""
+
+    request: str
+    offer: "BlockingOffer"
+    stats: tuple[TransferStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferExpired:
+    """Nobody claimed or renewed the offer in time; the blocks are the caller's again."""
+
+    request: str
+    offer: "BlockingOffer"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfferWithdrawn:
+    """The offer was withdrawn, or its worker closed; the blocks are the caller's again."""
+
+    request: str
+    offer: "BlockingOffer"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFailed:
+    """The offer, or a step of it, could not be made, and it was taken back; the blocks are the caller's again."""
+
+    request: str
+    offer: "BlockingOffer"
+    error: KvxferError
+
+
+@dataclass(frozen=True, slots=True)
+class OfferInDoubt:
+    """The offer is over, but a silent peer or a stuck post may still read its blocks: wait for `OfferSettled`."""
+
+    request: str
+    offer: "BlockingOffer"
+    error: MemoryInDoubtError
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSettled:
+    """Memory that an `OfferInDoubt` left in doubt is safe: its blocks are the caller's again."""
+
+    request: str
+    offer: "BlockingOffer"
+
+
+FetchEvent: TypeAlias = Fetched | FetchFailed | Settled
+OfferEvent: TypeAlias = OfferReleased | OfferExpired | OfferWithdrawn | OfferFailed | OfferInDoubt | OfferSettled
+PollEvent: TypeAlias = FetchEvent | OfferEvent
+
+
+class Handle(Protocol):
+    """A fetch or an offer, as the outbox knows it."""
+
+    def note(self, event: PollEvent) -> None:
+        """Take over what an event says. Called before it can be polled; must not block."""
+        ...
+
+    def abandon(self) -> None:
+        """The worker is gone: end, though nobody knows how."""
+        ...
+
+
+MAX_EVENTS: Final = 65_536
+"""Events that wait for `poll`, and fetches and offers that will bring one, at most."""
+
+
+class Outbox:
+    """Events on their way to `poll`, and what has not ended yet. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._events: list[PollEvent] = []
+        self._changed: Final = threading.Condition()
+        self._live: Final[set[Handle]] = set()
+
+    def take(self, timeout: float) -> list[PollEvent]:
+        """Every event that came since the last call; waits for the first one at most `timeout` seconds."""
+        with self._changed:
+            if timeout > 0:
+                self._changed.wait_for(lambda: bool(self._events), timeout)
+            events, self._events = self._events, []
+            return events
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was added has ended."""
+        return not self._live
+
+    def add(self, handle: Handle) -> None:
+        """A fetch or an offer begins.
+
+        Raises:
+            BusyError: If so many events wait for `poll` that nobody seems to ask for them.
+        """
+        with self._changed:
+            if len(self._events) + len(self._live) >= MAX_EVENTS:
+                raise BusyError(f"{len(self._events)} events wait for poll(), {len(self._live)} are to come: call it")
+            self._live.add(handle)
+
+    def discard(self, handle: Handle) -> bool:
+        """It could not begin after all. False if it has ended."""
+        with self._changed:
+            live = handle in self._live
+            self._live.discard(handle)
+            return live
+
+    def end(self, handle: Handle, event: PollEvent) -> None:
+        """A fetch or an offer is over. Only the first end of each counts."""
+        with self._changed:
+            if handle in self._live:
+                self._live.discard(handle)
+                self._put(handle, event)
+
+    def settle(self, handle: Handle, event: Settled | OfferSettled) -> None:
+        """What an end left in doubt is safe."""
+        with self._changed:
+            self._put(handle, event)
+
+    def abandon(self) -> None:
+        """The worker is gone: whatever has not ended never will."""
+        with self._changed:
+            for handle in list(self._live):
+                handle.abandon()
+
+    def _put(self, handle: Handle, event: PollEvent) -> None:
+        handle.note(event)
+        self._events.append(event)
+        self._changed.notify_all()
+
+
+# --- fetches and offers of an engine that polls
+#
+# Each has two halves: methods for the engine's threads, which look at what is noted here and hand the rest to the
+# worker's loop without waiting; and, from `begin` on, what runs on that loop.
+
+_offer_log: Final = logger("kvxfer.offer")
+
+
+class BlockingTransfer:
+    """One fetch under way. Made by `BlockingWorker.start_fetch`.
+
+    Attributes:
+        request: The request's id.
+    """
+
+    def __init__(self, request: str, written: Mapping[str, Sequence[int]], thread: LoopThread, outbox: Outbox) -> None:
+        self.request: Final = request
+        self._written = written
+        self._thread = thread
+        self._outbox = outbox
+        self._inner: Progress | None = None
+        self._ended: Final[Future[FetchResult]] = Future()
+        self._safe = False
+        self._lock: Final = threading.Lock()
+        self._layers: Final[dict[int, Future[bool]]] = {}
+
+    def __repr__(self) -> str:
+        return f"BlockingTransfer({self.id}, request={self.request!r}, {self.state.name})"
+
+    @property
+    def id(self) -> str:
+        """As in the logs of both sides; empty until the worker's loop has taken the fetch up."""
+        return self._inner.id if self._inner is not None else ""
+
+    @property
+    def state(self) -> TransferState:
+        """See `TransferState`."""
+        if self._ended.done():
+            return TransferState.DONE if self._ended.exception() is None else TransferState.FAILED
+        return TransferState.CONNECTING if self._inner is None else state_under_way(self._inner)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._ended.done()
+
+    @property
+    def memory_safe(self) -> bool:
+        """Whether the blocks are the caller's again: it has ended, and no peer can write them (any more)."""
+        return self._ended.done() and self._safe
+
+    @property
+    def failed_blocks(self) -> Mapping[str, Sequence[int]]:
+        """Destination blocks that hold no usable data, by group; empty unless the fetch failed."""
+        return self._written if self.state is TransferState.FAILED else {}
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why it failed; None if it did not, or not yet. A cancelled fetch failed with the reason `Code.CANCELLED`."""
+        error = self._ended.exception() if self._ended.done() else None
+        return error if isinstance(error, KvxferError) else None
+
+    def result(self) -> FetchResult:
+        """The result of a fetch that is done. Does not block.
+
+        Raises:
+            KvxferError: If it failed.
+            RequestError: If it is not done.
+        """
+        if not self._ended.done():
+            raise RequestError(f"the fetch of {self.request!r} is not done: poll for its event first")
+        return self._ended.result()
+
+    def cancel(self) -> None:
+        """Give up. Returns at once; the event says when the memory is safe. Idempotent.
+
+        The prefill side frees the request's blocks then, unless it was begun with `keep=True` or a claim is open.
+        """
+        self._thread.post(self._cancel)
+
+    def wait_layer(self, layer: int, stream: Any = None, timeout: float | None = None) -> None:
+        """Block until every byte of a layer has landed.
+
+        A layer is reported once its bytes are visible to work launched afterwards on any stream of the device. So when
+        this returns, work that is launched on `stream` sees the layer, and nothing is left to be waited for there.
+
+        Args:
+            layer: Its global number. One that this cache does not hold has landed when the whole fetch has.
+            stream: The CUDA stream on which the layer will be read.
+            timeout: Seconds; None waits until the fetch has ended.
+
+        Raises:
+            KvxferError: If the fetch has failed, or fails before.
+            RequestError: If the layer or the time-out is no number.
+            TimeoutError: If the layer has not landed in time; the fetch goes on.
+        """
+        del stream  # it needs no event to wait for, see above
+        limit = given_seconds(timeout, None)
+        if not self._ended.done():
+            landed = self._landing(layer_range(layer, layer).start)
+            either: set[Future[Any]] = {landed, self._ended}
+            wait_for_any(either, limit, FIRST_COMPLETED)
+            if not self._ended.done():
+                if not landed.done():
+                    raise TimeoutError(f"layer {layer} of {self.request!r} did not land within {timeout:g} s")
+                if not landed.cancelled() and landed.result():
+                    return
+        self._ended.result()
+
+    # --- on the worker's loop
+
+    def begin(self, start: Callable[[], Progress]) -> None:
+        """Start the fetch."""
+        try:
+            self._inner = start()
+        except KvxferError as error:
+            self._outbox.end(self, FetchFailed(self.request, self, error))
+        else:
+            self._inner.outcome.add_done_callback(self._over)
+
+    def note(self, event: PollEvent) -> None:
+        """See `Handle`."""
+        match event:
+            case Fetched():
+                self._safe = True
+                self._ended.set_result(event.result)
+            case FetchFailed():
+                self._safe = not isinstance(event.error, TransferError) or event.error.memory_safe
+                self._ended.set_exception(event.error)
+            case _:
+                self._safe = True
+
+    def abandon(self) -> None:
+        """See `Handle`."""
+        error = _abandoned(f"the fetch of {self.request!r}", self._written)
+        self._outbox.end(self, FetchFailed(self.request, self, error))
+
+    def _over(self, outcome: "asyncio.Future[FetchResult]") -> None:
+        error = outcome.exception()
+        if error is None:
+            self._outbox.end(self, Fetched(self.request, self, outcome.result()))
+            return
+        if not isinstance(error, KvxferError):
+            error = TransferFailedError(
+                f"the fetch of {self.request!r} was cancelled",
+                reason=Code.CANCELLED,
+                transfer=self.id,
+                blocks=self._written,
+            )
+            error.report = self._inner.report if self._inner is not None else None
+        self._outbox.end(self, FetchFailed(self.request, self, self._thread.moved(error)))
+        if isinstance(error, MemoryInDoubtError):
+            self._thread.submit(self._settle(error))
+
+    async def _settle(self, error: MemoryInDoubtError) -> None:
+        with suppress(ClosedError):  # the worker closed before: the blocks stay in doubt for good
+            await error.settled()
+            self._outbox.settle(self, Settled(self.request, self))
+
+    def _cancel(self) -> None:
+        if self._inner is not None:
+            self._inner.cancel()
+
+    def _landing(self, layer: int) -> "Future[bool]":
+        """Resolves when a layer has landed or the fetch has ended; one for each layer, however often it is asked for.
+
+        Raises:
+            ClosedError: If the worker is closed.
+        """
+        with self._lock:
+            if layer not in self._layers:
+                self._layers[layer] = self._thread.submit(self._landed(layer))
+            return self._layers[layer]
+
+    async def _landed(self, layer: int) -> bool:
+        if self._inner is None:
+            return False
+        with suppress(KvxferError):  # what ended the fetch is noted by then, or about to be
+            await self._inner.layers(range(layer, layer + 1))
+            return True
+        return False
+
+
+class BlockingOffer:
+    """One request on offer. Made by `BlockingWorker.offer`.
+
+    Its methods return at once. Arguments are checked then and there as far as they can be (see `BlockingWorker`); if
+    the worker finds a step wrong later, it takes the offer back and says why by `OfferFailed`. Steps of an offer that
+    is over change nothing.
+
+    Attributes:
+        request: Its id.
+        attempt: Which attempt at this id.
+    """
+
+    def __init__(self, request: str, attempt: int, thread: LoopThread, outbox: Outbox, geometry: CacheGeometry) -> None:
+        self.request: Final = request
+        self.attempt: Final = attempt
+        self._thread = thread
+        self._outbox = outbox
+        self._geometry = geometry
+        self._inner: Offer | None = None
+        self._failure: KvxferError | None = None
+        self._finished = False
+        self._done = False
+
+    def __repr__(self) -> str:
+        return f"BlockingOffer({self.request!r}, attempt={self.attempt}, {'over' if self._done else 'live'})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, in whatever way; its event says which."""
+        return self._done
+
+    def extend(self, blocks: Blocks, *, tokens: range) -> None:
+        """Add blocks and the tokens that they hold; see `Offer.extend`.
+
+        Raises:
+            BlocksError: If ids are malformed or out of range.
+            TokensError: If the range is empty or has a step.
+            RequestError: If the offer is finished.
+        """
+        self._check_unfinished("extend")
+        check_tokens(tokens)
+        spans = offered_blocks(blocks, self._geometry)
+        self._step(lambda offer: offer.extend(spans, tokens=tokens))
+
+    def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
+        """Say that K and V may be read once `after` has fired; see `Offer.ready`.
+
+        Raises:
+            EventError: If `after` is missing or was never recorded.
+            RequestError: If the offer is finished.
+        """
+        self._check_unfinished("mark ready")
+        event = as_event(after, self._geometry)
+        try:
+            which = None if layers is None else tuple(layers)
+        except TypeError as error:
+            raise TokensError(f"ready() takes a list of layers: {error}") from error
+        self._step(lambda offer: offer.ready(layers=which, tokens=tokens, after=event))
+
+    def finish(self, payload: bytes = b"") -> None:
+        """Everything is on offer; see `Offer.finish`.
+
+        Raises:
+            RequestError: If the offer is finished.
+        """
+        self._check_unfinished("finish")
+        self._finished = True
+        self._step(lambda offer: offer.finish(payload))
+
+    def withdraw(self) -> None:
+        """Take the offer back. Returns at once; the event says when nobody reads its blocks. Idempotent."""
+        self._thread.post(self._withdraw)
+
+    # --- on the worker's loop
+
+    def begin(self, make: Callable[[], Offer]) -> None:
+        """Make the offer."""
+        try:
+            self._inner = make()
+        except KvxferError as error:
+            self._outbox.end(self, OfferFailed(self.request, self, error))
+        else:
+            self._inner.wait_end().add_done_callback(self._over)
+
+    def note(self, event: PollEvent) -> None:
+        """See `Handle`."""
+        del event
+        self._done = True
+
+    def abandon(self) -> None:
+        """See `Handle`."""
+        self._outbox.end(self, OfferInDoubt(self.request, self, _abandoned(f"the offer of {self.request!r}", {})))
+
+    def _step(self, step: Callable[[Offer], None]) -> None:
+        def take() -> None:
+            if self._inner is None or self._inner.state is not OfferState.LIVE or self._failure is not None:
+                return  # it is over, or about to be: the event says how
+            try:
+                step(self._inner)
+            except KvxferError as error:
+                _offer_log.warning("offer_step_failed", request=self.request, attempt=self.attempt, error=str(error))
+                self._failure = error
+                self._withdraw()
+
+        self._thread.post(take)
+
+    def _withdraw(self) -> None:
+        if self._inner is not None and not self._done:
+            self._thread.submit(withdraw(self._inner))
+
+    def _over(self, ended: "asyncio.Future[Ending]") -> None:
+        error = ended.exception()
+        if isinstance(error, MemoryInDoubtError):
+            moved = self._thread.moved(error)
+            self._outbox.end(self, OfferInDoubt(self.request, self, moved))
+            self._thread.submit(self._settle(error))
+            return
+        ending = ended.result()
+        match ending:
+            case Released():
+                self._outbox.end(self, OfferReleased(self.request, self, ending.stats))
+            case Expired():
+                self._outbox.end(self, OfferExpired(self.request, self, ending.reason))
+            case Withdrawn() if self._failure is not None:
+                self._outbox.end(self, OfferFailed(self.request, self, self._failure))
+            case Withdrawn():
+                self._outbox.end(self, OfferWithdrawn(self.request, self))
+            case _:
+                assert_never(ending)
+
+    async def _settle(self, error: MemoryInDoubtError) -> None:
+        with suppress(ClosedError):  # the worker closed before: the blocks stay in doubt for good
+            await error.settled()
+            self._outbox.settle(self, OfferSettled(self.request, self))
+
+    def _check_unfinished(self, what: str) -> None:
+        if self._finished:
+            raise RequestError(f"cannot {what}: offer {self.request!r} is finished")
+
+
+def _abandoned(what: str, blocks: Mapping[str, Sequence[int]]) -> MemoryInDoubtError:
+    async def settled() -> None:
+        raise ClosedError("the worker is closed: nothing more will be known of the blocks that it left in doubt")
+
+    return MemoryInDoubtError(
+        f"{what} had not ended when its worker was closed: a peer may still touch its blocks",
+        settled=settled,
+        blocks=blocks,
+    )
+
+
+# --- the worker
 
 _kept: Final[list[ServedWorker]] = []
 """Workers whose tensors a silent peer may still touch. They are never let go."""

@@ -1,4 +1,4 @@
-"""Every error that kvxfer raises, in one tree with stable codes.
+"""Every error that kvxfer raises, in one tree with stable codes, and what is known of a transfer that failed.
 
     KvxferError
     +-- UsageError                 the caller's mistake; nothing was sent and nothing is lost
@@ -36,10 +36,9 @@ Codes are part of the wire (`proto/registry.toml`): they are appended to, never 
 
 import copyreg
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum, unique
 from typing import Any, ClassVar, Final
-
-from kvxfer.codes import Code
-from kvxfer.reports import FailureReport, Step
 
 __all__ = [
     "ArenaError",
@@ -74,6 +73,152 @@ __all__ = [
     "UnreachableError",
     "UsageError",
 ]
+
+# --- codes
+
+
+@unique
+class Code(IntEnum):
+    """Stable error codes: what travels in `Refuse`, `KvAgentResult` and `Goodbye`, and what logs and metrics count.
+
+    A code that this version does not know decodes as `UNKNOWN`, so that a newer peer's refusal is still a refusal.
+    """
+
+    UNKNOWN = 0
+    # the caller's mistakes
+    USAGE = 1
+    CONFIG = 2
+    GEOMETRY = 3
+    BLOCKS = 4
+    TOKENS = 5
+    EVENT = 6
+    REQUEST = 7
+    TICKET = 8
+    CLOSED = 9
+    MISSING_EXTRA = 10
+    ARENA = 11
+    FORKED = 12
+    # the peer
+    PEER = 20
+    UNREACHABLE = 21
+    MISMATCH = 22
+    REFUSED = 23
+    PEER_LOST = 24
+    PROTOCOL = 25
+    IDENTITY = 26
+    # a transfer
+    TRANSFER = 30
+    TIMEOUT = 31
+    FAILED = 32
+    IN_DOUBT = 33
+    INTEGRITY = 34
+    FABRIC = 40
+    # reasons that a peer gives in `Refuse`
+    TICKET_UNKNOWN = 50
+    TICKET_FORGED = 51
+    TICKET_EXPIRED = 52
+    TICKET_RELEASED = 53
+    EPOCH_CHANGED = 54
+    OFFER_WITHDRAWN = 55
+    OFFER_FAILED = 56
+    NEVER_OFFERED = 57
+    TOKENS_OUTSIDE_OFFER = 58
+    BLOCKS_TOO_FEW = 59
+    WANTS_NOT_HELD = 60
+    NO_COMMON_ROUTE = 61
+    CHUNK_TOO_LARGE = 62
+    TOO_MANY = 63
+    DRAINING = 64
+    SUPERSEDED = 65
+    NOT_TRUSTED = 66
+    PLAN_DIFFERS = 67
+    CANCELLED = 68
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Code | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+# --- reports
+
+
+@unique
+class Step(StrEnum):
+    """How far a transfer had come: what it waited for when it failed. In the order in which they are reached."""
+
+    CONNECTING = "connecting"
+    """For a stream to a prefill rank and its handshake."""
+    ASKING = "asking"
+    """For the answer of the prefill rank, which may wait for its offer."""
+    PLANNING = "planning"
+    """For a plan of its own."""
+    WAITING = "waiting"
+    """For chunks that the prefill side has not computed yet."""
+    RESERVING = "reserving"
+    """For memory of chunks that are ready, or for blocks that may be written."""
+    MOVING = "moving"
+    """For chunks that are granted: to be gathered, posted, on the wire."""
+    SCATTERING = "scattering"
+    """For the copy of what has landed into the blocks."""
+    ENDING = "ending"
+    """For the last word: every chunk is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """What is known of a transfer that failed, as one side saw it.
+
+    Attributes:
+        request: The request's id.
+        transfer: The transfer's id, as in the logs of both sides.
+        peer: Whose part failed; where it cannot be told, all that were waited for, joined by a comma.
+        step: What was waited for when it failed.
+        elapsed: Seconds from its begin to its end.
+        route: How its bytes travelled; empty if none was chosen.
+        bytes: Bytes of cache that had arrived.
+        chunks_done: Chunks that had arrived.
+        chunks: Chunks that it was cut into, as far as that was known.
+        code: Why, as a number.
+        reason: Why, in words.
+        blocks: At the decode side the destination blocks, which hold no usable data of the request. At the prefill side
+            the offered blocks. By group.
+        memory_safe: Whether no peer touches those blocks any more.
+    """
+
+    request: str
+    transfer: str
+    peer: str
+    step: Step
+    elapsed: float
+    code: Code
+    reason: str
+    route: str = ""
+    bytes: int = 0
+    chunks_done: int = 0
+    chunks: int = 0
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    memory_safe: bool = True
+
+    def log_fields(self) -> dict[str, object]:
+        """What the one line of a failed transfer says besides its stats, which have route, bytes and chunks.
+
+        Block ids are many, so they are counted.
+        """
+        return {
+            "request": self.request,
+            "transfer": self.transfer,
+            "peer": self.peer,
+            "step": self.step.value,
+            "elapsed": self.elapsed,
+            "chunks_done": self.chunks_done,
+            "code": self.code.name.lower(),
+            "reason": self.reason,
+            "blocks": sum(map(len, self.blocks.values())),
+            "memory_safe": self.memory_safe,
+        }
+
+
+# --- errors
 
 
 class KvxferError(Exception):

@@ -1,4 +1,4 @@
-"""What a prefill worker offers: the offer as its owner sees it.
+"""What a prefill worker offers, as its owner sees it, and what callers may pass as `after=`.
 
 An offer ends when every rank of the decode engine has released it, when its lease runs out, or when it is withdrawn; in
 each case only after the last transfer that touches its blocks is quiescent.
@@ -9,43 +9,67 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 
-from kvxfer.blocklists import check_cover, offered_blocks
-from kvxfer.copy.port import READY, Event, has_fired
-from kvxfer.errors import (
-    BlocksError,
-    ClosedError,
-    Code,
-    MemoryInDoubtError,
-    RequestError,
-    TokensError,
-)
-from kvxfer.events import as_event
-from kvxfer.geometry import Blocks, Span, check_tokens
-from kvxfer.onlookers import follow
+from kvxfer.copy.port import READY, AllOf, Event, has_fired
+from kvxfer.errors import BlocksError, ClosedError, Code, EventError, MemoryInDoubtError, RequestError, TokensError
+from kvxfer.geometry import Blocks, CacheGeometry, Span, check_tokens
+from kvxfer.plans.planning import check_cover, offered_blocks
 from kvxfer.protocol.messages import Status
-from kvxfer.protocol.sending import Failure
+from kvxfer.protocol.transfer import Failure
 from kvxfer.runtime import Home
 from kvxfer.site import Site, resolve
 from kvxfer.telemetry import TransferStats
+from kvxfer.transfers import follow
 
 if TYPE_CHECKING:
-    from kvxfer.offerbook import OfferBook
+    from kvxfer.prefill.offers import OfferBook
     from kvxfer.prefill.sender import Sender
 
-__all__ = [
-    "Ending",
-    "Entry",
-    "Expired",
-    "Offer",
-    "OfferKey",
-    "OfferState",
-    "Released",
-    "Withdrawn",
-]
+__all__ = ["Ending", "Entry", "Expired", "Offer", "OfferKey", "OfferState", "Released", "Withdrawn", "as_event"]
+
+# --- `after=`
+
+
+def as_event(after: Any, geometry: CacheGeometry) -> Event:
+    """Turn `after=` into an event that can be queried.
+
+    Args:
+        after: A recorded CUDA event, a stream (an event is recorded on it now), `READY`, or None on CPU memory.
+        geometry: Tells whether an event is needed.
+
+    Raises:
+        EventError: If it is missing for CUDA memory, was never recorded, or is none of these.
+    """
+    if after is None:
+        if geometry.kind == "cuda":
+            raise EventError(
+                "after= is required for CUDA memory: pass a recorded torch.cuda.Event, a stream, or kvxfer.READY "
+                "if the work on these blocks is known to be complete"
+            )
+        return READY
+    if after is READY or isinstance(after, AllOf):
+        return READY if after is READY else after
+    if isinstance(after, type):  # its methods are there, and none of them can be called
+        raise EventError(
+            f"after= must be an event, a stream or kvxfer.READY, not the class {after.__name__} itself; "
+            "pass an event that was recorded, or a stream"
+        )
+    record = getattr(after, "record_event", None)
+    if callable(record):  # a torch.cuda.Stream
+        return cast("Event", record())
+    if not callable(getattr(after, "query", None)):
+        raise EventError(f"after= must be an event, a stream or kvxfer.READY, not {type(after).__name__}")
+    # torch makes the CUDA event when it is first recorded; until then its handle is 0 and query() says True
+    if getattr(after, "cuda_event", None) == 0 or getattr(after, "event_id", None) == 0:
+        raise EventError("the event passed as after= was never recorded")
+    recorded: Event = after
+    return recorded
+
+
+# --- offers
 
 OfferKey: TypeAlias = tuple[str, int]
 """Request id and attempt."""

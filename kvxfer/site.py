@@ -1,38 +1,416 @@
 """What one open worker has: books, threads, clock and tasks, shared by its sending and its receiving side."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
-from kvxfer.desk import Desk
 from kvxfer.errors import ArenaError, KvxferError, MismatchError, TicketError
 from kvxfer.fabric.calls import Fabric
-from kvxfer.gates import SHARED_GATE, Gates
 from kvxfer.geometry import CacheGeometry
-from kvxfer.keys import Keys
-from kvxfer.lanes import Lanes
 from kvxfer.mapped import unlike
-from kvxfer.mappings import Mappings
-from kvxfer.memory import Custody, Share
-from kvxfer.metrics import Metrics
-from kvxfer.planning import Agreed, PairPlans
-from kvxfer.processes import Processes
+from kvxfer.memory import Custody, Extent, Request, Share
+from kvxfer.peers.lanes import Lanes
+from kvxfer.plans.planning import Agreed, PairPlans
+from kvxfer.plans.routes import Estimates, Means, acceptable
 from kvxfer.protocol import messages as wire
-from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import FOREVER_MS, Capability, Route
-from kvxfer.protocol.session import PeerInfo
-from kvxfer.rebuilds import Rebuilds
-from kvxfer.routes.chooser import Means, acceptable
-from kvxfer.routes.estimates import Estimates
+from kvxfer.protocol.session import IdentityKey, PeerInfo
 from kvxfer.runtime import Runtime
-from kvxfer.telemetry import logger
+from kvxfer.safety.fence import SHARED_GATE, Gates, Keys
+from kvxfer.safety.mappings import Mappings
+from kvxfer.safety.processes import Processes
+from kvxfer.telemetry import Intervals, Metrics, Stage, TransferStats, logger
 from kvxfer.tickets import Issuer
 
-__all__ = ["Callback", "Site", "Tasks", "no_hold", "resolve"]
+__all__ = ["Admitted", "Callback", "Desk", "Quota", "Rebuilds", "Site", "Tally", "Tasks", "Want", "no_hold", "resolve"]
+
+# --- what one side counts while it runs
+
+
+class Tally:
+    """Counts of one transfer, or of one rank's part of it.
+
+    Attributes:
+        bytes: Bytes of cache moved.
+        pieces: Contiguous runs that they are in, in the blocks.
+        chunks: Chunks of the plan.
+        descriptors: Pieces that this side handed to its transport.
+        first_byte: When the first chunk had landed, or was posted; None before.
+        predicted: Seconds that it was expected to take; None without a prediction.
+        stages: Intervals of each stage that was seen.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.pieces = 0
+        self.chunks = 0
+        self.descriptors = 0
+        self.first_byte: float | None = None
+        self.predicted: float | None = None
+        self.stages: Final[defaultdict[Stage, Intervals]] = defaultdict(Intervals)
+
+    def spent(self, stage: Stage, start: float, end: float) -> None:
+        """Count an interval of a stage, in seconds of the runtime's clock; one that ends before it starts is empty."""
+        spans = self.stages[stage]
+        spans.append((start, max(start, end)))
+        if len(spans) >= spans.room:
+            spans.unite()
+
+    def began(self, now: float) -> None:
+        """Note the first byte, once."""
+        if self.first_byte is None:
+            self.first_byte = now
+
+    def arrived(self, granted: float, now: float, sender: wire.Timings) -> None:
+        """Count a chunk that the sender wrote between its grant and now, and what it says of its own work on it."""
+        if self.first_byte is None:
+            self.first_byte = now
+        sent = now - sender.wire_us / 1e6  # about: the sender's durations, on this side's clock
+        on_wire = self.stages["wire"]
+        on_wire.append((granted, now))
+        self.stages["posting"].append((sent, sent + sender.post_us / 1e6))
+        self.stages["gathering"].append((sent - sender.gather_us / 1e6, sent))
+        if len(on_wire) >= on_wire.room:
+            for spans in self.stages.values():
+                spans.unite()
+
+    def merge(self, other: "Tally") -> None:
+        """Count what another rank's part counted."""
+        self.bytes += other.bytes
+        self.pieces += other.pieces
+        self.chunks += other.chunks
+        self.descriptors += other.descriptors
+        if other.first_byte is not None:
+            self.first_byte = min(other.first_byte, other.first_byte if self.first_byte is None else self.first_byte)
+        if other.predicted is not None:  # ranks move their parts at the same time
+            self.predicted = max(other.predicted, self.predicted or 0.0)
+        for stage, intervals in other.stages.items():
+            self.stages[stage].merge(intervals)
+
+    def stats(self, *, route: str, why: str, peers: tuple[str, ...], started: float, finished: float) -> TransferStats:
+        """The counts as the caller sees them."""
+        seconds: dict[Stage, float] = {}
+        for stage, intervals in self.stages.items():
+            seconds[stage] = intervals.length
+        return TransferStats(
+            route=route,
+            why=why,
+            bytes=self.bytes,
+            pieces=self.pieces,
+            chunks=self.chunks,
+            descriptors=self.descriptors,
+            peers=peers,
+            started=started,
+            first_byte=self.first_byte,
+            finished=finished,
+            predicted=self.predicted,
+            **seconds,
+        )
+
+
+# --- places that peers share
+
+_GREED: Final = 3
+"""A peer may hold so many times as many places as are free: three quarters of all of them while it is alone."""
+
+
+class Quota:
+    """Counts places by peer.
+
+    A peer gets another place while it holds less than three times as many as are free (a dynamic threshold, as switches
+    have for the buffers that their ports share). So a peer that is alone has three quarters, `n` peers that all want as
+    many as they can get have equal parts, and there is always a place for one that has none yet, until all are taken.
+
+    Args:
+        limit: Places in all.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit: Final = limit
+        self._held: Final[dict[Hashable, int]] = {}
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return self._taken
+
+    def held(self, peer: Hashable) -> int:
+        """Places that a peer holds."""
+        return self._held.get(peer, 0)
+
+    def take(self, peer: Hashable) -> bool:
+        """Take a place, to be given back with `give`. False if there is none for this peer now."""
+        held = self._held.get(peer, 0)
+        if held >= _GREED * (self.limit - self._taken):
+            return False
+        self._held[peer] = held + 1
+        self._taken += 1
+        return True
+
+    def give(self, peer: Hashable) -> None:
+        """Give a place back.
+
+        Raises:
+            ValueError: If the peer holds none.
+        """
+        if peer not in self._held:
+            raise ValueError(f"{peer!r} holds no place")
+        self._held[peer] -= 1
+        self._taken -= 1
+        if not self._held[peer]:
+            del self._held[peer]
+
+
+# --- who waits for the agent to be made anew
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """A doubt that nothing else is likely to end.
+
+    Attributes:
+        since: When it was noticed.
+        urgent: Whether it is about the caller's blocks, and not about staging memory.
+        answered: Whether the peer has said all that it can, and is not to be waited for.
+    """
+
+    since: float
+    urgent: bool
+    answered: bool = False
+
+
+class Rebuilds:
+    """The books of it.
+
+    Attributes:
+        count: How often the agent was made anew.
+        paused: It is about to be: nothing is granted to peers, and nothing announced to be read.
+        wanted: Called when somebody new waits for it.
+
+    Args:
+        now: Monotonic seconds.
+        loop: The worker's event loop.
+    """
+
+    def __init__(self, now: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
+        self.count = 0
+        self.paused = False
+        self.wanted: Callable[[], None] = lambda: None
+        self._now: Final = now
+        self._loop: Final = loop
+        self._wants: dict[Want, None] = {}
+        self._taken: list[Want] = []
+        self._held: list[Callable[[], None]] = []
+        self._next: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def wants(self) -> list[Want]:
+        """Who waits."""
+        return list(self._wants)
+
+    def want(self, *, urgent: bool, answered: bool = False) -> Callable[[], None]:
+        """Wait for it until it has been begun and done, or until the returned function is called."""
+        want = Want(self._now(), urgent, answered)
+        self._wants[want] = None
+        self.wanted()
+        return lambda: self._drop(want)
+
+    @property
+    def next(self) -> "asyncio.Future[None]":
+        """Done when it has been done once more."""
+        return self._next
+
+    def when_open(self, then: Callable[[], None]) -> None:
+        """Call `then` once peers may be granted or told something: at once, unless it is about to be done."""
+        if self.paused:
+            self._held.append(then)
+        else:
+            then()
+
+    def begin(self) -> None:
+        """It is about to be done. What is wanted by now will be over then, and nothing that comes later."""
+        self.paused = True
+        self._taken = list(self._wants)
+
+    def end(self, *, done: bool) -> None:
+        """It has been, or could not be."""
+        taken, self._taken = self._taken, []
+        held, self._held = self._held, []
+        self.paused = False
+        if done:
+            self.count += 1
+            self._next.set_result(None)
+            self._next = self._loop.create_future()
+            for want in taken:
+                self._drop(want)
+        for then in held:
+            then()
+
+    def _drop(self, want: Want) -> None:
+        self._wants.pop(want, None)
+
+
+# --- waiting for memory
+
+Admitted: TypeAlias = Callable[[Extent | KvxferError], None]
+"""Gets the extent, to be given back with `release` exactly once, or why there is none. Must not raise."""
+
+
+class Desk:
+    """Hands out extents of one share in the order that its books decide.
+
+    Args:
+        share: The books.
+        now: Monotonic seconds.
+        loop: The worker's event loop.
+        metrics: Where waits are counted.
+    """
+
+    def __init__(
+        self, share: Share, now: Callable[[], float], loop: asyncio.AbstractEventLoop, metrics: Metrics
+    ) -> None:
+        self.share: Final = share
+        self._now = now
+        self._loop = loop
+        self._metrics = metrics
+        self._waiting: dict[Request, Admitted] = {}
+        self._since: dict[Request, float] = {}  # of those that were not served at once
+        self._timer: asyncio.TimerHandle | None = None
+        self._deciding = False
+        self._again = False
+        self._paused = False
+        self.emptied: Callable[[], object] | None = None
+        """Called when the last extent was given back: for a desk that is kept for those alone."""
+
+    def ask(self, peer: str, nbytes: int, timeout: float, then: Admitted, *, owner: object = None) -> Request | None:
+        """Wait for an extent of at least `nbytes` bytes, which `take` did not give; `then` is called once.
+
+        Args:
+            peer: On whose behalf.
+            nbytes: Room that is needed.
+            timeout: Seconds to wait at most.
+            then: Gets the extent; or an `ArenaError` when `timeout` has passed, or when so much of the share went into
+                quarantine that what remains cannot hold it.
+            owner: Who asks on the peer's behalf, such as a transfer: each gets its turn.
+
+        Returns:
+            For `withdraw`; None if `then` was called before this returned.
+
+        Raises:
+            ArenaError: It can never fit; `then` is not called.
+        """
+        now = self._now()
+        request = self.share.request(peer, nbytes, now=now, deadline=now + timeout, owner=owner)
+        self._waiting[request] = then
+        self.advance()
+        if request not in self._waiting:
+            return None
+        self._since[request] = now
+        return request
+
+    def take(self, peer: str, nbytes: int) -> Extent | None:
+        """An extent of at least `nbytes` bytes if there is one right now, and nobody waits."""
+        return None if self._waiting or self._paused else self.share.take(peer, nbytes)
+
+    @property
+    def contended(self) -> bool:
+        """Whether others wait, or nothing is granted now: whoever has an extent had better give it back soon."""
+        return self._paused or bool(self._waiting)
+
+    def withdraw(self, request: Request) -> None:
+        """Wait no longer; `then` will not be called. Harmless if it was."""
+        if self._waiting.pop(request, None) is not None:
+            self._since.pop(request, None)
+            extent = self.share.withdraw(request)
+            if extent is not None:
+                self.share.release(extent)
+            self.advance()
+
+    def release(self, extent: Extent) -> None:
+        """Give an extent back: nobody will write it any more."""
+        self.share.release(extent)
+        if self._waiting:
+            self.advance()
+        if self.emptied is not None:
+            self._end_if_empty()
+
+    def quarantine(self, extent: Extent, reason: str) -> None:
+        """Somebody may still touch an extent: keep it until `settle`, and tell whoever can now wait no longer."""
+        self.share.quarantine(extent, reason)
+        self._metrics.quarantined(extent.length)
+        self.advance()
+
+    def settle(self, extent: Extent) -> None:
+        """Give a quarantined extent back: there is evidence now."""
+        self.share.settle(extent)
+        self._metrics.settled(extent.length)
+        self.advance()
+        self._end_if_empty()
+
+    def advance(self) -> None:
+        """Let the books decide who is next, and tell them."""
+        self._again = True
+        if self._deciding or self._paused:  # the round that is under way, or comes, sees what was given back
+            return
+        self._deciding = True
+        try:
+            while self._again and self._waiting:
+                self._again = False
+                self._decide()
+        finally:
+            self._deciding = False
+        self._arm()
+
+    def pause(self) -> None:
+        """Grant nothing until `resume`. Nobody who waits is turned away meanwhile either."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on, with all that has waited."""
+        self._paused = False
+        self.advance()
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end_if_empty(self) -> None:
+        if self.emptied is not None and not self.share.extents():
+            self.emptied()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.share.next_deadline() if self._waiting else None
+        if deadline is not None:
+            self._timer = self._loop.call_later(max(0.0, deadline - self._now()), self.advance)
+
+    def _decide(self) -> None:
+        """One round of decisions."""
+        decisions = self.share.advance(self._now())
+        for request, extent in decisions.granted:
+            self._tell(request, extent)
+        for request in decisions.expired:
+            self._tell(request, self.share.expiry_error(request))
+        for request, error in decisions.refused:
+            self._tell(request, error)
+
+    def _tell(self, request: Request, answer: Extent | KvxferError) -> None:
+        then = self._waiting.pop(request, None)
+        if then is None:  # withdrawn (and its extent given back) by somebody who was told before, in the same round
+            return
+        if (since := self._since.pop(request, None)) is not None:
+            self._metrics.admission_waited(self._now() - since)
+        then(answer)
+
+
+# --- the site
 
 _log: Final = logger("kvxfer.worker")
 _T = TypeVar("_T")

@@ -16,10 +16,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from kvxfer.endpoint import MAX_PORT, SOCKET_PATH_BYTES, Endpoint
 from kvxfer.errors import TicketError
-from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_WORLD
+from kvxfer.names import MAX_PORT, MAX_WORLD, SOCKET_PATH_BYTES, Endpoint, lazy
 from kvxfer.protocol import messages as wire
 from kvxfer.protocol.messages import WIRE_VERSION
 

@@ -1,4 +1,4 @@
-"""The worker: one rank's service, composed of its books, its threads and its two roles.
+"""The worker: one rank's service. How it is put together, opened, described and taken apart.
 
     async with kvxfer.Worker(tensors, config) as worker:
         offer = worker.offer("req-1", blocks, tokens=4096, after=event)      # prefill
@@ -8,32 +8,841 @@ What is done runs on the loop that entered it, and is refused elsewhere; copies 
 """
 
 import asyncio
+import signal
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from itertools import chain
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, cast
 
-from kvxfer.assembly import Assembly, assemble, given_config
 from kvxfer.config import Config
-from kvxfer.errors import ClosedError, ConfigError, RequestError
-from kvxfer.fabric.port import Transport
-from kvxfer.geometry import Blocks, CacheTensor, Group, token_count
-from kvxfer.limits import MAX_CTAS
+from kvxfer.copy.mover import Mover, usual_threads
+from kvxfer.decode.fetch import Fetch, standing
+from kvxfer.decode.role import Decode
+from kvxfer.errors import (
+    BusyError,
+    ClosedError,
+    Code,
+    ConfigError,
+    FabricError,
+    GeometryError,
+    KvxferError,
+    RequestError,
+    UsageError,
+)
+from kvxfer.fabric.calls import Fabric
+from kvxfer.fabric.nixl import agent_name
+from kvxfer.fabric.port import Memory, Transport
+from kvxfer.geometry import Blocks, CacheGeometry, CacheTensor, Group, token_count
+from kvxfer.mapped import Windows, elsewhere, here, may_be_elsewhere, own_number
+from kvxfer.memory import Custody
+from kvxfer.names import MAX_CTAS
 from kvxfer.offers import Offer
-from kvxfer.onlookers import given_seconds, see_through, soon
-from kvxfer.overview import overview
-from kvxfer.runtime import Runtime
-from kvxfer.service import Service
-from kvxfer.site import Site
-from kvxfer.telemetry import logger
+from kvxfer.peers.connections import Listener, Peers, Streams
+from kvxfer.peers.lanes import Lanes
+from kvxfer.peers.link import Link, admitted, greeting, succeeded
+from kvxfer.placement import Placement, Staging, place
+from kvxfer.plans.planning import Agreed, PairPlans, geometry_to_wire
+from kvxfer.plans.routes import Estimates, profile_of
+from kvxfer.prefill.role import Prefill
+from kvxfer.prefill.sender import Sender
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.framing import encode_body
+from kvxfer.protocol.messages import ROUTE_NAMES, Capability, Route, Status
+from kvxfer.protocol.session import PRIVATE_BYTES, IdentityKey, PeerInfo, Role, Session
+from kvxfer.protocol.transfer import Failure
+from kvxfer.runtime import Home, Runtime, ThreadRuntime
+from kvxfer.safety.fence import Gates
+from kvxfer.safety.mappings import Exports, Mappings
+from kvxfer.safety.processes import Processes
+from kvxfer.safety.rebuilding import Rebuilding
+from kvxfer.site import Desk, Site, Tasks
+from kvxfer.telemetry import Listener as MetricsListener
+from kvxfer.telemetry import Metrics, logger
 from kvxfer.tickets import KEY_BYTES, EngineCard, Issuer, RankCard, Ticket
 from kvxfer.transfers import Claim as ClaimHandle
-from kvxfer.transfers import FetchResult, Progress, Transfer
+from kvxfer.transfers import FetchResult, Progress, Transfer, given_seconds, see_through, soon
 
-__all__ = ["Worker"]
+if TYPE_CHECKING:
+    from kvxfer.copy.cuda import Gpu
 
+__all__ = [
+    "Assembly",
+    "LoopWatch",
+    "Service",
+    "TransportWatch",
+    "Worker",
+    "assemble",
+    "drain_on_signal",
+    "given_config",
+    "given_groups",
+    "given_tensors",
+    "overview",
+]
+
+# --- put together and taken apart
+
+_T = TypeVar("_T")
 _log: Final = logger("kvxfer.worker")
+_COMPILED: Final = ("kvxfer.copy.machine", "kvxfer.copy.template")
+"""What copies and what packs. They import a compiler, and compile on a machine where nobody has done that before."""
+_UNDO_SECONDS: Final = 1.0
+"""Several times as long as it takes to forget peers and memory and to destroy an agent."""
+_leaked: Final[list[object]] = []
+"""Tensors of workers that closed while a peer might still touch them: kept until the process ends."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What a worker is made of.
+
+    Attributes:
+        tensors: The caller's cache tensors; this reference keeps them alive.
+        groups: Properties of their groups.
+        geometry: What they hold.
+        config: Settings.
+        transport: Given by the caller, or None for NIXL.
+        runtime: Clock, randomness, threads.
+        staging: The arena's memory.
+        exports: What of its memory peers may map.
+        placement: Where threads run and pinned memory lies; chosen when the worker opens.
+    """
+
+    tensors: tuple[CacheTensor, ...]
+    groups: tuple[Group, ...]
+    geometry: CacheGeometry
+    config: Config
+    transport: Transport | None
+    runtime: Runtime
+    staging: Staging = field(default_factory=Staging)
+    exports: Exports = field(default_factory=Exports)
+    placement: Placement = field(default_factory=Placement)
+    home: Home = field(default_factory=Home)
+
+    @classmethod
+    def of(cls, tensors: Any, groups: Any, config: Any, transport: Transport | None, runtime: Runtime | None) -> Self:
+        """What a worker was given, with what it left out.
+
+        Raises:
+            ConfigError: If `config` is no `Config`, or a setting is wrong.
+            GeometryError: If `tensors` or `groups` hold something else, or cannot be expressed.
+        """
+        listed, groups, config = given_tensors(tensors), given_groups(groups), given_config(config)
+        return cls(listed, groups, CacheGeometry.of(listed, groups), config, transport, runtime or ThreadRuntime())
+
+    async def abandon(self, fabric: Fabric | None, mover: Mover | None) -> None:
+        """Undo a half-made site, in which nobody knows of the memory yet. It is leaked if some call does not return."""
+        timeout = self.config.close_timeout
+        if mover is not None:
+            await mover.close(timeout)
+        quiet = fabric is None or await _closed(fabric, timeout, self.runtime)
+        if quiet:
+            self.staging.close()
+        else:
+            _leaked.append(self.tensors)
+            self.staging.leak()
+            self.exports.leak()
+        self.exports.close()
+
+    async def dismantle(self, site: Site, timeout: float) -> None:
+        """Stop the threads within `timeout` seconds, and give the memory back.
+
+        What is not quiescent is leaked, never freed.
+        """
+        timeout = min(timeout, site.config.close_timeout)
+        site.send_desk.close()
+        site.receive_desk.close()
+        threads = self.runtime  # those of the site may all be waiting
+        stopped = await site.mover.close(max(timeout - _UNDO_SECONDS, timeout / 2))
+        quiet = await _closed(site.fabric, timeout, threads)
+        if stopped:  # else a copy may still write to what is mapped
+            await threads.in_thread(site.mappings.close)
+        if quiet and stopped:
+            site.mover.give_back()
+        site.keys.close()
+        site.processes.close()
+        doubt = site.receive_desk.share.quarantined_bytes() + site.send_desk.share.quarantined_bytes()
+        safe = quiet and stopped
+        if not safe or site.custody.snapshot().doubtful_blocks:
+            _leaked.append(self.tensors)
+            self.exports.leak()
+        self.exports.close()
+        if safe and not doubt:
+            self.staging.close()
+        else:
+            self.staging.leak()
+
+
+async def _closed(fabric: Fabric, timeout: float, runtime: Runtime) -> bool:
+    """Whether a fabric was closed, and nothing is in flight any more.
+
+    Calls of it may never return: a driver waits in some of them for all that is queued on a GPU.
+    """
+    closing = asyncio.ensure_future(fabric.close())
+    await asyncio.wait({closing}, timeout=max(timeout, _UNDO_SECONDS))
+    if not closing.done():
+        closing.cancel()
+        _log.error("fabric_not_closed", error="a call of the transport does not return")
+        return False
+    patience = max(timeout, _UNDO_SECONDS)
+    await runtime.in_thread(lambda: fabric.join(patience))  # it said that it is done, and ends a moment later
+    return closing.result()
+
+
+def given_config(config: Any) -> Config:
+    """The settings as a caller passed them; `Config.load()` if they were left out.
+
+    Raises:
+        ConfigError: If they are no `Config`, or a setting is wrong.
+    """
+    if config is None:
+        return Config.load()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a kvxfer.Config, not {type(config).__name__}; "
+            "pass kvxfer.Config(**settings), or leave it out for the environment and the defaults"
+        )
+    return config
+
+
+def given_tensors(tensors: Any) -> tuple[CacheTensor, ...]:
+    """The cache tensors as a caller passed them.
+
+    Raises:
+        GeometryError: If they are no `CacheTensor`s.
+    """
+    return _given(
+        tensors, CacheTensor, "tensors", "describe each tensor: [kvxfer.CacheTensor(tensor, axes, layers=...)]"
+    )
+
+
+def given_groups(groups: Any) -> tuple[Group, ...]:
+    """The groups as a caller passed them.
+
+    Raises:
+        GeometryError: If they are no `Group`s.
+    """
+    return _given(groups, Group, "groups", "describe each group: [kvxfer.Group(name, null_block=...)]")
+
+
+def _given(items: Any, kind: type[_T], name: str, advice: str) -> tuple[_T, ...]:
+    if isinstance(items, kind) or not isinstance(items, Iterable):
+        given = f"one {kind.__name__}" if isinstance(items, kind) else type(items).__name__
+        raise GeometryError(f"{name} must be a list of kvxfer.{kind.__name__}, not {given}; {advice}")
+    listed = tuple(cast("Iterable[object]", items))
+    for at, item in enumerate(listed):
+        if not isinstance(item, kind):
+            raise GeometryError(
+                f"{name} must be a list of kvxfer.{kind.__name__}, but item {at} is of type {type(item).__name__}; "
+                f"{advice}"
+            )
+    return cast("tuple[_T, ...]", listed)
+
+
+async def assemble(parts: Assembly) -> Site:
+    """Allocate, register, start threads.
+
+    Raises:
+        KvxferError: Whatever failed; nothing is left behind.
+    """
+    config, parts.home = parts.config, Home(loop := asyncio.get_running_loop())
+    geometry = parts.geometry
+    placement = parts.placement = place(config.affinity, geometry.device if geometry.kind == "cuda" else None)
+    _log.debug("placement_chosen", cpus=placement.listed, why=placement.why)
+    runtime = parts.runtime.placed(placement.cpus)
+    key, staging, metrics = IdentityKey(runtime.token(PRIVATE_BYTES)), parts.staging, Metrics(_listener(config))
+    fabric: Fabric | None = None
+    mover: Mover | None = None
+    try:
+        for name in _COMPILED:
+            await runtime.in_thread(partial(import_module, name))
+        transport = parts.transport or _nixl(config, geometry, agent_name(key.incarnation))
+        mover = await _mover(config, geometry, runtime, placement)
+        fabric = Fabric(transport, runtime, mover)
+        await fabric.open()  # a transport that does not work is told from refused memory
+        await staging.open(config, geometry, fabric, metrics, place=placement.run)
+        reachable = await _reachable(parts, fabric, geometry, metrics)
+        body = await _body(parts, fabric, geometry, reachable, name=transport.name)
+    except BaseException:
+        await see_through(asyncio.create_task(parts.abandon(fabric, mover), name="kvxfer abandon"))
+        raise
+    in_place, arena, tasks = len(reachable[True]) > len(reachable[False]), staging.arena, Tasks()
+    return Site(
+        config=config,
+        runtime=runtime,
+        loop=loop,
+        geometry=geometry,
+        custody=Custody(),
+        send_desk=Desk(arena.sending, runtime.now, loop, metrics),
+        receive_desk=Desk(arena.receiving, runtime.now, loop, metrics),
+        plans=PairPlans(geometry),
+        estimates=Estimates(profile_of(geometry.kind)),
+        fabric=fabric,
+        lanes=Lanes(fabric),
+        mover=mover,
+        metrics=metrics,
+        key=key,
+        body=body,
+        reachable=reachable,
+        facts=[*([("model", config.model)] if config.model else []), *geometry.facts()],
+        capabilities=_capabilities(parts, in_place=in_place),
+        staging=staging.receiving,
+        sending=staging.sending,
+        in_place=in_place,
+        mappings=Mappings(geometry, runtime, _unmapper(tasks, runtime), key.incarnation),
+        gates=_gates(parts.exports, mover, runtime),
+        processes=Processes(loop, gpu=geometry.kind == "cuda"),
+        tasks=tasks,
+    )
+
+
+def _listener(config: Config) -> MetricsListener | None:
+    """Who hears of transfers and offers, beside the counters.
+
+    Raises:
+        ConfigError: If the settings ask for what is not installed.
+    """
+    if config.traces == "off":
+        return None
+    from kvxfer.integrations.opentelemetry import Traces
+
+    return Traces(config.engine, config.rank)
+
+
+def _gates(exports: Exports, mover: Mover, runtime: Runtime) -> Gates:
+    """The books of this worker's gates."""
+
+    async def look(address: int, raised: bool) -> int:
+        return await runtime.in_thread(lambda: mover.inside(address, raised=raised))
+
+    return Gates(exports.gates, exports.locks, look)
+
+
+def _unmapper(tasks: Tasks, runtime: Runtime) -> Callable[[Windows], None]:
+    """What unmaps windows off the loop."""
+
+    def unmap(windows: Windows) -> None:
+        tasks.spawn(runtime.in_thread(windows.close), "kvxfer unmap")
+
+    return unmap
+
+
+def _capabilities(parts: Assembly, *, in_place: bool) -> Capability:
+    """What this rank tells its peers that it can do, or asks for."""
+    capabilities, config = Capability.STREAMING | Capability.SUMS | Capability.RENEWED, parts.config
+    if parts.staging.receiving is not None:
+        capabilities |= Capability.STAGED
+    if in_place:
+        capabilities |= Capability.PULL | (Capability.DIRECT if config.max_in_place_bytes else Capability(0))
+    if parts.exports.frames:
+        capabilities |= Capability.MAPPED
+    if config.convert:
+        capabilities |= Capability.CONVERT
+    if parts.exports.locks is not None:
+        capabilities |= Capability.GATES
+    return capabilities
+
+
+async def _reachable(
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics
+) -> dict[bool, list[object]]:
+    """What is registered and peers are told of, by whether they are trusted: the caller's blocks only then."""
+    blocks = await _register_blocks(parts, fabric, geometry, metrics)
+    return {False: list(parts.staging.reachable), True: [*parts.staging.reachable, *blocks]}
+
+
+async def _register_blocks(parts: Assembly, fabric: Fabric, geometry: CacheGeometry, metrics: Metrics) -> list[object]:
+    """Register the caller's blocks, if routes are wanted that need it.
+
+    Returns:
+        The registration, if there is one. Blocks that the transport refuses can still be staged; where the settings
+        leave that open, they are.
+
+    Raises:
+        FabricError: If the transport refuses them, and the settings ask for such a route or leave no other.
+    """
+    config = parts.config
+    if config.trust == "none" or config.route == "staged":
+        return []
+    try:
+        return [await asyncio.wrap_future(fabric.register(_allocations(parts.tensors, geometry)))]
+    except FabricError as error:
+        if config.route != "auto" or not config.arena_bytes:
+            raise
+        metrics.memory_refused("blocks")
+        _log.warning("blocks_not_registered", reason=str(error), route="staged")
+        return []
+
+
+async def _body(
+    parts: Assembly, fabric: Fabric, geometry: CacheGeometry, reachable: Mapping[bool, Sequence[object]], *, name: str
+) -> dict[bool, bytes]:
+    """What peers are told, encoded, by whether they are trusted with addresses.
+
+    An untrusted peer gets the metadata of the receiving share alone.
+    """
+    staging = parts.staging
+    exports, blocks = parts.exports, len(reachable[True]) > len(reachable[False])
+    await exports.open(parts.config, geometry, parts.runtime, in_place=blocks)
+    metadata = {known: await asyncio.wrap_future(fabric.metadata(tokens)) for known, tokens in reachable.items()}
+    limit = parts.config.chunk_bytes
+    if staging.receiving is not None and not blocks:
+        limit = min(limit, parts.config.send_bytes)
+
+    def encoded(trusted: bool) -> bytes:
+        return encode_body(
+            wire.AgentBody(
+                fabric=name,
+                metadata=metadata[trusted],
+                tensors=geometry_to_wire(geometry, with_addresses=trusted and blocks),
+                staging=[staging.receiving] if staging.receiving is not None else [],
+                max_chunk_bytes=limit,
+                host=here(),
+                process=own_number(),
+                mapped=exports.frames if trusted else [],
+                gates=exports.gates if trusted else 0,
+                locks=exports.locks.handle if trusted and exports.locks is not None else b"",
+            )
+        )
+
+    return await parts.runtime.in_thread(lambda: {trusted: encoded(trusted) for trusted in (False, True)})
+
+
+def _allocations(tensors: Sequence[CacheTensor], geometry: CacheGeometry) -> list[Memory]:
+    """The memory of all tensors, each allocation once."""
+    kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
+    found = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in tensors}
+    return [Memory(kind, geometry.device if kind == "VRAM" else 0, base, size) for base, size in sorted(found.items())]
+
+
+async def _mover(config: Config, geometry: CacheGeometry, runtime: Runtime, placement: Placement) -> Mover:
+    gpu: Gpu | None = None
+    if geometry.kind == "cuda":
+        cuda = import_module("kvxfer.copy.cuda")
+        gpu = await runtime.in_thread(lambda: placement.run(lambda: cuda.Gpu(geometry.device)))
+    return Mover(
+        runtime,
+        gpu=gpu,
+        ctas=config.copy_ctas,
+        threads=config.copy_threads or usual_threads(),
+        cpus=placement.cpus,
+        max_descriptors=config.fabric.max_descriptors,
+        max_post_bytes=config.fabric.max_post_bytes,
+        no_progress_timeout=config.no_progress_timeout,
+    )
+
+
+def _nixl(config: Config, geometry: CacheGeometry, name: str) -> Transport:
+    from kvxfer.fabric.nixl import NixlTransport
+
+    return NixlTransport(
+        name,
+        backends=config.fabric.backends,
+        backend_params=config.fabric.backend_params,
+        num_workers=config.fabric.num_workers,
+        devices=config.fabric.devices,
+        scatter_lists=config.fabric.scatter_lists,
+        device=geometry.device if geometry.kind == "cuda" else None,
+    )
+
+
+# --- what stands still and cannot say so
+#
+# With the loop, all transfers, leases and heartbeats of the worker stand still. With the transport, whatever was
+# posted.
+
+_PERIOD_SECONDS: Final = 0.25
+_LATE_SECONDS: Final = 0.25
+"""A beat so late is counted."""
+_BLOCKED_SECONDS: Final = 1.0
+"""A beat so late is said aloud."""
+_STALLED_SECONDS: Final = 5.0
+"""What owes something for less was only not given a processor: services give way where many want one."""
+
+_CALLER = "code that runs on the same loop did not yield; move it to a thread, or set loop='own'"
+_OWN = "the loop has a thread of its own, so the whole process stood still or a thread held the GIL"
+
+
+class Timer(Protocol):
+    """A callback that is to come."""
+
+    def cancel(self) -> None:
+        """It shall not come."""
+        ...
+
+
+class LoopWatch:
+    """Measures how late a periodic callback runs. Four beats a second cost next to nothing.
+
+    How late each beat is goes into the metrics, which count those that are very late. The first one that is later still
+    is logged; the incident is over, and the next may be logged, once a beat was in time again. A loop that stands still
+    for `t` seconds makes a beat late by something between `t - 0.25` and `t`.
+    """
+
+    def __init__(self) -> None:
+        self._timer: Timer | None = None
+        self._due = 0.0
+        self._blocked = False
+
+    def start(
+        self,
+        now: Callable[[], float],
+        at: Callable[[float, Callable[[], None]], Timer],
+        metrics: Metrics,
+        look: Callable[[], None],
+        *,
+        own: bool,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            now: The worker's clock.
+            at: Calls a function on the loop at a time of this clock.
+            metrics: Where late beats are counted.
+            look: Called with each beat that comes in time.
+            own: Whether the loop has a thread of its own; decides which cause the log line names.
+        """
+
+        def arm() -> None:
+            self._due = now() + _PERIOD_SECONDS
+            self._timer = at(self._due, beat)
+
+        def beat() -> None:
+            late = now() - self._due
+            metrics.loop_late(late, blocked=late >= _LATE_SECONDS)
+            if late < _LATE_SECONDS:
+                self._blocked = False
+            if late >= _BLOCKED_SECONDS and not self._blocked:
+                self._blocked = True
+                _log.warning("loop_blocked", lag=late, limit=_BLOCKED_SECONDS, reason=_OWN if own else _CALLER)
+            arm()  # first: whatever comes of a look, the next beat comes
+            if late < _LATE_SECONDS:
+                look()
+
+        arm()
+
+    def stop(self) -> None:
+        """No beat comes any more. Idempotent, and harmless before `start`."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class Poster(Protocol):
+    """One of the two roles of a worker, as far as it waits for what it has posted."""
+
+    def stop_posted(self, failure: Failure) -> None:
+        """Stop whatever waits for a post."""
+        ...
+
+
+class TransportWatch:
+    """Ends what waits for a post while a call of the transport does not return for `no_progress_timeout`, or 5 s.
+
+    A post that makes no progress is given up by the thread that looks after it. That one is in the call.
+
+    Args:
+        site: The worker.
+        roles: What it does for peers.
+    """
+
+    def __init__(self, site: Site, roles: Sequence[Poster]) -> None:
+        self._site: Final = site
+        self._roles: Final = roles
+        self._said = False
+
+    def look(self) -> None:
+        """See for how long the transport has owed something.
+
+        Not right after the loop has stood still itself: the process may have been stopped, and the transport with it.
+        """
+        late, limit = self._site.fabric.health()[0], max(self._site.config.no_progress_timeout, _STALLED_SECONDS)
+        if late < limit:
+            self._said = False
+            return
+        if not self._said:
+            self._said = True
+            _log.error("transport_stalled", lag=late, limit=limit)
+        failure = Failure(Status.FAILED, Code.FABRIC, f"a call of the transport has not returned for {late:.1f} s")
+        for role in self._roles:
+            role.stop_posted(failure)
+
+
+# --- a worker that is open
+
+_LEAVING: Final = wire.Goodbye(Code.DRAINING, "the worker is draining")
+
+
+class Service:
+    """One rank's service, on the loop on which it was made.
+
+    Args:
+        site: What it stands on.
+
+    Attributes:
+        site: As given.
+        prefill: What peers fetch here.
+        decode: What is fetched from peers.
+        peers: Links to prefill ranks.
+        links: All that are open.
+        greeting: Those whose handshake is not complete.
+        rebuilding: Makes the agent anew.
+        listener: Where peers connect; None before `listen`.
+        frames_sent: As of the worker's metrics.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site: Final = site
+        self.links: Final[set[Link]] = set()
+        self.greeting: Final[set[Link]] = set()
+        self.listener: Listener | None = None
+        self.frames_sent = site.metrics.frames_sent
+        self._streams: Final = Streams(site.config, site.runtime, site.tasks, self._link)
+        self.peers: Final = Peers(site, self._streams.connect)
+        self.prefill: Final = Prefill(site)
+        self.decode: Final = Decode(site, self.peers)
+        roles = self.prefill, self.decode
+        self.rebuilding: Final = Rebuilding(site, roles, lambda: self.links, self.decode.renewed)
+        self._watch: Final = LoopWatch()
+        look = TransportWatch(site, roles).look
+        self._watch.start(site.now, site.at, site.metrics, look, own=site.config.loop == "own")
+
+    async def listen(self) -> Listener:
+        """Let peers connect."""
+        self.listener = listener = await self._streams.listen()
+        return listener
+
+    def begin_drain(self) -> None:
+        """Refuse new work from now on, and tell every peer. Idempotent."""
+        if not self.site.draining:
+            self.site.draining = True
+            for link in self.links:
+                link.send(_LEAVING)
+            self.prefill.refuse_parked()
+
+    async def end(self, until: float) -> None:
+        """End all that is under way, bounded, and close every link.
+
+        Args:
+            until: When what has not ended is waited for no longer, by the worker's clock.
+        """
+        site = self.site
+        site.draining = True
+        self._watch.stop()
+        if self.listener is not None:
+            self.listener.close()
+        self.rebuilding.close()
+        self.decode.cancel_all()
+        self.prefill.withdraw_all()
+        await site.tasks.drain(until - site.now(), spare=False)
+        self.decode.abandon_all()
+        site.closing.set_result(None)  # whoever looks for evidence looks once more
+        site.tasks.cancel()
+        await site.tasks.drain(site.config.close_timeout)
+        links = [*self.links, *self.greeting]
+        for link in links:
+            link.close("the worker was closed")
+        await asyncio.gather(*(link.wait_gone(site.config.close_timeout) for link in links))
+        if not await site.lookouts.drain(site.config.close_timeout):
+            site.lookouts.cancel()
+        self.decode.close()
+        self.prefill.book.close()
+
+    # --- links
+
+    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
+        """A fresh session for a new stream, and whether its peer is trusted with addresses."""
+        most = self.site.config.max_streams
+        if role is Role.SERVER and admitted((*self.links, *self.greeting)) >= most:
+            raise BusyError(f"as many control streams are open as may: max_streams={most}")
+        return greeting(self.site, role, self._engaged, process=process, endpoint=endpoint, since=since)
+
+    def meet(self, link: Link, peer: PeerInfo) -> "asyncio.Task[Agreed]":
+        """A peer has said what it is."""
+        looking = self.site.examine(peer, sending=link.role is Role.SERVER)
+        return self.site.tasks.spawn(looking, f"kvxfer meet {peer.name}", spare=True)
+
+    def opened(self, link: Link, peer: PeerInfo, found: Agreed) -> None:
+        """A handshake is complete. A new session of an incarnation ends its old one."""
+        site, sending = self.site, link.role is Role.SERVER
+        older = succeeded(link, (*self.links, *self.greeting))
+        site.meet(peer, found, trusted=link.trusted, sending=sending, process=link.process)
+        self.links.add(link)  # before the old one is closed: else its end would be taken for that of the peer
+        for other in older:
+            other.close("a newer session of the same peer was opened")
+        _log.info("peer_connected", peer=peer.name, role=link.role.value, endpoint=link.endpoint)
+        if site.draining:
+            link.send(_LEAVING)
+        (self.prefill if sending else self.decode).opened(link)
+        if link.outdated(site.body[link.trusted]):
+            self.rebuilding.tell(link)
+
+    def lost(self, link: Link, error: KvxferError) -> None:
+        """A link is gone."""
+        self.links.discard(link)
+        _log.info("peer_disconnected", peer=link.peer.name, role=link.role.value, reason=str(error))
+        if link.role is Role.CLIENT:
+            self.peers.lost(link)
+            self.decode.lost(link, error)
+        else:
+            self.prefill.lost(link)
+        incarnation = link.peer.identity.incarnation
+        if all(other.peer.identity.incarnation != incarnation for other in self.links):
+            self.site.forget(link.peer)
+
+    def received(self, link: Link, message: wire.Message) -> None:
+        """Hand a message to the role that it is for."""
+        self.site.metrics.frames_received[type(message).__name__] += 1
+        if isinstance(message, wire.Goodbye):
+            _log.info("goodbye_heard", peer=link.peer.name, role=link.role.value, reason=message.reason)
+        elif isinstance(message, wire.Renewed):
+            link.renewals = max(link.renewals, message.renewals)
+            self.site.lanes.renewed(link.peer, message.renewals, message.metadata)
+            self.prefill.renewed(link)
+            self.decode.renewed(link)
+        elif link.role is Role.SERVER:
+            self.prefill.handle(link, message)
+        else:
+            self.decode.handle(link, message)
+
+    def _engaged(self) -> Iterable[Link]:
+        return chain(self.links, self.greeting, self.decode.owing)
+
+    def _link(self, role: Role, endpoint: str) -> Link:
+        link = Link(role, endpoint, self, self.site.runtime)
+        self.greeting.add(link)
+        link.ready.add_done_callback(lambda _: self.greeting.discard(link))
+        return link
+
+
+# --- the state of a worker as plain data
+
+
+def overview(card: RankCard, service: Service, parts: Assembly) -> dict[str, Any]:
+    """Identity, peers, arena, threads, offers, transfers and counters.
+
+    Args:
+        card: What the rank says of itself.
+        service: The worker.
+        parts: What it was made of.
+    """
+    site, sender, receiver, peers = service.site, service.prefill, service.decode, service.peers
+    links, greeting = service.links, service.greeting
+    staging, now = parts.staging, site.now()
+    fabric_late, fabric_broken = site.fabric.health()
+    return {
+        "card": card.to_dict(),
+        "epoch": site.issuer.card.epoch if site.issuer else None,
+        "draining": site.draining,
+        "closed": site.closing.done(),
+        "peers": [_peer(site, parts, link, now) for link in links],
+        "handshakes": len(greeting),
+        "streams": admitted((*links, *greeting)),
+        "connecting": peers.connecting,
+        "unreachable": peers.unreachable,
+        "arena": {
+            "kind": staging.kind,
+            "refused": dict(staging.refused),
+            "send": site.send_desk.share.snapshot(),
+            "receive": site.receive_desk.share.snapshot(),
+        },
+        "in_place": site.in_place,
+        "in_place_shares": {key.hex(): desk.share.snapshot() for key, desk in site.in_place_desks.items()},
+        "agent": {"rebuilt": site.rebuilds.count, "wanted": len(site.rebuilds.wants), "paused": site.rebuilds.paused},
+        "fabric": {
+            "transport": "NIXL" if parts.transport is None else type(parts.transport).__name__,
+            "late": fabric_late,
+            "broken": fabric_broken,
+            "awake": site.mover.held_awake,
+            "lingering": site.mover.lingering,
+            "strange": site.mover.strange,
+            "agents": site.fabric.agents,
+            "lanes": len(site.lanes),
+        },
+        "affinity": parts.placement.describe(),
+        "offers": len(sender.book),
+        "parked": sender.book.parked,
+        "claims": receiver.claimed,
+        "sending": len(sender),
+        "receiving": len(receiver),
+        "in_doubt": receiver.doubtful,
+        "sent_in_doubt": sender.doubtful,
+        "places": sender.placed,
+        "transfers": [
+            *(_fetch(fetch, now) for fetch in receiver.fetches),
+            *(_sending(one, now) for one in sender.transfers),
+        ],
+        "custody": site.custody.snapshot(),
+        "metrics": site.metrics.snapshot(),
+    }
+
+
+def _peer(site: Site, parts: Assembly, link: Link, now: float) -> dict[str, Any]:
+    """One session. What is said of the way to it was seen: what is mapped, and what moved by which route."""
+    peer, moved = link.peer, {ROUTE_NAMES[route]: nbytes for route, nbytes in link.moved.items() if nbytes}
+    if link.role is Role.SERVER:
+        mapped = site.mappings.kinds(peer)  # by this side, which copies
+    elif ROUTE_NAMES[Route.MAPPED] not in moved:
+        mapped = []
+    else:  # by the peer, which has copied through what it was told of
+        mapped = ["process"] if site.mappings.own(peer) else sorted({one.kind for one in parts.exports.frames})
+    host = peer.body.host
+    return {
+        "peer": peer.name,
+        "role": link.role.value,
+        "trusted": link.trusted,
+        "encrypted": link.encrypted,
+        "endpoint": link.endpoint,
+        "draining": link.draining,
+        "connected_seconds": now - link.since,
+        "silent_seconds": now - link.heard,
+        "host": "this" if not may_be_elsewhere(host) else "another" if elsewhere(host) else "unknown",
+        "mapped": mapped,
+        "not_mapped": site.mappings.why_not(peer),
+        "moved": moved,
+    }
+
+
+def _fetch(fetch: Fetch, now: float) -> dict[str, Any]:
+    at = standing(fetch.receivers)
+    return {
+        "side": "receive",
+        "id": fetch.transfer.id,
+        "request": fetch.transfer.request,
+        "peers": [receiver.peer.name for receiver in fetch.receivers],
+        "route": "+".join(sorted({ROUTE_NAMES[r.route] for r in fetch.receivers if r.route is not Route.UNKNOWN})),
+        "step": at.step.value,
+        "in_doubt": fetch.transfer.done,
+        "bytes": at.bytes,
+        "chunks_done": at.chunks_done,
+        "chunks": at.chunks,
+        "seconds": now - fetch.began,
+    }
+
+
+def _sending(sender: Sender, now: float) -> dict[str, Any]:
+    machine = sender.machine
+    return {
+        "side": "send",
+        "id": sender.name,
+        "request": machine.fetch.ticket.request,
+        "peers": [sender.peer.name],
+        "route": ROUTE_NAMES[machine.route],
+        "step": sender.step.value,
+        "in_doubt": sender.in_doubt,
+        "bytes": sender.tally.bytes,
+        "chunks_done": machine.arrived,
+        "chunks": machine.chunks,
+        "seconds": now - sender.began,
+    }
+
+
+# --- the worker
+
 _NAMED: Final = 5
 """Offers that a warning names at most."""
 
@@ -426,6 +1235,66 @@ class Worker:
 
 
 def _own_loop_worker() -> type[Worker]:
-    from kvxfer.own_loop import OwnLoopWorker  # it stands on this module
+    from kvxfer.blocking import OwnLoopWorker  # it stands on this module
 
     return OwnLoopWorker
+
+
+# --- draining on SIGTERM
+
+
+async def drain_on_signal(worker: Worker, *signals: signal.Signals, timeout: float | None = None) -> bool:
+    """Wait for a signal, and then drain the worker. A further signal cuts the drain short.
+
+        async with kvxfer.Worker(tensors) as worker:
+            serving = asyncio.create_task(serve(worker))
+            await kvxfer.drain_on_signal(worker)        # until SIGTERM
+            serving.cancel()
+
+    Signals are taken from this call to its return, from the loop that it runs on; then whoever had them before has them
+    again. A server that handles them itself has no need of this: it awaits `worker.drain()`, and an engine that steps
+    calls `BlockingWorker.begin_drain`.
+
+    Args:
+        worker: On this loop, or one with `loop="own"`.
+        *signals: Which; SIGTERM if none is named.
+        timeout: Seconds that the drain may take; the setting `drain_timeout` if left out.
+
+    Returns:
+        Whether all that was under way has ended; False also if a further signal came first.
+
+    Raises:
+        UsageError: If this is not the main thread, which alone gets signals, or a signal cannot be handled.
+    """
+    timeout = given_seconds(timeout, None)
+    with _taken(signals or (signal.SIGTERM,)) as came:
+        first = await came.get()
+        _log.info("drain_began", reason=first.name)
+        draining = asyncio.ensure_future(worker.drain(timeout))
+        further = asyncio.ensure_future(came.get())
+        try:
+            await asyncio.wait({draining, further}, return_when=asyncio.FIRST_COMPLETED)
+            return draining.done() and draining.result()
+        finally:
+            for waiting in (draining, further):
+                waiting.cancel()
+
+
+@contextmanager
+def _taken(signals: tuple[signal.Signals, ...]) -> "Generator[asyncio.Queue[signal.Signals]]":
+    """Signals as they come; at the end, their handlers are what they were."""
+    loop, came = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for one in signals:
+            try:
+                handler = signal.getsignal(one)
+                loop.add_signal_handler(one, came.put_nowait, signal.Signals(one))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"{one!r} cannot be handled here: {error}; await worker.drain() instead") from error
+            before[one] = handler
+        yield came
+    finally:
+        for one, handler in before.items():
+            loop.remove_signal_handler(one)
+            signal.signal(one, handler if handler is not None else signal.SIG_DFL)

@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from kvxfer.errors import Code
 from kvxfer.protocol.framing import encode, encode_body
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
     WHOLE,
     Abandon,
@@ -48,9 +47,10 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
     Welcome,
+    pack_u32,
 )
-from kvxfer.protocol.packing import pack_u32
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
+from kvxfer.tools.inspect import registry_name
 from proto.frames import plain
 
 __all__ = ["FACTS", "SECRET", "conversations", "handshake_vector"]

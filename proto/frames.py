@@ -12,7 +12,6 @@ import msgspec
 
 from kvxfer.errors import Code
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT, decode, encode, encode_body
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
     MAX_CHUNKS,
     MAX_GRANTS,
@@ -50,8 +49,10 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
     Welcome,
+    pack_f32,
+    pack_u32,
 )
-from kvxfer.protocol.packing import pack_f32, pack_u32
+from kvxfer.tools.inspect import registry_name
 from proto.schema import to_json
 
 __all__ = ["BODY", "invalid", "plain", "valid"]

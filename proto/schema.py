@@ -14,8 +14,8 @@ import msgspec
 
 from kvxfer.errors import Code
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, SESSION_FRAME_LIMIT
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import AgentBody, Message, Route, Status
+from kvxfer.tools.inspect import registry_name
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ENUMS: dict[str, type[enum.IntEnum]] = {"Code": Code, "Route": Route, "Status": Status}

@@ -43,7 +43,7 @@ def command(monkeypatch, capsys):
 
     Its exit code, its standard output and its standard error.
     """
-    from kvxfer import cli
+    from kvxfer.tools import cli
 
     def run(*arguments, stdin="", **environment):
         with monkeypatch.context() as patched:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer import streams
+from kvxfer.peers import connections as streams
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 

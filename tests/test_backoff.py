@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backoff import Backoff
+from kvxfer.peers.connections import Backoff
 
 
 class Drawing:

@@ -12,10 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.blocking import BlockingWorker
+from kvxfer.blocking import (
+    BlockingOffer,
+    BlockingTransfer,
+    BlockingWorker,
+    Fetched,
+    FetchFailed,
+    OfferExpired,
+    OfferFailed,
+    OfferInDoubt,
+    OfferReleased,
+    OfferWithdrawn,
+    Outbox,
+    PollEvent,
+    Settled,
+)
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
-from kvxfer.decode import claims
+from kvxfer.decode import role as claims
 from kvxfer.errors import (
     BlocksError,
     ClosedError,
@@ -33,20 +47,7 @@ from kvxfer.errors import (
     TransferTimeoutError,
 )
 from kvxfer.geometry import CacheTensor, Group, Span
-from kvxfer.handles import BlockingOffer, BlockingTransfer
-from kvxfer.offerbook import Awaited
-from kvxfer.polling import (
-    Fetched,
-    FetchFailed,
-    OfferExpired,
-    OfferFailed,
-    OfferInDoubt,
-    OfferReleased,
-    OfferWithdrawn,
-    Outbox,
-    PollEvent,
-    Settled,
-)
+from kvxfer.prefill.offers import Awaited
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard
 from kvxfer.transfers import TransferState

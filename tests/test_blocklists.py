@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvxfer import BlocksError, CacheTensor, Interleave, Span
-from kvxfer.blocklists import check_cover, wanted_blocks, written_blocks
 from kvxfer.geometry import CacheGeometry
+from kvxfer.plans.planning import check_cover, wanted_blocks, written_blocks
 
 CACHE = CacheGeometry.of([CacheTensor(torch.zeros(10, 4, 2), "block token dim", layers=[0])])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.decode.claims import Claims
+from kvxfer.decode.role import Claims
 from kvxfer.errors import IdentityError, UnreachableError
 from kvxfer.protocol.messages import MAX_TICKETS
 from kvxfer.site import Tasks

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 import kvxfer
-from kvxfer import cli
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Ping
+from kvxfer.tools import cli
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def clean_environment(monkeypatch):
 def spawned(*arguments, stdin="", **environment):
     """The command in a process of its own, where `command` runs it in this one."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvxfer.cli", *arguments],
+        [sys.executable, "-m", "kvxfer.tools.cli", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def test_version_imports_nothing_heavy():
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['torch', 'nixl', 'numpy', 'pydantic']))\n"
         "sys.argv = ['kvxfer', '--version']\n"
-        "from kvxfer.cli import main\n"
+        "from kvxfer.tools.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -251,7 +251,7 @@ def test_plan_imports_neither_torch_nor_nixl(model):
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['torch', 'nixl', 'triton']))\n"
         f"sys.argv = ['kvxfer', 'plan', *{[*model, *ENGINES]!r}, '--tokens', '100']\n"
-        "from kvxfer.cli import main\n"
+        "from kvxfer.tools.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

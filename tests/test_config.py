@@ -9,11 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 import kvxfer
-from kvxfer.config import Config, FabricConfig
+from kvxfer.config import Config, FabricConfig, leaves
 from kvxfer.errors import ConfigError, TicketError
-from kvxfer.limits import MAX_WORLD
 from kvxfer.memory import Arena
-from kvxfer.settings import leaves
+from kvxfer.names import MAX_WORLD
 from kvxfer.tickets import RankCard
 
 SECRET = "correct-horse-battery-staple"

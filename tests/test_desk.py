@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvxfer import ArenaError
-from kvxfer.desk import Desk
 from kvxfer.memory import Extent, Share
-from kvxfer.metrics import Metrics
+from kvxfer.site import Desk
+from kvxfer.telemetry import Metrics
 
 PAGE = 4096
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.link import LinkHandler
+from kvxfer.peers.link import LinkHandler
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard
 

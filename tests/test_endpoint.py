@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.endpoint import Endpoint, is_admitted
+from kvxfer.names import Endpoint, is_admitted
 
 
 @pytest.mark.parametrize(

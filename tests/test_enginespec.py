@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvxfer.enginespec import parse_engine, parse_tokens
 from kvxfer.errors import ConfigError, TokensError
 from kvxfer.tools.engine import EngineLayout
+from kvxfer.tools.plan import parse_engine, parse_tokens
 
 
 @pytest.mark.parametrize(

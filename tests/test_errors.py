@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from kvxfer import errors
-from kvxfer.codes import Code
+from kvxfer.errors import Code
 
 REPORT = errors.FailureReport(
     request="r", transfer="t", peer="p", step=errors.Step.MOVING, elapsed=1.5, code=Code.FAILED, reason="why"

@@ -7,8 +7,8 @@ import torch
 
 from kvxfer.copy.port import READY
 from kvxfer.errors import EventError
-from kvxfer.events import as_event
 from kvxfer.geometry import CacheGeometry, CacheTensor
+from kvxfer.offers import as_event
 
 
 @pytest.fixture

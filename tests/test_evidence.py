@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.evidence import seek
-from kvxfer.gates import SHARED_GATE
 from kvxfer.mapped.locks import Revoked
-from kvxfer.rebuilds import Rebuilds
-from kvxfer.site import Tasks
+from kvxfer.safety.evidence import seek
+from kvxfer.safety.fence import SHARED_GATE
+from kvxfer.site import Rebuilds, Tasks
 from kvxfer.testing import simulate
 
 OWN = SHARED_GATE + 1
@@ -173,7 +172,7 @@ def test_of_a_process_that_ended_and_left_something_nothing_more_is_awaited():
 
 
 def test_that_a_peer_knows_no_more_is_said_though_the_agent_is_wanted_already(monkeypatch):
-    monkeypatch.setattr("kvxfer.evidence.severed", lambda site, peer: True)
+    monkeypatch.setattr("kvxfer.safety.evidence.severed", lambda site, peer: True)
 
     async def scenario(runtime):
         site, doubt = Looked(), Doubt(fenced=False)

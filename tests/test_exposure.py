@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.exposure import Exposure
+from kvxfer.safety.evidence import Exposure
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import GeometryError, RefusedError, TokensError
-from kvxfer.forecast import PieceSizes, forecast, shown_size, shown_time
 from kvxfer.geometry import PairPlan, Pieces, resolve
+from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.cost import PROFILES
-from kvxfer.tools.engine import EngineLayout, from_hf_config
-from kvxfer.tools.models import read_model
+from kvxfer.tools.engine import EngineLayout, from_hf_config, read_model
+from kvxfer.tools.plan import PieceSizes, forecast, shown_size, shown_time
 from tests.geometry.published import CONFIGS
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -155,10 +154,10 @@ def test_of_very_many_pieces_some_are_measured(monkeypatch, tokens):
     exact = plan("Llama-3.2-1B", EngineLayout(), EngineLayout(block=64), tokens=tokens)
     assert not exact.pairs[0].pieces.sampled
     sampled = plan("Llama-3.2-1B", *layouts, tokens=tokens).pairs[0].pieces
-    monkeypatch.setattr("kvxfer.forecast._LISTED", 1 << 30)
+    monkeypatch.setattr("kvxfer.tools.plan._LISTED", 1 << 30)
     counted = plan("Llama-3.2-1B", *layouts, tokens=tokens).pairs[0].pieces
     assert sampled == dataclasses.replace(counted, sampled=True)
-    monkeypatch.setattr("kvxfer.forecast._LISTED", 1 << 10)
+    monkeypatch.setattr("kvxfer.tools.plan._LISTED", 1 << 10)
     fewer = plan("Llama-3.2-1B", EngineLayout(), EngineLayout(block=64), tokens=tokens).pairs[0].pieces
     assert fewer.sampled
     assert fewer.count == pytest.approx(exact.pairs[0].pieces.count, rel=0.02)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from passing import enter
 
-from kvxfer.keys import Keys
 from kvxfer.mapped.locks import FIRST_GENERATION, LockFile
+from kvxfer.safety.fence import Keys
 
 GATES = 4
 
@@ -18,7 +18,7 @@ def granted(gate):
 @pytest.mark.parametrize(("known", "gate", "enters"), [(True, 2, True), (True, GATES, False), (False, 2, False)])
 def test_nobody_enters_a_gate_that_is_not_there_or_to_which_there_is_no_key(monkeypatch, known, gate, enters):
     """Its owner takes an empty gate for evidence."""
-    monkeypatch.setattr("kvxfer.keys.unlike", lambda host: "" if known else "it is on another host")
+    monkeypatch.setattr("kvxfer.safety.fence.unlike", lambda host: "" if known else "it is on another host")
     locks, keys = LockFile(GATES), Keys()
     body = SimpleNamespace(locks=locks.handle, host="")
     peer = SimpleNamespace(identity=SimpleNamespace(incarnation=b"i"), body=body, process=0)

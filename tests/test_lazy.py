@@ -3,7 +3,7 @@
 import threading
 from dataclasses import dataclass, field
 
-from kvxfer.lazy import lazy
+from kvxfer.names import lazy
 
 
 @dataclass(frozen=True, eq=False)

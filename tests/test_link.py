@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.errors import MismatchError, PeerLostError, ProtocolError, UnreachableError
-from kvxfer.link import _SLICE_BYTES, Link
-from kvxfer.protocol.liveness import Liveness
+from kvxfer.peers.link import _SLICE_BYTES, Link
 from kvxfer.protocol.messages import Goodbye
-from kvxfer.protocol.session import Opened, Received, Role, State
+from kvxfer.protocol.session import Liveness, Opened, Received, Role, State
 from kvxfer.runtime import TURN_SECONDS
 
 PEER_TIMEOUT = 8 * TURN_SECONDS
@@ -195,7 +194,7 @@ async def test_what_a_peer_says_waits_until_it_was_looked_at(new):
 
 
 async def test_what_a_peer_says_while_it_is_looked_at_has_a_bound(new, monkeypatch):
-    monkeypatch.setattr("kvxfer.link._HEARD_BYTES", 4)
+    monkeypatch.setattr("kvxfer.peers.link._HEARD_BYTES", 4)
     new.data_received(bytes([253]))
     new.data_received(bytes([1, 2, 3]))
     assert new.stream.reading
@@ -368,7 +367,7 @@ async def test_a_link_that_is_closed_says_what_it_had_to_say(link, paused):
 
 
 async def test_who_reads_nothing_of_what_was_asked_for_is_dropped(link, monkeypatch):
-    monkeypatch.setattr("kvxfer.link._UNSENT_BYTES", 4)
+    monkeypatch.setattr("kvxfer.peers.link._UNSENT_BYTES", 4)
     link.pause_writing()
     link.send(b"1234")
     assert link.is_open

@@ -6,8 +6,8 @@ from contextvars import ContextVar, copy_context
 
 import pytest
 
+from kvxfer.blocking import LoopThread
 from kvxfer.errors import ClosedError, KvxferError, MemoryInDoubtError, RequestError
-from kvxfer.loop_thread import LoopThread
 
 PATIENCE = 20.0
 

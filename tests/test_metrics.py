@@ -3,8 +3,7 @@
 import pytest
 
 from kvxfer.errors import Code
-from kvxfer.metrics import SECONDS, Ended, Metrics
-from kvxfer.telemetry import TransferStats
+from kvxfer.telemetry import SECONDS, Ended, Metrics, TransferStats
 
 EMPTY = {"transfers": {}, "bytes": {}, "pieces": 0, "chunks": 0, "durations": {}, "stages": {}}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ClosedError
-from kvxfer.onlookers import follow, see_through, soon
+from kvxfer.transfers import follow, see_through, soon
 
 
 async def turns(count=5):

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from kvxfer.blocking import OwnLoopWorker
 from kvxfer.config import Config
 from kvxfer.copy.port import READY
 from kvxfer.errors import (
@@ -25,7 +26,6 @@ from kvxfer.errors import (
 )
 from kvxfer.geometry import CacheTensor
 from kvxfer.offers import Expired, Released, Withdrawn
-from kvxfer.own_loop import OwnLoopWorker
 from kvxfer.runtime import ThreadRuntime
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 from kvxfer.tickets import EngineCard

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.enginespec import parse_engine
-from kvxfer.forecast import forecast
 from kvxfer.geometry import LAYOUTS
-from kvxfer.routes.cost import PROFILES
-from kvxfer.tools.engine import EngineLayout
-from kvxfer.tools.models import KNOWN_TYPES, read_model
+from kvxfer.plans.routes import PROFILES
+from kvxfer.tools.engine import KNOWN_TYPES, EngineLayout, read_model
+from kvxfer.tools.plan import forecast, parse_engine
 from tests.geometry.published import CONFIGS
 
 PAGE = (Path(__file__).parents[1] / "docs/plan.md").read_text()

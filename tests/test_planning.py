@@ -3,16 +3,22 @@
 import pytest
 import torch
 
-from kvxfer import planning
-from kvxfer.encoding import geometry_to_wire, selection_to_wire
 from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, PairPlan, Span, common, resolve
-from kvxfer.planning import PairPlans, fit_grid, in_place_bytes, staging_pieces
+from kvxfer.plans import planning
+from kvxfer.plans.planning import (
+    PairPlans,
+    fit_grid,
+    geometry_to_wire,
+    in_place_bytes,
+    selection_to_wire,
+    staging_pieces,
+)
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan, Route
 from kvxfer.protocol.session import Identity, PeerInfo
-from kvxfer.tools.endings import explain
 from kvxfer.tools.engine import EngineLayout, from_hf_config
+from kvxfer.tools.explain import explain
 
 LLAMA = {
     "model_type": "llama",

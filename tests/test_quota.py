@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.quota import Quota
+from kvxfer.site import Quota
 
 
 @pytest.mark.parametrize(("limit", "alone"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (1024, 768)])

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvxfer.rebuilds import Rebuilds
+from kvxfer.site import Rebuilds
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvxfer.decode.receiver import Grants, _Said
-from kvxfer.desk import Desk
 from kvxfer.memory import ExtentState, Share
-from kvxfer.metrics import Metrics
+from kvxfer.site import Desk
+from kvxfer.telemetry import Metrics
 
 PAGE = 4096
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.settings import cpu_numbers, parse_affinity, parse_duration, parse_names, parse_optional, parse_size
+from kvxfer.config import cpu_numbers, parse_affinity, parse_duration, parse_names, parse_optional, parse_size
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvxfer import staging as module
+from kvxfer import placement as module
 from kvxfer.config import Config
 from kvxfer.copy.mover import Mover
 from kvxfer.errors import ArenaError, ConfigError, FabricError, MissingExtraError
 from kvxfer.fabric.calls import Fabric
 from kvxfer.memory import Backing
-from kvxfer.metrics import Metrics
+from kvxfer.placement import Staging
 from kvxfer.runtime import ThreadRuntime
-from kvxfer.staging import Staging
+from kvxfer.telemetry import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
 
 BYTES = 1 << 16

@@ -1,6 +1,6 @@
 """Counts of one side of a transfer, and their sum over ranks."""
 
-from kvxfer.tally import Tally
+from kvxfer.site import Tally
 
 
 def test_stages_are_unions_and_ranks_are_summed():

@@ -8,7 +8,7 @@ import pytest
 from certificates import Authority
 
 from kvxfer import Config, ConfigError
-from kvxfer.tls import Credentials, TlsConfig
+from kvxfer.config import Credentials, TlsConfig
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from kvxfer.errors import MemoryInDoubtError, PeerLostError
-from kvxfer.tally import Tally
+from kvxfer.site import Tally
 from kvxfer.transfers import FetchResult, Progress, Transfer
 
 STATS = Tally().stats(route="staged", why="", peers=(), started=0.0, finished=1.0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvxfer import versions
+from kvxfer.tools import versions
 
 
 def test_they_are_those_of_what_is_imported():

@@ -13,11 +13,10 @@ from inside import watched
 from kvxfer.config import Config
 from kvxfer.errors import Code
 from kvxfer.geometry import CacheTensor
-from kvxfer.metrics import Metrics
 from kvxfer.protocol.messages import Status
+from kvxfer.telemetry import Metrics
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
-from kvxfer.watch import LoopWatch, TransportWatch
-from kvxfer.worker import Worker
+from kvxfer.worker import LoopWatch, TransportWatch, Worker
 
 PERIOD = 0.25
 

@@ -31,7 +31,7 @@ import httpx
 
 from examples.serving.api import MODEL
 from examples.serving.service import Service, parser
-from kvxfer.versions import package, versions
+from kvxfer.tools.versions import package, versions
 
 CASES = {
     "single": ["--prefills", "0"],

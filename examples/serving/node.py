@@ -123,7 +123,7 @@ class Node:
     def _watched(self, stopping: Callable[[], bool]) -> AbstractAsyncContextManager[object]:
         if not self._admin:
             return nullcontext()
-        from kvxfer.admin import Limits, serve  # an extra
+        from kvxfer.tools.admin import Limits, serve  # an extra
 
         return serve(self.ranks.workers, address=self._admin, limits=Limits(stopping=stopping))
 

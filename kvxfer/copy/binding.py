@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvxfer.copy.compiler import compiled, inlined
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, LIMIT, WIDTHS, Kind
 from kvxfer.geometry.chunks import MOST_BLANKS, STAGING_ALIGNMENT
-from kvxfer.limits import MAX_ROWS
+from kvxfer.names import MAX_ROWS
 
 __all__ = ["bind", "fill", "marks", "scratch_words", "told_words"]
 

@@ -20,13 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
-from kvxfer.copy.sum_tables import SumTables, sum_variants
+from kvxfer.copy.sums import SumTables, sum_variants
 from kvxfer.copy.tables import Tables, variants
 from kvxfer.errors import FabricError, KvxferError, MissingExtraError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan
 from kvxfer.geometry.sums import SumPlan
-from kvxfer.memory.driver import call, load
-from kvxfer.memory.flush import Arrival, arrival
+from kvxfer.memory.device import Arrival, arrival, call, load
 from kvxfer.telemetry import logger
 
 if TYPE_CHECKING:  # importing the kernel imports triton

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.copy.sum_tables import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant
+from kvxfer.copy.sums import SUM_AXIS_WORDS, SUM_HEADER_WORDS, SumVariant
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, KINDS, Variant
 from kvxfer.errors import MissingExtraError
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import records
 from kvxfer.copy.port import READY, AllOf, CopyJob, CopyOutcome, Direction, Event, Native, Operation, Post, Turns
-from kvxfer.copy.sum_tables import SumTables, pack_sums
+from kvxfer.copy.sums import SumTables, pack_sums
 from kvxfer.copy.tables import PART_BYTES, parts_of
 from kvxfer.errors import ClosedError, ConfigError, FabricError, KvxferError, TransferFailedError
 from kvxfer.geometry.copyplan import CopyPlan

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import GeometryError
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT
 from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil
-from kvxfer.geometry.elements import BYTES, Elements
+from kvxfer.geometry.spec import BYTES, Elements
 
 __all__ = [
     "AXIS_WORDS",

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from kvxfer.copy import binding
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Kind, Launch, Tables, Variant, usable
-from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import MOST_BLANKS, ChunkGrid, Slice
 from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Blank
-from kvxfer.geometry.elements import BYTES, Elements
 from kvxfer.geometry.plan import PairPlan, TransferPlan
 from kvxfer.geometry.rows import BlockLists, row_grid
-from kvxfer.geometry.side import RowSide
-from kvxfer.lazy import lazy
+from kvxfer.geometry.spec import BYTES, Elements
+from kvxfer.names import lazy
 
 __all__ = ["Cut", "Fitted", "Template"]
 

@@ -12,20 +12,186 @@ What NIXL does and does not promise shapes this file:
 
 import contextlib
 import os
+import re
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.errors import ConfigError, FabricError
 from kvxfer.fabric import capi
-from kvxfer.fabric.backends import checked_params, shown_params
 from kvxfer.fabric.capi import CallError, Capi, Owned
-from kvxfer.fabric.envelope import is_of_worker, pack, unpack
 from kvxfer.fabric.port import Descriptors, Handle, Memory, Native, Operation
 from kvxfer.telemetry import logger
 
-__all__ = ["NixlTransport"]
+__all__ = [
+    "NixlTransport",
+    "agent_name",
+    "check_owner",
+    "checked_params",
+    "device_params",
+    "is_of_worker",
+    "pack",
+    "shown_params",
+    "unpack",
+]
+
+# --- settings of backends
+
+_UCX_PARAMS: Final = frozenset({
+    "device_list", "engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_devices",
+    "ucx_error_handling_mode", "ucx_num_device_channels",
+})  # fmt: skip
+"""What NIXL 1.5's UCX backend reads. It advertises only three of them."""
+
+
+def checked_params(
+    backends: Sequence[str],
+    given: Mapping[str, Mapping[str, object]],
+    num_workers: int | None,
+    devices: Sequence[str],
+    named: str | None,
+) -> dict[str, dict[str, str]]:
+    """Check the settings of NIXL's backends and write them as it takes them.
+
+    Args:
+        backends: Plugins to load.
+        given: Parameters by backend.
+        num_workers: UCX workers; None leaves NIXL's default.
+        devices: Network devices that UCX may use, by its names; empty: all.
+        named: Those that the environment names (`UCX_NET_DEVICES`), which win.
+
+    Returns:
+        Parameters by backend.
+
+    Raises:
+        ConfigError: A setting is malformed, or contradicts another.
+    """
+    if not backends or len(set(backends)) != len(backends):
+        raise ConfigError(f"backends must name at least one NIXL plugin, each once: {list(backends)}")
+    if unknown := set(given) - set(backends):
+        raise ConfigError(f"backend_params names {sorted(unknown)}, which backends={list(backends)} does not load")
+    params: dict[str, dict[str, str]] = {backend: {} for backend in backends}
+    for backend, values in given.items():
+        for key, value in values.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"backend_params[{backend!r}][{key!r}] must be a string, not {type(value).__name__}")
+            params[backend][key] = value
+    if unknown := set(params.get("UCX", {})) - _UCX_PARAMS:
+        raise ConfigError(f"NIXL's UCX backend has no {sorted(unknown)}; it has {sorted(_UCX_PARAMS)}")
+    derived = device_params(devices, named)
+    if num_workers is not None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        derived["num_workers"] = str(num_workers)
+    if derived and "UCX" not in params:
+        raise ConfigError(f"num_workers and devices are settings of UCX, which backends={list(backends)} does not load")
+    if twice := set(derived) & set(params.get("UCX", {})):
+        raise ConfigError(f"{sorted(twice)} is given twice, in backend_params and as a setting of its own")
+    if derived:
+        params["UCX"] |= derived
+    return params
+
+
+def device_params(devices: Sequence[str], named: str | None) -> dict[str, str]:
+    """How to say `devices` to NIXL's UCX backend.
+
+    `device_list` appends ":1" to each name, so it can say first ports of RDMA devices and nothing else. `engine_config`
+    is cut at commas, so it can say one device, and yields to a `UCX_NET_DEVICES` in the environment.
+    """
+    if not devices:
+        return {}
+    if any(not name or "," in name or " " in name for name in devices):
+        raise ConfigError(f"devices takes UCX device names without commas or spaces, got {list(devices)}")
+    if all(name.endswith(":1") for name in devices):
+        return {"device_list": ",".join(name.removesuffix(":1") for name in devices)}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"devices={list(devices)}: NIXL takes first ports of RDMA devices ('mlx5_0:1') or one other device; "
+            f"for more, set UCX_NET_DEVICES={','.join(devices)} and leave devices empty"
+        )
+    if named not in (None, devices[0]):
+        raise ConfigError(f"devices={list(devices)}, but UCX_NET_DEVICES={named} would win")
+    return {"engine_config": f"NET_DEVICES={devices[0]}"}
+
+
+def shown_params(params: Mapping[str, Mapping[str, str]]) -> dict[str, object]:
+    """Parameters by backend as logs and errors may show them: of UCX with their values, of others only the names.
+
+    UCX has no parameter that is a secret; other backends do, such as the keys of an object store.
+    """
+    return {backend: dict(given) if backend == "UCX" else sorted(given) for backend, given in params.items()}
+
+
+# --- metadata
+
+_ENVELOPE: Final = struct.Struct("<4s16sHH")
+"""Magic, incarnation, bytes of the agent's name, number of blobs; then their lengths (u32), the name, the blobs."""
+_MAGIC: Final = b"kvx1"
+_MOST_BLOBS: Final = 3
+"""How the agent is reached, memory of the host, and of GPUs."""
+_WORKERS: Final = re.compile(r"(kvxfer-[0-9a-f]{32})(\.[0-9]+)?")
+"""What the agents of workers are called; a number follows when one was made anew."""
+
+
+def agent_name(incarnation: bytes) -> str:
+    """How the agent of a worker is called."""
+    return f"kvxfer-{incarnation.hex()[:32]}"
+
+
+def is_of_worker(agent: str) -> bool:
+    """Whether it is a name that `check_owner` keeps to one worker."""
+    return _WORKERS.fullmatch(agent) is not None
+
+
+def check_owner(metadata: bytes, incarnation: bytes) -> None:
+    """See that metadata, if it is under the name of a worker's agent, is under that of this worker's.
+
+    NIXL knows agents by their names, and no two by one: whoever took that of another would keep it away.
+
+    Raises:
+        FabricError: If it is under the name of another.
+    """
+    try:
+        _, name, _ = unpack(metadata)
+    except FabricError:  # of another transport, or damaged: the transport will say
+        return
+    named = _WORKERS.fullmatch(name)
+    if named and named[1] != agent_name(incarnation):
+        raise FabricError(f"the agent of {agent_name(incarnation)} says to be {name}")
+
+
+def pack(incarnation: bytes, name: str, blobs: Sequence[bytes]) -> bytes:
+    """Several metadata blobs of one agent as one: NIXL makes one of how it is reached, and one a kind of memory."""
+    encoded = name.encode()
+    lengths = struct.pack(f"<{len(blobs)}I", *map(len, blobs))
+    return _ENVELOPE.pack(_MAGIC, incarnation, len(encoded), len(blobs)) + lengths + encoded + b"".join(blobs)
+
+
+def unpack(metadata: bytes) -> tuple[bytes, str, list[bytes]]:
+    """Take apart what `pack` put together: incarnation, name, blobs. Every length is checked.
+
+    Raises:
+        FabricError: It is of another version, or damaged.
+    """
+    if len(metadata) < _ENVELOPE.size:
+        raise FabricError("a peer's metadata is cut short")
+    magic, incarnation, name_bytes, count = _ENVELOPE.unpack_from(metadata)
+    start = _ENVELOPE.size + 4 * count
+    if magic != _MAGIC or not 1 <= count <= _MOST_BLOBS or len(metadata) < start:
+        raise FabricError("a peer's metadata is not of this version, or cut short")
+    lengths: tuple[int, ...] = (name_bytes, *struct.unpack_from(f"<{count}I", metadata, _ENVELOPE.size))
+    if start + sum(lengths) != len(metadata):
+        raise FabricError("a peer's metadata is cut short or too long")
+    fields: list[bytes] = []
+    for length in lengths:
+        fields.append(metadata[start : start + length])
+        start += length
+    return incarnation, fields[0].decode(errors="replace"), fields[1:]
+
+
+# --- the transport
 
 _log: Final = logger("kvxfer.fabric")
 

@@ -11,14 +11,7 @@ from typing import Protocol, TypeAlias
 
 from kvxfer.copy.port import Descriptors, Native, Operation
 
-__all__ = [
-    "Descriptors",
-    "Handle",
-    "Memory",
-    "Native",
-    "Operation",
-    "Transport",
-]
+__all__ = ["Descriptors", "Handle", "Memory", "Native", "Operation", "Transport"]
 
 
 @dataclass(frozen=True, slots=True)

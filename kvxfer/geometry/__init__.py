@@ -1,10 +1,9 @@
 """Layouts and plans: any strided cache to any other, as the intersection of two arrays in global coordinates.
 
-    describe    CacheTensor, Group, Interleave -> CacheGeometry         (axes.py, spec.py, tensor.py, cache.py)
-    resolve     who sends what                                          (resolve.py)
-    pair        what two ranks have in common                           (intersect.py, factor.py, conversion.py)
-    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, side.py, chunks.py)
-    tables      what a copy kernel needs                                (copyplan.py, sampling.py)
+    describe    CacheTensor, Group, Interleave -> CacheGeometry         (spec.py, cache.py)
+    resolve     who sends what, and what two ranks have in common       (intersect.py)
+    plan        two block lists and a token range, cut into chunks      (plan.py, rows.py, chunks.py)
+    tables      what a copy kernel needs                                (copyplan.py)
     check       whether what arrived is what was sent                   (sums.py)
 
 Caches need not be described one by one:
@@ -14,21 +13,15 @@ Caches need not be described one by one:
 Pure numpy; torch enters only as the tensor inside a `CacheTensor`.
 """
 
-from kvxfer.geometry.cache import CacheGeometry, Group
+from kvxfer.geometry.cache import CacheGeometry, CacheTensor, Group
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPlan
-from kvxfer.geometry.conversion import converts, differences
-from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, CopyPlan, Pieces, Segment, Stencil
-from kvxfer.geometry.elements import BYTES, Elements
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import MAX_OUTER_AXES, Box, BoxAxis, CopyPlan, Pieces, Sample, Segment, Stencil, sample
 from kvxfer.geometry.group import group
-from kvxfer.geometry.layouts import LAYOUTS, expand_layout
+from kvxfer.geometry.intersect import Selection, common, converts, differences, resolve
 from kvxfer.geometry.plan import PairPlan, TransferPlan, check_state, cut_digest
-from kvxfer.geometry.resolve import Selection, common, resolve
 from kvxfer.geometry.rows import BlockLists, Blocks, Span, check_spans, check_tokens, normalise_blocks, token_count
-from kvxfer.geometry.sampling import Sample, sample
-from kvxfer.geometry.spec import Interleave, TensorSpec
+from kvxfer.geometry.spec import BYTES, LAYOUTS, Elements, Interleave, TensorSpec, expand_layout
 from kvxfer.geometry.sums import Damage, SumPlan, damage, selected
-from kvxfer.geometry.tensor import CacheTensor
 
 __all__ = [
     "BYTES",

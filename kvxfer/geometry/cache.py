@@ -1,19 +1,399 @@
 """What one rank holds, checked as a whole: several cache tensors, and the groups whose block ids they share."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import combinations, product
-from typing import TypeAlias
+from math import gcd
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.overlap import Bytes, shared
-from kvxfer.geometry.side import RowSide
-from kvxfer.geometry.spec import TensorSpec, check_whole, unlike
-from kvxfer.geometry.tensor import CacheTensor
-from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_FACTS, MAX_NAME, MAX_PLACES, MAX_TENSORS
+from kvxfer.geometry.spec import (
+    EVERY_TOKEN,
+    Interleave,
+    TensorSpec,
+    bind_layout,
+    check_whole,
+    parse_axes,
+    read_scale,
+    unlike,
+)
+from kvxfer.names import MAX_FACTS, MAX_NAME, MAX_PLACES, MAX_TENSORS, lazy
 
-__all__ = ["CacheGeometry", "Group", "Place"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Bytes", "CacheGeometry", "CacheTensor", "Group", "Place", "RowSide", "shared"]
+
+# --- whether views share a byte
+#
+# Ranges of addresses do not tell: K and V packed in one tensor, slices by head, and layers inside of a block lie
+# between each other without a common byte. So the question is decided in two steps. Views whose largest strides are
+# equal are folded by that stride, and what then lies apart cannot meet; this leaves few pairs, however many layers
+# there are. For each of these it is decided exactly: is there an index into either view such that the two addresses
+# are closer than the runs are long? With equal strides that takes a few steps. With strides that have nothing to do
+# with each other it is a subset-sum problem, so the steps are counted, and a pair that is undecided when they are used
+# up counts as apart.
+
+_STEPS: Final = 50_000
+"""Steps for a whole list of views, beyond those that each view may take by itself: well under 0.1 s."""
+_STEPS_A_VIEW: Final = 64
+
+_Axes: TypeAlias = tuple[tuple[int, int], ...]
+"""(stride, count), the largest stride first."""
+
+
+class _UndecidedError(Exception):
+    """The steps are used up."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    left: int
+
+    def take(self, number: int = 1) -> None:
+        self.left -= number
+        if self.left < 0:
+            raise _UndecidedError
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Where the bytes of a view lie: runs of equal length at regular places.
+
+    Attributes:
+        start: Address of the first.
+        axes: (bytes, count) of every axis that is longer than 1, the largest stride first; none steps inside of those
+            after it.
+        run: Bytes that lie together at each index.
+    """
+
+    start: int
+    axes: _Axes
+    run: int
+
+    @classmethod
+    def of(cls, start: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> "Bytes":
+        """The bytes of a tensor whose axes do not overlap; axes without a gap between them become one."""
+        axes: list[tuple[int, int]] = []
+        run = item_bytes
+        for stride, count in sorted(zip(strides, shape, strict=True)):
+            if count == 1:
+                continue
+            if not axes and stride == run:
+                run *= count
+            elif axes and stride == axes[-1][0] * axes[-1][1]:
+                axes[-1] = (axes[-1][0], axes[-1][1] * count)
+            else:
+                axes.append((stride, count))
+        return cls(start, tuple(reversed(axes)), run)
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.start + self.run + sum((count - 1) * stride for stride, count in self.axes)
+
+    def folded(self, stride: int) -> "Iterator[Bytes]":
+        """The view without its largest axis, on a circle of that stride: twice where it lies across the cut."""
+        one = Bytes(self.start % stride, self.axes[1:], self.run)
+        yield one
+        if one.stop > stride:
+            yield Bytes(one.start - stride, one.axes, one.run)
+
+
+def shared(views: Sequence[Bytes]) -> tuple[int, int] | None:
+    """Positions of two views that have a byte in common; None if there are none, or it could not be decided."""
+    steps = _Steps(_STEPS + _STEPS_A_VIEW * len(views))
+    try:
+        for one, other in _suspects(list(enumerate(views)), steps):
+            if _meet(views[one], views[other], steps):
+                return min(one, other), max(one, other)
+    except _UndecidedError:
+        pass
+    return None
+
+
+def _suspects(views: list[tuple[int, Bytes]], steps: _Steps) -> Iterator[tuple[int, int]]:
+    """Pairs that may share a byte; all that do are among them."""
+    steps.take(len(views))
+    for close in _clusters(views):
+        strides = {view.axes[0][0] if view.axes else 0 for _, view in close}
+        stride = strides.pop()
+        if strides or not stride:
+            for (one, _), (other, _) in combinations(close, 2):
+                steps.take()
+                if one != other:
+                    yield one, other
+        else:
+            yield from _suspects([(at, part) for at, view in close for part in view.folded(stride)], steps)
+
+
+def _clusters(views: Iterable[tuple[int, Bytes]]) -> Iterator[list[tuple[int, Bytes]]]:
+    """Views whose ranges hang together, where there is more than one."""
+    close: list[tuple[int, Bytes]] = []
+    stop = 0
+    for at, view in sorted(views, key=lambda item: item[1].start):
+        if close and view.start >= stop:
+            if len(close) > 1:
+                yield close
+            close = []
+        stop = max(stop, view.stop) if close else view.stop
+        close.append((at, view))
+    if len(close) > 1:
+        yield close
+
+
+def _meet(one: Bytes, other: Bytes, steps: _Steps) -> bool:
+    """Whether two views have a byte in common: exact.
+
+    The distance from an address in `one` to an address in `other` is a fixed number and a multiple of each stride,
+    where a stride of both views counts once, with all differences of the two indices. They share a byte if a distance
+    lies between `-other.run` and `one.run`, neither included.
+    """
+    reach: dict[int, tuple[int, int]] = {}
+    for stride, count in one.axes:
+        reach[stride] = (1 - count, 0)
+    for stride, count in other.axes:
+        low, high = reach.get(stride, (0, 0))
+        reach[stride] = (low, high + count - 1)
+    terms = [(stride, *reach[stride]) for stride in sorted(reach, reverse=True)]
+    rest = [(0, 0, 0)]  # behind each term: least and largest sum of those after it, and what divides all of these
+    for stride, low, high in reversed(terms):
+        least, most, unit = rest[-1]
+        rest.append((least + stride * low, most + stride * high, gcd(unit, stride)))
+    rest.reverse()
+
+    def reachable(at: int, low: int, high: int) -> bool:
+        """Whether the terms from `at` on can sum up to something from `low` to `high`."""
+        steps.take()
+        least, most, unit = rest[at]
+        low, high = max(low, least), min(high, most)
+        if low > high or (unit and high // unit * unit < low):
+            return False
+        if at == len(terms):
+            return True
+        stride, first, last = terms[at]
+        least, most, _ = rest[at + 1]
+        factors = range(max(first, -((most - low) // stride)), min(last, (high - least) // stride) + 1)
+        return any(reachable(at + 1, low - factor * stride, high - factor * stride) for factor in factors)
+
+    distance = other.start - one.start
+    return reachable(0, 1 - other.run - distance, one.run - 1 - distance)
+
+
+# --- tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheTensor:
+    """A torch tensor with the names of its axes and the global coordinates that it holds.
+
+    The tensor may be any strided view. It must stay allocated while a worker has it registered; kvxfer keeps a
+    reference.
+
+    Tensors of one group must not share a byte, since a block id means a block of each of them. Tensors of different
+    groups may lie in the same memory (a hybrid pool). Nothing compares their ids, so the caller's allocator must not
+    use the same bytes for two groups at a time, nor bytes that `MemoryInDoubt` names in one group for another.
+
+    Args:
+        tensor: CPU or CUDA tensor, one dimension per name in `axes`.
+        axes: Names of its axes in its own order: block, layer, kv, head, token, dim; head and dim may be split once.
+            Or one of vLLM's names for such an order, as in `LAYOUTS`: `"NHD"`, `"LBNHC"`.
+        layers: Global numbers of the layers that it holds, in the order of its layer axis.
+        heads: Global range of the heads that it holds; may be left out without a head axis.
+        kv: For a tensor without a kv axis `"k"` or `"v"`, or None if it holds neither (MLA); with one, `"kv"` (the
+            default) or `"vk"` say its order.
+        group: Block-address space.
+        part: Tells tensors of one layer with different meaning apart.
+        tokens: Which tokens it holds, under context parallelism.
+        kernel_blocks_per_id: Blocks of this tensor that one block id stands for.
+        tokens_per_row: Tokens that one index of the token axis stands for.
+        scale: What a stored number must be multiplied by to give its value: float32 of shape () or (heads,), one number
+            for each head that this tensor holds; 1 without it. It is read here, once, which waits for the device that
+            holds it; kvxfer keeps no reference, and later changes of the tensor are not seen. Both sides may have one.
+            Where they differ, as where dtypes do, a decode rank with `convert=True` gets
+            `stored * scale of the source / scale of the destination`, and any other is refused.
+    """
+
+    tensor: "torch.Tensor"
+    axes: str
+    _: KW_ONLY
+    layers: Sequence[int]
+    heads: range | None = None
+    kv: str | None = None
+    group: str = "default"
+    part: str = ""
+    tokens: Interleave = EVERY_TOKEN
+    kernel_blocks_per_id: int = 1
+    tokens_per_row: int = 1
+    scale: "torch.Tensor | None" = None
+
+    def _check_types(self) -> None:
+        """Callers may be untyped: say what was passed instead of failing somewhere inside."""
+        wanted = (
+            ("tensor must be a torch.Tensor", self.tensor, "data_ptr"),
+            ("axes must be text", self.axes, "split"),
+            ("heads must be a range", self.heads or range(1), "step"),
+            ("tokens must be an Interleave", self.tokens, "chunk"),
+            ("group must be text", self.group, "encode"),
+            ("part must be text", self.part, "encode"),
+            ("kv must be text", self.kv or "", "encode"),
+        )
+        for rule, value, mark in wanted:
+            if not hasattr(value, mark):
+                raise GeometryError(f"{rule}, not {type(value).__name__}")
+        check_whole("kernel_blocks_per_id", self.kernel_blocks_per_id)
+        check_whole("tokens_per_row", self.tokens_per_row)
+        try:
+            for layer in self.layers:
+                operator.index(layer)
+        except TypeError as error:
+            raise GeometryError(f"layers must be a list of whole numbers, not {self.layers!r}") from error
+
+    def spec(self, null_block: int | None = None) -> TensorSpec:
+        """The description without the memory.
+
+        Raises:
+            GeometryError: If names, coordinates, shape, strides or device do not fit together, or if the tensor reaches
+                beyond its storage.
+        """
+        self._check_types()
+        tensor = self.tensor
+        if kind := _not_plain(tensor):
+            raise GeometryError(f"a cache tensor of group {self.group!r} is {kind}")
+        axes, shape, strides = bind_layout(self.axes, tensor.shape, tensor.stride())
+        names = {axis.name for axis in parse_axes(axes)}
+        if self.heads is None and "head" in names:
+            raise GeometryError(
+                f"a cache tensor of group {self.group!r} has a head axis, so heads= must name its range"
+            )
+        item_bytes = tensor.element_size()
+        heads = self.heads if self.heads is not None else range(1)
+        found = TensorSpec(
+            group=self.group,
+            part=self.part,
+            kv=tuple(self.kv or ("kv" if "kv" in names else "")) or ("",),
+            layers=tuple(int(layer) for layer in self.layers),
+            heads=heads,
+            axes=axes,
+            shape=shape,
+            strides=tuple(stride * item_bytes for stride in strides),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            item_bytes=item_bytes,
+            base=tensor.data_ptr(),
+            kind=tensor.device.type,
+            device=tensor.device.index or 0,
+            block_ratio=int(self.kernel_blocks_per_id),
+            tokens_per_row=int(self.tokens_per_row),
+            tokens=self.tokens,
+            null_block=null_block,
+            scale=read_scale(self.scale, heads.stop - heads.start),
+        )
+        held = tensor.untyped_storage().nbytes()
+        reach = tensor.storage_offset() * item_bytes + found.extent_bytes
+        if reach > held:
+            raise GeometryError(
+                f"{found.name}: its last element ends at byte {reach} of its storage, which has {held}: the storage "
+                "was resized or freed; register what is allocated"
+            )
+        return found
+
+
+def _not_plain(tensor: "torch.Tensor") -> str:
+    """Why the bytes of a tensor are not its values, and what to pass instead; empty for one that is plain memory."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        kind = "nested" if tensor.is_nested else tensor.layout
+        return f"{kind}; only strided tensors are supported"
+    if tensor.is_conj() or tensor.is_neg():
+        lazy = "conjugated" if tensor.is_conj() else "negated"
+        return f"lazily {lazy}: its memory holds other values; pass the tensor that it was made of"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype}); pass its int_repr() and its scales as tensors of their own"
+    return ""
+
+
+# --- where a token is
+
+I64: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSide:
+    """How one side addresses tokens of a group: tokens per kernel block, kernel blocks per id, interleaving.
+
+    `block_tokens` counts token rows, and is 0 for state.
+
+    Attributes:
+        is_state: True without a token axis.
+        id_tokens: Tokens that one block id covers on this rank; 0 for state.
+    """
+
+    block_tokens: int
+    block_ratio: int
+    tokens_per_row: int
+    rank: int
+    of: int
+    chunk: int
+    null_block: int | None
+    is_state: bool = field(init=False, repr=False, compare=False)
+    id_tokens: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_state", self.block_tokens == 0)
+        object.__setattr__(self, "id_tokens", self.block_tokens * self.tokens_per_row * self.block_ratio)
+
+    @classmethod
+    def of_tensor(cls, spec: TensorSpec) -> "RowSide":
+        """The row addressing of one cache tensor."""
+        return cls(
+            0 if spec.is_state else spec.count("token"),
+            spec.block_ratio,
+            spec.tokens_per_row,
+            spec.tokens.rank,
+            spec.tokens.of,
+            spec.tokens.chunk,
+            spec.null_block,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All but the null block: numbers, which have an order."""
+        return (self.block_tokens, self.block_ratio, self.tokens_per_row, self.rank, self.of, self.chunk)
+
+    @property
+    def grid(self) -> int:
+        """Rows never cross a multiple of this many token rows."""
+        return gcd(self.block_tokens, self.chunk) if self.of > 1 else self.block_tokens
+
+    def holds(self, tokens: I64) -> NDArray[np.bool_]:
+        """Which of these tokens are on this rank."""
+        if self.of == 1:
+            return np.ones(len(tokens), np.bool_)
+        return np.asarray((tokens // self.chunk) % self.of == self.rank)
+
+    def local(self, tokens: I64) -> I64:
+        """How many tokens before these this rank holds: where in its blocks they are, if it holds them."""
+        if self.of == 1:
+            return tokens
+        turn = self.chunk * self.of
+        return tokens // turn * self.chunk + np.clip(tokens % turn - self.rank * self.chunk, 0, self.chunk)
+
+    def most(self, tokens: int) -> int:
+        """How many token rows this rank holds of so many neighbouring tokens, at most."""
+        turns, rest = divmod(tokens, self.chunk * self.of)
+        return (turns * self.chunk + min(rest, self.chunk)) // self.tokens_per_row
+
+    def kernel_blocks(self, ids: I64) -> I64:
+        """Kernel block numbers of a list of block ids."""
+        if self.block_ratio == 1:
+            return ids
+        return (ids[:, None] * self.block_ratio + np.arange(self.block_ratio, dtype=np.int64)).ravel()
+
+
+# --- a rank's cache
 
 Place: TypeAlias = tuple[str, str, str, int]
 """What a tensor holds of a block: its group, part, half (K, V or neither) and layer."""

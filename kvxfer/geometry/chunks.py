@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Pieces, Segment, Stencil, fold
-from kvxfer.geometry.elements import Elements
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import Blank, Box, BoxAxis, CopyPlan, Pieces, Segment, Stencil, fold
 from kvxfer.geometry.intersect import SegmentKey
 from kvxfer.geometry.rows import Rows, row_grid
-from kvxfer.lazy import lazy
+from kvxfer.geometry.spec import Elements
+from kvxfer.names import lazy
 
 __all__ = ["MOST_BLANKS", "STAGING_ALIGNMENT", "ChunkGrid", "ChunkPart", "ChunkPlan", "Slice"]
 

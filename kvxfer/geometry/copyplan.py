@@ -1,15 +1,9 @@
 """The plan of one copy: small tables from which every address is computed.
 
-    address(region, row, token, axes, byte) = base[region] + block[row] * block_stride
-                                              + (first_token[row] + token) * token_stride
-                                              + sum(index_k * stride_k) + byte
-
-once for the source and once for the destination. A segment holds what does not change between its rows: strides and the
-box. The tables are O(regions + rows) although the copy may consist of millions of pieces.
-
-A copy that converts is the same walk in elements, which have another size (and dtype) on either side: each is read,
-multiplied by one number of its region, divided by the other (in float32), rounded to the destination's dtype and
-written. A copy of bytes is the case of elements of one byte.
+Listing all of them costs tens of nanoseconds a piece, and there may be millions. A part is a stretch of neighbouring
+rows in the middle, because pieces merge across rows wherever blocks follow each other. What counts is how many pieces
+each row adds to those before it: even where all rows are one piece, a stretch then tells so. The first and the last row
+may be cut by the token range, and stand for themselves.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -22,13 +16,113 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.elements import BYTES, Elements
-from kvxfer.geometry.factor import BoxAxis
-from kvxfer.lazy import lazy
+from kvxfer.geometry.spec import BYTES, Elements, Factor
+from kvxfer.names import lazy
 
-__all__ = ["MAX_OUTER_AXES", "Blank", "Box", "CopyPlan", "Pieces", "Segment", "Stencil", "fold"]
+__all__ = [
+    "MAX_OUTER_AXES",
+    "Blank",
+    "Box",
+    "BoxAxis",
+    "CopyPlan",
+    "Patch",
+    "Pieces",
+    "Sample",
+    "Segment",
+    "Stencil",
+    "axis_offsets",
+    "fold",
+    "patches",
+    "sample",
+]
+
+# --- strides from offsets
+#
+# Split axes (`dim/8 ... dim%8`) make an axis a mixed radix number, with another radix on either side. Rather than
+# treat the pairs of splits case by case, the planner lists the byte offsets of the axis on both sides and reads the
+# strides off.
 
 I64: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BoxAxis:
+    """`count` steps, each `src` bytes at the source and `dst` bytes at the destination."""
+
+    count: int
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Part of an axis: where it begins on both sides (bytes) and its factors, outermost first."""
+
+    src: int
+    dst: int
+    axes: tuple[BoxAxis, ...]
+
+    @property
+    def count(self) -> int:
+        """Coordinates in this patch."""
+        return int(np.prod([axis.count for axis in self.axes], dtype=np.int64))
+
+
+def axis_offsets(factors: tuple[Factor, ...], start: int, stop: int) -> I64:
+    """Byte offsets of the coordinates [start, stop) of an axis; a missing axis has the one coordinate 0."""
+    coordinates = np.arange(start, stop, dtype=np.int64)
+    offsets = np.zeros_like(coordinates)
+    for factor in factors:
+        offsets += coordinates // factor.unit % factor.count * factor.stride
+    return offsets
+
+
+def patches(src: I64, dst: I64) -> tuple[Patch, ...]:
+    """Cut two offset sequences of equal length into the fewest patches that a left-to-right pass finds.
+
+    Two unsplit axes give one patch of one factor; splits by 8 and by 16 give one patch of up to three.
+    """
+    found: list[Patch] = []
+    at = 0
+    while at < len(src):
+        length, axes = _longest(src[at:], dst[at:])
+        found.append(Patch(int(src[at]), int(dst[at]), axes))
+        at += length
+    return tuple(found)
+
+
+def _longest(src: I64, dst: I64) -> tuple[int, tuple[BoxAxis, ...]]:
+    """Length and factors of a long strided prefix."""
+    if len(src) == 1:
+        return 1, ()
+    steps = np.stack([np.diff(src), np.diff(dst)])
+    same = (steps == steps[:, :1]).all(axis=0)
+    inner = len(src) if bool(same.all()) else int(np.argmin(same)) + 1
+    axis = BoxAxis(inner, int(steps[0, 0]), int(steps[1, 0]))
+    whole = len(src) // inner
+    if whole < 2:
+        return inner, (axis,)
+    # how many of the following stretches of this length repeat the first one
+    pairs = np.stack([src[: whole * inner], dst[: whole * inner]]).reshape(2, whole, inner)
+    repeats = ((pairs - pairs[:, :, :1]) == (pairs[:, :1] - pairs[:, :1, :1])).all(axis=(0, 2))
+    count = whole if bool(repeats.all()) else int(np.argmin(repeats))
+    if count < 2:
+        return inner, (axis,)
+    length, outer = _longest(pairs[0, :count, 0], pairs[1, :count, 0])
+    return length * inner, (*outer, axis)
+
+
+# --- the plan
+#
+# `address(region, row, token, axes, byte) = base[region] + block[row] * block_stride + (first_token[row] + token) *
+# token_stride + sum(index_k * stride_k) + byte`, once for the source and once for the destination. A segment holds what
+# does not change between its rows: strides and the box. The tables are O(regions + rows) although the copy may consist
+# of millions of pieces.
+#
+# A copy that converts is the same walk in elements, which have another size (and dtype) on either side: each is read,
+# multiplied by one number of its region, divided by the other (in float32), rounded to the destination's dtype and
+# written. A copy of bytes is the case of elements of one byte.
+
 F32: TypeAlias = NDArray[np.float32]
 
 _AT_ONCE: Final = 8192
@@ -333,3 +427,95 @@ def fold(
     unrolled = by_count[: max(0, len(merged) - most)]
     outer = tuple(axis for axis in merged if axis not in unrolled)
     return Box(outer, src_token, dst_token, run, token_in_run, elements), tuple(unrolled)
+
+
+# --- pieces, from a part of the rows
+
+F64: TypeAlias = NDArray[np.float64]
+
+_STRETCH: Final = 16
+"""Rows of a stretch at least: engines may count in blocks of so many kernel blocks, which follow each other."""
+_AFFORDED: Final = 4
+"""For that a stretch may have so many times the pieces that were asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Some pieces of a copy, and how many there are in all.
+
+    Attributes:
+        count: Pieces of the copy, neighbours merged.
+        nbytes: Bytes of those that were looked at.
+        weights: How many pieces each of them stands for.
+    """
+
+    count: float
+    nbytes: I64
+    weights: F64
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[Pieces, float]]) -> "Sample":
+        """Lists of pieces, each of which stands for so many."""
+        found = [(listed.nbytes, count) for listed, count in parts]
+        return cls(
+            sum(count for _, count in found),
+            np.concatenate([nbytes for nbytes, _ in found]),
+            np.concatenate([np.full(len(nbytes), count / max(1, len(nbytes))) for nbytes, count in found]),
+        )
+
+
+def sample(plan: CopyPlan, pieces: int) -> Sample:
+    """Look at about so many pieces of a copy; at all, if there are no more.
+
+    Segments with one table of rows are looked at together, since pieces of one may go on in another. Rows whose source
+    block is padding, or not known yet, are taken to be like the others.
+    """
+    moved: dict[int, list[Segment]] = {}
+    for segment in plan.segments:
+        moved.setdefault(id(segment.stencil.rows), []).append(segment)
+    whole = CopyPlan(tuple(part for alike in moved.values() for part in _with(alike, _known(alike)).segments))
+    if whole.pieces == plan.pieces <= pieces:
+        listed = whole.enumerate().merged()
+        return Sample.of([(listed, float(len(listed)))])
+    parts: list[tuple[Pieces, float]] = []
+    for alike in moved.values():
+        known, every = _with(alike, _known(alike)), CopyPlan(tuple(alike)).pieces
+        if known.pieces:
+            found = _looked_at(known, known.segments[0].stencil.rows, pieces // len(moved))
+            parts += [(listed, count * every / known.pieces) for listed, count in found]
+        else:
+            parts.append((known.enumerate(), float(every)))
+    return Sample.of(parts)
+
+
+def _looked_at(plan: CopyPlan, rows: I64, pieces: int) -> list[tuple[Pieces, float]]:
+    """Pieces of some of the rows that all segments of a plan have, and how many of its pieces they stand for."""
+    each = plan.pieces // len(rows)
+    kept = max(pieces // each, min(_STRETCH, _AFFORDED * pieces // each))
+    if plan.pieces <= pieces or kept + 2 >= len(rows):
+        listed = plan.enumerate().merged()
+        return [(listed, float(len(listed)))]
+
+    def merged(some: I64) -> Pieces:
+        return _with(plan.segments, some).enumerate().merged()
+
+    begin = (len(rows) - kept) // 2
+    stretch = rows[begin : begin + max(1, kept)]
+    times = plan.pieces / _with(plan.segments, stretch).pieces
+    if not kept:  # so many pieces a row that one says enough
+        listed = merged(stretch)
+        return [(listed, len(listed) * times)]
+    first, more, last = merged(rows[:1]), merged(rows[begin - 1 : begin + kept]), merged(rows[-1:])
+    added = len(more) - len(merged(rows[begin - 1 : begin]))
+    inner = added * times * _with(plan.segments, rows[1:-1]).pieces / plan.pieces
+    ends = len(merged(rows[-2:])) - len(merged(rows[-2:-1]))
+    return [(first, float(len(first))), (more, inner), (last, float(ends))]
+
+
+def _with(segments: Iterable[Segment], rows: I64) -> CopyPlan:
+    return CopyPlan(tuple(replace(one, stencil=replace(one.stencil, rows=rows)) for one in segments))
+
+
+def _known(segments: Sequence[Segment]) -> I64:
+    rows = segments[0].stencil.rows
+    return rows[rows[:, 0] >= 0]

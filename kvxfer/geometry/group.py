@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from kvxfer.errors import GeometryError
+from kvxfer.geometry.cache import CacheTensor
 from kvxfer.geometry.spec import EVERY_TOKEN, Interleave
-from kvxfer.geometry.tensor import CacheTensor
 
 if TYPE_CHECKING:
     import torch

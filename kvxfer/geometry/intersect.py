@@ -1,4 +1,4 @@
-"""What two ranks have in common: strides, boxes and base addresses of all that is selected between them.
+"""What two ranks have in common: who sends what, whether it can be copied, and strides and addresses of all of it.
 
 Each selected pair of tensors is intersected in global coordinates. Pairs with equal strides and extents on both sides
 form one class, whose members (regions) differ only in their base addresses, and in the two numbers of a conversion.
@@ -7,24 +7,363 @@ form one class, whose members (regions) differ only in their base addresses, and
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
-from math import prod
-from typing import Final, TypeAlias
+from itertools import accumulate, chain, pairwise, product
+from math import gcd, prod
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.errors import GeometryError
-from kvxfer.geometry.axes import Factor
-from kvxfer.geometry.cache import CacheGeometry, Place
-from kvxfer.geometry.conversion import copied, difference, parts
-from kvxfer.geometry.elements import Elements
-from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
-from kvxfer.geometry.resolve import Selection
-from kvxfer.geometry.side import RowSide
-from kvxfer.geometry.spec import TensorSpec
+from kvxfer.errors import GeometryError, MismatchError
+from kvxfer.geometry.cache import CacheGeometry, Place, RowSide
+from kvxfer.geometry.copyplan import BoxAxis, Patch, axis_offsets, patches
+from kvxfer.geometry.spec import Elements, Factor, Interleave, TensorSpec
+from kvxfer.names import CONVERTIBLE, convertible
 
-__all__ = ["KV_ORDER", "SegmentClass", "SegmentKey", "intersect"]
+__all__ = [
+    "KV_ORDER",
+    "Difference",
+    "Part",
+    "SegmentClass",
+    "SegmentKey",
+    "Selection",
+    "common",
+    "converts",
+    "copied",
+    "difference",
+    "differences",
+    "intersect",
+    "parts",
+    "resolve",
+]
+
+# --- who sends what
+#
+# Heads by overlap, layers by stage, tokens by the turns that meet, replicated data from one owner each. Where several
+# ranks hold the same coordinates the owner is rotated by the decode rank, so that the load spreads. The result is a
+# pure function of the geometries: every decode rank computes its own part, and nobody has to agree.
+
+
+class Selection(NamedTuple):
+    """Part of a tensor class that goes from one prefill rank to one decode rank.
+
+    A tuple, since plans are looked up by it for every transfer.
+
+    Attributes:
+        group: As in `CacheTensor`.
+        part: As in `CacheTensor`.
+        kv: `"k"`, `"v"` or `""`.
+        layers: Global layer numbers, ascending.
+        head_start: First head.
+        head_stop: One past the last head.
+    """
+
+    group: str
+    part: str
+    kv: str
+    layers: tuple[int, ...]
+    head_start: int
+    head_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    rank: int
+    start: int
+    stop: int
+    tokens: Interleave
+
+
+_Class = tuple[str, str, str, int]  # group, part, kv, layer
+_Held = dict[_Class, tuple[_Holding, ...]]
+
+
+def resolve(need: CacheGeometry, have: Sequence[CacheGeometry], *, rank: int = 0) -> list[tuple[Selection, ...]]:
+    """Divide what `need` holds among the ranks of `have`.
+
+    Args:
+        need: Geometry of one decode rank.
+        have: Geometries of all ranks of the prefill engine, by rank.
+        rank: The decode rank, which rotates the owners of replicated data.
+
+    Returns:
+        For each rank of `have` its selections; empty for ranks from which nothing is needed.
+
+    Raises:
+        MismatchError: If coordinates that `need` holds are on no rank. It names every class of which that is so, with
+            what is held here and there.
+    """
+    held, missing = _index(have), dict[str, tuple[str, str]]()
+    share: dict[tuple[tuple[_Holding, ...], int, int, Interleave], list[tuple[int, int, int]]] = {}
+    found: dict[tuple[int, str, str, str, int, int], list[int]] = {}
+    for spec in need.tensors:
+        for layer in spec.layers:
+            for kv in spec.kv:
+                holdings = held.get((spec.group, spec.part, kv, layer), ())
+                key = (holdings, spec.heads.start, spec.heads.stop, spec.tokens)
+                if key not in share:
+                    share[key] = _share(holdings, spec, rank)
+                for owner, start, stop in share[key]:
+                    if owner < 0:
+                        missing |= _missing(need, spec, kv, layer, held)
+                    found.setdefault((owner, spec.group, spec.part, kv, start, stop), []).append(layer)
+    if missing:
+        shown = "; ".join(f"{name}: {here} here, {there} there" for name, (here, there) in missing.items())
+        raise MismatchError(f"no prefill rank holds all that this one needs: {shown}", fields=missing)
+    result: list[list[Selection]] = [[] for _ in have]
+    for (owner, group, part, kv, start, stop), layers in found.items():
+        result[owner].append(Selection(group, part, kv, tuple(sorted(layers)), start, stop))
+    return [tuple(sorted(selections)) for selections in result]
+
+
+def common(src: CacheGeometry, dst: CacheGeometry) -> tuple[Selection, ...]:
+    """Everything that both hold: what a transfer between the two can be about."""
+    held = _index([src])
+    found: dict[tuple[str, str, str, int, int], list[int]] = {}
+    for spec in dst.tensors:
+        for layer in spec.layers:
+            for kv in spec.kv:
+                for holding in held.get((spec.group, spec.part, kv, layer), ()):
+                    start, stop = max(holding.start, spec.heads.start), min(holding.stop, spec.heads.stop)
+                    if start < stop and holding.tokens.meets(spec.tokens):
+                        found.setdefault((spec.group, spec.part, kv, start, stop), []).append(layer)
+    return tuple(
+        sorted(
+            Selection(group, part, kv, tuple(sorted(layers)), start, stop)
+            for (group, part, kv, start, stop), layers in found.items()
+        )
+    )
+
+
+def _missing(need: CacheGeometry, spec: TensorSpec, kv: str, layer: int, held: _Held) -> dict[str, tuple[str, str]]:
+    """What of a tensor of this rank is on no prefill rank: its name, what of its class is held here, and what there."""
+    label, kind = spec.label(kv), (spec.group, spec.part, kv)
+    there = {place: holdings for place, holdings in held.items() if place[:3] == kind}
+    if not there:
+        names = sorted({"/".join(filter(None, place[:3])) for place in held})
+        return {label: ("held", f"only {', '.join(names)}" if names else "nothing")}
+    here = [own for own in need.tensors if (own.group, own.part) == kind[:2] and kv in own.kv]
+    if (*kind, layer) not in held:
+        return {f"{label}.layers": (_runs(n for own in here for n in own.layers), _runs(place[3] for place in there))}
+    holdings = held[*kind, layer]
+    heads = {head for holding in holdings for head in range(holding.start, holding.stop)}
+    if not heads.issuperset(spec.heads):
+        return {f"{label}.heads": (_runs(n for own in here for n in own.heads), _runs(heads))}
+    turns = sorted({(h.tokens.of, h.tokens.chunk, h.tokens.rank) for h in holdings})
+    mine = (spec.tokens.of, spec.tokens.chunk, spec.tokens.rank)
+    told = [f"part {rank} of {of} in turns of {chunk}" for of, chunk, rank in (mine, *turns)]
+    return {f"{label}.tokens": ("all" if spec.tokens.of == 1 else told[0], ", ".join(told[1:]))}
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Numbers as `0..3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def _index(have: Sequence[CacheGeometry]) -> _Held:
+    held: dict[_Class, list[_Holding]] = {}
+    for rank, geometry in enumerate(have):
+        for spec in geometry.tensors:
+            holding = _Holding(rank, spec.heads.start, spec.heads.stop, spec.tokens)
+            for layer in spec.layers:
+                for kv in spec.kv:
+                    held.setdefault((spec.group, spec.part, kv, layer), []).append(holding)
+    return {key: tuple(holdings) for key, holdings in held.items()}
+
+
+def _share(holdings: tuple[_Holding, ...], need: TensorSpec, turn: int) -> list[tuple[int, int, int]]:
+    """(owner, first head, one past the last) covering the heads of `need`; owner -1 where nobody holds them."""
+    heads = need.heads
+    cuts = {heads.start, heads.stop}
+    cuts |= {edge for h in holdings for edge in (h.start, h.stop) if heads.start < edge < heads.stop}
+    edges = sorted(cuts)
+    shares: dict[int, list[tuple[int, int, int]]] = {}
+    for start, stop in pairwise(edges):
+        holders = [h for h in holdings if h.start <= start and stop <= h.stop]
+        for owner in _owners(holders, need.tokens, turn):
+            mine = shares.setdefault(owner, [])
+            first = mine.pop()[1] if mine and mine[-1][2] == start else start
+            mine.append((owner, first, stop))
+    return list(chain.from_iterable(shares.values()))
+
+
+def _owners(holders: list[_Holding], tokens: Interleave, turn: int) -> list[int]:
+    """One owner for every residue of the token interleaving that meets these tokens; [-1] if such a one has none."""
+    by_residue: dict[Interleave, list[int]] = {}
+    for holder in holders:
+        by_residue.setdefault(holder.tokens, []).append(holder.rank)
+    for of, chunk in sorted({(residue.of, residue.chunk) for residue in by_residue}):
+        owners: list[int] = []
+        for residue in (Interleave(rank, of, chunk) for rank in range(of)):
+            if not residue.meets(tokens):
+                continue
+            if residue not in by_residue:
+                break
+            owners.append(by_residue[residue][turn % len(by_residue[residue])])
+        else:
+            return owners
+    return [-1]
+
+
+# --- whether and how elements are converted
+#
+# What is stored at the destination is what is stored at the source, times the scale of the source, divided by the
+# scale of the destination.
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something in which two tensors differ so that one cannot be copied to the other.
+
+    Attributes:
+        what: Its name, such as `dtype`.
+        src: Its value at the source.
+        dst: Its value at the destination.
+        advice: What would help, or an empty string.
+    """
+
+    what: str
+    src: str
+    dst: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.src} at the source, but {self.dst} at the destination{self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Heads of a pair of tensors that are copied alike.
+
+    Attributes:
+        heads: Global numbers.
+        elements: What is done to each element.
+        multiply: The scale of the source.
+        divide: The scale of the destination.
+    """
+
+    heads: range
+    elements: Elements
+    multiply: float = 1.0
+    divide: float = 1.0
+
+
+def parts(src: TensorSpec, dst: TensorSpec, heads: range) -> Iterator[Part]:
+    """How the heads that two tensors have in common are copied: all alike, or each with numbers of its own."""
+    pairs = _scales(src, dst, heads)
+    runs = [heads] if len(set(pairs)) == 1 else [range(head, head + 1) for head in heads]
+    for run, (multiply, divide) in zip(runs, pairs, strict=False):  # of equal pairs one will do
+        if src.dtype == dst.dtype and multiply == divide:
+            yield Part(run, Elements(src.item_bytes, dst.item_bytes))
+        else:
+            yield Part(run, Elements(src.item_bytes, dst.item_bytes, src.dtype, dst.dtype), multiply, divide)
+
+
+def difference(src: TensorSpec, dst: TensorSpec, heads: range, *, convert: bool) -> Difference | None:
+    """Why the heads that two tensors have in common cannot be copied from one to the other; None if they can.
+
+    Args:
+        src: Tensor of the prefill rank.
+        dst: Tensor of the decode rank.
+        heads: Global numbers of heads that both hold.
+        convert: Whether the decode rank asked for conversion.
+    """
+    for what, theirs, ours in (
+        ("dim", src.count("dim"), dst.count("dim")),
+        ("has_tokens", not src.is_state, not dst.is_state),
+        ("tokens_per_row", src.tokens_per_row, dst.tokens_per_row),
+        *((("kernel_blocks_per_id", src.block_ratio, dst.block_ratio),) if src.is_state else ()),
+    ):
+        if ours != theirs:
+            return Difference(what, str(theirs), str(ours))
+    able = convertible(src.dtype, dst.dtype)
+    advice = "; convert=True at the decode rank would convert it" if able and not convert else ""
+    if src.dtype != dst.dtype:
+        if not (able and convert):
+            return Difference("dtype", src.dtype, dst.dtype, advice)
+    elif src.item_bytes != dst.item_bytes:
+        return Difference("item_bytes", str(src.item_bytes), str(dst.item_bytes))
+    unequal = next(((s, d, h) for (s, d), h in zip(_scales(src, dst, heads), heads, strict=False) if s != d), None)
+    if unequal is not None and not (able and convert):
+        advice = advice or f"; {src.dtype} cannot be converted, only {', '.join(CONVERTIBLE)}"
+        return Difference(f"scale of head {unequal[2]}", f"{unequal[0]:g}", f"{unequal[1]:g}", advice)
+    return _misaligned(src, dst) if src.dtype != dst.dtype or unequal is not None else None
+
+
+def _misaligned(src: TensorSpec, dst: TensorSpec) -> Difference | None:
+    """Elements that are converted are read and written one by one, so they must lie where their size says."""
+    aligned = [gcd(spec.base, spec.item_bytes, *spec.strides) for spec in (src, dst)]
+    if aligned == [src.item_bytes, dst.item_bytes]:
+        return None
+    advice = "; elements that are converted must lie at multiples of their size"
+    return Difference("alignment", f"{aligned[0]} bytes", f"{aligned[1]} bytes", advice)
+
+
+def copied(src: TensorSpec, dst: TensorSpec, heads: range) -> tuple[int, int, int, int] | None:
+    """What is the same for all pairs of tensors whose heads are copied alike, byte by byte; None for one with scales.
+
+    It names objects by their ids, so it is good for as long as the tensors are there.
+    """
+    if src.dtype != dst.dtype or src.scale or dst.scale:
+        return None
+    return id(src.form), id(dst.form), heads.start, heads.stop
+
+
+def differences(src: CacheGeometry, dst: CacheGeometry, *, convert: bool) -> Iterator[tuple[TensorSpec, Difference]]:
+    """Every pair of tensors of two ranks that have coordinates in common and cannot be copied."""
+    known: dict[tuple[int, int, int, int], Difference | None] = {}
+    for source, target, heads in _meetings(src, dst):
+        kind = copied(source, target, heads)
+        if kind in known:
+            found = known[kind]
+        else:
+            found = difference(source, target, heads, convert=convert)
+            if kind is not None:
+                known[kind] = found
+        if found is not None:
+            yield source, found
+
+
+def converts(src: CacheGeometry, dst: CacheGeometry) -> bool:
+    """Whether anything that two ranks have in common is converted on its way."""
+    meetings = (meeting for meeting in _meetings(src, dst) if copied(*meeting) is None)
+    return any(part.elements.converts for meeting in meetings for part in parts(*meeting))
+
+
+def _meetings(src: CacheGeometry, dst: CacheGeometry) -> Iterator[tuple[TensorSpec, TensorSpec, range]]:
+    """Pairs of tensors with the heads that they have in common; a pair once, however many layers it shares."""
+    sources = src.places
+    seen: set[tuple[int, int]] = set()
+    for place, targets in dst.places.items():
+        for source, target in product(sources.get(place, ()), targets):
+            key = (id(source), id(target))
+            heads = range(
+                max(source.heads.start, target.heads.start),
+                min(source.heads.stop, target.heads.stop),
+            )
+            if heads and key not in seen:
+                seen.add(key)
+                yield source, target, heads
+
+
+def _scales(src: TensorSpec, dst: TensorSpec, heads: range) -> list[tuple[float, float]]:
+    """The scales of both sides: one pair for all these heads, or a pair for each."""
+    mine, theirs = src.scales(heads), dst.scales(heads)
+    count = max(len(mine), len(theirs))
+    return list(zip(_spread(mine, count), _spread(theirs, count), strict=True))
+
+
+def _spread(scales: tuple[float, ...], count: int) -> tuple[float, ...]:
+    return scales * count if len(scales) == 1 else scales
+
+
+# --- boxes
 
 I64: TypeAlias = NDArray[np.int64]
 F32: TypeAlias = NDArray[np.float32]

@@ -20,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.chunks import STAGING_ALIGNMENT, ChunkGrid, ChunkPart, ChunkPlan, Slice
-from kvxfer.geometry.intersect import SegmentKey, intersect
-from kvxfer.geometry.resolve import Selection
+from kvxfer.geometry.copyplan import sample
+from kvxfer.geometry.intersect import SegmentKey, Selection, intersect
 from kvxfer.geometry.rows import BlockLists, Meeting, Rows, check_spans, check_tokens, meet, row_grid
-from kvxfer.geometry.sampling import sample
-from kvxfer.geometry.side import RowSide
-from kvxfer.lazy import lazy
+from kvxfer.names import lazy
 
 __all__ = ["PairPlan", "TransferPlan", "check_state", "cut_digest"]
 

@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError, TokensError
-from kvxfer.geometry.cache import CacheGeometry
+from kvxfer.geometry.cache import CacheGeometry, RowSide
 from kvxfer.geometry.copyplan import Stencil
-from kvxfer.geometry.side import RowSide
-from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_ROWS, MAX_TOKENS
+from kvxfer.names import MAX_ROWS, MAX_TOKENS, lazy
 
 __all__ = [
     "BlockLists",

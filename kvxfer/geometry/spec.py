@@ -1,20 +1,302 @@
-"""One cache tensor without its memory: names, numbers and what they mean. It can cross the wire.
+"""One cache tensor without its memory: its axes, names, numbers and what they mean. It can cross the wire.
 
 Nothing here assumes K and V, heads, or a single group.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
-from typing import Final
+from math import gcd, inf, prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.axes import Factor, bind_axes, parse_axes
-from kvxfer.geometry.scales import check_scale
-from kvxfer.limits import MAX_LAYERS, MAX_STRIDE, MAX_WIDTH, MAX_WORLD
+from kvxfer.names import CONVERTIBLE, MAX_LAYERS, MAX_SCALES, MAX_STRIDE, MAX_WIDTH, MAX_WORLD
 
-__all__ = ["EVERY_TOKEN", "Interleave", "TensorSpec", "check_whole", "unlike"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AXIS_NAMES",
+    "BYTES",
+    "EVERY_TOKEN",
+    "LAYOUTS",
+    "Axis",
+    "Elements",
+    "Factor",
+    "Interleave",
+    "TensorSpec",
+    "across_layers",
+    "bind_axes",
+    "bind_layout",
+    "check_scale",
+    "check_whole",
+    "expand_layout",
+    "parse_axes",
+    "read_scale",
+    "unlike",
+]
+
+# --- axes
+#
+# `"kv block head token dim"` names five axes. An axis may be split once: `dim/8` is its outer part and `dim%8` the
+# inner 8 (the vectorised K cache of several engines). `block` and `token` are never split, because block ids and token
+# ranges address them.
+
+AXIS_NAMES: Final = ("block", "layer", "kv", "head", "token", "dim")
+"""Every axis that a cache tensor may have. `block` is always there."""
+
+_TERM: Final = re.compile(r"([a-z]+)(?:([/%])([1-9][0-9]*))?")
+_NEVER_SPLIT: Final = frozenset({"block", "token", "layer", "kv"})
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One term of an axis string.
+
+    Attributes:
+        name: One of `AXIS_NAMES`.
+        split: 0 for a whole axis, else the size of the inner part.
+        inner: True for the inner part (`dim%8`), False for the outer (`dim/8`) or a whole axis.
+    """
+
+    name: str
+    split: int = 0
+    inner: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}{'%' if self.inner else '/'}{self.split}" if self.split else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One axis, or part of a split axis, bound to memory: index i is coordinate `i * unit`, `i * stride` bytes away."""
+
+    count: int
+    unit: int
+    stride: int
+
+
+def parse_axes(text: str) -> tuple[Axis, ...]:
+    """Read an axis string.
+
+    Raises:
+        GeometryError: If a term is unknown, an axis is named twice, a split is incomplete, or `block` is missing.
+    """
+    axes: list[Axis] = []
+    for term in text.split():
+        match = _TERM.fullmatch(term)
+        if match is None or match[1] not in AXIS_NAMES:
+            raise GeometryError(
+                f"axes {text!r}: {term!r} is not one of {', '.join(AXIS_NAMES)} (or a split, like dim/8)"
+            )
+        axis = Axis(match[1], int(match[3] or 0), match[2] == "%")
+        if axis.split and axis.name in _NEVER_SPLIT:
+            raise GeometryError(f"axes {text!r}: {axis.name} cannot be split; only head and dim can")
+        if axis in axes or any(a.name == axis.name and not (a.split and axis.split) for a in axes):
+            raise GeometryError(f"axes {text!r}: {axis.name} is named twice")
+        axes.append(axis)
+    for name in AXIS_NAMES:
+        parts = [a for a in axes if a.name == name and a.split]
+        if parts and (len(parts) != 2 or parts[0].split != parts[1].split or parts[0].inner == parts[1].inner):
+            shown = " ".join(str(part) for part in parts)
+            raise GeometryError(
+                f"axes {text!r}: a split needs its two parts once each ({name}/n and {name}%n), not {shown}"
+            )
+    if not any(a.name == "block" for a in axes):
+        raise GeometryError(f"axes {text!r}: the axis 'block' is missing")
+    return tuple(axes)
+
+
+def bind_axes(
+    axes: tuple[Axis, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> dict[str, tuple[Factor, ...]]:
+    """Bind parsed axes to a shape and byte strides.
+
+    Returns:
+        For each axis that is present its factors, outermost (largest unit) first.
+
+    Raises:
+        GeometryError: If the numbers of axes differ, or an inner part is not as long as its split says.
+    """
+    text = " ".join(map(str, axes))
+    if len(axes) != len(shape):
+        raise GeometryError(f"axes {text!r} name {len(axes)} axes, but the tensor has {len(shape)}: shape {shape}")
+    if len(strides) != len(shape):  # only a peer can say that of a tensor
+        raise GeometryError(f"a tensor of {len(shape)} axes ({text!r}) has {len(strides)} strides: {strides}")
+    bound: dict[str, list[Factor]] = {}
+    for axis, count, stride in zip(axes, shape, strides, strict=True):
+        if axis.inner and count != axis.split:
+            raise GeometryError(f"axes {text!r}: {axis} must be {axis.split} long, but the tensor has {count} there")
+        unit = axis.split if axis.split and not axis.inner else 1
+        bound.setdefault(axis.name, []).append(Factor(count, unit, stride))
+    return {name: tuple(sorted(factors, key=lambda f: -f.unit)) for name, factors in bound.items()}
+
+
+# --- layouts by name
+#
+# vLLM names a layout by one letter an axis, in the order of memory: L layer, B block, N token in the block, H head, C
+# the content of one token of one head. For attention, C is K and V side by side, so it becomes `kv dim` here. `NHD`
+# and `HND` say only what a block of K, or one of V, looks like inside.
+#
+# A name stands for an axis string wherever one is taken. Only the axis string is kept, so names never travel.
+
+LAYOUTS: Final = MappingProxyType(
+    {
+        "NHD": "block token head dim",
+        "HND": "block head token dim",
+        "LBNHC": "layer block token head kv dim",
+        "LBHNC": "layer block head token kv dim",
+        "LHBNC": "layer head block token kv dim",
+        "BLNHC": "block layer token head kv dim",
+        "BLHNC": "block layer head token kv dim",
+        "BHLNC": "block head layer token kv dim",
+    }
+)
+"""The axis string of each name. The last six are the members of vLLM's `KVCacheLayout`."""
+
+_CONTENT: Final = "C"
+
+
+def expand_layout(axes: str) -> str:
+    """The axis string that a name stands for; any other text as it is, with single spaces."""
+    return LAYOUTS.get(axes.strip(), " ".join(axes.split()))
+
+
+def bind_layout(
+    axes: str, shape: Sequence[int], strides: Sequence[int]
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Fit an axis string, or the name of a layout, to a tensor.
+
+    A tensor that a name with C describes has one axis a letter, its content whole; a tensor of one layer may do without
+    the layer axis.
+
+    Args:
+        axes: An axis string, or a name of `LAYOUTS`; its axes in the tensor's order.
+        shape: Elements per axis.
+        strides: Distance per axis, in any unit.
+
+    Returns:
+        The axis string, and the shape and strides that go with it: the content is taken apart into K and V.
+
+    Raises:
+        GeometryError: If the tensor has another number of axes than the name, or the content no two equal halves.
+    """
+    name, text, sizes, steps = axes.strip(), expand_layout(axes), tuple(shape), tuple(strides)
+    if name not in LAYOUTS or not name.endswith(_CONTENT):
+        return text, sizes, steps
+    if len(sizes) not in {len(name), len(name) - 1}:
+        raise GeometryError(
+            f"layout {name} names {len(name)} axes ({len(name) - 1} for one layer), but the tensor has {len(sizes)}: "
+            f"shape {sizes}; where K and V are an axis of their own, write the axis string: {text!r}"
+        )
+    if sizes[-1] % 2:
+        raise GeometryError(
+            f"layout {name}: the last axis holds K and V side by side, but {sizes[-1]} is odd; describe a latent cache "
+            "by an axis string such as 'block token dim'"
+        )
+    if len(sizes) < len(name):
+        text = " ".join(term for term in text.split() if term != "layer")
+    half = sizes[-1] // 2
+    return text, (*sizes[:-1], 2, half), (*steps[:-1], half * steps[-1], steps[-1])
+
+
+def across_layers(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The same inside of a block, with all layers of a block next to each other and K and V of each layer together."""
+    inside = tuple(axis for axis in axes if axis.name not in {"block", "layer"})
+    kv = () if any(axis.name == "kv" for axis in inside) else (Axis("kv"),)
+    return (Axis("block"), Axis("layer"), *kv, *inside)
+
+
+# --- scales
+#
+# A scale is read once, when its tensor is registered, and is from then on a plain number of 32 bits that crosses the
+# wire with the rest of the description.
+
+
+def read_scale(scale: "torch.Tensor | Any | None", heads: int) -> tuple[float, ...]:
+    """The numbers of a scale tensor; empty without one. Waits for the device that holds it.
+
+    Args:
+        scale: float32, of shape () or (heads,).
+        heads: Heads that the cache tensor holds.
+
+    Raises:
+        GeometryError: If it is no tensor, or of another dtype or shape.
+    """
+    if scale is None:
+        return ()
+    if not hasattr(scale, "data_ptr"):
+        raise GeometryError(f"scale must be a torch.Tensor of dtype float32, not {type(scale).__name__}")
+    dtype, shape = str(scale.dtype).removeprefix("torch."), tuple(scale.shape)
+    if dtype != "float32":
+        raise GeometryError(f"scale must be of dtype float32, not {dtype}; pass scale.float()")
+    if shape not in ((), (heads,)):
+        raise GeometryError(f"scale must have the shape () or ({heads},), one number a head, not {shape}")
+    numbers = cast("Any", scale).detach().cpu().reshape(-1)  # torch leaves the type of its lists open
+    return tuple(map(float, numbers.tolist()))
+
+
+def check_scale(name: str, scale: Sequence[float], heads: int) -> None:
+    """Check the numbers of a scale, one's own or a peer's.
+
+    Raises:
+        GeometryError: If there are neither none, one, nor one a head, or one is not finite and above 0.
+    """
+    if len(scale) > MAX_SCALES:
+        raise GeometryError(f"{name}: scale has {len(scale)} numbers, but at most {MAX_SCALES} can be used")
+    if len(scale) not in {0, 1, heads}:
+        raise GeometryError(f"{name}: scale has {len(scale)} numbers for {heads} heads; give one, or one for each head")
+    wrong = next((at for at, number in enumerate(scale) if not 0 < number < inf), None)
+    if wrong is not None:
+        raise GeometryError(f"{name}: scale[{wrong}] is {scale[wrong]:g}, but a scale must be finite and above 0")
+
+
+# --- elements
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Elements:
+    """Elements of a copy on both sides.
+
+    Attributes:
+        src_bytes: Size of one at the source.
+        dst_bytes: Size of one at the destination.
+        src: Dtype at the source; empty where bytes are copied as they are.
+        dst: Dtype at the destination; likewise.
+    """
+
+    src_bytes: int
+    dst_bytes: int
+    src: str = ""
+    dst: str = ""
+
+    @property
+    def converts(self) -> bool:
+        """Whether elements are computed anew, and not copied byte by byte."""
+        return bool(self.src)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Size of one in staging and on the wire: the narrower of the two."""
+        return min(self.src_bytes, self.dst_bytes)
+
+    @property
+    def gathered(self) -> "Elements":
+        """The copy into staging. It converts if that makes elements smaller."""
+        return self if self.dst_bytes < self.src_bytes else Elements(self.src_bytes, self.src_bytes)
+
+    @property
+    def scattered(self) -> "Elements":
+        """The copy out of staging. It converts if the other one does not."""
+        return Elements(self.dst_bytes, self.dst_bytes) if self.dst_bytes < self.src_bytes else self
+
+
+BYTES: Final = Elements(1, 1)
+"""Where nothing is converted, a run is counted in bytes."""
+
+
+# --- tensors
 
 _DEVICES: Final = ("cpu", "cuda")
 _MAX_DIMENSION: Final = 0xFFFF_FFFF

@@ -27,12 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.geometry.chunks import ChunkPart, ChunkPlan
-from kvxfer.geometry.copyplan import Segment, Stencil, fold
-from kvxfer.geometry.elements import Elements
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import BoxAxis, Segment, Stencil, fold
 from kvxfer.geometry.intersect import KV_ORDER
-from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_SUMS
+from kvxfer.geometry.spec import Elements
+from kvxfer.names import MAX_SUMS, lazy
 
 __all__ = ["Damage", "ItemSums", "SumPart", "SumPlan", "damage", "keys", "mix", "selected"]
 

@@ -12,9 +12,8 @@
 Importing this package imports neither torch nor CUDA.
 """
 
-from kvxfer.mapped.home import elsewhere, here, may_be_elsewhere, unlike
-from kvxfer.mapped.memfd import check_process
-from kvxfer.mapped.process import number_of, own_number, process_of_stream
+from kvxfer.mapped.cpu import check_process
+from kvxfer.mapped.process import elsewhere, here, may_be_elsewhere, number_of, own_number, process_of_stream, unlike
 from kvxfer.mapped.window import Export, Window, Windows, export, joined, open_window
 
 __all__ = [

@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from kvxfer.errors import FabricError
-from kvxfer.mapped.memfd import create, handle_of, open_handle, process_of
+from kvxfer.mapped.cpu import create, handle_of, open_handle, process_of
 
 __all__ = ["FIRST_GENERATION", "SHUT", "Key", "Lineage", "LockFile", "Passage", "Revoked"]
 

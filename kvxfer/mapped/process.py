@@ -1,4 +1,4 @@
-"""Which process is which, across namespaces: by the number that the kernel gives it in its file system of processes.
+"""Which host this is, and which process is which across its namespaces: only within one can memory be mapped.
 
 A pidfd names a process in whatever PID namespace it is; its inode is unlike that of any other process since the host
 was booted (Linux 6.9). A Unix socket has the pidfd of the process at its other end (Linux 6.5): of the one that
@@ -8,9 +8,53 @@ connected, or listened.
 import os
 import socket
 from functools import cache
+from pathlib import Path
 from typing import Final
 
-__all__ = ["number_of", "own_number", "process_of_stream"]
+__all__ = ["elsewhere", "here", "may_be_elsewhere", "number_of", "own_number", "process_of_stream", "unlike"]
+
+# --- this host
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
+
+
+@cache
+def here() -> str:
+    """This host and namespace as peers are told of it; empty where the system does not say."""
+    try:
+        return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
+    except OSError:
+        return ""
+
+
+def elsewhere(theirs: str) -> bool:
+    """Whether a process that said so is on another host: what it writes here comes over a network."""
+    ours = here()
+    return bool(ours and theirs) and theirs.partition(" ")[0] != ours.partition(" ")[0]
+
+
+def unlike(theirs: str) -> str:
+    """Why memory of a process that said so cannot be mapped here; empty if nothing speaks against it."""
+    ours = here()
+    if not ours or not theirs:
+        return "it is not known whether both are on the same host"
+    boot, _, namespace = theirs.partition(" ")
+    own_boot, _, own_namespace = ours.partition(" ")
+    if boot != own_boot:
+        return "it is on another host"
+    if namespace != own_namespace:
+        return "it is in another PID namespace; containers need a common one (hostPID, or one pod with a shared one)"
+    return ""
+
+
+def may_be_elsewhere(theirs: str) -> bool:
+    """Whether a process that said so is on another host, or that is not known: then a NIC may write what it sends."""
+    ours = here()
+    return not ours or not theirs or elsewhere(theirs)
+
+
+# --- processes
 
 _SO_PEERPIDFD: Final = 77
 _MAX: Final = 0x7FFF_FFFF_FFFF_FFFF

@@ -1,17 +1,136 @@
-"""What the owner of memory says of it, and what a process that has mapped it makes of that."""
+"""What the owner of memory says of it, and what a process that has mapped it makes of that; open files as handles."""
 
+import contextlib
+import ctypes
+import errno
+import os
+import resource
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from functools import cache
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import FabricError
-from kvxfer.mapped.descriptors import Descriptors
 
-__all__ = ["CPU", "CUDA", "VMM", "Export", "Window", "Windows", "export", "joined", "open_window"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "VMM",
+    "Descriptors",
+    "Export",
+    "Window",
+    "Windows",
+    "export",
+    "files_of",
+    "joined",
+    "open_window",
+]
+
+# --- open files as handles
+#
+# `/proc/<pid>/fd` would open a file anew, which for memory of a GPU is another file. So one is duplicated
+# (`pidfd_getfd`), which the kernel allows to whoever may trace the other process.
+
+_PIDFD_GETFD: Final = 438
+"""Number of the system call, the same on every architecture; libc has no function for it before glibc 2.36."""
+_SHARE: Final = 0.75
+"""How much of the open files that this process may have is used at most: the rest is for everything else."""
+_REMEDY: Final = (
+    "run both as one user, and set kernel.yama.ptrace_scope=0 or give this process CAP_SYS_PTRACE (containers: "
+    "--cap-add=SYS_PTRACE, and a seccomp profile that allows pidfd_getfd); or allocate the cache with plain cudaMalloc "
+    "(expandable_segments:False), which needs none of this"
+)
+
+
+class Descriptors:
+    """Open files of this process that peers may take until it closes them."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def keep(self, descriptor: int) -> int:
+        """Own an open file, which no child process inherits from now on. Also a refused one is closed with the others.
+
+        Returns:
+            The same.
+
+        Raises:
+            FabricError: If this process would be left with too few.
+        """
+        self._held.append(descriptor)
+        os.set_inheritable(descriptor, False)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and descriptor >= limit * _SHARE:  # the kernel gives the lowest free number
+            raise FabricError(
+                f"the handles of this memory are more than {len(self._held) - 1} open files, and this process may have "
+                f"{limit}, a quarter of them for other things: raise RLIMIT_NOFILE (ulimit -n), or allocate it in "
+                "larger pieces or with plain cudaMalloc"
+            )
+        return descriptor
+
+    def close(self) -> None:
+        """Close them all. Who has taken one keeps what it took."""
+        held, self._held = self._held, []
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def files_of(process: int) -> Generator[Callable[[int], int], None, None]:
+    """Reach open files of another process.
+
+    Args:
+        process: Its number.
+
+    Yields:
+        What duplicates the file that has a number there. The caller owns the duplicate, which no child inherits.
+
+    Raises:
+        FabricError: If the process is not there, or does not let itself be reached, with the remedy.
+    """
+    try:
+        there = os.pidfd_open(process)
+    except (AttributeError, OSError, OverflowError) as error:
+        raise FabricError(f"process {process} cannot be reached for the handles of its memory: {error}") from error
+    try:
+        yield lambda number: _take(there, process, number)
+    finally:
+        os.close(there)
+
+
+def _take(there: int, process: int, number: int) -> int:
+    descriptor = int(_system_call()(_PIDFD_GETFD, there, number, 0))
+    if descriptor >= 0:
+        return descriptor
+    code = ctypes.get_errno()
+    said = f"file {number} of process {process}, a handle of its memory, cannot be taken (pidfd_getfd: "
+    match code:
+        case errno.EPERM | errno.EACCES:
+            raise FabricError(f"{said}{os.strerror(code)}): this process may not trace that one; {_REMEDY}")
+        case errno.ENOSYS:
+            raise FabricError(
+                f"{said}{os.strerror(code)}): Linux has it since 5.6, unless a sandbox forbids it; {_REMEDY}"
+            )
+        case _:
+            raise FabricError(f"{said}{os.strerror(code)})")
+
+
+@cache
+def _system_call() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = [ctypes.c_long] * 4
+    return function
+
+
+# --- exports and windows
 
 I64: TypeAlias = NDArray[np.int64]
 
@@ -151,10 +270,10 @@ def export(kind: str, device: int, spans: Sequence[range], files: Descriptors) -
         FabricError: If one of them lies in memory that cannot be mapped elsewhere; it says what to do about it.
     """
     if kind == "cuda":
-        from kvxfer.mapped.cuda import export_cuda
+        from kvxfer.mapped.gpu import export_cuda
 
         return export_cuda(device, spans, files)
-    from kvxfer.mapped.shared import export_shared
+    from kvxfer.mapped.cpu import export_shared
 
     return export_shared(spans)
 
@@ -203,9 +322,9 @@ def open_window(given: Export, kind: str, device: int, *, own: bool = False) -> 
     if given.kind not in _KINDS[kind]:
         raise FabricError(f"its cache is {given.kind} memory, and this one copies with the {kind}")
     if kind == "cuda":
-        from kvxfer.mapped.cuda import open_cuda
+        from kvxfer.mapped.gpu import open_cuda
 
         return open_cuda(given, device, own=own)
-    from kvxfer.mapped.shared import open_shared
+    from kvxfer.mapped.cpu import open_shared
 
     return open_shared(given, own=own)

@@ -4,13 +4,24 @@ Synchronous and deterministic: time is an argument, the next deadline a return v
 the caller to carry out. Only `backing` touches real memory.
 """
 
-from kvxfer.memory.arena import Arena
-from kvxfer.memory.backing import Backing, Kind, allocate, peek
+from kvxfer.memory.arena import (
+    MIN_ALIGNMENT,
+    TRANSITIONS,
+    Arena,
+    ArenaSnapshot,
+    Decisions,
+    Extent,
+    ExtentRow,
+    ExtentState,
+    InvariantError,
+    PeerSnapshot,
+    Request,
+    Share,
+    ShareSnapshot,
+    check_transition,
+)
 from kvxfer.memory.custody import Custody, CustodySnapshot, HolderSnapshot
-from kvxfer.memory.extent import TRANSITIONS, Extent, ExtentState, InvariantError, check_transition
-from kvxfer.memory.share import MIN_ALIGNMENT, Decisions, Share
-from kvxfer.memory.snapshot import ArenaSnapshot, ExtentRow, PeerSnapshot, ShareSnapshot
-from kvxfer.memory.waiting import Request
+from kvxfer.memory.device import Backing, Kind, allocate, peek
 
 __all__ = [
     "MIN_ALIGNMENT",

@@ -1,15 +1,819 @@
-"""The arena: one contiguous allocation, divided once into a share for sending and one for receiving.
+"""The arena: one contiguous allocation in two shares, and the books of who holds which bytes and who waits for some.
 
 The shares are disjoint for ever, so that two workers that fetch from each other cannot wait for each other's bytes.
 """
 
+import heapq
+import math
+import operator
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum, StrEnum, auto, unique
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
-from kvxfer.errors import ConfigError
-from kvxfer.memory.share import MIN_ALIGNMENT, Share, check_alignment
-from kvxfer.memory.snapshot import ArenaSnapshot
+from kvxfer.errors import ArenaError, ConfigError
 
-__all__ = ["Arena"]
+__all__ = [
+    "MIN_ALIGNMENT",
+    "TRANSITIONS",
+    "Arena",
+    "ArenaSnapshot",
+    "Decisions",
+    "Extent",
+    "ExtentRow",
+    "ExtentState",
+    "Gaps",
+    "InvariantError",
+    "PeerSnapshot",
+    "Request",
+    "Share",
+    "ShareSnapshot",
+    "WaitingQueue",
+    "check_alignment",
+    "check_transition",
+]
+
+# --- extents
+#
+#     FREE               -> RESERVED      granted
+#     RESERVED           -> WRITING       the address is told, or our own gather begins
+#     RESERVED, WRITING  -> FREE          it is proven that nobody writes or reads the bytes any more
+#     RESERVED, WRITING  -> QUARANTINED   somebody may still touch the bytes
+#     QUARANTINED        -> FREE          there is evidence that nobody can
+#
+# Anything else is an `InvariantError`.
+
+
+class InvariantError(RuntimeError):
+    """The books would become wrong: an illegal transition, a second release, a stale handle.
+
+    It means a defect in kvxfer, never a mistake of the caller or of a peer, and is therefore no `KvxferError`. The call
+    that raised it changed nothing.
+    """
+
+
+@unique
+class ExtentState(StrEnum):
+    """What may be happening to an extent's bytes."""
+
+    FREE = "free"
+    """Nobody holds them; the next grant may."""
+    RESERVED = "reserved"
+    """Granted, and nobody has been told the address yet."""
+    WRITING = "writing"
+    """In use until given back: the peer writes them and our own copies read them, chunk after chunk, or we gather."""
+    QUARANTINED = "quarantined"
+    """In doubt: they leave this state only on evidence, never because time has passed."""
+
+
+TRANSITIONS: Final[Mapping[ExtentState, frozenset[ExtentState]]] = MappingProxyType(
+    {
+        ExtentState.FREE: frozenset({ExtentState.RESERVED}),
+        ExtentState.RESERVED: frozenset({ExtentState.WRITING, ExtentState.QUARANTINED, ExtentState.FREE}),
+        ExtentState.WRITING: frozenset({ExtentState.QUARANTINED, ExtentState.FREE}),
+        ExtentState.QUARANTINED: frozenset({ExtentState.FREE}),
+    }
+)
+"""Every legal move: from each state, where it may go."""
+
+
+def check_transition(source: ExtentState, target: ExtentState) -> None:
+    """Refuse a move that the table does not have.
+
+    Raises:
+        InvariantError: `TRANSITIONS` has no move from `source` to `target`.
+    """
+    if target not in TRANSITIONS[source]:
+        legal = ", ".join(sorted(state.name for state in TRANSITIONS[source]))
+        raise InvariantError(f"an extent cannot go from {source.name} to {target.name}; from there only to {legal}")
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A run of arena bytes that one peer holds. Only the `Share` that granted it changes it.
+
+    Two extents are equal only if they are the same grant: the same bytes granted again are another extent, with another
+    generation.
+
+    Attributes:
+        address: First byte, as an absolute address in this process or on this device; a multiple of the alignment.
+        offset: First byte, counted from the base of the share.
+        length: Bytes that it occupies: `nbytes` rounded up to the alignment.
+        nbytes: Bytes that were asked for; the rest is padding, and no part of any grant to the peer.
+        peer: Who holds it.
+        generation: Number of the grant within its share, from 1 upwards, never used twice.
+        state: Where it is in the table above; FREE for ever once it was released.
+        reason: Why it was quarantined, else empty.
+    """
+
+    address: Final[int]
+    offset: Final[int]
+    length: Final[int]
+    nbytes: Final[int]
+    peer: Final[str]
+    generation: Final[int]
+    state: ExtentState = ExtentState.RESERVED
+    reason: str = ""
+
+
+# --- free gaps
+
+
+class Gaps:
+    """Disjoint free runs within `[0, capacity)`, none of which touches another.
+
+    Two sorted lists, one by offset (to join neighbours) and one by length (to find the best fit): each operation is a
+    few bisections, and a list insertion that moves at most a few thousand pointers.
+
+    Attributes:
+        free: Bytes in all gaps together.
+        largest: Bytes of the largest gap; 0 if nothing is free.
+    """
+
+    __slots__ = ("_by_length", "_capacity", "_lengths", "_offsets", "free", "largest")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._offsets: list[int] = []
+        self._lengths: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
+        self.free = self.largest = capacity
+        if capacity:
+            self._offsets, self._lengths, self._by_length = [0], {0: capacity}, [(capacity, 0)]
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Every gap as (offset, length), by offset."""
+        return [(offset, self._lengths[offset]) for offset in self._offsets]
+
+    def take(self, length: int) -> int | None:
+        """Take `length` bytes from the smallest gap that holds them, the lowest one of equals.
+
+        Returns:
+            The offset of the first byte, or None if no gap is large enough.
+        """
+        index = bisect_left(self._by_length, (length, 0))
+        if index == len(self._by_length):
+            return None
+        gap, offset = self._by_length.pop(index)
+        place = bisect_left(self._offsets, offset)
+        del self._lengths[offset]
+        if gap > length:  # what is left of it stands where it stood
+            rest, left = offset + length, gap - length
+            self._offsets[place] = rest
+            self._lengths[rest] = left
+            insort(self._by_length, (left, rest))
+        else:
+            del self._offsets[place]
+        self.free -= length
+        self.largest = self._by_length[-1][0] if self._by_length else 0
+        return offset
+
+    def give(self, offset: int, length: int) -> None:
+        """Make `[offset, offset + length)` free, joined with the gaps on either side.
+
+        Raises:
+            InvariantError: part of it is free already, or outside the share.
+        """
+        end = offset + length
+        offsets, lengths, by_length = self._offsets, self._lengths, self._by_length
+        index = bisect_right(offsets, offset)
+        before = offsets[index - 1] if index else None
+        after = offsets[index] if index < len(offsets) else None
+        before_end = before + lengths[before] if before is not None else 0
+        limit = after if after is not None else self._capacity
+        if length <= 0 or offset < before_end or end > limit:
+            raise InvariantError(f"bytes {offset} to {end} of {self._capacity} are free already or out of range")
+        start, first, last = offset, index, index  # of the gaps from `first` to `last` one is made
+        if before is not None and before_end == offset:
+            start, first = before, index - 1
+        if after is not None and after == end:
+            end, last = end + lengths[after], index + 1
+        for joined in offsets[first:last]:
+            del by_length[bisect_left(by_length, (lengths.pop(joined), joined))]
+        offsets[first:last] = [start]
+        lengths[start] = end - start
+        insort(by_length, (end - start, start))
+        self.free += length
+        self.largest = by_length[-1][0]
+
+
+# --- who waits
+
+_SLACK: Final = 64
+"""Deadlines of departed requests that the heap may keep, beyond one for each waiting request, before it is cleaned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A reservation that was asked for. A handle: the `Share` knows what became of it.
+
+    Attributes:
+        peer: For whom.
+        nbytes: Bytes asked for.
+        length: Bytes that it will occupy: `nbytes` rounded up to the alignment of the share.
+        number: Its place in the order of arrival at the share, from 1 upwards.
+        requested_at: When it was asked for, in seconds of the caller's clock.
+        deadline: When it expires if it still waits, in seconds of the same clock; infinity if never.
+        owner: Which of those who ask for this peer it is of, such as a transfer: they take turns.
+    """
+
+    peer: str
+    nbytes: int
+    length: int
+    number: int
+    requested_at: float
+    deadline: float
+    owner: object = None
+
+
+class WaitingQueue:
+    """Waiting requests. The peer at the front of the round is the one that was served longest ago, or never.
+
+    A peer that is served goes to the back of the round; a peer that cannot be served keeps its place, so it comes to
+    the front and stays there. Likewise the owners of a peer's requests; those of one owner are served in the order in
+    which they came. How often a request was overtaken is counted here; what follows from that is the share's matter.
+    """
+
+    def __init__(self) -> None:
+        self._round: OrderedDict[str, OrderedDict[object, OrderedDict[Request, None]]] = OrderedDict()
+        self._count: dict[str, int] = {}
+        self._overtaken: dict[Request, int] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._overtaken)
+
+    @property
+    def peers(self) -> Iterable[str]:
+        """Peers with a waiting request, in the order of the round."""
+        return self._round.keys()
+
+    def waiting(self, peer: str) -> int:
+        """How many requests of `peer` wait."""
+        return self._count.get(peer, 0)
+
+    def heads(self) -> list[Request]:
+        """The waiting request of each peer whose turn it is, in the order of the round."""
+        return [next(iter(next(iter(owners.values())))) for owners in self._round.values()]
+
+    def requests(self) -> list[Request]:
+        """Every waiting request, peer by peer."""
+        return [request for owners in self._round.values() for own in owners.values() for request in own]
+
+    def add(self, request: Request) -> None:
+        """Put `request` behind those of its owner; who did not wait, owner or peer, joins at the back of the round."""
+        owners = self._round.setdefault(request.peer, OrderedDict())
+        owners.setdefault(request.owner, OrderedDict())[request] = None
+        self._count[request.peer] = self._count.get(request.peer, 0) + 1
+        self._overtaken[request] = 0
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+
+    def remove(self, request: Request) -> bool:
+        """Take `request` out, whatever its place. False if it does not wait."""
+        if self._overtaken.pop(request, None) is None:
+            return False
+        owners = self._round[request.peer]
+        own = owners[request.owner]
+        del own[request]
+        self._count[request.peer] -= 1
+        if not own:
+            del owners[request.owner]
+        if not owners:
+            del self._round[request.peer]
+            del self._count[request.peer]
+        if len(self._deadlines) > 2 * len(self._overtaken) + _SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._overtaken]
+            heapq.heapify(self._deadlines)
+        return True
+
+    def serve(self, request: Request) -> None:
+        """Take `request` out because it was granted; its peer, and its owner there, go to the back of the round."""
+        self.remove(request)
+        owners = self._round.get(request.peer)
+        if owners is not None:
+            self._round.move_to_end(request.peer)
+            if request.owner in owners:
+                owners.move_to_end(request.owner)
+
+    def overtaken(self, request: Request) -> int:
+        """How often a request behind this one was granted while this one could have been, but for want of a gap."""
+        return self._overtaken[request]
+
+    def overtake(self, request: Request) -> int:
+        """Count that `request` was overtaken once more, and return the new count."""
+        self._overtaken[request] += 1
+        return self._overtaken[request]
+
+    def expire(self, now: float) -> list[Request]:
+        """Take out every request whose deadline is `now` or earlier, and return them by deadline."""
+        expired: list[Request] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if self.remove(request):
+                expired.append(request)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a waiting request; None if none waits or none of them expires."""
+        while self._deadlines and self._deadlines[0][2] not in self._overtaken:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+
+# --- what the books show
+
+
+class ExtentRow(NamedTuple):
+    """One held extent: where it is in its share, in bytes, its state and its peer."""
+
+    offset: int
+    length: int
+    state: ExtentState
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSnapshot:
+    """What one peer holds of a share, in bytes by state, and how many of its requests wait."""
+
+    reserved_bytes: int
+    writing_bytes: int
+    quarantined_bytes: int
+    waiting_requests: int
+
+    @property
+    def held_bytes(self) -> int:
+        """All that the peer holds, quarantined bytes included."""
+        return self.reserved_bytes + self.writing_bytes + self.quarantined_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSnapshot:
+    """One share at one moment. The bytes by state add up to the capacity.
+
+    Attributes:
+        name: Name of the share.
+        capacity_bytes: Usable bytes.
+        free_bytes: Bytes that nobody holds.
+        reserved_bytes: Bytes that were granted and whose address nobody was told yet.
+        writing_bytes: Bytes that are in use: somebody may write them, or they have arrived and are being copied on.
+        quarantined_bytes: Bytes in doubt.
+        largest_gap_bytes: The largest extent that could be granted now.
+        waiting_requests: Requests that wait.
+        waiting_bytes: Bytes that they would occupy.
+        peers: By name, each peer that holds bytes or waits.
+        extents: Every held extent, by offset.
+        reasons: By offset, why an extent is in quarantine.
+    """
+
+    name: str
+    capacity_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    writing_bytes: int
+    quarantined_bytes: int
+    largest_gap_bytes: int
+    waiting_requests: int
+    waiting_bytes: int
+    peers: Mapping[str, PeerSnapshot]
+    extents: list[ExtentRow]
+    reasons: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSnapshot:
+    """Both shares at one moment; `enabled` is False where `arena_bytes=0`."""
+
+    enabled: bool
+    sending: ShareSnapshot
+    receiving: ShareSnapshot
+
+
+# --- a share
+#
+# Synchronous and deterministic: no clock, no loop, no memory is touched. `request` and `withdraw` note what is wanted,
+# `advance(now)` decides, and the caller acts on the decisions.
+#
+# Who is served. Peers take turns; within a peer those who ask do (`owner`, such as a transfer), each by the order of
+# its requests. At its turn a request
+#
+# - is *held back*, and nobody waits for it, while its peer has more than a quarter of the share in quarantine, while
+#   its peer holds so much that this request would go beyond its cap, or while only the end of a quarantine can make
+#   room;
+# - is *granted* if a gap holds it;
+# - otherwise *blocks*: it keeps its place, and at most `max_overtakes` requests behind it may be granted before it.
+#   After
+#   that the share grants nothing before it: since every extent can be finished without another grant, what is in use
+#   drains, the gaps join, and the request is served.
+#
+# A peer's cap is three quarters of the share while no other peer waits, and otherwise the share divided by the number
+# of peers that hold or wait. A peer whose only bytes are in quarantine, or that holds none, may have one request
+# beyond the cap: else a request larger than a fair share would never be served. So every request that fits the share
+# is granted sooner or later, unless it expires, as long as extents are released and quarantines end.
+
+MIN_ALIGNMENT: Final = 512
+"""Bytes: the least alignment of an extent, as much as cudaMalloc gives and any access width needs."""
+
+_HELD_STATES: Final = tuple(state for state in ExtentState if state is not ExtentState.FREE)
+
+
+def check_alignment(alignment: int) -> None:
+    """Refuse an alignment that extents cannot have.
+
+    Raises:
+        ConfigError: it is no power of two, or less than 512 bytes.
+    """
+    if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
+        raise ConfigError(f"alignment={alignment} must be a power of two of at least {MIN_ALIGNMENT} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What one `Share.advance` decided; the caller now owns every granted extent and tells every other request no.
+
+    Attributes:
+        granted: Requests served, each with its extent in state RESERVED, in the order in which they were served.
+        expired: Requests whose deadline has passed; they hold nothing. `Share.expiry_error` words the exception.
+        refused: Requests that waited and can no longer be served, because more than half of the share is in quarantine
+            and none of what remains holds them; with the exception to raise. They hold nothing.
+    """
+
+    granted: list[tuple[Request, Extent]]
+    expired: list[Request]
+    refused: list[tuple[Request, ArenaError]]
+
+
+class _Turn(Enum):
+    """What a request can expect at its turn."""
+
+    FITS = auto()
+    BLOCKS = auto()
+    HELD_BACK = auto()
+
+
+class Share:
+    """The books of one direction's share of the arena.
+
+    Attributes:
+        name: What messages and metrics call it, such as "send" or "receive".
+        base: Address of its first byte; a multiple of `alignment`.
+        capacity: Usable bytes; a multiple of `alignment`. 0 means that every request is refused.
+        alignment: Bytes, a power of two, at least 512. Every extent begins at a multiple of it and occupies a multiple.
+        max_overtakes: How many requests may be granted before one that could be but for want of a gap.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        base: int,
+        capacity: int,
+        alignment: int = MIN_ALIGNMENT,
+        max_overtakes: int = 16,
+        sole: bool = False,
+    ) -> None:
+        """Make the books of an empty share.
+
+        Args:
+            name: What messages and metrics call it.
+            base: Address of the first byte.
+            capacity: Bytes from there on; what exceeds a multiple of `alignment` is left unused.
+            alignment: Bytes; a power of two, at least 512.
+            max_overtakes: Requests that may be granted before one that waits for a gap; 0 for strict turns.
+            sole: One peer has it to itself, so nothing is left for others while they do not wait.
+
+        Raises:
+            ConfigError: an argument is negative, the alignment is no power of two or too small, the base is not
+                aligned, or the share does not fit into 64-bit addresses.
+        """
+        check_alignment(alignment)
+        if base < 0 or base % alignment:
+            raise ConfigError(f"the {name} share begins at address {base}, which is no multiple of {alignment}")
+        if capacity < 0 or base + capacity > 1 << 64:
+            raise ConfigError(f"the {name} share of {capacity} bytes at address {base} is no range of 64-bit addresses")
+        if max_overtakes < 0:
+            raise ConfigError(f"max_overtakes={max_overtakes} must not be negative")
+        self.name: Final = name
+        self.base: Final = operator.index(base)
+        self.alignment: Final = operator.index(alignment)
+        self.capacity: Final = operator.index(capacity) // self.alignment * self.alignment
+        self.max_overtakes: Final = max_overtakes
+        self._alone = self.capacity if sole else self.capacity * 3 // 4
+        self._gaps = Gaps(self.capacity)
+        self._queue = WaitingQueue()
+        self._live: dict[int, Extent] = {}
+        self._grants: dict[Request, Extent] = {}
+        self._granted_to: dict[Extent, Request] = {}
+        self._accounts: dict[str, dict[ExtentState, int]] = {}
+        self._doubtful: list[tuple[int, int]] = []
+        self._doubt_grew = False
+        self._reachable_cache: int | None = None
+        self._requests = 0
+        self._generation = 0
+
+    # --- asking
+
+    def request(self, peer: str, nbytes: int, *, now: float, deadline: float, owner: object = None) -> Request:
+        """Ask for `nbytes` for `peer`. Grants nothing yet: call `advance`.
+
+        Args:
+            peer: For whom.
+            nbytes: Bytes, at least 1.
+            now: Seconds of the caller's clock.
+            deadline: Seconds of the same clock at which the request expires; infinity if never.
+            owner: Which of those who ask for the peer it is of; they take turns.
+
+        Raises:
+            ArenaError: it can never be served: it is larger than the share (which is also the most that one peer may
+                ever hold), or the share is empty, or more than half of it is in quarantine and none of what remains
+                holds the request.
+        """
+        nbytes = operator.index(nbytes)
+        if nbytes < 1 or math.isnan(deadline):
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes until {deadline} makes no sense: it needs a byte and a deadline"
+            )
+        length = -(-nbytes // self.alignment) * self.alignment
+        if not self.capacity:
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes can never be served: the {self.name} share of the arena has 0 bytes; "
+                "arena_bytes=0 (or a send_share that leaves this direction nothing) switches the staged route off"
+            )
+        if length > self.capacity:
+            raise ArenaError(
+                f"a reservation of {nbytes} bytes ({length} with alignment) can never be served: the {self.name} share "
+                f"of the arena, and the most that one peer may hold, is {self.capacity} bytes; "
+                "raise arena_bytes or lower chunk_bytes"
+            )
+        if self._hopeless(length):
+            raise self._quarantine_error(nbytes, length)
+        self._requests += 1
+        request = Request(peer, nbytes, length, self._requests, now, deadline, owner)
+        self._queue.add(request)
+        return request
+
+    def take(self, peer: str, nbytes: int) -> Extent | None:
+        """An extent of at least `nbytes` bytes for `peer`, RESERVED, if nobody waits and there is one right now.
+
+        It is what a request would be granted by the next `advance`, without one.
+        """
+        length = -(-nbytes // self.alignment) * self.alignment
+        if nbytes < 1 or len(self._queue):
+            return None
+        contenders = len(self._accounts) + (peer not in self._accounts)
+        if self._judge(peer, length, contenders, alone=True) is not _Turn.FITS:
+            return None
+        return self._reserve(peer, nbytes, length)
+
+    def withdraw(self, request: Request) -> Extent | None:
+        """Give up `request`. Harmless if it was withdrawn, refused or expired before.
+
+        Returns:
+            None if the request holds nothing, so that nothing is left to do. Its extent if it was granted and is still
+            held: it is unchanged, and the caller must release or quarantine it.
+        """
+        self._queue.remove(request)
+        return self._grants.get(request)
+
+    def advance(self, now: float) -> Decisions:
+        """Decide what can be decided at `now` (seconds): what has expired, what is hopeless, and whom to serve.
+
+        Call it after `request`, `withdraw`, `release`, `quarantine` and `settle`, and at `next_deadline()`.
+        """
+        expired = self._queue.expire(now)
+        refused: list[tuple[Request, ArenaError]] = []
+        if self._doubt_grew:
+            self._doubt_grew = False
+            for request in self._queue.requests():
+                if self._hopeless(request.length):
+                    self._queue.remove(request)
+                    refused.append((request, self._quarantine_error(request.nbytes, request.length)))
+        granted: list[tuple[Request, Extent]] = []
+        if len(self._queue):
+            # a grant moves its peer from those that wait to those that hold: the number of both stays the same
+            contenders = len(self._accounts.keys() | set(self._queue.peers))
+            while self._serve_round(contenders, granted):
+                pass
+        return Decisions(granted, expired, refused)
+
+    def next_deadline(self) -> float | None:
+        """When to call `advance` next if nothing else happens, in seconds of the caller's clock; None for never."""
+        return self._queue.next_deadline()
+
+    def expiry_error(self, request: Request) -> ArenaError:
+        """The exception that tells the owner of an expired `request` why it waited in vain."""
+        waited = request.deadline - request.requested_at
+        return ArenaError(
+            f"a reservation of {request.nbytes} bytes for {request.peer} waited {waited:.3f} s for the {self.name} "
+            f"share of the arena and passed its deadline: of {self.capacity} bytes {self._gaps.free} are free "
+            f"(largest gap {self._gaps.largest}), {self._total(ExtentState.QUARANTINED)} are in quarantine, and "
+            f"{len(self._queue)} more requests wait; raise arena_bytes or the time-out"
+        )
+
+    # --- the life of an extent
+
+    def write(self, extent: Extent) -> None:
+        """RESERVED -> WRITING: call it before anybody is told the address.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, or not RESERVED.
+        """
+        self._move(extent, ExtentState.WRITING)
+
+    def release(self, extent: Extent) -> None:
+        """RESERVED or WRITING -> FREE, exactly once; the bytes may be granted again at once.
+
+        The caller vouches that nobody reads or writes them: the address was never told, or a terminal result says that
+        no write is or will be posted, and our own copies there have ended. Without such evidence, `quarantine` it.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, released already, or in quarantine.
+        """
+        if extent.state is ExtentState.QUARANTINED:
+            raise InvariantError(f"{extent} is in quarantine: only settle(), on evidence, frees it")
+        self._move(extent, ExtentState.FREE)
+
+    def quarantine(self, extent: Extent, reason: str) -> None:
+        """RESERVED or WRITING -> QUARANTINED: somebody may still touch the bytes, because of `reason`.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, or in quarantine already.
+        """
+        self._move(extent, ExtentState.QUARANTINED)
+        extent.reason = reason
+        insort(self._doubtful, (extent.offset, extent.length))
+        self._reachable_cache = None
+        self._doubt_grew = True
+
+    def settle(self, extent: Extent) -> None:
+        """QUARANTINED -> FREE, exactly once: there is evidence that nobody can touch the bytes any more.
+
+        Raises:
+            InvariantError: the extent is stale, of another share, settled already, or not in quarantine.
+        """
+        if extent.state not in {ExtentState.QUARANTINED, ExtentState.FREE}:
+            raise InvariantError(f"{extent} is not in quarantine, so there is nothing to settle")
+        self._move(extent, ExtentState.FREE)
+        del self._doubtful[bisect_left(self._doubtful, (extent.offset, extent.length))]
+        self._reachable_cache = None
+
+    # --- looking
+
+    def held_bytes(self, peer: str) -> int:
+        """Bytes that `peer` holds, quarantined ones included."""
+        return sum(self._accounts.get(peer, {}).values())
+
+    def quarantined_bytes(self, peer: str | None = None) -> int:
+        """Bytes in quarantine: those of `peer`, or all."""
+        if peer is None:
+            return self._total(ExtentState.QUARANTINED)
+        return self._accounts.get(peer, {}).get(ExtentState.QUARANTINED, 0)
+
+    def extents(self, peer: str | None = None) -> list[Extent]:
+        """Extents that are held, those of `peer` or all, in the order in which they were granted."""
+        return [extent for extent in self._live.values() if peer is None or extent.peer == peer]
+
+    def snapshot(self) -> ShareSnapshot:
+        """What is where now, as plain numbers. It costs time in proportion to the extents and the waiting requests."""
+        extents = sorted(self._live.values(), key=lambda extent: extent.offset)
+        peers = sorted(self._accounts.keys() | set(self._queue.peers))
+        return ShareSnapshot(
+            name=self.name,
+            capacity_bytes=self.capacity,
+            free_bytes=self._gaps.free,
+            reserved_bytes=self._total(ExtentState.RESERVED),
+            writing_bytes=self._total(ExtentState.WRITING),
+            quarantined_bytes=self._total(ExtentState.QUARANTINED),
+            largest_gap_bytes=self._gaps.largest,
+            waiting_requests=len(self._queue),
+            waiting_bytes=sum(request.length for request in self._queue.requests()),
+            peers={peer: self._peer_snapshot(peer) for peer in peers},
+            extents=[ExtentRow(extent.offset, extent.length, extent.state, extent.peer) for extent in extents],
+            reasons={extent.offset: extent.reason for extent in extents if extent.state is ExtentState.QUARANTINED},
+        )
+
+    # --- inside
+
+    def _serve_round(self, contenders: int, granted: list[tuple[Request, Extent]]) -> bool:
+        """Give every waiting peer one turn; append what was granted. False if a further round would grant nothing."""
+        served = False
+        passed: list[Request] = []
+        for request in self._queue.heads():
+            alone = len(self._queue) == self._queue.waiting(request.peer)
+            turn = self._judge(request.peer, request.length, contenders, alone=alone)
+            if turn is _Turn.BLOCKS:
+                if self._queue.overtaken(request) >= self.max_overtakes:
+                    return served
+                passed.append(request)
+            elif turn is _Turn.FITS:
+                granted.append((request, self._grant(request)))
+                served = True
+                counts = [self._queue.overtake(blocked) for blocked in passed]
+                if counts and max(counts) >= self.max_overtakes:
+                    return served
+        return served
+
+    def _judge(self, peer: str, length: int, contenders: int, *, alone: bool) -> _Turn:
+        """Whether `length` bytes can be given to a peer now; it is `alone` if no other waits."""
+        account = self._accounts.get(peer)
+        if account is not None:
+            held = sum(account.values())
+            doubtful = account[ExtentState.QUARANTINED]
+            cap = self._alone if alone else self.capacity // contenders
+            if doubtful * 4 > self.capacity or (held > doubtful and held + length > cap):
+                return _Turn.HELD_BACK
+        if length <= self._gaps.largest:
+            return _Turn.FITS
+        return _Turn.BLOCKS if length <= self._reachable else _Turn.HELD_BACK
+
+    def _grant(self, request: Request) -> Extent:
+        extent = self._reserve(request.peer, request.nbytes, request.length)
+        self._queue.serve(request)
+        self._grants[request] = extent
+        self._granted_to[extent] = request
+        return extent
+
+    def _reserve(self, peer: str, nbytes: int, length: int) -> Extent:
+        offset = self._gaps.take(length)
+        if offset is None:
+            raise InvariantError(f"no gap holds {length} bytes, although the largest is {self._gaps.largest}")
+        self._generation += 1
+        extent = Extent(self.base + offset, offset, length, nbytes, peer, self._generation)
+        self._live[extent.generation] = extent
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = dict.fromkeys(_HELD_STATES, 0)
+        account[ExtentState.RESERVED] += length
+        return extent
+
+    def _move(self, extent: Extent, target: ExtentState) -> None:
+        """Carry out one transition of an extent: beside `_reserve` the only place where a state and a count change."""
+        source = extent.state
+        if self._live.get(extent.generation) is not extent:
+            why = "was released already" if source is ExtentState.FREE else "belongs to another share"
+            raise InvariantError(f"{extent} {why}")
+        if target not in TRANSITIONS[source]:
+            check_transition(source, target)  # says why
+        account = self._accounts[extent.peer]
+        account[source] -= extent.length
+        if target is not ExtentState.FREE:
+            account[target] += extent.length
+        else:
+            self._gaps.give(extent.offset, extent.length)
+            del self._live[extent.generation]
+            request = self._granted_to.pop(extent, None)
+            if request is not None:
+                del self._grants[request]
+            if not any(account.values()):
+                del self._accounts[extent.peer]
+        extent.state = target
+
+    def _total(self, state: ExtentState) -> int:
+        """Bytes in a state, whoever holds them."""
+        return sum(account[state] for account in self._accounts.values())
+
+    def _hopeless(self, length: int) -> bool:
+        """Whether so much is in quarantine that a request of `length` bytes had better fail now than wait."""
+        return length > self._reachable and self._total(ExtentState.QUARANTINED) * 2 > self.capacity
+
+    @property
+    def _reachable(self) -> int:
+        """Bytes of the largest run without a quarantined byte: no gap can be larger before a quarantine ends."""
+        if self._reachable_cache is None:
+            largest = end = 0
+            for offset, length in self._doubtful:
+                largest = max(largest, offset - end)
+                end = offset + length
+            self._reachable_cache = max(largest, self.capacity - end)
+        return self._reachable_cache
+
+    def _quarantine_error(self, nbytes: int, length: int) -> ArenaError:
+        doubtful = {peer: self.quarantined_bytes(peer) for peer in self._accounts}
+        names = ", ".join(f"{peer} ({held} bytes)" for peer, held in sorted(doubtful.items()) if held)
+        return ArenaError(
+            f"a reservation of {nbytes} bytes ({length} with alignment) cannot be served: of the {self.capacity} bytes "
+            f"of the {self.name} share {self._total(ExtentState.QUARANTINED)} are in quarantine, and the largest run "
+            f"beside them is {self._reachable} bytes; silent peers may still touch the rest: {names}"
+        )
+
+    def _peer_snapshot(self, peer: str) -> PeerSnapshot:
+        account = self._accounts.get(peer, {})
+        return PeerSnapshot(
+            reserved_bytes=account.get(ExtentState.RESERVED, 0),
+            writing_bytes=account.get(ExtentState.WRITING, 0),
+            quarantined_bytes=account.get(ExtentState.QUARANTINED, 0),
+            waiting_requests=self._queue.waiting(peer),
+        )
+
+
+# --- the arena
 
 
 @dataclass(frozen=True, slots=True, eq=False)

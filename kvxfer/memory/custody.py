@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError
-from kvxfer.memory.extent import InvariantError
+from kvxfer.memory.arena import InvariantError
 
 __all__ = ["Custody", "CustodySnapshot", "HolderSnapshot"]
 

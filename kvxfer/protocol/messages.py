@@ -1,39 +1,24 @@
-"""The messages of the control stream, as msgspec structs (PROTOCOL.md section 3).
+"""The messages of the control stream, as msgspec structs with bounded fields (PROTOCOL.md sections 2.3, 2.5 and 3).
 
 Each message is one MessagePack array: an integer tag, then the fields in the order written here. Tail fields that are
 not known are ignored, missing ones have defaults: so fields are appended, and never moved or removed. Bulk ids travel
 as packed little-endian u32 (`packing`), addresses and byte counts as u64, durations in milliseconds, instants never.
 """
 
-from typing import Annotated, Final, TypeAlias
+import array
+import sys
+from collections.abc import Iterable, Sequence
+from enum import IntEnum, IntFlag, unique
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from kvxfer.errors import Code
-from kvxfer.limits import MAX_FACTS, MAX_HANDLE, MAX_TENSORS
-from kvxfer.protocol.fields import (
-    I64,
-    ROUTE_NAMES,
-    U32,
-    U64,
-    Bytes32,
-    Capability,
-    Hash,
-    Ids,
-    Name,
-    Packed64,
-    Payload,
-    Reason,
-    RequestId,
-    Route,
-    Scale,
-    Status,
-    TraceParent,
-    torn,
-)
+from kvxfer.names import MAX_FACTS, MAX_HANDLE, MAX_NAME, MAX_SCALES, MAX_SUMS, MAX_TENSORS, MAX_TRACE
 
 __all__ = [
     "FOREVER_MS",
+    "I64",
     "IGNORABLE_TAG",
     "MAX_CHUNKS",
     "MAX_GRANTS",
@@ -43,6 +28,8 @@ __all__ = [
     "MAX_TICKETS",
     "ROUTE_NAMES",
     "TOKEN_BYTES",
+    "U32",
+    "U64",
     "WHOLE",
     "WIRE_MIN",
     "WIRE_VERSION",
@@ -51,6 +38,7 @@ __all__ = [
     "Agent",
     "AgentBody",
     "Arrived",
+    "Bytes32",
     "Cancel",
     "Capability",
     "Check",
@@ -58,18 +46,26 @@ __all__ = [
     "Fetch",
     "Goodbye",
     "Grant",
+    "Hash",
     "Hello",
+    "Ids",
     "KvAgentResult",
     "Landed",
     "MappedMemory",
     "MemorySpan",
     "Message",
+    "Name",
+    "Packed64",
+    "Payload",
     "Ping",
+    "Reason",
     "Refuse",
     "Release",
     "Renewed",
+    "RequestId",
     "Reserve",
     "Route",
+    "Scale",
     "Selection",
     "Span",
     "Status",
@@ -77,9 +73,135 @@ __all__ = [
     "TensorFrame",
     "TicketRef",
     "Timings",
+    "TraceParent",
     "Want",
     "Welcome",
+    "pack_f32",
+    "pack_u32",
+    "torn",
+    "unpack_f32",
+    "unpack_u32",
 ]
+
+# --- packed numbers
+
+_Number = TypeVar("_Number", int, float)
+
+
+def pack_f32(values: Iterable[float]) -> bytes:
+    """Pack numbers as little-endian float32."""
+    return _swapped(array.array("f", values)).tobytes()
+
+
+def unpack_f32(data: bytes) -> Sequence[float]:
+    """Inverse of `pack_f32`.
+
+    Raises:
+        ValueError: If the length is not a multiple of four.
+    """
+    return _swapped(array.array("f", data))
+
+
+def pack_u32(values: Iterable[int]) -> bytes:
+    """Pack ids as little-endian u32.
+
+    Raises:
+        OverflowError: If a value is negative or does not fit into 32 bits.
+    """
+    return _swapped(array.array("I", values)).tobytes()
+
+
+def unpack_u32(data: bytes) -> Sequence[int]:
+    """Inverse of `pack_u32`.
+
+    Raises:
+        ValueError: If the length is not a multiple of four.
+    """
+    return _swapped(array.array("I", data))
+
+
+def _swapped(words: "array.array[_Number]") -> "array.array[_Number]":
+    """From this machine's order of bytes to that of frames, or back."""
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+# --- fields
+
+U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
+# msgspec's bounds are signed 64-bit; every u64 of the protocol is an address or a count and stays below 2^63
+U64 = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
+I64 = Annotated[int, msgspec.Meta(ge=-0x8000_0000_0000_0000, le=0x7FFF_FFFF_FFFF_FFFF)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=1024)]
+Hash = Annotated[bytes, msgspec.Meta(max_length=64)]
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Payload = Annotated[bytes, msgspec.Meta(max_length=65536)]
+TraceParent = Annotated[str, msgspec.Meta(max_length=MAX_TRACE)]
+# four bytes a number; one a head at most
+Scale = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_SCALES, description="float32 numbers, little-endian, packed")]
+# a struct with one of these checks it in __post_init__: a length that is no multiple of four is refused while decoding
+Ids = Annotated[bytes, msgspec.Meta(description="u32 numbers, little-endian, packed")]
+Packed64 = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_SUMS, description="u64 numbers, little-endian, packed")]
+
+
+@unique
+class Route(IntEnum):
+    """How the bytes of one transfer travel."""
+
+    UNKNOWN = 0
+    STAGED = 1
+    DIRECT = 2
+    PULL = 3
+    MAPPED = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Route | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+ROUTE_NAMES: Final = {route: route.name.lower() if route else "" for route in Route}
+"""How stats name them."""
+
+
+@unique
+class Status(IntEnum):
+    """Outcome of a chunk, or of a whole transfer."""
+
+    UNKNOWN = 0
+    OK = 1
+    FAILED = 2
+    CANCELLED = 3
+    EXPIRED = 4
+    IN_DOUBT = 5
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Status | None":
+        return cls.UNKNOWN if isinstance(value, int) else None
+
+
+class Capability(IntFlag):
+    """What one side can do; bits are appended in `proto/registry.toml`. Unknown bits are ignored."""
+
+    STAGED = 1 << 0
+    DIRECT = 1 << 1
+    PULL = 1 << 2
+    MAPPED = 1 << 3
+    STREAMING = 1 << 4
+    CONVERT = 1 << 5
+    SUMS = 1 << 7
+    GATES = 1 << 8
+    RENEWED = 1 << 9
+
+
+def torn(packed: bytes) -> ValueError:
+    """Why a list is refused whose length is no multiple of four; msgspec makes an error of its own of it."""
+    return ValueError(f"{len(packed)} bytes are no whole number of words of 4")
+
+
+# --- messages
 
 WIRE_VERSION: Final = 2
 """The protocol version that this package speaks best."""

@@ -1,4 +1,4 @@
-"""One control stream, sans-I/O: handshake, liveness, and the cut between bytes and messages (PROTOCOL.md section 4).
+"""One control stream, sans-I/O: handshake, identity, liveness, and frames as messages (PROTOCOL.md section 4).
 
     bytes in -> receive() -> events        send() -> bytes out (take_output())
     now is an argument, the next deadline is a return value
@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from kvxfer.dtypes import convertible
 from kvxfer.errors import (
     Code,
     IdentityError,
@@ -29,11 +28,8 @@ from kvxfer.errors import (
     ProtocolError,
     UnreachableError,
 )
-from kvxfer.lazy import lazy
-from kvxfer.limits import MAX_WORLD
+from kvxfer.names import MAX_WORLD, convertible, lazy
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode_body, encode, encode_in_parts
-from kvxfer.protocol.incarnation import IdentityKey, check_place, check_same, same
-from kvxfer.protocol.liveness import Liveness
 from kvxfer.protocol.messages import (
     WIRE_MIN,
     WIRE_VERSION,
@@ -63,9 +59,12 @@ from kvxfer.protocol.messages import (
 )
 
 __all__ = [
+    "PRIVATE_BYTES",
     "RECEIVED_WHEN_OPEN",
     "TRANSITIONS",
     "Identity",
+    "IdentityKey",
+    "Liveness",
     "Opened",
     "PeerInfo",
     "Received",
@@ -74,8 +73,140 @@ __all__ = [
     "SessionEvent",
     "State",
     "Terms",
+    "check_place",
+    "check_same",
+    "same",
 ]
 
+# --- who a worker is
+#
+# An incarnation is an X25519 public key. Two workers, and nobody else, can compute what their keys make together, so
+# each proves to the other who it is from the first session on, and neither has to remember anything of the other.
+
+PRIVATE_BYTES: Final = 32
+_SAME: Final = b"kvxfer same v1"
+
+
+class IdentityKey:
+    """What makes this process the one that it says to be.
+
+    Args:
+        private: 32 unpredictable bytes that nobody else learns.
+
+    Attributes:
+        incarnation: The public half, by which everybody may know this worker.
+    """
+
+    def __init__(self, private: bytes) -> None:
+        # not at the top: it takes 50 ms to import, and cards and tickets need none of it
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self._private: Final = X25519PrivateKey.from_private_bytes(private)
+        self.incarnation: Final[bytes] = self._private.public_key().public_bytes_raw()
+
+    def __repr__(self) -> str:
+        return f"<IdentityKey of {self.incarnation.hex()[:8]}>"
+
+    def shared(self, peer: bytes) -> bytes:
+        """What this key and that of a peer make together: a secret of the two.
+
+        Raises:
+            ProtocolError: If the peer's incarnation is no key, or one with which everybody would make the same.
+        """
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+        try:
+            return self._private.exchange(X25519PublicKey.from_public_bytes(peer))
+        except ValueError as error:
+            raise ProtocolError(f"the incarnation {peer.hex()[:8]} is no key that a rank could have") from error
+
+
+def same(shared: bytes, role: str, transcript: bytes) -> bytes:
+    """The proof that its sender has one of the two keys, good for one role in one session."""
+    return hmac.digest(shared, _SAME + role.encode() + transcript, "sha256")
+
+
+def check_same(claimed: bytes, expected: bytes, heard: bytes) -> None:
+    """See that a peer has proved its incarnation.
+
+    Raises:
+        IdentityError: If not.
+    """
+    if not hmac.compare_digest(expected, heard):
+        raise IdentityError(
+            f"nothing proves that this is the process of incarnation {claimed.hex()[:8]}; if it is no impostor, start "
+            "it again"
+        )
+
+
+def check_place(claimed: bytes, here: str, engaged_at: str) -> None:
+    """See that nothing with a peer that answers here is open, or in doubt, at another endpoint.
+
+    Raises:
+        IdentityError: If there is: whoever is here may pass on what both prove, and then speak in the peer's name.
+    """
+    if engaged_at not in ("", here):
+        raise IdentityError(
+            f"whoever answers at {here} says to be {claimed.hex()[:8]}, with which something is open or in doubt at "
+            f"{engaged_at}: refused",
+            peer=here,
+            engaged_at=engaged_at,
+            incarnation=claimed.hex(),
+        )
+
+
+# --- when to speak, and when a peer is silent
+
+_SHORTEST_SECONDS: Final = 0.1
+"""No peer can ask for more: each of many that only listen would cost a side that much work."""
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Of one session. Times are monotonic seconds.
+
+    Attributes:
+        heartbeat: Seconds after which this side must speak: its own, or the peer's once that is known and shorter.
+        peer_timeout: Seconds of silence after which the peer is in doubt.
+        heard: When the peer last said something, or later if this side stood still since.
+        spoke: When this side last said something.
+        looked: When this side last did anything.
+    """
+
+    heartbeat: float
+    peer_timeout: float
+    heard: float
+    spoke: float
+    looked: float
+
+    def agree(self, heartbeat: float) -> None:
+        """Speak as often as the peer does: what it waits for, and its leases, are longer than twice that."""
+        self.heartbeat = min(self.heartbeat, max(heartbeat, _SHORTEST_SECONDS))
+
+    def hear(self, now: float) -> None:
+        """The peer said something, or what it has said is still being handled."""
+        self.heard = self.looked = now
+
+    def look(self, now: float) -> None:
+        """Of the time for which this side stood still, a part counts as silence of the peer: it may have as well."""
+        counted = max(self.heartbeat, self.peer_timeout / 4)  # so that it is noticed however often that happens
+        self.heard += max(0.0, now - self.looked - counted)
+        self.looked = now
+
+    def silent(self, now: float) -> bool:
+        """Whether nothing was heard for too long."""
+        return now >= self.heard + self.peer_timeout
+
+    def due(self, now: float) -> bool:
+        """Whether this side must speak."""
+        return now >= self.spoke + self.heartbeat
+
+    def next_deadline(self) -> float:
+        """When the earlier of the two comes true."""
+        return min(self.spoke + self.heartbeat, self.heard + self.peer_timeout)
+
+
+# --- the session
 
 _DTYPE: Final = ".dtype"
 """How the name of a fact ends that conversion may forgive."""

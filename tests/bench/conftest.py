@@ -8,7 +8,7 @@ import tempfile
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer import cli
+from kvxfer.tools import cli
 
 
 @pytest.fixture(autouse=True)

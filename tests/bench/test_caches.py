@@ -3,8 +3,8 @@
 import torch
 
 import kvxfer
-from kvxfer.bench.caches import Slab, in_shared_memory
-from kvxfer.bench.layouts import NAMED, plain
+from kvxfer.tools.bench.caches import Slab, in_shared_memory
+from kvxfer.tools.bench.layouts import NAMED, plain
 
 POOLS = [(plain(512), 5), (NAMED["head-split"], 3)]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.bench.children import BenchFailedError, Step, conduct
 from kvxfer.errors import MissingExtraError
+from kvxfer.tools.bench.children import BenchFailedError, Step, conduct
 
 BODIES = textwrap.dedent(
     """
     import asyncio, os, signal
-    from kvxfer.bench.children import Step
+    from kvxfer.tools.bench.children import Step
 
     def lead(side, spec):
         side.report(Step("begun"))
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_all(bodies):
 PROGRAM = """
 import signal, sys
 import bench_bodies
-from kvxfer.bench.children import conduct
+from kvxfer.tools.bench.children import conduct
 
 def show(item):
     print(item.label, flush=True)

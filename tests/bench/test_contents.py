@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from kvxfer.bench import contents
-from kvxfer.bench.caches import Slab
-from kvxfer.bench.cells import draw
-from kvxfer.bench.contents import SOURCE_POISON, TARGET_POISON, Request
-from kvxfer.bench.layouts import NAMED, Layout, plain
+from kvxfer.tools.bench import contents
+from kvxfer.tools.bench.caches import Slab
+from kvxfer.tools.bench.cells import draw
+from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Request
+from kvxfer.tools.bench.layouts import NAMED, Layout, plain
 
 SMALL = [
     Layout("same", 2048, 3, 4, 2),

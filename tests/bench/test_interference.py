@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from kvxfer.bench.interference import CTAS, Interference
-from kvxfer.bench.machine import describe
-from kvxfer.bench.victims import KINDS, Victim, beside
 from kvxfer.errors import UsageError
+from kvxfer.tools.bench.interference import CTAS, Interference
+from kvxfer.tools.bench.machine import describe
+from kvxfer.tools.bench.victims import KINDS, Victim, beside
 
 
 def test_a_busy_thread_on_either_side(bench):
@@ -45,7 +45,7 @@ def test_a_chart_is_by_thread_blocks_or_by_victims(monkeypatch, ctas, x, series)
     same = {"route": "mapped", "route_taken": "mapped", "victim": "python", "noise": 0.0, "gbps": 1.0}
     same |= {"gbps_with_victim": 1.0, "verified": True, "difference": ""}
     cells = [{**same, **place, "slow_down": float(number)} for number, place in enumerate(places, 1)]
-    monkeypatch.setattr("kvxfer.bench.interference.collect", lambda *_, **__: cells)
+    monkeypatch.setattr("kvxfer.tools.bench.interference.collect", lambda *_, **__: cells)
     (chart,) = Interference("cpu", ("mapped",)).run(describe("cpu", {}), lambda *_: None).charts
     assert (chart.x, chart.series) == (x, series)
 
@@ -69,7 +69,7 @@ def test_other_benchmarks_run_beside_one(bench, quick_processes, monkeypatch, co
             begun.append(kind)
             super().__init__(kind, device)
 
-    monkeypatch.setattr("kvxfer.bench.victims.Victim", Noted)
+    monkeypatch.setattr("kvxfer.tools.bench.victims.Victim", Noted)
     with beside("engine", "cpu"):
         assert begun == ["engine"]
     small = {"matrix": ["--sizes", "2MiB", "--pieces", "8KiB", "--repetitions", "1"], "latency": ["--fetches", "3"]}

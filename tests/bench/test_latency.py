@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.bench import latency
+from kvxfer.tools.bench import latency
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kvxfer.bench.caches import Slab
-from kvxfer.bench.cells import draw, draw_unwritten
-from kvxfer.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
 from kvxfer.errors import UsageError
 from kvxfer.geometry import CacheGeometry, PairPlan, Span, common
+from kvxfer.tools.bench.caches import Slab
+from kvxfer.tools.bench.cells import draw, draw_unwritten
+from kvxfer.tools.bench.layouts import NAMED, PIECES, SMALLEST_REQUEST, parse_layout, plain
 
 EVERY = [*map(plain, PIECES), *NAMED.values()]
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.bench.load import Lateness, Load
+from kvxfer.tools.bench.load import Lateness, Load
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 

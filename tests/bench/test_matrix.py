@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from kvxfer.bench.layouts import plain
-from kvxfer.bench.matrix import Matrix, quick, routes
 from kvxfer.errors import UsageError
+from kvxfer.plans.routes import PROFILES
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.cost import PROFILES
+from kvxfer.tools.bench.layouts import plain
+from kvxfer.tools.bench.matrix import Matrix, quick, routes
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 MIB = 1 << 20

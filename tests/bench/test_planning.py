@@ -5,9 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from kvxfer.bench import planning
 from kvxfer.geometry import PairPlan, Span, common
-from kvxfer.tools.endings import explain
+from kvxfer.tools.bench import planning
+from kvxfer.tools.explain import explain
 
 
 def test_plan(bench):

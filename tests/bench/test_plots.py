@@ -5,11 +5,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer import cli
-from kvxfer.bench import plots
-from kvxfer.bench.machine import describe
-from kvxfer.bench.report import Chart, Report, Table
 from kvxfer.errors import MissingExtraError, UsageError
+from kvxfer.tools import cli
+from kvxfer.tools.bench import plots
+from kvxfer.tools.bench.machine import describe
+from kvxfer.tools.bench.report import Chart, Report, Table
 
 CHART = Chart("one", "a <chart>", "pieces", "GB/s", ["1", "2"], {"staged": [1.0, None], "direct": [0.5, 2.0]})
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch
         pytest.importorskip("matplotlib", reason="matplotlib (the extra `bench`) is not installed here")
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("kvxfer.bench.planning.Planning.run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("kvxfer.tools.bench.planning.Planning.run", lambda *_: pytest.fail("it ran"))
     done = CliRunner().invoke(cli.app, ["bench", "plan", "--quick", option, str(tmp_path / place)])
     assert isinstance(done.exception, UsageError)
     assert f"{option} {tmp_path / place} cannot be written" in str(done.exception)
@@ -54,6 +54,6 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(monkeypatch
 
 def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("kvxfer.bench.children.conduct", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr("kvxfer.tools.bench.children.conduct", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         bench("matrix", "--plot", str(tmp_path))

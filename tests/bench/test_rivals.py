@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvxfer.bench import rivals
 from kvxfer.errors import UsageError
+from kvxfer.tools.bench import rivals
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 SMALL = ["rivals", "--device", "cpu", "--pieces", "32KiB", "--size", "2MiB", "--routes", "staged", "--repetitions", "1"]

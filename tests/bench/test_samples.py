@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.bench.samples import Samples, measured, rate
+from kvxfer.tools.bench.samples import Samples, measured, rate
 
 
 def test_figures_of_a_few():

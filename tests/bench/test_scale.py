@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvxfer.bench.relay import Relay
 from kvxfer.errors import UsageError
+from kvxfer.tools.bench.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 

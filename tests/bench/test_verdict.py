@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.bench.cells import Cell, Measured
-from kvxfer.bench.layouts import plain
-from kvxfer.bench.samples import Samples
-from kvxfer.bench.verdict import Case, Judged, Verdict, judge
 from kvxfer.telemetry import TransferStats
+from kvxfer.tools.bench.cells import Cell, Measured
+from kvxfer.tools.bench.layouts import plain
+from kvxfer.tools.bench.samples import Samples
+from kvxfer.tools.bench.verdict import Case, Judged, Verdict, judge
 
 MIB = 1 << 20
 CASE = Case("8KiB", 2 * MIB)

@@ -4,10 +4,9 @@ import numpy as np
 import torch
 from copy_plans import random_shape
 
-from kvxfer.dtypes import CONVERTIBLE
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
-from kvxfer.geometry.elements import Elements
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
+from kvxfer.geometry.spec import Elements
+from kvxfer.names import CONVERTIBLE
 
 PAIRS = [(src, dst) for src in CONVERTIBLE for dst in CONVERTIBLE]
 NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F}

@@ -6,8 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
 
 CANARY = 0xA5
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kvxfer.copy import kernel, tables
 from kvxfer.copy.walk import copy
 from kvxfer.errors import MissingExtraError
-from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil
-from kvxfer.geometry.factor import BoxAxis
+from kvxfer.geometry.copyplan import Box, BoxAxis, CopyPlan, Segment, Stencil
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"
 

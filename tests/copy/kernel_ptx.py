@@ -7,9 +7,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
 from kvxfer.copy.kernel import OPTIONS, SUM_OPTIONS, check_exact, constants, copy_boxes, sum_constants, sum_items
-from kvxfer.copy.sum_tables import SumVariant
+from kvxfer.copy.sums import SumVariant
 from kvxfer.copy.tables import Variant
-from kvxfer.geometry.elements import Elements
+from kvxfer.geometry.spec import Elements
 
 SIGNATURE = (
     {"table": "*i64", "first": "i32", "headers": "i32"}

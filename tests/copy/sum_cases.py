@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.copy import kernel
-from kvxfer.copy.sum_tables import pack_sums, sum_variants
-from kvxfer.copy.sums import total
+from kvxfer.copy.sums import pack_sums, sum_variants, total
 from kvxfer.geometry import SumPlan
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_kernel.py"

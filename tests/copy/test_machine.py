@@ -20,7 +20,7 @@ from kvxfer.errors import TransferFailedError
 from kvxfer.geometry import SumPlan
 from kvxfer.geometry.copyplan import Blank, CopyPlan
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
-from kvxfer.memory.flush import Arrival
+from kvxfer.memory.device import Arrival
 
 GATHERS, SCATTERS = 11, 12
 

@@ -16,10 +16,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvxfer import cli
-from kvxfer.demo import run as module
-from kvxfer.demo.display import Display
-from kvxfer.demo.script import (
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.telemetry import TransferStats
+from kvxfer.tools import cli
+from kvxfer.tools.demo import run as module
+from kvxfer.tools.demo.display import Display
+from kvxfer.tools.demo.script import (
     Broken,
     Decoded,
     Fetched,
@@ -31,8 +33,6 @@ from kvxfer.demo.script import (
     Sabotage,
     Script,
 )
-from kvxfer.errors import KvxferError, UsageError
-from kvxfer.telemetry import TransferStats
 
 SMALL = {"prompts": (1, 17, 40), "steps": 3, "layers": 4, "kv_heads": 4, "head_dim": 32, "hidden": 64}
 LAST = re.compile(
@@ -152,8 +152,8 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_behind(tmp_path):
     program.write_text(
         "import signal\n"
         "from rich.console import Console\n"
-        "from kvxfer.demo.run import run\n"
-        "from kvxfer.demo.script import Script\n"
+        "from kvxfer.tools.demo.run import run\n"
+        "from kvxfer.tools.demo.script import Script\n"
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"    run(Script(**{SMALL | {'steps': 400}}), Console(width=200))\n"

@@ -22,9 +22,8 @@ from starlette.routing import Route
 
 from examples.serving import router
 from examples.serving.service import parser
-from kvxfer.config import Config
+from kvxfer.config import Config, leaves
 from kvxfer.errors import ConfigError
-from kvxfer.settings import leaves
 
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = ROOT / "deploy/Containerfile"
@@ -180,7 +179,7 @@ def test_commands_are_those_of_the_servers_and_name_their_ports(workload, contai
 
 @pytest.mark.parametrize(("workload", "container"), CONTAINERS)
 def test_probes_ask_for_what_is_served(workload, container):
-    from kvxfer.admin import app
+    from kvxfer.tools.admin import app
 
     applications = {"admin": app([]), "http": router.app(prefill=["http://p"], decode=["http://d"])}
     served = {

@@ -13,8 +13,7 @@ import pytest
 from blocks import blocks, compare, play
 
 import kvxfer
-from kvxfer.config import Config
-from kvxfer.settings import leaves
+from kvxfer.config import Config, leaves
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,9 +11,9 @@ import pytest
 
 import kvxfer
 from kvxfer import errors
-from kvxfer.config import Config
-from kvxfer.protocol import receiving, sending
-from kvxfer.settings import leaves
+from kvxfer.config import Config, leaves
+from kvxfer.protocol import transfer as receiving
+from kvxfer.protocol import transfer as sending
 
 DOCS = Path(__file__).parents[2] / "docs"
 PINS = dict(line.split("==") for line in (DOCS.parent / "constraints.txt").read_text().split())

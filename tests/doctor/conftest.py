@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from kvxfer.doctor.machine import Machine
+from kvxfer.tools.doctor.machine import Machine
 
 
 @pytest.fixture(autouse=True)

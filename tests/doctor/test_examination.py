@@ -11,17 +11,17 @@ import sys
 
 import pytest
 
-from kvxfer.doctor import examination, local
-from kvxfer.doctor.display import table, verdict
-from kvxfer.doctor.examination import Examination, Outcome
-from kvxfer.doctor.findings import Status, fail, ok, skipped, warn
-from kvxfer.doctor.machine import Machine
 from kvxfer.errors import UnreachableError, UsageError
+from kvxfer.tools.doctor import examination, local
+from kvxfer.tools.doctor.display import table, verdict
+from kvxfer.tools.doctor.examination import Examination, Outcome
+from kvxfer.tools.doctor.findings import Status, fail, ok, skipped, warn
+from kvxfer.tools.doctor.machine import Machine
 
 
 def run(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "kvxfer.cli", "doctor", *arguments],
+        [sys.executable, "-m", "kvxfer.tools.cli", "doctor", *arguments],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -145,7 +145,17 @@ def test_processes_that_cannot_be_started_are_a_finding(monkeypatch):
 
 
 def test_a_doctor_that_is_asked_to_end_leaves_no_folder(tmp_path):
-    command = [sys.executable, "-m", "kvxfer.cli", "doctor", "--device", "cpu", "--json", "--listen", "tcp:127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvxfer.tools.cli",
+        "doctor",
+        "--device",
+        "cpu",
+        "--json",
+        "--listen",
+        "tcp:127.0.0.1:0",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert process.stderr is not None
     try:

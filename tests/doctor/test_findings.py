@@ -1,6 +1,6 @@
 """A check that breaks is a finding too."""
 
-from kvxfer.doctor.findings import Status, fail, ok, said, skipped, warn
+from kvxfer.tools.doctor.findings import Status, fail, ok, said, skipped, warn
 
 
 def test_what_a_check_says_is_passed_on_until_it_breaks():

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.doctor import gpus, nvml
-from kvxfer.doctor.gpus import Gpu, Reach
+from kvxfer.tools.doctor import gpus, nvml
+from kvxfer.tools.doctor.gpus import Gpu, Reach
 
 GIB = 1 << 30
 FAST = Reach(access=True, atomics=True)

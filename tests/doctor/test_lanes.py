@@ -6,8 +6,8 @@ import textwrap
 
 import pytest
 
-from kvxfer.doctor.lanes import LaneLog, complaints, is_tcp, lane_of
-from kvxfer.doctor.machine import UCX_LOG
+from kvxfer.tools.doctor.lanes import LaneLog, complaints, is_tcp, lane_of
+from kvxfer.tools.doctor.machine import UCX_LOG
 
 HEAD = "[1795331872.849208] [vm:18037:0]   "
 CMA = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.doctor import limits
+from kvxfer.tools.doctor import limits
 
 MIB = 1 << 20
 RDMA = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvxfer.doctor.lanes import LaneLog
-from kvxfer.doctor.pair import agent_remedy, check_agent
+from kvxfer.tools.doctor.lanes import LaneLog
+from kvxfer.tools.doctor.pair import agent_remedy, check_agent
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import secrets
 
 import pytest
 
-from kvxfer.doctor import probe
-from kvxfer.doctor.lanes import LaneLog
-from kvxfer.doctor.memory import ProbeCache
-from kvxfer.doctor.probe import Probe, judge
 from kvxfer.mapped import here
+from kvxfer.tools.doctor import probe
+from kvxfer.tools.doctor.lanes import LaneLog
+from kvxfer.tools.doctor.memory import ProbeCache
+from kvxfer.tools.doctor.probe import Probe, judge
 
 MIB = 1 << 20
 BOOT, NAMESPACE = here().split(" ")

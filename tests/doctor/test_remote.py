@@ -7,13 +7,13 @@ from contextlib import aclosing
 
 import pytest
 
-from kvxfer.doctor import probe, remote
-from kvxfer.doctor.addresses import listening, pasted
-from kvxfer.doctor.findings import ok
-from kvxfer.doctor.remote import check_peer, compare, serve_peer
-from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ProtocolError, UnreachableError, UsageError
 from kvxfer.mapped import here
+from kvxfer.names import Endpoint
+from kvxfer.tools.doctor import probe, remote
+from kvxfer.tools.doctor.addresses import listening, pasted
+from kvxfer.tools.doctor.findings import ok
+from kvxfer.tools.doctor.remote import check_peer, compare, serve_peer
 
 
 async def collect(findings):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.doctor import software
+from kvxfer.tools.doctor import software
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvxfer.doctor import trial
 from kvxfer.errors import FabricError
+from kvxfer.tools.doctor import trial
 
 NAMES = ["shared memory", "pidfd_getfd", "cross-memory attach"]
 

@@ -13,9 +13,8 @@ from kvxfer.copy.mover import Copy, Mover
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction, Passage, Post
 from kvxfer.copy.tables import NOTHING
 from kvxfer.fabric.calls import Fabric
-from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport, ported
 from kvxfer.fabric.port import Descriptors, Memory, Operation
-from kvxfer.fabric.ported import ported
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile
 from kvxfer.runtime import ThreadRuntime
 

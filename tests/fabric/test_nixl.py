@@ -16,10 +16,10 @@ from ends import SIZE, TCP, Agent, descriptors, finish, flies, memory, two_proce
 
 from kvxfer.copy.port import Outcome
 from kvxfer.errors import ConfigError, FabricError, MissingExtraError
-from kvxfer.fabric import capi, envelope
-from kvxfer.fabric.backends import device_params, shown_params
+from kvxfer.fabric import capi
+from kvxfer.fabric import nixl as envelope
 from kvxfer.fabric.capi import CallError
-from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.nixl import NixlTransport, device_params, shown_params
 from kvxfer.fabric.port import Descriptors, Memory, Operation
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")

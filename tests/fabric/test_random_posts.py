@@ -21,7 +21,7 @@ from kvxfer.copy.mover import Copy
 from kvxfer.copy.port import CopyOutcome, Outcome, Post
 from kvxfer.errors import FabricError
 from kvxfer.fabric import calls
-from kvxfer.fabric.faults import LogEntry
+from kvxfer.fabric.loopback import LogEntry
 from kvxfer.fabric.port import Operation
 
 STEPS = int(os.environ.get("KVXFER_POSTS_STEPS", "300"))

@@ -24,12 +24,12 @@ from kvxfer.copy.walk import copy_parts
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Receiver
 from kvxfer.fabric.port import Operation
-from kvxfer.link import Link
+from kvxfer.peers.link import Link
 from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
-from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
-from kvxfer.service import Service
+from kvxfer.protocol.transfer import Receiving
+from kvxfer.worker import Service
 
 ROUTES = ("staged", "direct", "pull", "mapped")
 PUSHED = frozenset({"staged", "direct", "mapped"})

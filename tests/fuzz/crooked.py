@@ -15,8 +15,7 @@ from mutation import SPOKEN, VALID, Mutator, frame, pack
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import decode
-from kvxfer.protocol.messages import Fetch, Grant, Reserve, Route
-from kvxfer.protocol.packing import unpack_u32
+from kvxfer.protocol.messages import Fetch, Grant, Reserve, Route, unpack_u32
 from kvxfer.protocol.session import RECEIVED_WHEN_OPEN, Role
 
 HANDSHAKE = 2

@@ -12,10 +12,9 @@ import pytest
 from mutation import INVALID, SPOKEN, VALID, Mutator, frame, pack, pieces
 
 from kvxfer.errors import ProtocolError
-from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body, peek_tag
-from kvxfer.protocol.inspect import describe
+from kvxfer.protocol.framing import FrameReader, ScanError, decode, encode, encode_body, fits, peek_tag, scan
 from kvxfer.protocol.messages import IGNORABLE_TAG, AgentBody
-from kvxfer.protocol.scan import ScanError, fits, scan
+from kvxfer.tools.inspect import describe
 
 MUTATOR = Mutator([*VALID, *INVALID, *SPOKEN])
 LIMIT = 4096

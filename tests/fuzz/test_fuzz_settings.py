@@ -11,9 +11,9 @@ import pytest
 from mutation import NUMBERS, OTHERS
 
 from kvxfer import Config
-from kvxfer.enginespec import parse_engine, parse_tokens
+from kvxfer.config import leaves
 from kvxfer.errors import ConfigError, TokensError
-from kvxfer.settings import leaves
+from kvxfer.tools.plan import parse_engine, parse_tokens
 
 NAMES = [name for name, _ in leaves(Config)]
 TEXTS = [

@@ -29,8 +29,7 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
 )
-from kvxfer.protocol.receiving import ReceiveState, Receiving
-from kvxfer.protocol.sending import Failure, Sending, SendState, build_result
+from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving, Sending, SendState, build_result
 
 FAILURE = Failure(Status.CANCELLED, Code.CANCELLED, "stopped")
 ROUTES = [Route.STAGED, Route.DIRECT, Route.PULL, Route.MAPPED]

@@ -3,7 +3,7 @@
 import pytest
 
 from kvxfer.errors import GeometryError
-from kvxfer.geometry.axes import Axis, Factor, bind_axes, parse_axes
+from kvxfer.geometry.spec import Axis, Factor, bind_axes, parse_axes
 
 
 def test_every_axis_in_any_order() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import CacheGeometry, CacheTensor, Group, Interleave, TensorSpec
-from kvxfer.limits import MAX_LAYERS
+from kvxfer.names import MAX_LAYERS
 
 NHD = "block token head dim"
 

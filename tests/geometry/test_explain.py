@@ -15,9 +15,8 @@ from worlds import make_world
 from kvxfer.geometry import CacheGeometry, CacheTensor, Interleave, PairPlan, Selection, Span, resolve
 from kvxfer.geometry.intersect import SegmentClass
 from kvxfer.geometry.rows import row_grid
-from kvxfer.tools.endings import explain, explain_classes
 from kvxfer.tools.engine import from_hf_config
-from kvxfer.tools.explain import Cause, Explanation, Run, Side, Step
+from kvxfer.tools.explain import Cause, Explanation, Run, Side, Step, explain, explain_classes
 
 WORLDS = range(120)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry.axes import Factor
-from kvxfer.geometry.factor import BoxAxis, Patch, axis_offsets, patches
+from kvxfer.geometry.copyplan import BoxAxis, Patch, axis_offsets, patches
+from kvxfer.geometry.spec import Factor
 
 
 def split(count: int, inner: int, item: int = 2, gap: int = 0) -> tuple[Factor, ...]:

@@ -127,12 +127,12 @@ def many(count: int, axes: str, **rest: Any) -> CacheGeometry:
 
 def test_what_many_layers_have_in_common_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of thousands of tensors is read and planned while its peer waits."""
-    from kvxfer.geometry import conversion, differences, intersect
+    from kvxfer.geometry import differences, intersect
     from kvxfer.geometry import spec as specs
 
     monkeypatch.setattr(specs, "_forms", {})
     calls: list[str] = []
-    for module, name in ((specs, "bind_axes"), (intersect, "difference"), (conversion, "difference")):
+    for module, name in ((specs, "bind_axes"), (intersect, "difference")):
         told, do = f"{module.__name__}.{name}", getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _told=told, _do=do, **k: (calls.append(_told), _do(*a, **k))[1])
     src, dst = many(50, "block token head dim", group="many"), many(50, "block head token dim", group="many")
@@ -141,7 +141,7 @@ def test_what_many_layers_have_in_common_is_found_out_once(monkeypatch: pytest.M
     assert found.layers.tolist() == [*range(50)]
     assert found.bases.tolist() == [[a.base, b.base] for a, b in zip(src.tensors, dst.tensors, strict=True)]
     assert sorted(calls) == [
-        "kvxfer.geometry.conversion.difference",
+        "kvxfer.geometry.intersect.difference",
         "kvxfer.geometry.intersect.difference",
         *["kvxfer.geometry.spec.bind_axes"] * 2,
     ]

@@ -5,8 +5,7 @@ import torch
 
 from kvxfer.errors import GeometryError
 from kvxfer.geometry import LAYOUTS, CacheTensor, expand_layout
-from kvxfer.geometry.axes import parse_axes
-from kvxfer.geometry.layouts import across_layers
+from kvxfer.geometry.spec import across_layers, parse_axes
 
 VLLM = {"LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"}
 LETTERS = {"L": "layer", "B": "block", "N": "token", "H": "head", "C": "kv dim"}

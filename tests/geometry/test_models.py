@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvxfer.errors import GeometryError
-from kvxfer.tools.models import Part, dtype_name, read_model
+from kvxfer.tools.engine import Part, dtype_name, read_model
 
 from .published import CONFIGS
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvxfer.tools.models import read_model
+from kvxfer.tools.engine import read_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is an extra: the models are run with it")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.geometry import overlap
-from kvxfer.geometry.overlap import Bytes, shared
+from kvxfer.geometry import cache as overlap
+from kvxfer.geometry.cache import Bytes, shared
 
 View: TypeAlias = tuple[int, list[int], list[int], int]
 """Address, shape, byte strides, bytes of an element."""

@@ -18,8 +18,8 @@ from kvxfer.geometry import (
     check_tokens,
     normalise_blocks,
 )
+from kvxfer.geometry.cache import RowSide
 from kvxfer.geometry.rows import Rows, meet, row_grid
-from kvxfer.geometry.side import RowSide
 
 PLAIN = RowSide(4, 1, 1, 0, 1, 1, None)
 STATE = replace(PLAIN, block_tokens=0)

@@ -12,7 +12,7 @@ import torch
 
 from kvxfer.errors import ArenaError, FabricError
 from kvxfer.memory import allocate
-from kvxfer.memory.driver import pci_bus_id
+from kvxfer.memory.device import pci_bus_id
 from kvxfer.placement import place
 
 pytestmark = [

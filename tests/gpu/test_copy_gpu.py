@@ -31,10 +31,16 @@ from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImpo
 
 from kvxfer.copy import READY, Direction, tables, walk  # noqa: E402
 from kvxfer.errors import ClosedError, EventError, KvxferError, TransferFailedError  # noqa: E402
-from kvxfer.events import as_event  # noqa: E402
 from kvxfer.geometry import CacheGeometry, CacheTensor  # noqa: E402
-from kvxfer.geometry.copyplan import Blank, Box, CopyPlan, Segment, Stencil  # noqa: E402
-from kvxfer.geometry.factor import BoxAxis  # noqa: E402
+from kvxfer.geometry.copyplan import (  # noqa: E402
+    Blank,
+    Box,
+    BoxAxis,
+    CopyPlan,
+    Segment,
+    Stencil,
+)
+from kvxfer.offers import as_event  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,8 +24,7 @@ from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImpo
 
 from kvxfer.copy import CopyOutcome, Direction, cuda, records  # noqa: E402
 from kvxfer.geometry.copyplan import CopyPlan  # noqa: E402
-from kvxfer.memory.driver import call, load  # noqa: E402
-from kvxfer.memory.flush import Arrival, arrival  # noqa: E402
+from kvxfer.memory.device import Arrival, arrival, call, load  # noqa: E402  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,12 +25,12 @@ from threaded import Threaded  # noqa: E402  # pyright: ignore[reportMissingImpo
 from kvxfer.copy import READY  # noqa: E402
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError  # noqa: E402
-from kvxfer.gates import GATE_BYTES, first_words  # noqa: E402
 from kvxfer.geometry.copyplan import Box, CopyPlan, Segment, Stencil  # noqa: E402
 from kvxfer.mapped import Export, export, open_window  # noqa: E402
-from kvxfer.mapped.descriptors import Descriptors  # noqa: E402
+from kvxfer.mapped.window import Descriptors  # noqa: E402
 from kvxfer.memory import Backing, allocate  # noqa: E402
-from kvxfer.memory.driver import call, load, upload  # noqa: E402
+from kvxfer.memory.device import call, load, upload  # noqa: E402
+from kvxfer.safety.fence import GATE_BYTES, first_words  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

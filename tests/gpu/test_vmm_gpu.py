@@ -46,9 +46,12 @@ from test_workers_gpu import needs_nixl  # noqa: E402  # pyright: ignore[reportM
 from kvxfer.copy.port import Gate  # noqa: E402
 from kvxfer.errors import FabricError, KvxferError, MemoryInDoubtError  # noqa: E402
 from kvxfer.mapped import joined, open_window  # noqa: E402
-from kvxfer.mapped.descriptors import Descriptors  # noqa: E402
-from kvxfer.memory.driver import call, load  # noqa: E402
-from kvxfer.memory.vmm import lay_out  # noqa: E402
+from kvxfer.mapped.window import Descriptors  # noqa: E402
+from kvxfer.memory.device import (  # noqa: E402
+    call,
+    lay_out,
+    load,
+)
 
 __all__ = ["pytestmark"]  # as there: two GPUs
 

@@ -10,7 +10,7 @@ ENVIRONMENT = {
     "kvxfer/config.py",  # settings
     "kvxfer/copy/compiler.py",  # where caches of this user lie
     "kvxfer/fabric/nixl.py",  # UCX and NIXL are configured by the environment only
-    "kvxfer/doctor/machine.py",  # which shows it, and lets UCX write down its lanes
+    "kvxfer/tools/doctor/machine.py",  # which shows it, and lets UCX write down its lanes
 }
 # broad excepts that do not raise again, and how many; the reason stands beside each of them
 BROAD = {
@@ -23,14 +23,17 @@ BROAD = {
     ("kvxfer/copy/mover.py", "Mover._tell_late"): 1,  # likewise
     ("kvxfer/copy/port.py", "has_fired"): 1,  # an event of the caller's
     ("kvxfer/decode/receiver.py", "Receiver.run"): 1,  # a defect ends the transfer that it is in, and no other
-    ("kvxfer/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
+    ("kvxfer/tools/doctor/findings.py", "said"): 1,  # a check that breaks must not hide the others
     ("kvxfer/fabric/calls.py", "Fabric._set_up"): 1,  # the first step reports it
     ("kvxfer/fabric/calls.py", "Fabric._step"): 1,  # the service is supervised there
     ("kvxfer/fabric/calls.py", "Fabric._undo"): 1,  # the last step of the service
-    ("kvxfer/fabric/ported.py", "_Ported._call"): 1,  # nobody is above a C function
+    ("kvxfer/fabric/loopback.py", "_Ported._call"): 1,  # nobody is above a C function
     ("kvxfer/prefill/sender.py", "Sender._see_through"): 1,  # likewise
-    ("kvxfer/traces.py", "_harmless.guarded"): 1,  # samplers and span processors are the application's
-    ("kvxfer/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
+    (
+        "kvxfer/integrations/opentelemetry.py",
+        "_harmless.guarded",
+    ): 1,  # samplers and span processors are the application's
+    ("kvxfer/peers/link.py", "Link._handle"): 1,  # a defect ends the session that it is in, and no other
 }
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import anyio
 
 import kvxfer
-from kvxfer import handles, own_loop
-from kvxfer.link import LinkHandler
+from kvxfer import blocking as handles
+from kvxfer import blocking as own_loop
+from kvxfer.peers.link import LinkHandler
 
 __all__ = ["WAYS", "Outcome", "every_await", "interrupt", "once"]
 

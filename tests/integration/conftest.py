@@ -16,8 +16,8 @@ from inside import share_no_locks  # noqa: E402 - found by the lines above
 from stage import Stage  # noqa: E402
 
 from kvxfer import Worker  # noqa: E402
+from kvxfer.blocking import OwnLoopWorker  # noqa: E402
 from kvxfer.fabric.loopback import LoopbackNetwork  # noqa: E402
-from kvxfer.own_loop import OwnLoopWorker  # noqa: E402
 
 ON_BOTH_LOOPS = {
     "test_cancel",

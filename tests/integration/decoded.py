@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 
 from kvxfer.copy.tables import AXIS_WORDS, HEADER_WORDS, Tables
-from kvxfer.geometry.elements import Elements
+from kvxfer.geometry.spec import Elements
 
 _SIZE, _ITEMS, _ROWS, _REGIONS, _LINES, _AXES, _AXIS_COUNT = 2, 5, 6, 9, 10, 11, 12
 

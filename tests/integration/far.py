@@ -27,8 +27,9 @@ import torch
 from inside import call_agent_by
 from stage import KEY, Copied
 
-from kvxfer import READY, Config, Worker, mappings, shared_empty
+from kvxfer import READY, Config, Worker, shared_empty
 from kvxfer.copy.records import BEGIN
+from kvxfer.safety import mappings
 from kvxfer.testing import LoopbackTransport
 from kvxfer.tickets import EngineCard, Issuer, RankCard
 

@@ -37,7 +37,7 @@ class _Stream:
     """Copies in one direction of a mover on a GPU: behind a wait for a word, or a kernel that runs for long."""
 
     def __init__(self, mover, direction, how):
-        from kvxfer.memory.driver import call, load
+        from kvxfer.memory.device import call, load
 
         self._launched = partial(inside.launched, mover, direction)
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import inside
 import pytest
 
-from kvxfer.protocol.incarnation import IdentityKey
+from kvxfer.protocol.session import IdentityKey
 
 
 class Posing(IdentityKey):

@@ -18,25 +18,27 @@ from typing import Any
 
 from apart import Apart, knows_apart
 
-from kvxfer import assembly, exports, mappings, rebuilding
+from kvxfer import worker as assembly
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, _machines
 from kvxfer.decode.fetch import Fetch
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.errors import BlocksError, FabricError, UnreachableError
 from kvxfer.fabric import calls
-from kvxfer.keys import Key
-from kvxfer.link import Link
 from kvxfer.memory import ExtentState
-from kvxfer.peers import Peers
-from kvxfer.planning import Bound
+from kvxfer.peers.connections import Peers
+from kvxfer.peers.link import Link
+from kvxfer.placement import Staging
+from kvxfer.plans.planning import Bound
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.framing import decode_body, encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, Message, Route
-from kvxfer.protocol.receiving import Receiving
 from kvxfer.protocol.session import Role
+from kvxfer.protocol.transfer import Receiving
+from kvxfer.safety import mappings, rebuilding
+from kvxfer.safety import mappings as exports
+from kvxfer.safety.fence import Key
 from kvxfer.site import Site
-from kvxfer.staging import Staging
 
 # --- sessions
 
@@ -122,7 +124,7 @@ def pause_behind_every_frame(monkeypatch: Any) -> list[Any]:
         resumed.append(link)
         go_on(link)
 
-    monkeypatch.setattr("kvxfer.link.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("kvxfer.peers.link.TURN_SECONDS", 0.0)
     monkeypatch.setattr(Link, "_go_on", resume)
     return resumed
 
@@ -1070,7 +1072,7 @@ def look_in_threads(monkeypatch: Any) -> None:
 
 def remember_unreachable(endpoints: int, monkeypatch: Any) -> None:
     """So many endpoints that could not be reached are known at most."""
-    monkeypatch.setattr("kvxfer.peers._REMEMBERED", endpoints)
+    monkeypatch.setattr("kvxfer.peers.connections._REMEMBERED", endpoints)
 
 
 def plan_steps_in_threads(rows: int, monkeypatch: Any) -> None:
@@ -1085,13 +1087,13 @@ def know_no_gates(monkeypatch: Any) -> None:
 
 def open_no_gates(monkeypatch: Any) -> None:
     """Nobody can open the gates of a peer."""
-    monkeypatch.setattr("kvxfer.keys.Key", lambda handle: Key(b""))
+    monkeypatch.setattr("kvxfer.safety.fence.Key", lambda handle: Key(b""))
 
 
 def live_in(process: int, monkeypatch: Any) -> None:
     """Every peer is taken for this process, and for another one than those who meet it."""
-    monkeypatch.setattr("kvxfer.processes.process_of", lambda handle: process)
-    monkeypatch.setattr("kvxfer.assembly.own_number", lambda: 0)
+    monkeypatch.setattr("kvxfer.safety.processes.process_of", lambda handle: process)
+    monkeypatch.setattr("kvxfer.worker.own_number", lambda: 0)
 
 
 def build_without(capability: Capability, monkeypatch: Any) -> None:

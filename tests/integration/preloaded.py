@@ -23,7 +23,7 @@ _IMPORTED = [
     "kvxfer.worker",
     "kvxfer.fabric.nixl",
     "kvxfer.copy.machine",
-    "kvxfer.mapped.shared",
+    "kvxfer.mapped.cpu",
 ]
 _SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Of the server alone: threads would be forked without their locks."""

@@ -21,18 +21,18 @@ from stage import Cache, eventually, quiet
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-import kvxfer.admin
+import kvxfer.tools.admin
 from kvxfer import BlockingWorker, Config, ConfigError, KvxferError, RequestError
-from kvxfer.admin.health import reasons
-from kvxfer.admin.look import look
-from kvxfer.admin.server import AdminServer
-from kvxfer.admin.status import status
 from kvxfer.errors import FabricError
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.metrics import SECONDS
+from kvxfer.telemetry import SECONDS
+from kvxfer.tools.admin.health import reasons
+from kvxfer.tools.admin.look import look
+from kvxfer.tools.admin.server import AdminServer
+from kvxfer.tools.admin.status import status
 
-DASHBOARD = json.loads((Path(kvxfer.admin.__file__).parent / "grafana.json").read_text())
-LIMITS = kvxfer.admin.Limits()
+DASHBOARD = json.loads((Path(kvxfer.tools.admin.__file__).parent / "grafana.json").read_text())
+LIMITS = kvxfer.tools.admin.Limits()
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -70,7 +70,7 @@ def samples(text):
 
 async def scrape(*workers):
     registry = CollectorRegistry()
-    registry.register(kvxfer.admin.Collector(workers))
+    registry.register(kvxfer.tools.admin.Collector(workers))
     return generate_latest(registry).decode()
 
 
@@ -147,7 +147,7 @@ async def test_a_registry_of_ones_own_serves_both(stage):
     decode = await stage.worker("decode", Cache())
     registry = CollectorRegistry()
     Counter("mine", "Of the application.", registry=registry).inc()
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0", registry=registry) as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0", registry=registry) as server:
         code, kind, body = await asked(server, "metrics")
     assert code == 200
     assert kind.startswith("text/plain")
@@ -216,7 +216,7 @@ def test_the_rule_reads_names_and_labels(query):
 
 async def test_a_worker_is_ready_until_it_drains(stage):
     decode = await stage.worker("decode", Cache())
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:
         assert await asked(server, "healthz") == (200, "text/plain; charset=utf-8", "ok\n")
         assert await why(server) == []
         decode.begin_drain()
@@ -228,7 +228,7 @@ async def test_a_worker_is_ready_until_it_drains(stage):
 
 async def test_of_several_workers_each_must_be_ready(stage):
     workers = [await stage.worker(name, Cache()) for name in ("one", "two")]
-    async with kvxfer.admin.serve(workers, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(workers, address="127.0.0.1:0") as server:
         workers[1].begin_drain()
         told = json.loads((await asked(server, "readyz"))[2])
     assert told == {"ready": False, "reasons": {"one[0]": [], "two[0]": ["it is draining"]}}
@@ -237,7 +237,7 @@ async def test_of_several_workers_each_must_be_ready(stage):
 async def test_a_loop_that_stands_still_is_said_to(stage):
     """The server answers while the worker's loop is held, as by a model step, and after."""
     decode = await stage.worker("decode", Cache())
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0", patience=0.2) as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0", patience=0.2) as server:
         told, done = [], threading.Event()
 
         def visit():
@@ -278,7 +278,7 @@ class Silent:
 async def test_it_says_that_it_is_alive_though_all_its_threads_wait():
     """Else many who look at a worker that stands still would have its process restarted."""
     silent = Silent()
-    async with kvxfer.admin.serve(silent, address="127.0.0.1:0", patience=100) as server:
+    async with kvxfer.tools.admin.serve(silent, address="127.0.0.1:0", patience=100) as server:
         with ThreadPoolExecutor(60) as visitors:
             visits = [visitors.submit(ask, server, "readyz") for _ in range(60)]
             try:
@@ -294,8 +294,8 @@ async def test_a_fabric_that_stands_still_is_said_to(stage, monkeypatch):
     decode = await stage.worker("decode", Cache())
     go = threading.Event()
     monkeypatch.setattr(transport(decode), "progress", go.wait)
-    async with kvxfer.admin.serve(
-        decode, address="127.0.0.1:0", limits=kvxfer.admin.Limits(stuck_after=0.05)
+    async with kvxfer.tools.admin.serve(
+        decode, address="127.0.0.1:0", limits=kvxfer.tools.admin.Limits(stuck_after=0.05)
     ) as server:
         release = mover(decode).hold_awake()
         try:
@@ -320,7 +320,7 @@ async def test_a_fabric_that_broke_is_named(stage, monkeypatch):
     release = mover(decode).hold_awake()
     await eventually(lambda: decode.describe()["fabric"]["broken"])
     release()
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:
         (reason,) = await why(server)
     assert reason.startswith("its fabric is broken: ")
     assert "no such device" in reason
@@ -330,7 +330,7 @@ async def test_a_full_quarantine_is_a_reason_and_shown(stage):
     decode = await stage.worker("decode", Cache(), send_share=0.5)
     capacity = decode.describe()["arena"]["receive"].capacity_bytes
     held = [take(decode, "receive", capacity // 4, f"peer {n}") for n in range(2)]
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:
         held[0].quarantine("peer 0 is silent")
         assert await why(server) == []
         held[1].quarantine("peer 1 is silent")
@@ -352,7 +352,7 @@ async def test_a_full_quarantine_is_a_reason_and_shown(stage):
 @pytest.mark.parametrize("bad", [{"quarantine": 0}, {"quarantine": 1.5}, {"stuck_after": 0}])
 def test_limits_make_sense(bad):
     with pytest.raises(ConfigError):
-        kvxfer.admin.Limits(**bad)
+        kvxfer.tools.admin.Limits(**bad)
 
 
 # --- status
@@ -362,7 +362,7 @@ async def test_status_says_who_is_there_and_what_is_under_way(stage):
     prefill, decode, stats = await played(stage, route="direct")
     waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4), timeout=30)
     await eventually(lambda: prefill.describe()["transfers"])
-    async with kvxfer.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
         code, kind, body = await asked(server, "status.json")
     told = json.loads(body)
     assert (code, kind) == (200, "application/json")
@@ -379,7 +379,7 @@ async def test_status_says_who_is_there_and_what_is_under_way(stage):
 
 
 async def test_lists_have_a_bound(stage, monkeypatch):
-    monkeypatch.setattr("kvxfer.admin.status._LISTED", 2)
+    monkeypatch.setattr("kvxfer.tools.admin.status._LISTED", 2)
     decode = await stage.worker("decode", Cache())
     prefill = await stage.worker("prefill", Cache())
     transfers = [decode.start_fetch(prefill.engine.ticket(f"r{n}"), [n], tokens=range(4), timeout=30) for n in range(3)]
@@ -400,7 +400,7 @@ async def test_lists_have_a_bound(stage, monkeypatch):
 
 async def test_it_can_be_mounted_into_an_application(stage):
     decode = await stage.worker("decode", Cache())
-    application = Starlette(routes=[Mount("/kvxfer", kvxfer.admin.app(decode))])
+    application = Starlette(routes=[Mount("/kvxfer", kvxfer.tools.admin.app(decode))])
     async with AdminServer(application, "127.0.0.1:0") as server:
         assert (await asked(server, "kvxfer/readyz"))[0] == 200
         assert "<title>kvxfer</title>" in (await asked(server, "kvxfer/"))[2]
@@ -411,7 +411,7 @@ async def test_the_mounted_application_answers_on_the_worker_s_own_loop(stage):
     import httpx
 
     decode = await stage.worker("decode", Cache())
-    transport = httpx.ASGITransport(kvxfer.admin.app(decode))
+    transport = httpx.ASGITransport(kvxfer.tools.admin.app(decode))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         for path in ("/", "/metrics", "/healthz", "/readyz", "/status.json", "/grafana.json"):
             answer = await client.get(path)
@@ -428,7 +428,7 @@ def test_a_blocking_worker_is_served_too(network):
     config = Config(engine="stepping", arena_bytes="64KiB", chunk_bytes="2KiB")
     with (
         BlockingWorker(config, (), lambda: LoopbackTransport("a", network)) as worker,
-        kvxfer.admin.serve(worker, address="127.0.0.1:0") as server,
+        kvxfer.tools.admin.serve(worker, address="127.0.0.1:0") as server,
     ):
         assert json.loads(ask(server, "readyz")[2])["reasons"]["stepping[0]"]
         worker.register(Cache().tensors)
@@ -438,11 +438,11 @@ def test_a_blocking_worker_is_served_too(network):
 
 async def test_it_stops_and_gives_its_port_back(stage):
     decode = await stage.worker("decode", Cache())
-    async with kvxfer.admin.serve(decode, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(decode, address="127.0.0.1:0") as server:
         host, _, port = server.address.rpartition(":")
         assert (host, port) != ("127.0.0.1", "0")
         with pytest.raises(ConfigError, match=r"cannot be taken: .*in use"):
-            kvxfer.admin.serve(decode, address=server.address).start()
+            kvxfer.tools.admin.serve(decode, address=server.address).start()
         with pytest.raises(RequestError):
             server.start()
     assert all(thread.name != "kvxfer-admin" for thread in threading.enumerate())
@@ -452,14 +452,14 @@ async def test_it_stops_and_gives_its_port_back(stage):
 
 
 def test_by_default_it_is_reached_from_this_host_alone():
-    assert kvxfer.admin.serve([]).address.startswith("127.0.0.1:")
+    assert kvxfer.tools.admin.serve([]).address.startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize(
     "name", [b"localhost", b"LOCALHOST:9471", b"127.0.0.1:1", b"127.7.7.7", b"[::1]:9471", b"worker.localhost"]
 )
 def test_on_this_host_alone_it_answers_to_names_of_this_host(name):
-    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+    with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
         assert code_for(server, name) == 200
 
 
@@ -468,12 +468,12 @@ def test_on_this_host_alone_it_answers_to_names_of_this_host(name):
     [b"evil.example:9471", b"10.0.0.1", b"localhost.evil.example", b"", b"[::1", b"\xff", b"127.0.0.1.evil.example"],
 )
 def test_on_this_host_alone_it_refuses_a_page_from_elsewhere_that_points_here(name):
-    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+    with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
         assert code_for(server, name) == 421
 
 
 def test_where_others_reach_it_it_answers_to_any_name():
-    with kvxfer.admin.serve([], address="0.0.0.0:0") as server:
+    with kvxfer.tools.admin.serve([], address="0.0.0.0:0") as server:
         assert code_for(server, b"kvxfer.example:9471") == 200
 
 
@@ -486,7 +486,7 @@ def code_for(server, name):
 
 
 def test_an_address_that_others_reach_is_warned_of(caplog):
-    with kvxfer.admin.serve([], address="0.0.0.0:0"):
+    with kvxfer.tools.admin.serve([], address="0.0.0.0:0"):
         pass
     assert [record.kvxfer["event"] for record in caplog.records if record.levelname == "WARNING"] == ["admin_exposed"]
 
@@ -494,14 +494,14 @@ def test_an_address_that_others_reach_is_warned_of(caplog):
 @pytest.mark.parametrize("address", ["", "9471", "127.0.0.1", "127.0.0.1:x", "unix:/x"])
 def test_a_malformed_address_is_refused(address):
     with pytest.raises(ConfigError):
-        kvxfer.admin.serve([], address=address)
+        kvxfer.tools.admin.serve([], address=address)
 
 
 @pytest.mark.parametrize("package", ["prometheus_client", "starlette", "uvicorn"])
 def test_what_is_missing_is_named_with_its_remedy(package):
-    code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.admin"
+    code = f"import sys; sys.modules[{package!r}] = None\nimport kvxfer.tools.admin"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"kvxfer.admin needs {package}, which is not installed: pip install {package}" in done.stderr
+    assert f"kvxfer.tools.admin needs {package}, which is not installed: pip install {package}" in done.stderr
 
 
 def test_reasons_of_a_worker_that_is_not_open():

@@ -9,10 +9,10 @@ import pytest
 from inside import take
 from stage import Cache, eventually
 
-import kvxfer.admin
+import kvxfer.tools.admin
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PAGE = (Path(kvxfer.admin.__file__).parent / "page.html").read_text()
+PAGE = (Path(kvxfer.tools.admin.__file__).parent / "page.html").read_text()
 NAME = "<b>decode</b><img src=x onerror=document.body.dataset.harmed=1>"
 
 
@@ -69,7 +69,7 @@ async def test_a_browser_draws_it(stage, tmp_path):
     await eventually(lambda: prefill.describe()["transfers"])
     over = asyncio.Event()
     loading = asyncio.create_task(load(prefill, decode, over))
-    async with kvxfer.admin.serve([prefill, decode, tired], address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve([prefill, decode, tired], address="127.0.0.1:0") as server:
         page, complaints = await browse(server.url, tmp_path)
     over.set()
     await loading
@@ -98,7 +98,7 @@ async def test_a_browser_draws_it(stage, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 async def test_a_browser_says_that_a_worker_does_not_answer(tmp_path):
     closed = kvxfer.BlockingWorker(kvxfer.Config(engine="asleep"))
-    async with kvxfer.admin.serve(closed, address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve(closed, address="127.0.0.1:0") as server:
         page, complaints = await browse(server.url, tmp_path)
     assert complaints == []
     assert "asleep[0]" in page

@@ -11,9 +11,9 @@ from rich.console import Console
 from stage import DEFAULTS, Cache
 
 from kvxfer import CacheTensor, Config, GeometryError, MissingExtraError, Released, TransferState, Worker
-from kvxfer.demo import run as demo
-from kvxfer.demo.script import Script
 from kvxfer.testing import LoopbackNetwork, LoopbackTransport
+from kvxfer.tools.demo import run as demo
+from kvxfer.tools.demo.script import Script
 
 
 def worker(network, name, cache, **config):

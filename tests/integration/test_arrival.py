@@ -11,7 +11,7 @@ from kvxfer.copy.port import Direction
 from kvxfer.decode import receiver
 from kvxfer.decode.receiver import _by_nic
 from kvxfer.mapped import here
-from kvxfer.mapped import home as home_module
+from kvxfer.mapped import process as home_module
 
 
 @pytest.mark.parametrize("by_nic", [True, False])

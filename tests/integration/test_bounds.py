@@ -26,8 +26,8 @@ from kvxfer import (
     TransferTimeoutError,
     UnreachableError,
     Withdrawn,
-    assembly,
 )
+from kvxfer import worker as assembly
 from kvxfer.copy.port import Direction
 
 SLACK = 0.05

@@ -13,7 +13,7 @@ from kvxfer import READY, Code, Group, IntegrityError, Interleave, MismatchError
 from kvxfer.copy import sums
 from kvxfer.geometry import selected
 from kvxfer.protocol.messages import Accept, Cancel, Capability, Check, Status, Sums
-from kvxfer.protocol.sending import build_result
+from kvxfer.protocol.transfer import build_result
 
 ROUTES = ["staged", "direct", "pull", "mapped"]
 IDS, INTO = [3, 1, 7], [2, 5, 9]
@@ -133,7 +133,7 @@ async def test_room_in_staging_that_no_token_fills_may_hold_anything(stage):
 async def test_nothing_is_asked_and_nothing_added_up_unless_it_is_configured(stage, route, monkeypatch):
     for module, name in (  # whoever called one of these would fail
         ("copy.sums", "total"),
-        ("decode.checking", "Checking.__init__"),
+        ("decode.receiver", "Checking.__init__"),
         ("prefill.sender", "SumPlan"),
         ("prefill.sender", "selected"),
     ):

@@ -11,9 +11,9 @@ from stage import Cache, Copied, eventually, quiet
 from stored import Converted, Stored, bits
 
 from kvxfer import ConfigError, GeometryError, MismatchError, PeerLostError, Released
-from kvxfer.encoding import geometry_from_wire, geometry_to_wire
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.protocol.packing import pack_f32
+from kvxfer.plans.planning import geometry_from_wire, geometry_to_wire
+from kvxfer.protocol.messages import pack_f32
 from kvxfer.worker import Worker
 
 BF16, F16, F32, E4M3, E5M2 = (
@@ -233,7 +233,7 @@ async def test_the_scale_of_a_hostile_peer(stage, monkeypatch, packed, words):
         ]
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvxfer.assembly.geometry_to_wire", hostile)
+        patch.setattr("kvxfer.worker.geometry_to_wire", hostile)
         decode = await stage.worker("decode", good, **CONVERT)
     with pytest.raises(GeometryError, match=words):
         geometry_from_wire(hostile(geometry(decode), with_addresses=False))

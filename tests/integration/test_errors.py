@@ -32,10 +32,9 @@ from kvxfer import (
     UnreachableError,
     UsageError,
 )
+from kvxfer.plans.routes import Estimates
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.messages import Cancel, Fetch, Goodbye, Hello, Ping, Reserve, Route, Selection, Span
-from kvxfer.protocol.packing import pack_u32
-from kvxfer.routes.estimates import Estimates
+from kvxfer.protocol.messages import Cancel, Fetch, Goodbye, Hello, Ping, Reserve, Route, Selection, Span, pack_u32
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from kvxfer.geometry import CacheGeometry, CacheTensor, PairPlan, common
-from kvxfer.tools.endings import explain
+from kvxfer.tools.explain import explain
 
 
 def pages(slots: int) -> tuple[torch.Tensor, list[CacheTensor]]:

@@ -28,10 +28,9 @@ from stage import Cache, Gate, Tap, eventually, quarantined, quiet
 from wire import play
 
 from kvxfer.errors import ClosedError, FabricError, MemoryInDoubtError, PeerLostError, TransferFailedError
-from kvxfer.gates import GATES, SHARED_GATE, Gates
-from kvxfer.keys import Keys
 from kvxfer.mapped.locks import Key, LockFile, Revoked
 from kvxfer.protocol.messages import Accept, Fetch, Reserve, Want
+from kvxfer.safety.fence import GATES, SHARED_GATE, Gates, Keys
 
 TIMES = {"heartbeat": 1, "peer_timeout": 3, "revoke_timeout": 5, "handshake_timeout": 1}
 ROUTES = ["mapped", "direct", "staged"]

@@ -6,8 +6,7 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, quiet
 
 from kvxfer import KvxferError
-from kvxfer.protocol.messages import WHOLE, Accept, Arrived, Fetch, Grant, KvAgentResult, Reserve, Status
-from kvxfer.protocol.packing import pack_u32
+from kvxfer.protocol.messages import WHOLE, Accept, Arrived, Fetch, Grant, KvAgentResult, Reserve, Status, pack_u32
 
 PLENTY = {"arena_bytes": "64KiB", "chunk_bytes": "16KiB", "route": "staged"}  # for all of a fetch in one chunk
 

@@ -7,8 +7,8 @@ from inside import break_steps, plan_steps_in_threads
 from stage import Cache, Copied, Tap, eventually, in_place, quiet
 
 from kvxfer import BlocksError, Code, Group, Interleave, Released, Span, TransferFailedError, TransferState
-from kvxfer.encoding import joined_spans
 from kvxfer.geometry import normalise_blocks
+from kvxfer.plans.planning import joined_spans
 from kvxfer.protocol.messages import Reserve
 
 ROUTES = ["staged", "direct", "pull"]

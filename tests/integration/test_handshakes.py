@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from stage import Cache, Copied, Tap, eventually, handshakes, quiet
 from wire import play
 
-from kvxfer import KvxferError, Released, UnreachableError, assembly, planning, site
+from kvxfer import KvxferError, Released, UnreachableError, site
+from kvxfer import worker as assembly
+from kvxfer.plans import planning
 from kvxfer.prefill import sender
 from kvxfer.protocol import session
 from kvxfer.protocol.framing import FrameReader, encode

@@ -24,13 +24,12 @@ from kvxfer import (
     UnreachableError,
     Withdrawn,
     Worker,
-    assembly,
 )
-from kvxfer.bench.relay import Relay
-from kvxfer.protocol.incarnation import IdentityKey
+from kvxfer import worker as assembly
 from kvxfer.protocol.messages import Cancel
-from kvxfer.protocol.session import Role
+from kvxfer.protocol.session import IdentityKey, Role
 from kvxfer.testing import LoopbackTransport
+from kvxfer.tools.bench.relay import Relay
 
 TOKENS = range(8)
 ROUTES = pytest.mark.parametrize("route", ["pull", "direct", "staged"])

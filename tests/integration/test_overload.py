@@ -11,8 +11,9 @@ from inside import early_places, entry, queues, renew_claims, service
 from stage import Cache, Copied, eventually, quiet
 from wire import play
 
-from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released, polling
-from kvxfer.decode import claims as claims_module
+from kvxfer import BlockingWorker, BusyError, Code, Config, KvxferError, RefusedError, Released
+from kvxfer import blocking as polling
+from kvxfer.decode import role as claims_module
 from kvxfer.fabric.loopback import LoopbackTransport
 
 BLOCK = range(4)

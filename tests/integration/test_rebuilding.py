@@ -37,18 +37,14 @@ from inside import (
 )
 from stage import Cache, Copied, eventually, quarantined, quiet
 
-from kvxfer import (
-    KvxferError,
-    MemoryInDoubt,
-    Released,
-    assembly,
-    rebuilding,
-)
+from kvxfer import KvxferError, MemoryInDoubt, Released
+from kvxfer import worker as assembly
 from kvxfer.decode import receiver
 from kvxfer.mapped.locks import Revoked
 from kvxfer.prefill import sender
 from kvxfer.protocol.messages import Capability, Grant, Reserve
 from kvxfer.protocol.session import Role
+from kvxfer.safety import rebuilding
 
 TOKENS = range(8)
 TIMES = {"heartbeat": 0.1, "peer_timeout": 0.4, "revoke_timeout": 2.0, "handshake_timeout": 1.0}

@@ -15,15 +15,15 @@ from stage import KEY, Cache, Tap
 from typer.testing import CliRunner
 
 from kvxfer import KvxferError
-from kvxfer.admin import Collector, Limits
-from kvxfer.admin.look import look
-from kvxfer.admin.status import status
-from kvxfer.cli import app
 from kvxfer.protocol.framing import encode
-from kvxfer.protocol.inspect import describe
 from kvxfer.protocol.messages import Fetch
 from kvxfer.protocol.session import Terms
 from kvxfer.tickets import EngineCard, Issuer, Ticket
+from kvxfer.tools.admin import Collector, Limits
+from kvxfer.tools.admin.look import look
+from kvxfer.tools.admin.status import status
+from kvxfer.tools.cli import app
+from kvxfer.tools.inspect import describe
 
 SECRET = "a secret that nobody may ever read"
 

@@ -13,8 +13,8 @@ from msgspec import structs
 from stage import Cache, Copied, eventually
 
 from kvxfer import Code, ProtocolError, RefusedError, TransferFailedError, UnreachableError
-from kvxfer.limits import MAX_WORLD
-from kvxfer.prefill import doubts
+from kvxfer.names import MAX_WORLD
+from kvxfer.prefill import role as doubts
 from kvxfer.protocol.messages import Cancel, Fetch, Refuse, Route, Status
 from kvxfer.protocol.session import Role
 
@@ -64,7 +64,8 @@ async def test_transfers_in_doubt_keep_their_places_until_the_peer_has_died(stag
     future = asyncio.get_running_loop().create_future
     inside.doubt_all(monkeypatch)
     monkeypatch.setattr(
-        "kvxfer.processes.Processes.ended", lambda _, peer: processes.setdefault(peer.identity.incarnation, future())
+        "kvxfer.safety.processes.Processes.ended",
+        lambda _, peer: processes.setdefault(peer.identity.incarnation, future()),
     )
     ref, refused = prefill.engine.ref("r", 0), 0
     for number in range(MANY):

@@ -11,7 +11,8 @@ import pytest
 from stage import DEFAULTS, Cache, Copied, eventually, quiet
 from standing import Stuck
 
-from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn, watch
+from kvxfer import BlocksError, Config, KvxferError, MemoryInDoubt, TransferFailedError, Withdrawn
+from kvxfer import worker as watch
 from kvxfer.worker import Worker
 
 TOKENS = range(8)

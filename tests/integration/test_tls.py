@@ -225,7 +225,7 @@ async def test_accepting_goes_on_when_descriptors_are_free_again(stage, authorit
         def __getattr__(self, name):
             return Scarce if name == "get_running_loop" else getattr(asyncio, name)
 
-    from kvxfer import streams
+    from kvxfer.peers import connections as streams
 
     monkeypatch.setattr(streams, "_ACCEPT_PAUSE", 0.01)
     monkeypatch.setattr(streams, "asyncio", Asyncio())

@@ -13,10 +13,10 @@ from rich.console import Console
 from stage import Cache, eventually
 from typer.testing import CliRunner
 
-import kvxfer.admin
-from kvxfer import top as module
-from kvxfer.cli import app
-from kvxfer.top import Sight, Top, url_of
+import kvxfer.tools.admin
+from kvxfer.tools import top as module
+from kvxfer.tools.cli import app
+from kvxfer.tools.top import Sight, Top, url_of
 
 
 def drawn(top, sights):
@@ -37,7 +37,7 @@ async def test_it_shows_workers_and_what_is_under_way(stage):
     moved = (await decode.fetch(prefill.engine.ticket("r"), [3, 4], tokens=range(8), timeout=10)).stats.bytes
     waiting = decode.start_fetch(prefill.engine.ticket("later"), [5], tokens=range(4), timeout=60)
     await eventually(lambda: prefill.describe()["transfers"])
-    async with kvxfer.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
+    async with kvxfer.tools.admin.serve([prefill, decode], address="127.0.0.1:0") as server:
         top = Top([server.address])
         first = await asyncio.to_thread(top.look)
         assert first[0].ready
@@ -252,7 +252,7 @@ def test_what_is_too_long_is_cut():
 
 
 def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():
-    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
+    with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
         well = CliRunner().invoke(app, ["top", "--once", server.address])
         address = server.address
     gone = CliRunner().invoke(app, ["top", "--once", address])
@@ -262,8 +262,8 @@ def test_the_command_looks_once_and_says_by_its_exit_code_whether_all_is_well():
 
 
 def test_in_a_pipe_one_look_stands_below_the_other_and_sigterm_ends_it():
-    with kvxfer.admin.serve([], address="127.0.0.1:0") as server:
-        command = [sys.executable, "-m", "kvxfer.cli", "top", "--every", "0.1", server.address]
+    with kvxfer.tools.admin.serve([], address="127.0.0.1:0") as server:
+        command = [sys.executable, "-m", "kvxfer.tools.cli", "top", "--every", "0.1", server.address]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:

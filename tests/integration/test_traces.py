@@ -18,10 +18,10 @@ from stage import Cache, Copied, Tap, eventually, quiet
 from traced import Spans
 
 from kvxfer import KvxferError, Released
+from kvxfer.blocking import OwnLoopWorker
 from kvxfer.fabric.loopback import LoopbackTransport
-from kvxfer.own_loop import OwnLoopWorker
+from kvxfer.integrations.opentelemetry import parsed
 from kvxfer.protocol.messages import Fetch
-from kvxfer.traces import parsed
 
 ROOT = Path(__file__).parents[2]
 TOKENS = range(8)
@@ -275,7 +275,7 @@ async def main():
         offer = prefill.offer("r", [1], tokens=4)
         await decode.fetch(prefill.engine.ticket("r"), [1], tokens=range(4))
         await offer.released()
-        assert not any(name.startswith(("opentelemetry.", "kvxfer.traces")) for name in sys.modules)
+        assert not any(name.startswith(("opentelemetry.", "kvxfer.integrations.opentelemetry")) for name in sys.modules)
         try:
             await stage.worker("traced", Cache(), traces="otel")
         except ConfigError as error:

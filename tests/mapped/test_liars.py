@@ -9,16 +9,16 @@ import pytest
 
 from kvxfer import shared_empty
 from kvxfer.geometry import CacheGeometry, CacheTensor
-from kvxfer.keys import Keys
 from kvxfer.mapped import export, here
-from kvxfer.mapped.descriptors import Descriptors
 from kvxfer.mapped.locks import LockFile
-from kvxfer.mappings import Mappings
-from kvxfer.processes import Processes
+from kvxfer.mapped.window import Descriptors
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MappedMemory
 from kvxfer.protocol.session import Identity, PeerInfo
 from kvxfer.runtime import ThreadRuntime
+from kvxfer.safety.fence import Keys
+from kvxfer.safety.mappings import Mappings
+from kvxfer.safety.processes import Processes
 
 CONTEXT = mp.get_context("spawn")
 

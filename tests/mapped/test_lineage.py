@@ -11,10 +11,10 @@ import pytest
 
 from kvxfer.mapped import here
 from kvxfer.mapped.locks import Lineage
-from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, Capability, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
+from kvxfer.safety.processes import Processes
 
 OWNER = """
 import os, sys

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer import processes as module
 from kvxfer.mapped import here, number_of, own_number, process_of_stream
 from kvxfer.mapped import process as numbers
 from kvxfer.mapped.locks import LockFile
-from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode_body
 from kvxfer.protocol.messages import AgentBody, MemorySpan
 from kvxfer.protocol.session import Identity, PeerInfo
+from kvxfer.safety import processes as module
+from kvxfer.safety.processes import Processes
 
 CONNECTS = """
 import os, socket, sys

@@ -17,11 +17,10 @@ from fake_cuda import FABRIC, FILE, GRANULE, Pool, Result
 
 from kvxfer import Config, FabricError
 from kvxfer.errors import ArenaError
-from kvxfer.exports import Exports
 from kvxfer.mapped import Windows, export, joined, open_window
-from kvxfer.mapped.descriptors import Descriptors
-from kvxfer.mappings import Mappings
+from kvxfer.mapped.window import Descriptors
 from kvxfer.protocol.messages import MappedMemory
+from kvxfer.safety.mappings import Exports, Mappings
 
 CONTEXT = mp.get_context("spawn")
 
@@ -176,7 +175,7 @@ def test_a_process_that_does_not_let_itself_be_reached_is_a_refusal_with_the_rem
         return -1
 
     before = open_files()
-    monkeypatch.setattr("kvxfer.mapped.descriptors._system_call", lambda: refuse)
+    monkeypatch.setattr("kvxfer.mapped.window._system_call", lambda: refuse)
     with pytest.raises(FabricError, match=said):
         open_window(three, "cuda", 0)
     assert (cuda.state.live(), open_files()) == ((0, 0, 0), before)
@@ -426,7 +425,7 @@ async def test_a_cache_that_cannot_be_exported_leaves_no_files_and_a_log_line(cu
 
 
 async def test_more_allocations_than_a_peer_is_told_of_are_refused(cuda, caplog, monkeypatch):
-    monkeypatch.setattr("kvxfer.exports.MAX_TENSORS", 2)
+    monkeypatch.setattr("kvxfer.safety.mappings.MAX_TENSORS", 2)
     pool = Pool(cuda, "x" * 25)
     before = open_files()
     exports = await opened(range(pool.base, pool.base + pool.size))

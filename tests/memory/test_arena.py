@@ -19,7 +19,7 @@ from kvxfer.memory import (
     Share,
     check_transition,
 )
-from kvxfer.memory.gaps import Gaps
+from kvxfer.memory.arena import Gaps
 
 UNIT = 512
 BASE = 1 << 40

@@ -14,8 +14,9 @@ from typing import cast
 import pytest
 
 from kvxfer.errors import ArenaError, FabricError, MissingExtraError
-from kvxfer.memory import Backing, InvariantError, Kind, allocate, backing
-from kvxfer.memory.driver import pci_bus_id
+from kvxfer.memory import Backing, InvariantError, Kind, allocate
+from kvxfer.memory import device as backing
+from kvxfer.memory.device import pci_bus_id
 
 
 def mapped(address: int) -> bool:

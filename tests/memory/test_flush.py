@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.memory import flush as module
-from kvxfer.memory.flush import Arrival, arrival
+from kvxfer.memory import device as module
+from kvxfer.memory.device import Arrival, arrival
 
 PREFIX = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_"
 ORDERING, OPTION = "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_", "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_"

@@ -10,8 +10,9 @@ from cable import DEVICE, HOSTS, Cable, Way, crossed, join_cable, own_network
 from far import Far, Strangers
 from inside import sessions
 
-from kvxfer import KvxferError, MemoryInDoubt, assembly
-from kvxfer.mapped import home
+from kvxfer import KvxferError, MemoryInDoubt
+from kvxfer import worker as assembly
+from kvxfer.mapped import process as home
 
 __all__ = ["Host", "Hosts"]
 

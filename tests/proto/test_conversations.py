@@ -6,8 +6,6 @@ import pytest
 
 from kvxfer.errors import IdentityError, MismatchError
 from kvxfer.protocol.framing import SESSION_FRAME_LIMIT, FrameReader, decode
-from kvxfer.protocol.incarnation import IdentityKey
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import (
     WHOLE,
     Abandon,
@@ -26,9 +24,9 @@ from kvxfer.protocol.messages import (
     Want,
     Welcome,
 )
-from kvxfer.protocol.receiving import Receiving
-from kvxfer.protocol.sending import Failure, Sending, SendState
-from kvxfer.protocol.session import Identity, Opened, Received, Role, Session, State, Terms
+from kvxfer.protocol.session import Identity, IdentityKey, Opened, Received, Role, Session, State, Terms
+from kvxfer.protocol.transfer import Failure, Receiving, Sending, SendState
+from kvxfer.tools.inspect import registry_name
 from proto.generate import HERE
 
 DOCUMENT = json.loads((HERE / "vectors/conversations.json").read_text())

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from kvxfer.errors import Code
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import IGNORABLE_TAG, WIRE_MIN, WIRE_VERSION, Capability, Message, Route, Status
+from kvxfer.tools.inspect import registry_name
 
 PROTO = Path(__file__).parents[2] / "proto"
 REGISTRY = tomllib.loads((PROTO / "registry.toml").read_text())

@@ -8,8 +8,8 @@ import jsonschema
 import msgspec
 import pytest
 
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import AgentBody, Cancel, Message, Route, TensorFrame
+from kvxfer.tools.inspect import registry_name
 from proto.generate import HERE, generate, text
 from proto.schema import body_schema, messages_schema, to_json
 

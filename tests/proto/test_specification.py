@@ -10,12 +10,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from kvxfer.encoding import geometry_from_wire
 from kvxfer.errors import GeometryError
+from kvxfer.plans.planning import geometry_from_wire
 from kvxfer.protocol import framing, messages
-from kvxfer.protocol.inspect import registry_name
-from kvxfer.protocol.messages import Message, TensorFrame
-from kvxfer.protocol.packing import pack_u32
+from kvxfer.protocol.messages import Message, TensorFrame, pack_u32
+from kvxfer.tools.inspect import registry_name
 from proto.schema import body_schema, messages_schema
 
 ROOT = Path(__file__).parents[2]

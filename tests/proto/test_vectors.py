@@ -14,9 +14,9 @@ import pytest
 
 from kvxfer.errors import ProtocolError
 from kvxfer.protocol.framing import HANDSHAKE_FRAME_LIMIT, FrameReader, decode, decode_body, encode
-from kvxfer.protocol.inspect import registry_name
 from kvxfer.protocol.messages import Agent, Message
 from kvxfer.tickets import EngineCard, Issuer
+from kvxfer.tools.inspect import registry_name
 from proto import generate
 from proto.conversations import handshake_vector
 from proto.frames import plain, valid

@@ -33,8 +33,7 @@ from kvxfer.protocol.messages import (
     Timings,
     Want,
 )
-from kvxfer.protocol.receiving import ReceiveState, Receiving
-from kvxfer.protocol.sending import Failure, Sending, SendState, build_result
+from kvxfer.protocol.transfer import Failure, ReceiveState, Receiving, Sending, SendState, build_result
 
 TOKEN = b"first token"
 CALLER = Failure(Status.CANCELLED, Code.CANCELLED, "the caller cancelled")

@@ -23,8 +23,7 @@ from kvxfer.protocol.framing import (
     encode_in_parts,
     peek_tag,
 )
-from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, Span, TicketRef, Want
-from kvxfer.protocol.packing import pack_u32
+from kvxfer.protocol.messages import Agent, Cancel, Goodbye, Ping, Release, Span, TicketRef, Want, pack_u32
 from proto.frames import valid
 
 FRAMES = [bytes.fromhex(entry["hex"]) for entry in valid()]

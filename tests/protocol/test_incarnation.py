@@ -9,9 +9,8 @@ from test_session import BODY, FACTS, KEYS, OTHER, WHO, pump
 
 from kvxfer.errors import Code, IdentityError, ProtocolError
 from kvxfer.protocol.framing import FrameReader, encode, encode_body
-from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import Agent, Goodbye, Hello, Welcome
-from kvxfer.protocol.session import Role, Session, Terms
+from kvxfer.protocol.session import IdentityKey, Role, Session, Terms
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 AT = "tcp:10.0.0.1:9"

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import Code
 from kvxfer.protocol.framing import encode, encode_body
-from kvxfer.protocol.inspect import describe, from_hex, registry_name
 from kvxfer.protocol.messages import (
     WHOLE,
     Agent,
@@ -29,8 +28,9 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Want,
     Welcome,
+    pack_u32,
 )
-from kvxfer.protocol.packing import pack_u32
+from kvxfer.tools.inspect import describe, from_hex, registry_name
 from proto.frames import BODY, invalid, valid
 
 SECRET = bytes(range(0xA0, 0xC0))

@@ -42,8 +42,9 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Timings,
     Want,
+    pack_u32,
+    unpack_u32,
 )
-from kvxfer.protocol.packing import pack_u32, unpack_u32
 
 MESSAGES = get_args(Message)
 TICKET = TicketRef("req-1", 0, bytes(16))

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, settings
 from pair import Pair
 
 from kvxfer.protocol.messages import Reserve, Route
-from kvxfer.protocol.receiving import ReceiveState
-from kvxfer.protocol.sending import SendState
+from kvxfer.protocol.transfer import ReceiveState, SendState
 
 Pair.TestCase.settings = settings(
     max_examples=500, stateful_step_count=20, deadline=None, suppress_health_check=[*HealthCheck]

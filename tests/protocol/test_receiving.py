@@ -19,8 +19,7 @@ from kvxfer.protocol.messages import (
     Status,
     Want,
 )
-from kvxfer.protocol.receiving import RECEIVE_TRANSITIONS, ReceiveState, Receiving
-from kvxfer.protocol.sending import Failure, build_result
+from kvxfer.protocol.transfer import RECEIVE_TRANSITIONS, Failure, ReceiveState, Receiving, build_result
 
 WHY = Failure(Status.CANCELLED, Code.CANCELLED, "the caller cancelled")
 GONE = Failure(Status.FAILED, Code.PEER_LOST, "the stream was closed")

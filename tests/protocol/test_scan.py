@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.protocol.scan import ScanError, find, fits, head, scan
+from kvxfer.protocol.framing import ScanError, find, fits, head, scan
 
 LEAVES = (
     st.none()

@@ -20,9 +20,9 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Timings,
     Want,
+    pack_u32,
 )
-from kvxfer.protocol.packing import pack_u32
-from kvxfer.protocol.sending import SEND_TRANSITIONS, Failure, Sending, SendState, build_result
+from kvxfer.protocol.transfer import SEND_TRANSITIONS, Failure, Sending, SendState, build_result
 
 STOP = Failure(Status.EXPIRED, Code.TICKET_EXPIRED, "the lease ran out")
 SECOND = Failure(Status.CANCELLED, Code.CANCELLED, "cancelled")
@@ -132,7 +132,7 @@ def test_the_table_has_no_entry_that_is_not_tried():
 
 
 def test_a_machine_only_moves_by_its_table(monkeypatch):
-    monkeypatch.setattr("kvxfer.protocol.sending.SEND_TRANSITIONS", {})
+    monkeypatch.setattr("kvxfer.protocol.transfer.SEND_TRANSITIONS", {})
     for event in EVENTS.values():
         with pytest.raises(ProtocolError, match="is illegal for a transfer that is parked"):
             event(parked())

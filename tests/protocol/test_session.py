@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.dtypes import CONVERTIBLE
 from kvxfer.errors import (
     Code,
     IdentityError,
@@ -22,10 +21,9 @@ from kvxfer.errors import (
     ProtocolError,
     UnreachableError,
 )
-from kvxfer.limits import MAX_WORLD
+from kvxfer.names import CONVERTIBLE, MAX_WORLD
 from kvxfer.protocol import session as module
 from kvxfer.protocol.framing import FrameReader, decode, encode, encode_body
-from kvxfer.protocol.incarnation import IdentityKey
 from kvxfer.protocol.messages import (
     WHOLE,
     Abandon,
@@ -55,12 +53,13 @@ from kvxfer.protocol.messages import (
     TicketRef,
     Want,
     Welcome,
+    pack_u32,
 )
-from kvxfer.protocol.packing import pack_u32
 from kvxfer.protocol.session import (
     RECEIVED_WHEN_OPEN,
     TRANSITIONS,
     Identity,
+    IdentityKey,
     Opened,
     Received,
     Role,

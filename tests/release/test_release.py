@@ -21,7 +21,7 @@ assert Path(kvxfer.__file__).is_relative_to(sys.prefix), kvxfer.__file__
 for name in kvxfer.__all__:
     getattr(kvxfer, name)
 try:
-    import kvxfer.admin
+    import kvxfer.tools.admin
 except kvxfer.MissingExtraError as error:
     print(error)
 """

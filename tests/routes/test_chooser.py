@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvxfer.plans.routes import Means, acceptable, choose, predicted_faster
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.chooser import Means, acceptable, choose, predicted_faster
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvxfer.plans.routes import PROFILES, Costs, Profile
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.cost import PROFILES, Costs, Profile
 
 MIB = 1 << 20
 

@@ -5,10 +5,8 @@ from random import Random
 
 import pytest
 
+from kvxfer.plans.routes import PROFILES, Estimates, Means, acceptable, choose
 from kvxfer.protocol.messages import Route
-from kvxfer.routes.chooser import Means, acceptable, choose
-from kvxfer.routes.cost import PROFILES
-from kvxfer.routes.estimates import Estimates
 
 CPU = PROFILES["cpu"]
 A, B = b"a" * 16, b"b" * 16

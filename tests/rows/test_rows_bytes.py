@@ -98,7 +98,7 @@ def most_rounding(block: int, classes: int, needed: int, tokens: int, posts: int
 async def test_no_byte_too_many(ranks: RecordedSides, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, rng, network = CASES[name], Random(name), RecordingNetwork()
     ledger = network.ledger
-    monkeypatch.setattr("kvxfer.assembly.Mover", recording_mover(ledger))
+    monkeypatch.setattr("kvxfer.worker.Mover", recording_mover(ledger))
     large = case.row == "layout"
     route, chunk_bytes = route_in_turn(name), rng.choice(CHUNKS[large])
     request = Request.of(case)
@@ -161,7 +161,7 @@ async def test_what_is_converted_crosses_once_as_the_narrower_of_two_dtypes(
     """Several requests into the same blocks. On `mapped` a copy converts from cache to cache, and nothing is sent."""
     rng, network, (src, dst) = Random(f"{dtypes} {route} {chunk_bytes}"), RecordingNetwork(), dtypes
     ledger = network.ledger
-    monkeypatch.setattr("kvxfer.assembly.Mover", recording_mover(ledger))
+    monkeypatch.setattr("kvxfer.worker.Mover", recording_mover(ledger))
     given = Stored(src, "head", blocks=14, block_tokens=16)
     ours = Stored(dst, "tensor", seed=2, blocks=6, block_tokens=64, layout="HND")
     sizes = {**SIZES, "chunk_bytes": chunk_bytes, "in_place_chunk_bytes": chunk_bytes, "route": route}

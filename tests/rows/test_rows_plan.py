@@ -12,7 +12,7 @@ from catalogue import CASES
 from ranks import World, contents
 
 from kvxfer.geometry import PairPlan, resolve
-from kvxfer.tools.endings import explain
+from kvxfer.tools.explain import explain
 
 
 @cache

@@ -21,7 +21,7 @@ from stage import KEY, eventually
 
 from kvxfer import READY, Offer, Released, Transfer, Worker
 from kvxfer.fabric.loopback import LoopbackNetwork
-from kvxfer.protocol.sending import SendState
+from kvxfer.protocol.transfer import SendState
 
 Mask = NDArray[np.bool_]
 

@@ -15,11 +15,10 @@ import msgspec
 from pair import CALLER, GONE, Pair
 
 from kvxfer.decode.receiver import Grants
-from kvxfer.desk import Desk
 from kvxfer.memory import Custody, Extent, ExtentState, Share
 from kvxfer.protocol.messages import Accept, Route, Want
-from kvxfer.protocol.receiving import ReceiveState
-from kvxfer.protocol.sending import SendState
+from kvxfer.protocol.transfer import ReceiveState, SendState
+from kvxfer.site import Desk
 
 UNIT = 512
 ROUTES = (Route.STAGED, Route.STAGED, Route.DIRECT, Route.PULL)

@@ -19,9 +19,7 @@ from kvxfer.copy.mover import Mover
 from kvxfer.copy.port import CopyOutcome, Direction
 from kvxfer.decode.receiver import Grants, Receiver
 from kvxfer.decode.role import Decode
-from kvxfer.desk import Desk
 from kvxfer.errors import ProtocolError
-from kvxfer.exposure import Exposure
 from kvxfer.fabric.loopback import LoopbackTransport
 from kvxfer.mapped.locks import FIRST_GENERATION, Key, LockFile, Revoked
 from kvxfer.memory import Custody, ExtentState
@@ -30,8 +28,9 @@ from kvxfer.prefill.role import Prefill
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol import session
 from kvxfer.protocol.messages import Route, Status
-from kvxfer.protocol.receiving import ReceiveState, Receiving
-from kvxfer.protocol.sending import Sending, SendState, build_result
+from kvxfer.protocol.transfer import ReceiveState, Receiving, Sending, SendState, build_result
+from kvxfer.safety.evidence import Exposure
+from kvxfer.site import Desk
 
 Patch = pytest.MonkeyPatch
 FREE = ExtentState.FREE

@@ -29,7 +29,7 @@ from kvxfer.fabric.loopback import LoopbackNetwork, Part
 from kvxfer.fabric.port import Operation
 from kvxfer.memory import Extent, ExtentState, Share
 from kvxfer.protocol.messages import WHOLE, Grant, Status
-from kvxfer.protocol.receiving import Receiving
+from kvxfer.protocol.transfer import Receiving
 
 CANARY = 0xA5
 _WRITABLE = (ExtentState.WRITING, ExtentState.QUARANTINED)

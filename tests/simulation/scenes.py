@@ -20,9 +20,9 @@ from kvxfer import READY, Expired, IdentityError, KvxferError, MemoryInDoubtErro
 from kvxfer.errors import BlocksError
 from kvxfer.memory import ExtentState
 from kvxfer.offers import Ending
-from kvxfer.processes import Processes
 from kvxfer.protocol.framing import encode
 from kvxfer.protocol.messages import Cancel, Grant, Reserve
+from kvxfer.safety.processes import Processes
 from kvxfer.testing import simulate
 
 IDS, INTO, TOKENS = [3, 4], [7, 8], range(8)

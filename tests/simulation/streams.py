@@ -4,7 +4,7 @@ from collections import deque
 
 import inside
 
-from kvxfer.link import Link
+from kvxfer.peers.link import Link
 
 
 class Streams:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvxfer.protocol.messages import Route
-from kvxfer.protocol.receiving import ReceiveState
+from kvxfer.protocol.transfer import ReceiveState
 
 kept = st.tuples(st.sampled_from(ROUTES), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.booleans())
 number = st.integers(0, 1000)

@@ -11,10 +11,13 @@ from ownership import BlockBooks, Ledger, WatchedNetwork
 from stage import KEY, Cache
 from streams import Streams
 
-from kvxfer import Config, Worker, assembly, recovery, site, watch
+from kvxfer import Config, Worker, site
+from kvxfer import worker as assembly
+from kvxfer import worker as watch
 from kvxfer.copy import mover
+from kvxfer.decode import role as recovery
 from kvxfer.decode.fetch import Fetch
-from kvxfer.link import Link
+from kvxfer.peers.link import Link
 from kvxfer.prefill.sender import Sender
 from kvxfer.protocol.messages import Route
 from kvxfer.testing import DeterministicRuntime, LoopbackTransport

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from kvxfer.blocking import BlockingTransfer, Fetched, FetchFailed, PollEvent
 from kvxfer.errors import ClosedError, KvxferError, MemoryInDoubtError, PeerError
 from kvxfer.geometry import Span
-from kvxfer.handles import BlockingTransfer
 from kvxfer.integrations.sglang.rooms import Poll, Rooms, failure
-from kvxfer.polling import Fetched, FetchFailed, PollEvent
 
 __all__ = ["Receiving"]
 

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvxfer.errors import TicketError, UnreachableError
-from kvxfer.jsonhttp import NoAnswerError, json_from
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer
+from kvxfer.tools.top import NoAnswerError, json_from
 
 __all__ = ["Directory", "Engine", "Meeting", "ask", "keep_registering", "register", "register_room"]
 

@@ -7,11 +7,18 @@ offer, and says from which token on. Whole pages are sent: what lies behind the 
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvxfer.blocking import (
+    BlockingOffer,
+    OfferExpired,
+    OfferFailed,
+    OfferInDoubt,
+    OfferReleased,
+    OfferSettled,
+    PollEvent,
+)
 from kvxfer.errors import ClosedError, KvxferError
 from kvxfer.geometry import Span
-from kvxfer.handles import BlockingOffer
 from kvxfer.integrations.sglang.rooms import Poll, Rooms, failure, request_of
-from kvxfer.polling import OfferExpired, OfferFailed, OfferInDoubt, OfferReleased, OfferSettled, PollEvent
 from kvxfer.telemetry import TransferStats
 
 __all__ = ["Sending"]

@@ -12,11 +12,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvxfer.blocking import BlockingWorker
+from kvxfer.blocking import BlockingOffer, BlockingTransfer, BlockingWorker, FetchEvent, PollEvent
 from kvxfer.errors import FabricError, TransferFailedError
-from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.integrations.sglang.caches import Rows
-from kvxfer.polling import FetchEvent, PollEvent
 
 __all__ = ["Poll", "Room", "RoomFailedError", "Rooms", "failure", "request_of"]
 

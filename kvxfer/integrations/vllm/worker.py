@@ -11,13 +11,20 @@ from typing import Any, Final
 
 import torch
 
-from kvxfer.blocking import BlockingWorker
+from kvxfer.blocking import (
+    BlockingOffer,
+    BlockingTransfer,
+    BlockingWorker,
+    Fetched,
+    FetchFailed,
+    OfferInDoubt,
+    PollEvent,
+    Settled,
+)
 from kvxfer.config import Config
 from kvxfer.errors import ClosedError, FabricError, KvxferError, MemoryInDoubtError
 from kvxfer.geometry import CacheTensor, Group, Span
-from kvxfer.handles import BlockingOffer, BlockingTransfer
 from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
-from kvxfer.polling import Fetched, FetchFailed, OfferInDoubt, PollEvent, Settled
 from kvxfer.telemetry import logger
 from kvxfer.transfers import Claim
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from inside import keep_given_up
 
-import kvxfer.admin
+import kvxfer.tools.admin
 from examples.serving import servers
 
 PROMPTS = ["", "Hello", "fifteen letters", "k" * 200, "long " * 60]
@@ -391,7 +391,7 @@ async def test_what_a_prefill_server_has_promised_is_fetched_though_it_stops(ser
 async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers_that_it_began(
     service, alone, monkeypatch
 ):
-    pages, serve = [], kvxfer.admin.serve
+    pages, serve = [], kvxfer.tools.admin.serve
 
     def remembered(*workers, **options):
         pages.append(serve(*workers, **options))
@@ -400,7 +400,7 @@ async def test_a_server_that_is_to_stop_is_not_ready_and_says_all_of_the_answers
     async def ready():
         return (await service.client.get(f"{pages[0].url}readyz")).json()
 
-    monkeypatch.setattr(kvxfer.admin, "serve", remembered)
+    monkeypatch.setattr(kvxfer.tools.admin, "serve", remembered)
     decode = await service.decode(admin="127.0.0.1:0")
 
     assert (await ready())["ready"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang_stand_in import query_prefill_dp_ranks
 
+from kvxfer.blocking import FetchFailed, OfferInDoubt, OfferSettled
 from kvxfer.errors import ConfigError, GeometryError, TicketError, TransferFailedError, UnreachableError
 from kvxfer.integrations.heads import Place
 from kvxfer.integrations.sglang import meeting as module
@@ -21,7 +22,6 @@ from kvxfer.integrations.sglang.decode import Receiving
 from kvxfer.integrations.sglang.meeting import Engine, Meeting, ask, register, register_room
 from kvxfer.integrations.sglang.prefill import Sending
 from kvxfer.integrations.sglang.rooms import Poll, RoomFailedError, Rooms
-from kvxfer.polling import FetchFailed, OfferInDoubt, OfferSettled
 from kvxfer.tickets import EngineCard, Issuer, RankCard, Ticket
 
 CPU = torch.device("cpu")

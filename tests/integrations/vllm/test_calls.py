@@ -16,11 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_scheduler import STATUS, Blocks, cards, received, request, side, step
 
-from kvxfer.config import Config
-from kvxfer.errors import MemoryInDoubtError, TransferFailedError
-from kvxfer.geometry import CacheTensor
-from kvxfer.integrations.vllm import worker as module
-from kvxfer.polling import (
+from kvxfer.blocking import (
     Fetched,
     FetchFailed,
     OfferExpired,
@@ -30,6 +26,10 @@ from kvxfer.polling import (
     OfferWithdrawn,
     Settled,
 )
+from kvxfer.config import Config
+from kvxfer.errors import MemoryInDoubtError, TransferFailedError
+from kvxfer.geometry import CacheTensor
+from kvxfer.integrations.vllm import worker as module
 from kvxfer.tickets import EngineCard, Issuer
 
 SIZE = 16

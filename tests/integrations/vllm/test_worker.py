@@ -5,12 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.config import Config
-from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
-from kvxfer.geometry import CacheTensor
-from kvxfer.integrations.vllm import worker as module
-from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
-from kvxfer.polling import (
+from kvxfer.blocking import (
     Fetched,
     FetchFailed,
     OfferExpired,
@@ -20,6 +15,11 @@ from kvxfer.polling import (
     OfferWithdrawn,
     Settled,
 )
+from kvxfer.config import Config
+from kvxfer.errors import BusyError, ClosedError, FabricError, KvxferError, MemoryInDoubtError, TransferFailedError
+from kvxfer.geometry import CacheTensor
+from kvxfer.integrations.vllm import worker as module
+from kvxfer.integrations.vllm.orders import Load, OfferStep, Orders
 
 NAMES = [f"model.layers.{layer}.attn" for layer in (4, 5)]
 TICKET = {"request": "p"}

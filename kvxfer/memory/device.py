@@ -1,0 +1,527 @@
+"""The arena's real memory: anonymous pages, memory of a GPU, or pinned host memory, and the few calls into CUDA for it.
+
+GPU memory comes from plain cudaMalloc, not from torch's caching allocator: an exported handle names a whole allocation,
+and memory of other pools (expandable segments, VMM without fabric handles) silently loses the fast lanes. Who asks for
+it gets memory with a fabric handle instead (`allocate_shareable`).
+"""
+
+import ctypes
+import importlib
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
+
+from kvxfer.errors import ArenaError, FabricError, KvxferError, MissingExtraError
+from kvxfer.memory.arena import InvariantError
+
+__all__ = [
+    "Arrival",
+    "Backing",
+    "Kind",
+    "admit",
+    "allocate",
+    "allocate_shareable",
+    "arrival",
+    "call",
+    "download",
+    "in_thread",
+    "lay_out",
+    "load",
+    "pci_bus_id",
+    "peek",
+    "upload",
+]
+
+# --- calls into CUDA
+
+T = TypeVar("T")
+
+_BUS_ID_BYTES: Final = 32
+"""Room for a PCI bus id such as `0000:1b:00.0` and the zero behind it."""
+
+
+def load(module: str, purpose: str) -> Any:
+    """An untyped module of cuda-bindings.
+
+    Args:
+        module: `runtime` or `driver`.
+        purpose: What needs it, to begin a sentence with.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+    """
+    try:
+        return importlib.import_module(f"cuda.bindings.{module}")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{purpose} needs cuda-bindings, which is not installed: pip install cuda-bindings"
+        ) from error
+
+
+def call(cuda: Any, function: str, *arguments: Any) -> Any:
+    """Call one function of CUDA's runtime or driver.
+
+    Returns:
+        Its value; a list of them where it has several, None where it has none.
+
+    Raises:
+        ArenaError: there is not enough memory.
+        FabricError: it returned another code than success, or could not be called at all for want of a driver.
+    """
+    try:
+        code, *values = getattr(cuda, function)(*arguments)
+    except RuntimeError as error:
+        raise FabricError(f"{_shown(function, arguments)} could not be called: {error}") from error
+    name: str = getattr(code, "name", str(code))
+    match name:
+        case "cudaSuccess" | "CUDA_SUCCESS":
+            return values[0] if len(values) == 1 else values or None
+        case "cudaErrorMemoryAllocation" | "CUDA_ERROR_OUT_OF_MEMORY":
+            advice = "lower arena_bytes, or leave more of the memory to it"
+            raise ArenaError(f"{_shown(function, arguments)} failed: {name}; {advice}")
+        case _:
+            raise FabricError(f"{_shown(function, arguments)} failed: {name}")
+
+
+def _shown(function: str, arguments: Sequence[Any]) -> str:
+    return f"{function}({', '.join(str(argument) for argument in arguments if isinstance(argument, int))})"
+
+
+def upload(device: int, address: int, data: bytes) -> None:
+    """Copy bytes to a GPU, and wait for it.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    cuda = load("runtime", "writing to a GPU")
+    source = ctypes.create_string_buffer(data, len(data))
+
+    def copy() -> None:
+        call(cuda, "cudaSetDevice", device)
+        kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        call(cuda, "cudaMemcpy", address, ctypes.addressof(source), len(data), kind)
+
+    in_thread(copy)
+
+
+def download(device: int, target: int, source: int, nbytes: int) -> None:
+    """Copy from a GPU to host memory, and wait for it, but for nothing else that runs there.
+
+    Args:
+        device: Index of the GPU.
+        target: Address of the first byte to write.
+        source: Address of the first byte to read.
+        nbytes: Length.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    cuda = load("runtime", "copying from a GPU")
+    kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+
+    def copy() -> None:
+        call(cuda, "cudaSetDevice", device)
+        stream = call(cuda, "cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        try:
+            call(cuda, "cudaMemcpyAsync", target, source, nbytes, kind, stream)
+            call(cuda, "cudaStreamSynchronize", stream)
+        finally:
+            call(cuda, "cudaStreamDestroy", stream)
+
+    in_thread(copy)
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread of its own, and return or raise what it does.
+
+    CUDA's current device belongs to a thread. Setting it back afterwards would not do: that can make a context on a
+    device which the caller never used.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvxfer-arena") as executor:
+        return executor.submit(work).result()
+
+
+def pci_bus_id(device: int) -> str:
+    """Where a GPU sits, as sysfs writes it: `0000:1b:00.0`. Makes no context.
+
+    Args:
+        device: Its index, among those that this process sees.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        FabricError: CUDA does not know it.
+    """
+    cuda = load("runtime", "finding out where a GPU sits")
+    name: bytes = call(cuda, "cudaDeviceGetPCIBusId", _BUS_ID_BYTES, device)
+    return name.split(b"\0")[0].decode("ascii", "replace").strip().lower()
+
+
+def allocate_shareable(nbytes: int, device: int) -> tuple[int, Callable[[], None]]:
+    """Allocate memory of the GPU that is current in this thread.
+
+    Args:
+        nbytes: Bytes; rounded up to the granularity of such memory.
+        device: Index of that GPU.
+
+    Returns:
+        The address, and what gives the memory back; that is called once, in a thread in which the GPU is current.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        ArenaError: the memory is not there.
+        FabricError: the GPU or the system has no fabric handles, or CUDA failed.
+    """
+    cuda = load("driver", "an arena of kind 'fabric'")
+    call(cuda, "cuInit", 0)
+    properties = _properties(cuda, device)
+    least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    granule = int(call(cuda, "cuMemGetAllocationGranularity", properties, least))
+    size = -(-nbytes // granule) * granule
+    handle = call(cuda, "cuMemCreate", size, properties, 0)
+    try:
+        # whether a handle can be exported is known only now: that takes an IMEX channel, and the attribute shows none
+        call(cuda, "cuMemExportToShareableHandle", handle, properties.requestedHandleTypes, 0)
+        return lay_out(cuda, [(handle, size)], device)
+    finally:
+        call(cuda, "cuMemRelease", handle)  # a mapping keeps the memory; without one it is given back here
+
+
+def _properties(cuda: Any, device: int) -> Any:
+    """What the memory is to be like."""
+    attributes = cuda.CUdevice_attribute
+    ordinal = call(cuda, "cuDeviceGet", device)
+    supported = attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+    if not call(cuda, "cuDeviceGetAttribute", supported, ordinal):
+        raise FabricError(f"GPU {device} has no fabric handles (CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED is 0)")
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device
+    properties.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    # NICs can reach such memory only if that was asked for
+    properties.allocFlags.gpuDirectRDMACapable = int(bool(call(cuda, "cuDeviceGetAttribute", rdma, ordinal)))
+    return properties
+
+
+def lay_out(cuda: Any, pieces: Sequence[tuple[Any, int]], device: int) -> tuple[int, Callable[[], None]]:
+    """Map memory side by side, where one GPU may read and write it. That GPU is current in this thread.
+
+    Args:
+        cuda: CUDA's driver.
+        pieces: Handles of memory and their bytes, in the order in which they are to lie. The handles stay the caller's;
+            a mapping keeps the memory without them.
+        device: Index of that GPU.
+
+    Returns:
+        The first address, and what unmaps all of it; that is called once, in a thread in which the GPU is current.
+
+    Raises:
+        ArenaError: there is not enough memory.
+        FabricError: CUDA failed.
+    """
+    size = sum(length for _, length in pieces)
+    reserved = int(call(cuda, "cuMemAddressReserve", size, 0, 0, 0))
+    undo: list[Callable[[], object]] = [partial(call, cuda, "cuMemAddressFree", reserved, size)]
+
+    def free() -> None:
+        failed: KvxferError | None = None
+        while undo:
+            try:
+                undo.pop()()
+            except KvxferError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    try:
+        at = reserved
+        for handle, length in pieces:
+            call(cuda, "cuMemMap", at, length, 0, handle, 0)
+            undo.append(partial(call, cuda, "cuMemUnmap", at, length))  # a range of several mappings may be refused
+            at += length
+        admit(cuda, reserved, size, device)
+    except KvxferError:
+        with suppress(KvxferError):
+            free()
+        raise
+    return reserved, free
+
+
+def admit(cuda: Any, address: int, size: int, device: int) -> None:
+    """Let a GPU read and write memory that is mapped in this process.
+
+    Args:
+        cuda: CUDA's driver.
+        address: Where the first mapping begins.
+        size: Bytes, to the end of the last one.
+        device: Index of that GPU.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(cuda, "cuMemSetAccess", address, size, [access], 1)
+
+
+# --- what a NIC has written
+#
+# A transport says that a write has ended when the NIC does. On some platforms the bytes may still be on their way to
+# the GPU's memory then, and a kernel that is launched at once may read what was there before.
+
+_PURPOSE: Final = "receiving from a NIC into a GPU"
+
+
+class Arrival(StrEnum):
+    """What has to be done before a GPU reads what a NIC wrote."""
+
+    ORDERED = "ordered"
+    """Nothing: kernels that are launched afterwards see it."""
+    FLUSHED = "flushed"
+    """Its writes have to be flushed."""
+    UNKNOWN = "unknown"
+    """Neither does the device order them, nor can they be flushed from here: nobody says that they are seen."""
+
+
+def arrival(device: int) -> Arrival:
+    """What a GPU needs, by its attributes.
+
+    Args:
+        device: Its index, among those that this process sees.
+
+    Raises:
+        MissingExtraError: cuda-bindings is not installed.
+        FabricError: CUDA does not know it.
+    """
+    cuda = load("driver", _PURPOSE)
+    gpu = call(cuda, "cuDeviceGet", device)
+
+    def attribute(name: str) -> int:
+        which = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_{name}")
+        return int(call(cuda, "cuDeviceGetAttribute", which, gpu))
+
+    ordered: Any = cuda.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+    by_host: Any = cuda.CUflushGPUDirectRDMAWritesOptions.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+    if attribute("WRITES_ORDERING") >= int(ordered):
+        return Arrival.ORDERED
+    return Arrival.FLUSHED if attribute("FLUSH_WRITES_OPTIONS") & int(by_host) else Arrival.UNKNOWN
+
+
+# --- kinds of memory
+
+Kind = Literal["cpu", "cuda", "fabric", "pinned"]
+"""Where arena memory lies: pageable host memory, one GPU's memory (plain, or with a fabric handle), or host memory that
+every GPU can reach by DMA."""
+
+_ALIGNMENT: Final = 4096
+"""Bytes: every backing begins on a page."""
+
+_CUDA_GRANULE: Final = 2 << 20
+"""Bytes: CUDA packs smaller allocations, pinned ones too, into blocks of this size. A whole number of them begins on a
+page and shares no block with anybody: a handle exports the whole block."""
+
+_HOST_ALLOC_PORTABLE: Final = 1
+"""`cudaHostAllocPortable`: pinned for every CUDA context, not only for the one that is current."""
+
+_leaked: Final[list[object]] = []
+"""What keeps leaked memory alive until the process ends."""
+
+
+class Backing:
+    """One allocation. Whoever allocated it owns it, and ends it with `close` or `leak`: one of them, once.
+
+    Attributes:
+        kind: Where it lies.
+        address: First byte; a multiple of 4096.
+        length: Usable bytes, as asked for.
+        device: Index of the GPU whose memory it is ("cuda", "fabric"), or that was current when it was
+            pinned; None for "cpu".
+    """
+
+    __slots__ = ("_free", "_owner", "address", "device", "kind", "length")
+
+    def __init__(
+        self, kind: Kind, *, address: int, length: int, device: int | None, owner: object, free: Callable[[], None]
+    ) -> None:
+        """Wrap an allocation; use `allocate`.
+
+        Args:
+            kind: Where it lies.
+            address: First byte.
+            length: Usable bytes.
+            device: Index of the GPU, or None.
+            owner: What keeps the memory alive as long as it lives; the mmap of a "cpu" backing.
+            free: Gives the memory back; called at most once.
+        """
+        self.kind: Final[Kind] = kind
+        self.address: Final = address
+        self.length: Final = length
+        self.device: Final = device
+        self._owner: object | None = owner
+        self._free: Callable[[], None] | None = free
+
+    @property
+    def closed(self) -> bool:
+        """True after `close` or `leak`."""
+        return self._free is None
+
+    def view(self) -> memoryview:
+        """The bytes as a writable buffer, for host memory.
+
+        A view of a "cpu" backing keeps the pages mapped even beyond `close`; one of a "pinned" backing must not be used
+        after it.
+
+        Raises:
+            ArenaError: it is GPU memory, which has no host buffer.
+            InvariantError: it was closed.
+        """
+        if self._free is None:
+            raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) is closed")
+        if isinstance(self._owner, mmap.mmap):
+            return memoryview(self._owner)[: self.length]
+        if self.kind in {"cuda", "fabric"}:
+            raise ArenaError(f"memory of GPU {self.device} has no host buffer; use its address")
+        return memoryview((ctypes.c_ubyte * self.length).from_address(self.address)).cast("B")
+
+    def close(self) -> None:
+        """Give the memory back, exactly once. Nobody may use its address afterwards, and no peer may still write it.
+
+        The pages of a "cpu" backing of which a view lives are unmapped when the last view dies.
+
+        Raises:
+            InvariantError: it was closed or leaked before.
+            FabricError: CUDA refused to free it; it counts as closed, and is lost.
+        """
+        free, owner = self._free, self._owner
+        if free is None:
+            raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) was closed before")
+        self._free = self._owner = None
+        free()
+        del owner
+
+    def leak(self) -> None:
+        """Keep the memory for the rest of the process instead of closing it: somebody may still touch it.
+
+        Raises:
+            InvariantError: it was closed or leaked before.
+        """
+        if self._free is None:
+            raise InvariantError(f"this backing of {self.length} bytes ({self.kind}) was closed before")
+        _leaked.append(self._owner)
+        self._free = self._owner = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Backing {self.kind} device={self.device} address={self.address:#x} length={self.length} {state}>"
+
+
+def peek(kind: str, device: int, address: int, nbytes: int) -> bytes:
+    """What lies in registered memory now, off the loop: that of a GPU is fetched, past whatever runs there.
+
+    Args:
+        kind: `"DRAM"` or `"VRAM"`, as a transport names it.
+        device: Index of the GPU.
+        address: First byte.
+        nbytes: Length.
+
+    Raises:
+        FabricError: CUDA failed.
+    """
+    if kind == "DRAM":
+        return ctypes.string_at(address, nbytes)
+    data = ctypes.create_string_buffer(nbytes)
+    download(device, ctypes.addressof(data), address, nbytes)
+    return data.raw
+
+
+def allocate(kind: Kind, nbytes: int, device: int | None = None) -> Backing:
+    """Allocate the arena.
+
+    Args:
+        kind: "cpu" (anonymous pages, touched lazily), "cuda" (plain cudaMalloc), "fabric" (memory with a handle that
+            other hosts of an NVLink domain can open) or "pinned" (cudaHostAlloc).
+        nbytes: Bytes, at least 1.
+        device: Index of the GPU, for all but "cpu". The calling thread's current device stays as it is.
+
+    Returns:
+        The backing; the caller owns it and closes it once. Fresh "cpu" pages read as zeros; GPU memory holds anything.
+        "pinned" memory lies on the NUMA node on which the calling thread may run, as far as that has room.
+
+    Raises:
+        ArenaError: the memory is not there, `nbytes` is below 1, the kind is unknown, or `device` is missing.
+        MissingExtraError: cuda-bindings is not installed, for all but "cpu".
+        FabricError: CUDA failed in another way, or has no such memory; the message carries CUDA's name for it.
+    """
+    if nbytes < 1:
+        raise ArenaError(
+            f"cannot allocate an arena of {nbytes} bytes; arena_bytes=0 means that there is none to allocate"
+        )
+    match kind:
+        case "cpu":
+            return _allocate_pages(nbytes)
+        case "cuda" | "fabric" | "pinned":
+            if device is None or device < 0:
+                raise ArenaError(f"an arena of kind {kind!r} needs the index of a GPU, not {device}")
+            return _allocate_cuda(kind, nbytes, device)
+        case _:  # pyright: ignore[reportUnnecessaryComparison]
+            raise ArenaError(f"arena kind {kind!r} is unknown; it is one of 'cpu', 'cuda', 'fabric', 'pinned'")
+
+
+def _allocate_pages(nbytes: int) -> Backing:
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # a fork would make the pages copy-on-write, and a registration would go on naming those that were abandoned
+        pages.madvise(mmap.MADV_DONTFORK)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ArenaError(f"the system gives no {nbytes} bytes for the arena: {error}; lower arena_bytes") from error
+    # what from_buffer returns keeps the pages from being unmapped, so it must not outlive this line
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+
+    def free() -> None:
+        try:
+            pages.close()
+        except BufferError:
+            return  # a view lives: the pages go with the last reference to the mmap, which is the view's
+
+    return _checked(Backing("cpu", address=address, length=nbytes, device=None, owner=pages, free=free))
+
+
+def _allocate_cuda(kind: Literal["cuda", "fabric", "pinned"], nbytes: int, device: int) -> Backing:
+    cuda = load("runtime", f"an arena of kind {kind!r}")
+
+    def malloc() -> tuple[int, Callable[[], None]]:
+        call(cuda, "cudaSetDevice", device)
+        whole = -(-nbytes // _CUDA_GRANULE) * _CUDA_GRANULE
+        match kind:
+            case "cuda":
+                address = int(call(cuda, "cudaMalloc", whole))
+                return address, lambda: call(cuda, "cudaFree", address)
+            case "fabric":
+                return allocate_shareable(whole, device)
+            case "pinned":
+                address = int(call(cuda, "cudaHostAlloc", whole, _HOST_ALLOC_PORTABLE))
+                return address, lambda: call(cuda, "cudaFreeHost", address)
+
+    address, free = in_thread(malloc)
+
+    def release() -> None:
+        call(cuda, "cudaSetDevice", device)
+        free()
+
+    backing = Backing(kind, address=address, length=nbytes, device=device, owner=None, free=lambda: in_thread(release))
+    return _checked(backing)
+
+
+def _checked(backing: Backing) -> Backing:
+    """Refuse, and give back, memory that does not begin on a page."""
+    if backing.address % _ALIGNMENT:
+        backing.close()
+        raise FabricError(f"{backing} does not begin at a multiple of {_ALIGNMENT} bytes")
+    return backing

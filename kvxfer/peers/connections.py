@@ -1,0 +1,640 @@
+"""Control streams, opened: listening, connecting, TLS; one to each prefill rank, shared by all requests."""
+
+import asyncio
+import contextlib
+import copy
+import fcntl
+import hashlib
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import tempfile
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from kvxfer.config import Config, Contexts, Credentials
+from kvxfer.errors import ClosedError, ConfigError, IdentityError, KvxferError, MismatchError, UnreachableError
+from kvxfer.mapped.process import here
+from kvxfer.names import Endpoint
+from kvxfer.peers.link import Link
+from kvxfer.protocol.session import Role
+from kvxfer.runtime import Runtime
+from kvxfer.site import Site, Tasks
+from kvxfer.telemetry import logger
+
+__all__ = ["Backoff", "Listener", "Peers", "Streams"]
+
+# --- when to try again
+
+_DRAWN_BYTES: Final = 4
+
+
+class Backoff:
+    """Waits that double, each drawn at random from the upper half of what it may be.
+
+    The draw is what keeps many that failed at the same moment, as all do when a peer dies, from coming back at the same
+    moment too.
+
+    Args:
+        token: Draws random bytes, as `Runtime.token` does.
+        least: Seconds that the first wait takes at most.
+        most: Seconds that any wait takes at most.
+    """
+
+    def __init__(self, token: Callable[[int], bytes], *, least: float, most: float) -> None:
+        self._token: Final = token
+        self._most: Final = most
+        self._next = least
+
+    def wait(self) -> float:
+        """Seconds to wait after one more failure."""
+        longest, self._next = self._next, min(2 * self._next, self._most)
+        drawn = int.from_bytes(self._token(_DRAWN_BYTES), "little") / (1 << 8 * _DRAWN_BYTES)
+        return longest * (1 + drawn) / 2
+
+
+# --- listening and connecting
+#
+# TCP streams are TLS if the settings `tls` say so, and there is no falling back to plain ones. Unix sockets stay
+# plain: file permissions guard them, and the kernel says who is at the other end.
+
+_ACCEPT_PAUSE: Final = 1.0
+"""Seconds until accepting is tried again when the process has no descriptor left."""
+_NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"})
+"""What OpenSSL calls bytes that are no TLS."""
+_SOCKET: Final = "sock"  # short: the system takes 107 bytes of a path
+_log: Final = logger("kvxfer.link")
+
+_Address: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
+MakeLink: TypeAlias = Callable[[Role, str], Link]
+
+
+class Listener:
+    """A listening endpoint.
+
+    Args:
+        endpoint: Where peers can connect: `unix:/path` or `tcp:host:port`.
+        stop: Stops listening.
+        folder: Made for the socket, and removed with it.
+        lock: Says to others that the folder is in use, until it is closed.
+
+    Attributes:
+        endpoint: As given.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        stop: Callable[[], None],
+        folder: Path | None = None,
+        lock: contextlib.ExitStack | None = None,
+    ) -> None:
+        self.endpoint: Final = endpoint
+        self._stop = stop
+        self._folder = folder
+        self._lock: Final = lock or contextlib.ExitStack()
+
+    def reached_at(self, advertised: str | None) -> str:
+        """Where peers connect: the advertised endpoint, whose port 0 stands for the port that this one got."""
+        if advertised is None or not advertised.startswith("tcp:") or not advertised.endswith(":0"):
+            return advertised or self.endpoint
+        return advertised.removesuffix("0") + self.endpoint.rpartition(":")[2]
+
+    def close(self) -> None:
+        """Stop listening and remove the socket's file. Links stay open. Idempotent."""
+        self._stop()
+        kind, _, path = self.endpoint.partition(":")
+        if kind == "unix":
+            Path(path).unlink(missing_ok=True)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # gone already, or somebody else put something into it
+                self._folder.rmdir()
+        self._lock.close()
+
+
+class Streams:
+    """Opens streams for the links of one worker.
+
+    Args:
+        config: Where to listen, what TLS needs, and time-outs.
+        runtime: Its threads read certificates.
+        tasks: The worker's; they accept TLS streams.
+        link: Makes a link of a role for a new stream to or from an endpoint.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, tasks: Tasks, link: MakeLink) -> None:
+        self._config: Final = config
+        self._runtime: Final = runtime
+        self._tasks: Final = tasks
+        self._link: Final = link
+        self._credentials: Final = Credentials(config.tls)
+        self._accepting: Final[set[asyncio.Task[None]]] = set()
+
+    async def listen(self) -> Listener:
+        """Listen where the settings say, and say in the log what guards a stream from other hosts.
+
+        Raises:
+            ConfigError: If the endpoint, or a file that TLS needs, cannot be used.
+        """
+        where = self._config.listen
+        if self._config.tls.enabled:
+            await self._contexts()  # files that cannot be used are known before anybody connects
+        try:
+            return await (self._listen_unix(where) if where.startswith("unix") else self._listen_tcp(where))
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot listen at {where!r}: {error}") from error
+
+    async def connect(self, endpoint: str) -> Link:
+        """Open a link and complete its handshake.
+
+        Raises:
+            UnreachableError: If nobody answers in time, or there is no agreement on TLS.
+            MismatchError: If the peer cannot work with this side.
+        """
+        link = await (self._over_unix(endpoint) if endpoint.startswith("unix:") else self._over_tcp(endpoint))
+        await asyncio.shield(link.ready)
+        return link
+
+    # --- listening
+
+    async def _listen_unix(self, where: str) -> Listener:
+        folder: Path | None = None
+        with contextlib.ExitStack() as lock:
+            if where == "unix":
+                await self._runtime.in_thread(_clear_abandoned)
+                folder, descriptor = _make_folder()
+                lock.callback(os.close, descriptor)
+            path = folder / _SOCKET if folder else Path(where.removeprefix("unix:"))
+            _clear_stale(path)
+            loop, link = asyncio.get_running_loop(), partial(self._link, Role.SERVER, where)
+            server = await loop.create_unix_server(link, str(path), start_serving=False)
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            listener = Listener(f"unix:{path}", server.close, folder, lock.pop_all())
+        return await _serving(listener, [server])
+
+    async def _listen_tcp(self, where: str) -> Listener:
+        loop = asyncio.get_running_loop()
+        sockets = await self._runtime.in_thread(partial(_bind, Endpoint.parse(where)))
+        endpoint = f"{where.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+        self._say_what_guards(endpoint, [str(sock.getsockname()[0]) for sock in sockets])
+        if self._config.tls.enabled:
+            for sock in sockets:
+                self._hold(self._accept(sock, endpoint), f"kvxfer accept {endpoint}")
+            return Listener(endpoint, self._stop_accepting)
+        link = partial(self._link, Role.SERVER, where)
+        servers = [await loop.create_server(link, sock=sock, start_serving=False) for sock in sockets]
+
+        def stop() -> None:
+            for server in servers:
+                server.close()
+
+        return await _serving(Listener(endpoint, stop), servers)
+
+    async def _accept(self, sock: socket.socket, endpoint: str) -> None:
+        """Accept streams for ever; each agrees on TLS in a task of its own.
+
+        `asyncio.Server` would do, but that it never tells of a handshake that failed, keeps those under way when it is
+        closed, and takes one context for all.
+        """
+        loop = asyncio.get_running_loop()
+        with sock:
+            while True:
+                try:
+                    stream, address = await loop.sock_accept(sock)
+                except OSError as error:
+                    _log.warning("stream_not_accepted", endpoint=endpoint, error=str(error))
+                    await asyncio.sleep(_ACCEPT_PAUSE)
+                else:
+                    self._hold(self._greet(stream, f"tcp:{address[0]}:{address[1]}"), f"kvxfer greet {address[0]}")
+
+    async def _greet(self, sock: socket.socket, peer: str) -> None:
+        """Agree on TLS with who has connected."""
+        with contextlib.ExitStack() as unless_opened:
+            unless_opened.enter_context(sock)
+            contexts = await self._contexts()
+            unless_opened.pop_all()
+        link = self._link(Role.SERVER, self._config.listen)
+        connecting = asyncio.get_running_loop().connect_accepted_socket(
+            lambda: link,
+            sock,
+            ssl=contexts.server,
+            ssl_handshake_timeout=self._config.handshake_timeout,
+            ssl_shutdown_timeout=self._config.close_timeout,
+        )
+        try:
+            await _agreed(link, connecting, _refusal)
+        except UnreachableError as error:
+            if isinstance(error.__cause__, ssl.SSLError):
+                _log.warning("handshake_failed", peer=peer, role=Role.SERVER.value, error=str(error))
+            else:  # it went away, as whoever only tries whether a port is open does
+                _log.debug("handshake_failed", peer=peer, role=Role.SERVER.value, error=str(error))
+
+    def _hold(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._tasks.spawn(work, name)
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    def _stop_accepting(self) -> None:
+        for task in self._accepting:
+            task.cancel()
+
+    def _say_what_guards(self, endpoint: str, addresses: list[str]) -> None:
+        config = self._config
+        if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+            return
+        if config.secret is None and not (config.tls.enabled and config.tls.mutual):
+            lacks = "tls.mutual is off" if config.tls.enabled else "neither TLS nor a secret is set"
+            _log.warning(
+                "endpoint_not_guarded",
+                endpoint=endpoint,
+                reason=f"{lacks}, so whoever reaches it can open a session; set tls.authorities or secret",
+            )
+        elif not config.tls.enabled:
+            _log.info(
+                "endpoint_not_encrypted",
+                endpoint=endpoint,
+                reason="the secret is proved when a stream begins; what follows can be read and changed on the way",
+            )
+
+    # --- connecting
+
+    async def _over_unix(self, endpoint: str) -> Link:
+        path, loop = endpoint.removeprefix("unix:"), asyncio.get_running_loop()
+        async with _in_time(endpoint, self._config.connect_timeout):
+            _, link = await loop.create_unix_connection(lambda: self._link(Role.CLIENT, endpoint), path)
+        return link
+
+    async def _over_tcp(self, endpoint: str) -> Link:
+        config, loop = self._config, asyncio.get_running_loop()
+        contexts = await self._contexts() if config.tls.enabled else None
+        async with _in_time(endpoint, config.connect_timeout):
+            where = Endpoint.parse(endpoint)
+            sock = await _dial(await self._runtime.in_thread(partial(_addresses, where)))
+        link = self._link(Role.CLIENT, endpoint)
+        if contexts is None:
+            await _agreed(link, loop.create_connection(lambda: link, sock=sock), str)
+            return link
+        connecting = loop.create_connection(
+            lambda: link,
+            sock=sock,
+            ssl=contexts.client,
+            server_hostname=config.tls.server_name or where.host,
+            ssl_handshake_timeout=config.handshake_timeout,  # the kernel connects, but only the process does TLS
+            ssl_shutdown_timeout=config.close_timeout,
+        )
+        await _agreed(link, connecting, lambda error: _refusal(error, endpoint))
+        return link
+
+    # --- TLS
+
+    async def _contexts(self) -> Contexts:
+        """The contexts for the next handshake, of the files as they are now.
+
+        Raises:
+            ConfigError: If they cannot be used, and never could.
+        """
+        before = self._credentials.contexts
+        try:
+            contexts = await self._runtime.in_thread(self._credentials.renew)
+        except ConfigError as error:
+            if before is None:
+                raise
+            _log.warning("certificates_not_renewed", error=str(error))
+            return before
+        if before is not None and contexts is not before:
+            _log.info("certificates_renewed")
+        return contexts
+
+
+async def _agreed(link: Link, connecting: Coroutine[Any, Any, object], said: Callable[[OSError], str]) -> None:
+    """Wait until a stream is open for its link.
+
+    Raises:
+        UnreachableError: If it did not come to that; the link is closed.
+    """
+    try:
+        await connecting
+    except BaseException as error:
+        link.close("the stream was not opened")
+        if isinstance(error, OSError):
+            raise UnreachableError(said(error), peer=link.endpoint) from error
+        raise
+
+
+def _refusal(error: OSError, endpoint: str = "") -> str:
+    """Why there was no agreement on TLS, and what to set; without an endpoint, for the side that was connected to."""
+    who = endpoint or "the peer"
+    reason = error.reason if isinstance(error, ssl.SSLError) else ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        named = ", and tls.server_name if names differ" if endpoint else ""
+        why = error.verify_message.removesuffix(".")
+        return f"the certificate of {who} was refused: {why}; check tls.authorities here{named}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return f"{who} shows no certificate; set tls.certificate there, or tls.mutual = false here"
+    if reason in _NOT_TLS:
+        return f"{who} does not speak TLS; set tls.authorities there, or on no side"
+    if endpoint:
+        return f"no TLS with {who}: {error}; if it listens without, set tls.authorities there too, or see its log"
+    return f"no TLS with {who}: {error}"
+
+
+@contextlib.asynccontextmanager
+async def _in_time(endpoint: str, seconds: float) -> AsyncGenerator[None, None]:
+    """Say what it means if a connection is not made.
+
+    Raises:
+        UnreachableError: If nobody answers within so many seconds, or the connection fails.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise UnreachableError(f"{endpoint} did not answer within {seconds:g} s", peer=endpoint) from error
+    except (OSError, ValueError) as error:
+        raise UnreachableError(f"cannot connect to {endpoint}: {error}", peer=endpoint) from error
+
+
+async def _serving(listener: Listener, servers: list[asyncio.Server]) -> Listener:
+    """Begin to accept: the only step that waits while there is a server, so nothing that is cancelled leaves one."""
+    try:
+        for server in servers:
+            await server.start_serving()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _addresses(where: Endpoint, flags: int = 0) -> list[_Address]:
+    """Where a host is; may ask a name server."""
+    found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+async def _dial(addresses: list[_Address]) -> socket.socket:
+    """A socket that is connected to the first of some addresses that answers."""
+    loop = asyncio.get_running_loop()
+    refused = OSError("the host has no address")
+    for family, address in addresses:
+        with contextlib.ExitStack() as unless_connected:
+            try:
+                sock = unless_connected.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                sock.setblocking(False)
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                refused = error
+            else:
+                unless_connected.pop_all()
+                return sock
+    raise refused
+
+
+def _bind(where: Endpoint) -> list[socket.socket]:
+    """Listening sockets at every address of a host; they share a port, also where the system chose it."""
+    port, sockets = where.port, list[socket.socket]()
+    with contextlib.ExitStack() as unless_bound:
+        for family, address in dict.fromkeys(_addresses(where, socket.AI_PASSIVE)):
+            sock = unless_bound.enter_context(socket.create_server((address[0], port), family=family))
+            sock.setblocking(False)
+            port = sock.getsockname()[1]
+            sockets.append(sock)
+        unless_bound.pop_all()
+    return sockets
+
+
+def _prefix() -> str:
+    """Of folders for sockets of workers on this host: others may share the folder for temporary files."""
+    return f"kvxfer-{hashlib.sha256(here().partition(' ')[0].encode()).hexdigest()[:6]}-"
+
+
+def _make_folder() -> tuple[Path, int]:
+    """A private folder for a socket, and a descriptor whose lock says that it is in use, until it is closed.
+
+    Between the two another worker may sweep it: then it holds the lock, or the folder is gone.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+        with contextlib.ExitStack() as unless_ours, contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            unless_ours.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:  # a file system without locks: nobody sweeps there
+                pass
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                unless_ours.pop_all()
+                return folder, descriptor
+
+
+def _clear_abandoned() -> None:
+    """Remove this user's folders of workers that were killed: those that nobody has locked."""
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        folders += Path(tempfile.gettempdir()).glob(f"{_prefix()}*") if here() else ()
+    for folder in folders:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as lock:  # locked, or another worker was faster
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock.callback(os.close, descriptor)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _clear_stale(folder / _SOCKET)
+                folder.rmdir()
+
+
+def _clear_stale(path: Path) -> None:
+    """Remove a socket file that nobody listens at (its worker was killed)."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        else:
+            raise OSError(f"somebody listens at {path} already")
+
+
+# --- connections to prefill ranks
+
+_RETRY_SECONDS: Final = 0.1
+_RETRY_SECONDS_MAX: Final = 2.0
+_REMEMBERED: Final = 1024
+"""Endpoints of which it is known that they could not be reached."""
+
+
+@dataclass(slots=True)
+class _Away:
+    """An endpoint that could not be reached.
+
+    Attributes:
+        backoff: How long it is left in peace.
+        epoch: Of the ticket that led there; one of a later engine is tried at once, since that has restarted.
+        until: When it is tried again.
+        error: What happened: a copy, which keeps alive no frame that it was raised through, nor what that refers to.
+    """
+
+    backoff: Backoff
+    epoch: bytes | None
+    until: float
+    error: KvxferError
+
+
+class Peers:
+    """Opens links when they are first needed and keeps them.
+
+    An endpoint that could not be reached, or whose handshake failed, is left in peace for a while (0.1 s, doubling to 2
+    s): who wants to go there meanwhile gets the same error at once, and with it the time after which to try again.
+
+    Args:
+        site: The worker.
+        connect: Opens a link to an endpoint and completes its handshake.
+    """
+
+    def __init__(self, site: Site, connect: Callable[[str], Awaitable[Link]]) -> None:
+        self._site: Final = site
+        self._connect_to: Final = connect
+        self._admits: Final = lru_cache(_REMEMBERED)(site.config.admits)
+        self._links: dict[str, Link] = {}
+        self._opening: dict[str, asyncio.Task[Link]] = {}
+        self._away: OrderedDict[str, _Away] = OrderedDict()
+
+    @property
+    def links(self) -> list[Link]:
+        """Every open link."""
+        return list(self._links.values())
+
+    def known(self, endpoint: str, epoch: bytes) -> Link | None:
+        """The link to an endpoint if it is open and the engine there is of this epoch; else ask `link`."""
+        link = self._links.get(endpoint)
+        usable = link is not None and link.is_open and link.peer.identity.epoch == epoch
+        return link if usable and self._admits(endpoint) else None
+
+    @property
+    def connecting(self) -> list[str]:
+        """Endpoints that are being connected."""
+        return list(self._opening)
+
+    @property
+    def unreachable(self) -> dict[str, float]:
+        """Endpoints that could not be reached when they were last tried: seconds for which they are left in peace."""
+        now = self._site.now()
+        return {endpoint: max(0.0, away.until - now) for endpoint, away in self._away.items()}
+
+    def opening(self, endpoint: str) -> bool:
+        """Whether an endpoint is being connected."""
+        return endpoint in self._opening
+
+    async def link(self, endpoint: str, epoch: bytes | None) -> Link:
+        """The open link to an endpoint; many callers at once make one handshake.
+
+        Raises:
+            UnreachableError: If `allow_peers` excludes the endpoint, or nobody answers there.
+            IdentityError: If who answers there does not prove its incarnation, or that one is engaged elsewhere.
+            MismatchError: If the engine there cannot work with this one, or has restarted since the ticket was made.
+            ClosedError: If this worker was closed before.
+        """
+        if not self._admits(endpoint):
+            raise UnreachableError(
+                f"{endpoint} is not admitted by allow_peers={list(self._site.config.allow_peers)}", peer=endpoint
+            )
+        link = self._links.get(endpoint)
+        if link is None or not link.is_open:
+            try:
+                link = await self._open(endpoint, epoch)
+            except IdentityError as error:
+                link = await self._where_engaged(error, endpoint, epoch)
+        theirs = link.peer.identity.epoch
+        if epoch is not None and theirs == link.peer.identity.incarnation:
+            # it had not joined its engine when it was met; until it has, it refuses everything, so nothing runs there
+            link.close("to meet it again")
+            link = await self._open(link.endpoint, epoch)
+            theirs = link.peer.identity.epoch
+        if epoch is not None and theirs != epoch:
+            raise MismatchError(
+                f"the ticket is of epoch {epoch.hex()}, but the engine at {endpoint} is of epoch {theirs.hex()}: "
+                "it has restarted, or was joined differently",
+                peer=link.peer.name,
+                fields={"epoch": (epoch.hex(), theirs.hex())},
+            )
+        return link
+
+    async def _where_engaged(self, refused: IdentityError, endpoint: str, epoch: bytes | None) -> Link:
+        """The link to where something with a worker is open, or in doubt, that is said to be elsewhere as well.
+
+        Nothing is proved to whoever is there, and nothing is asked of him: if he speaks the truth, such as for a host
+        that has two names, the worker itself does what is wanted. If it does not answer, and nothing is in doubt any
+        more, it may have moved.
+        """
+        if not refused.engaged_at:
+            raise refused
+        link = self._links.get(refused.engaged_at)
+        if link is None or not link.is_open:
+            with contextlib.suppress(KvxferError):
+                link = await self._open(refused.engaged_at, epoch)
+        if link is not None and link.is_open and link.proved_to.hex() == refused.incarnation:
+            return link
+        self._away.pop(endpoint, None)
+        return await self._open(endpoint, epoch)
+
+    async def _open(self, endpoint: str, epoch: bytes | None) -> Link:
+        task = self._opening.get(endpoint)
+        if task is None:
+            away = self._away.get(endpoint)
+            if away is not None and away.epoch == epoch and (left := away.until - self._site.now()) > 0:
+                error = copy.copy(away.error)
+                error.retry_after, error.report = left, None
+                raise error
+            connecting = self._connect(endpoint, epoch)
+            task = self._site.tasks.spawn(connecting, f"kvxfer connect {endpoint}", spare=True)
+            self._opening[endpoint] = task
+            task.add_done_callback(lambda _: self._opening.pop(endpoint, None))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled() or ((current := asyncio.current_task()) and current.cancelling()):
+                raise
+            raise ClosedError(f"the worker was closed before {endpoint} was reached") from None
+
+    async def _connect(self, endpoint: str, epoch: bytes | None) -> Link:
+        try:
+            link = await self._connect_to(endpoint)
+        except KvxferError as error:
+            self._note(endpoint, epoch, error)
+            raise
+        self._away.pop(endpoint, None)
+        self._links[endpoint] = link
+        return link
+
+    def _note(self, endpoint: str, epoch: bytes | None, error: KvxferError) -> None:
+        """It could not be reached (again)."""
+        before = self._away.pop(endpoint, None)
+        if before is not None and before.epoch == epoch:
+            backoff = before.backoff
+        else:
+            backoff = Backoff(self._site.runtime.token, least=_RETRY_SECONDS, most=_RETRY_SECONDS_MAX)
+        wait = backoff.wait()
+        error.retry_after = max(wait, error.retry_after or 0)
+        self._away[endpoint] = _Away(backoff, epoch, self._site.now() + wait, copy.copy(error))
+        if len(self._away) > _REMEMBERED:
+            self._away.popitem(last=False)
+
+    def lost(self, link: Link) -> None:
+        """A link is gone; the next caller opens a new one."""
+        if self._links.get(link.endpoint) is link:
+            del self._links[link.endpoint]
+
+    def close(self, reason: str) -> None:
+        """Close every link."""
+        for link in self.links:
+            link.close(reason)

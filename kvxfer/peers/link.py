@@ -1,0 +1,532 @@
+"""A control stream on the event loop: the thin asyncio shell around a sans-I/O `Session`.
+
+`asyncio.Protocol` rather than streams: a frame is handled in the callback that received it, which halves latency
+of a small transfer. A reader never waits for a writer: replies wait in the session, a slice of them is written a turn,
+and a peer that lets them grow beyond their bound is dropped.
+"""
+
+import asyncio
+import math
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Final, Protocol, cast
+
+from kvxfer import __version__
+from kvxfer.errors import Code, KvxferError, PeerLostError, ProtocolError, UnreachableError
+from kvxfer.mapped import process_of_stream
+from kvxfer.names import lazy
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.framing import encode
+from kvxfer.protocol.messages import Route
+from kvxfer.protocol.session import Identity, Opened, PeerInfo, Received, Role, Session, SessionEvent, State, Terms
+from kvxfer.runtime import TURN_SECONDS, Runtime
+from kvxfer.site import Site
+from kvxfer.telemetry import logger
+
+__all__ = ["Link", "LinkHandler", "admitted", "greeting", "succeeded"]
+
+# --- the link
+
+_UNSENT_BYTES: Final = 64 * 1024 * 1024
+_SLICE_BYTES: Final = 64 * 1024
+"""That are written in a turn: to encrypt them, or to copy them to the system, takes about a tenth of a millisecond."""
+_HEARD_BYTES: Final = 1024 * 1024
+"""That are read while a peer is looked at; more of them wait in the stream."""
+_CREDENTIALS: Final = struct.Struct("3i")
+_log: Final = logger("kvxfer.link")
+
+
+class LinkHandler(Protocol):
+    """What the worker does with a link.
+
+    Attributes:
+        frames_sent: Counts messages that go out, by their names.
+    """
+
+    frames_sent: Counter[str]
+
+    def session(self, role: Role, *, process: int | None, endpoint: str, since: float) -> tuple[Session, bool]:
+        """A fresh session, and whether the peer will be trusted with addresses.
+
+        Args:
+            role: Which side of the stream this is.
+            process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in
+                another namespace of processes; None if the peer is not such a process.
+            endpoint: Where the peer is.
+            since: When the stream was opened; TLS may have taken a while.
+        """
+        ...
+
+    def meet(self, link: "Link", peer: PeerInfo) -> "asyncio.Task[Any]":
+        """The peer has said what it is: look at it, off the loop if that takes long. What it says next waits for it.
+
+        Returns:
+            A task whose result `opened` is given, and whose `KvxferError` ends the link.
+        """
+        ...
+
+    def opened(self, link: "Link", peer: PeerInfo, found: Any) -> None:
+        """The handshake is complete; `found` is what `meet` has found out."""
+        ...
+
+    def received(self, link: "Link", message: wire.Message) -> None:
+        """A message came in. May raise `ProtocolError`, which closes the link."""
+        ...
+
+    def lost(self, link: "Link", error: KvxferError) -> None:
+        """The link is gone. Called once, and only if `opened` was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """A peer was looked at: comes before what the peer said meanwhile."""
+
+    peer: PeerInfo
+    task: "asyncio.Task[Any]"
+
+
+class Link(asyncio.Protocol):
+    """One control stream.
+
+    Attributes:
+        role: Which side of it this is.
+        endpoint: Where the peer is, as far as it is known.
+        trusted: Whether this side shares addresses with the peer.
+        encrypted: Whether the stream is TLS.
+        since: When its stream was opened, or was about to be.
+        renewals: How often the peer has made its agent anew, as far as it has said so here.
+        moved: Bytes of cache that transfers of this session moved, in either direction, by route.
+        ready: Resolves when the handshake is complete, or with the error that prevented it.
+    """
+
+    def __init__(self, role: Role, endpoint: str, handler: LinkHandler, runtime: Runtime) -> None:
+        self.role: Final = role
+        self.endpoint: Final = endpoint
+        self.trusted = False
+        self.encrypted = False
+        self.renewals = 0
+        self.moved: Final[Counter[Route]] = Counter()
+        self._handler = handler
+        self._runtime = runtime
+        self.since: Final = runtime.now()
+        self._loop = asyncio.get_running_loop()
+        self.ready: Final[asyncio.Future[PeerInfo]] = self._loop.create_future()
+        self._session: Session | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._rest: Iterator[SessionEvent | _Met] | None = None  # what came in and waits for its turn
+        self._meeting: asyncio.Task[Any] | None = None  # and for this
+        self._heard = bytearray()  # meanwhile
+        self._known = False  # whether the handler was told that it is open
+        self._handling = False
+        self._writable = True  # the stream takes more
+        self._slicing = False  # the loop has a turn before more is written
+        self._end: KvxferError | None = None
+        self._failure: KvxferError | None = None
+        self._gone: Final[asyncio.Future[None]] = self._loop.create_future()
+
+    @lazy
+    def peer(self) -> PeerInfo:
+        """Who the other side is.
+
+        Raises:
+            PeerLostError: If the handshake is not complete.
+        """
+        session = self._session
+        if session is None or session.peer is None:
+            raise PeerLostError("the handshake is not complete", peer=self.endpoint)
+        return session.peer
+
+    @property
+    def claimed(self) -> bytes:
+        """The incarnation that the other side says to be, proved or not; empty before it said one."""
+        return b"" if self._session is None else self._session.claimed
+
+    @property
+    def proved_to(self) -> bytes:
+        """The incarnation to which this side has shown who it is, also when the link is gone; empty before."""
+        return b"" if self._session is None else self._session.proved_to
+
+    @property
+    def failure(self) -> KvxferError | None:
+        """Why it is gone; None as long as it is not."""
+        return self._failure
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._session is not None and self._session.state is State.OPEN
+
+    @property
+    def admitted(self) -> bool:
+        """Whether its handshake was begun, rather than turned away or still to be agreed upon by TLS."""
+        return self._session is not None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the peer has said goodbye."""
+        return self._session is not None and self._session.draining
+
+    @property
+    def heard(self) -> float:
+        """When the peer was last heard, or later if this side stood still since; its beginning before that."""
+        return self.since if self._session is None else self._session.heard
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds after which this side must speak; infinity before the handshake was begun."""
+        return math.inf if self._session is None else self._session.heartbeat
+
+    def outdated(self, body: bytes) -> bool:
+        """Whether the handshake told the peer something else of this side than this agent body."""
+        return self._session is None or self._session.told != body
+
+    def process(self) -> int:
+        """A descriptor of the process at the other end (pidfd), which the caller owns; -1 if there is none."""
+        stream = self._transport
+        return process_of_stream(None if stream is None else stream.get_extra_info("socket"))
+
+    def send(self, *messages: wire.Message) -> bool:
+        """Send messages; what answers a frame that came in, when all that came with it has been handled.
+
+        Returns:
+            False if the link is gone; who must know hears it from `LinkHandler.lost`.
+        """
+        session = self._session
+        if session is None or session.state is not State.OPEN:
+            return False
+        for message in messages:
+            session.send(message, self._runtime.now())
+            self._handler.frames_sent[type(message).__name__] += 1
+        if not self._handling:
+            self._flush()
+        return True
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye and close the stream. Idempotent."""
+        if self.is_open:
+            self.send(wire.Goodbye(Code.DRAINING, reason))
+        self._fail(PeerLostError(reason or "the session was closed here", peer=self.endpoint))
+
+    async def wait_gone(self, timeout: float) -> None:
+        """Wait until the stream of a closed link is gone; cut it if the peer does not take what is left to send."""
+        if self._transport is None:
+            return
+        await asyncio.wait({self._gone}, timeout=timeout)
+        if not self._gone.done():
+            self._transport.abort()
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The stream is connected; begin the handshake."""
+        self._transport = stream = cast("asyncio.Transport", transport)  # uvloop's derive from nothing of asyncio's
+        if self._failure is not None:  # it was closed while TLS was being agreed upon
+            stream.abort()
+            return
+        self.encrypted = stream.get_extra_info("ssl_object") is not None
+        process = _process(stream.get_extra_info("socket"))
+        try:
+            self._session, self.trusted = self._handler.session(
+                self.role, process=process, endpoint=self.endpoint, since=self.since
+            )
+        except KvxferError as error:
+            stream.write(encode(wire.Goodbye(error.code, str(error))))
+            self._fail(error)
+            return
+        self._flush()
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came in: run the session and hand over its messages; those that come during a look wait for its end.
+
+        They are read all the same: a stream that is aborted loses what nobody has read.
+        """
+        session = self._session
+        if self._meeting is not None:
+            self._heard += data
+            if len(self._heard) >= _HEARD_BYTES and self._transport is not None and not self._transport.is_closing():
+                self._transport.pause_reading()
+        elif session is not None:
+            self._handle(iter(session.receive(data, self._runtime.now())))
+
+    def _handle(self, events: "Iterator[SessionEvent | _Met]") -> None:
+        """Handle what came in, one turn long; nothing more is read before the rest, if there is any, is done.
+
+        Nor is anything handled before the peer was looked at, once it has said what it is.
+        """
+        until = self._runtime.now() + TURN_SECONDS
+        self._handling = True
+        try:
+            for event in events:
+                if isinstance(event, Received):
+                    self._handler.received(self, event.message)
+                else:
+                    self._meet(event)
+                if self._meeting is not None:
+                    self._rest = events
+                    break
+                if self._runtime.now() >= until:
+                    self._rest = events if self._session is not None and self._session.unread_bytes else None
+                    break
+        except KvxferError as error:
+            if isinstance(error, ProtocolError):
+                _log.warning("protocol_violated", peer=self.endpoint, error=str(error))
+            elif not self.ready.done():
+                _log.warning("handshake_failed", peer=self.endpoint, role=self.role.value, error=str(error))
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a defect ends the session that it is in, and no other
+            _log.error("link_broken", peer=self.endpoint, error=repr(error), exc_info=error)
+            self._fail(PeerLostError(f"a frame could not be handled: {error!r}", peer=self.endpoint))
+        finally:
+            self._handling = False
+        self._flush()
+        if self._rest is not None and self._transport is not None and self._meeting is None:
+            if not self._transport.is_closing():
+                self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _meet(self, event: "Opened | _Met") -> None:
+        match event:
+            case Opened(peer):
+                self._arm()  # this side speaks while it looks at the peer, and does not listen
+                self._meeting = self._handler.meet(self, peer)
+                self._meeting.add_done_callback(partial(self._met, peer))
+            case _Met(peer, task):
+                self._opened(peer, task.result())
+
+    def _met(self, peer: PeerInfo, task: "asyncio.Task[Any]") -> None:
+        self._meeting = None
+        if task.cancelled():
+            self._fail(PeerLostError("the worker was closed", peer=self.endpoint))
+        elif self._failure is not None:
+            task.exception()  # nobody wants to know any more
+        elif self._session is not None and self._rest is not None:
+            self._rest = chain((_Met(peer, task),), self._rest)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        rest, self._rest, stream = self._rest, None, self._transport
+        if rest is not None and stream is not None:
+            if self._session is not None:
+                self._session.excuse(self._runtime.now())
+            if not stream.is_closing():
+                stream.resume_reading()
+            self._handle(rest)  # pauses it again if there is still more
+        self._hear()
+        self._end_if_handled()
+
+    def _hear(self) -> None:
+        """Handle what came in while the peer was looked at, once all that came before has been."""
+        if self._heard and self._rest is None and self._session is not None:
+            heard, self._heard = bytes(self._heard), bytearray()
+            self._handle(iter(self._session.receive(heard, self._runtime.now())))
+
+    def _end_if_handled(self) -> None:
+        """The stream has ended; what came before its end counts, and is handled first."""
+        if self._rest is None and self._end is not None:
+            self._fail(self._end)
+
+    def _opened(self, peer: PeerInfo, found: Any) -> None:
+        """The handshake is complete."""
+        self.renewals = peer.body.renewals
+        self._warn_if_untrusted(peer)
+        self._known = True
+        self._handler.opened(self, peer, found)
+        if not self.ready.done():
+            self.ready.set_result(peer)
+
+    def pause_writing(self) -> None:
+        """The peer has yet to read what was written."""
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._writable = True
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The stream is gone."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+        why = f": {exc}" if exc else ""
+        self._end = PeerLostError(f"the peer closed the control stream{why}", peer=self.endpoint)
+        self._end_if_handled()
+
+    # --- inside
+
+    def _warn_if_untrusted(self, peer: PeerInfo) -> None:
+        """Say what the transport does not enforce: over TCP and CMA, UCX checks no address that a peer names."""
+        if not self.trusted:
+            _log.warning(
+                "peer_not_trusted",
+                peer=peer.name,
+                endpoint=self.endpoint,
+                reason="only an RDMA lane keeps it inside the arena; set a shared secret, or trust='full' to agree",
+            )
+
+    def _flush(self) -> None:
+        """Write a slice of what is left to send; behind the last one, close the stream of a link that is gone."""
+        session, transport = self._session, self._transport
+        if session is None or not (session.unsent_bytes or self._failure):
+            return
+        if transport is None or transport.is_closing():
+            return
+        if session.unsent_bytes and self._writable and not self._slicing:
+            data = session.take_output(_SLICE_BYTES)
+            if session.unsent_bytes:
+                self._slicing = True
+                self._loop.call_soon(self._write_on)
+            transport.write(data)
+        if self._failure is not None and not session.unsent_bytes:
+            transport.close()
+        elif session.unsent_bytes > _UNSENT_BYTES:
+            error = ProtocolError(f"the peer let {_UNSENT_BYTES} bytes of replies pile up", peer=self.endpoint)
+            self._fail(error, cut=True)  # who reads nothing does not read what is left to send either
+
+    def _write_on(self) -> None:
+        self._slicing = False
+        self._flush()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        session = self._session
+        if session is not None and session.state is not State.CLOSED:
+            delay = max(0.0, session.next_deadline() - self._runtime.now())
+            self._timer = self._loop.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        now = self._runtime.now()
+        if self._meeting is not None:
+            session.excuse(now)
+        try:
+            session.tick(now)
+        except KvxferError as error:
+            self._fail(error, cut=True)  # who is silent does not read what is left to send either
+            return
+        self._flush()
+        self._arm()
+
+    def _fail(self, error: KvxferError, *, cut: bool = False) -> None:
+        """The link is gone; its stream is closed when what is left to send has been written, or cut at once."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._session is not None:
+            self._session.close()
+        if self._transport is not None and cut:
+            self._transport.abort()
+        elif self._transport is not None and self._session is None:
+            self._transport.close()
+        self._flush()
+        if not self.ready.done():
+            self.ready.set_exception(_unreachable(error, self.endpoint, encrypted=self.encrypted))
+            self.ready.exception()  # whoever waits sees it; if nobody does, that is no defect
+        if self._known:
+            self._handler.lost(self, error)
+
+
+def admitted(links: Iterable[Link]) -> int:
+    """How many of these count as streams that peers opened: `max_streams` bounds them."""
+    return sum(link.role is Role.SERVER and link.admitted for link in links)
+
+
+def succeeded(link: Link, links: Iterable[Link]) -> list[Link]:
+    """Those that a new one of the same process, in the same direction, takes the place of.
+
+    Handshakes that are not complete are among them: what the process has proved there may have been kept back by
+    somebody, who would go on with it once this one is gone.
+    """
+    others = (other for other in links if other is not link and other.role is link.role)
+    return [other for other in others if other.claimed == link.claimed]
+
+
+def _unreachable(error: KvxferError, endpoint: str, *, encrypted: bool) -> KvxferError:
+    """What a failed handshake means to somebody who wanted to connect."""
+    if not isinstance(error, PeerLostError):
+        return error
+    hint = ""
+    if encrypted:  # with TLS 1.3 a listener refuses a certificate only after the stream is open for who connects
+        hint = "; its log says whether it refused this side's tls.certificate"
+    elif endpoint.startswith("tcp:"):
+        hint = "; if it listens with TLS, set tls.authorities and tls.certificate here"
+    return UnreachableError(f"{endpoint} closed the stream during the handshake: {error}{hint}", peer=endpoint)
+
+
+def _process(sock: socket.socket | None) -> int | None:
+    """The process of this user on this host at the other end of a Unix socket (`SO_PEERCRED`); None if it is none."""
+    if sock is None or sock.family != socket.AF_UNIX:
+        return None
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(process) if uid == os.geteuid() else None
+
+
+# --- with what a worker meets a peer
+
+_NONCE_BYTES: Final = 32
+
+
+def greeting(
+    site: Site,
+    role: Role,
+    links: Callable[[], Iterable[Link]],
+    *,
+    process: int | None,
+    endpoint: str,
+    since: float,
+) -> tuple[Session, bool]:
+    """A fresh session for a new stream, and whether its peer is trusted with addresses.
+
+    Args:
+        site: The worker.
+        role: Which side of the stream this is.
+        links: All that there are, and those on which something was left in doubt.
+        process: Of the same user on this host, by the credentials of a Unix socket: its number, 0 if it is in another
+            namespace of processes; None if the peer is not such a process.
+        endpoint: Where the stream leads, if it was opened here.
+        since: When the stream began, by the worker's clock: the handshake is bounded from then on.
+    """
+    config = site.config
+    secret = config.secret.get_secret_value().encode() if config.secret is not None else None
+    trusted = {"full": True, "none": False, "auto": process is not None or secret is not None}[config.trust]
+    epoch = bytes.fromhex(site.issuer.card.epoch) if site.issuer is not None else site.incarnation
+    identity = Identity(
+        config.engine, epoch, site.incarnation, config.rank, config.world, int(site.capabilities), __version__
+    )
+    terms = Terms(
+        facts=site.facts,
+        body=site.body[trusted],
+        key=site.key,
+        forgiven=frozenset({"model"} if config.compat == "geometry" else ()),
+        secret=secret,
+        endpoint=endpoint,
+        engaged_at=partial(_engaged_at, links),
+        heartbeat=config.heartbeat,
+        peer_timeout=config.peer_timeout,
+        handshake_timeout=config.handshake_timeout,
+    )
+    nonce = site.runtime.token(_NONCE_BYTES)
+    return Session(role, identity, terms, nonce=nonce, now=since, process=process or 0), trusted
+
+
+def _engaged_at(links: Callable[[], Iterable[Link]], incarnation: bytes) -> str:
+    """Where this rank has gone to an incarnation, and something is open or in doubt; empty if nowhere.
+
+    A stream on which it has proved who it is counts from then on: whoever is there could do so elsewhere with that.
+    """
+    ours = (link for link in links() if link.role is Role.CLIENT)
+    return next((link.endpoint for link in ours if link.proved_to == incarnation), "")

@@ -1,0 +1,1 @@
+"""Plans of transfers, and the route that each takes."""

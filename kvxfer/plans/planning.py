@@ -1,0 +1,868 @@
+"""Plans between this rank and its peers: made once a pair and kept, bound to requests, cut into chunks."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.config import Config
+from kvxfer.copy.tables import Kind, Tables, pack
+from kvxfer.errors import (
+    BlocksError,
+    Code,
+    GeometryError,
+    MismatchError,
+    MissingExtraError,
+    ProtocolError,
+    RefusedError,
+)
+from kvxfer.fabric.port import Descriptors
+from kvxfer.geometry import (
+    BlockLists,
+    Blocks,
+    CacheGeometry,
+    ChunkGrid,
+    ChunkPlan,
+    CopyPlan,
+    Interleave,
+    PairPlan,
+    Pieces,
+    Selection,
+    Span,
+    SumPlan,
+    TensorSpec,
+    TransferPlan,
+    check_spans,
+    check_tokens,
+    common,
+    converts,
+    differences,
+    normalise_blocks,
+    resolve,
+)
+from kvxfer.names import MAX_STRIDE, lazy
+from kvxfer.plans.routes import Choice, Means
+from kvxfer.protocol import messages as wire
+from kvxfer.protocol.messages import MAX_CHUNKS, Route, pack_f32, pack_u32, unpack_f32, unpack_u32
+from kvxfer.protocol.session import PeerInfo
+from kvxfer.telemetry import logger
+
+if TYPE_CHECKING:
+    from kvxfer.copy.template import Cut, Template
+
+__all__ = [
+    "IN_PLACE",
+    "LISTED",
+    "Agreed",
+    "Bound",
+    "PairPlans",
+    "Part",
+    "bind",
+    "block_pieces",
+    "check_cover",
+    "choose_and_cut",
+    "decode_spans",
+    "encode_spans",
+    "fit_grid",
+    "geometry_from_wire",
+    "geometry_to_wire",
+    "in_place_bytes",
+    "joined_spans",
+    "offered_blocks",
+    "selection_from_wire",
+    "selection_to_wire",
+    "staging_pieces",
+    "usual_chunks",
+    "wanted_blocks",
+    "written_blocks",
+]
+
+# --- block lists as callers give them
+
+I64: TypeAlias = NDArray[np.int64]
+
+
+def offered_blocks(blocks: Blocks, geometry: CacheGeometry) -> BlockLists:
+    """Block lists of an offer in normal form, copied and checked.
+
+    Raises:
+        BlocksError: If ids are malformed or out of range.
+    """
+    spans = normalise_blocks(blocks, geometry)
+    check_spans(spans, geometry, receiving=False)
+    return spans
+
+
+def wanted_blocks(blocks: Blocks, geometry: CacheGeometry, tokens: range) -> BlockLists:
+    """Destination blocks of a fetch in normal form, checked as far as that needs no peer.
+
+    Raises:
+        BlocksError: If ids are malformed, out of range or repeated, or do not cover the tokens.
+        TokensError: If the tokens are no range that a fetch can have.
+    """
+    check_tokens(tokens, may_be_empty=True)
+    spans = normalise_blocks(blocks, geometry)
+    check_spans(spans, geometry, receiving=True)
+    check_cover(spans, geometry, tokens)
+    return spans
+
+
+def written_blocks(spans: BlockLists, geometry: CacheGeometry, tokens: range) -> dict[str, I64]:
+    """Destination blocks that a fetch of these tokens writes, by group."""
+    written: dict[str, I64] = {}
+    for group, span in spans.items():
+        ids, side = np.asarray(span.ids, np.int64), geometry.sides[group]
+        if not side.is_state:
+            edges = np.asarray([span.first_token, tokens.start, tokens.stop], np.int64)
+            listed, start, stop = side.local(edges).tolist()
+            size = side.id_tokens
+            origin = listed // size
+            first, last = max(0, start // size - origin), max(0, -(-stop // size) - origin)
+            ids = ids[first : last if len(tokens) else first]
+        written[group] = ids
+    return written
+
+
+def check_cover(spans: BlockLists, geometry: CacheGeometry, tokens: range, *, complete: bool = True) -> None:
+    """Check that block lists reach up to a range's end, as the planner will, with one slot for state.
+
+    Args:
+        spans: In normal form.
+        geometry: What this rank holds.
+        tokens: The range.
+        complete: Whether nothing will be added. A slot of state may come last.
+
+    Raises:
+        BlocksError: Naming the group and both numbers.
+    """
+    for group, span in spans.items():
+        side, count = geometry.sides[group], len(span.ids)
+        if side.is_state:
+            if count > 1 or (complete and not count):
+                raise BlocksError(f"group {group!r} is state, which has one slot for a request: {count} were given")
+            continue
+        unit = side.tokens_per_row
+        id_rows = side.block_tokens * side.block_ratio
+        first, stop = side.local(np.asarray([span.first_token, tokens.stop], np.int64) // unit).tolist()
+        cover = (first // id_rows + count) * id_rows
+        if len(tokens) and first < stop and cover < stop:
+            whose = " of this rank's turns" if side.of > 1 else ""
+            raise BlocksError(
+                f"group {group!r}: {count} blocks of {side.id_tokens} tokens reach up to token {cover * unit}{whose}, "
+                f"but {stop * unit} are needed"
+            )
+
+
+# --- to and from the wire
+
+_MAX_IDS: Final = 1 << 24
+
+
+def geometry_to_wire(geometry: CacheGeometry, *, with_addresses: bool) -> list[wire.TensorFrame]:
+    """Describe this rank to a peer; base addresses only if it is trusted with them."""
+    kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
+    return [
+        wire.TensorFrame(
+            group=spec.group,
+            part=spec.part,
+            kv="".join(spec.kv),
+            axes=spec.axes,
+            shape=list(spec.shape),
+            strides=list(spec.strides),
+            layers=pack_u32(spec.layers),
+            head_start=spec.heads.start,
+            head_stop=spec.heads.stop,
+            dtype=spec.dtype,
+            item_bytes=spec.item_bytes,
+            base=spec.base if with_addresses else 0,
+            block_ratio=spec.block_ratio,
+            tokens_per_row=spec.tokens_per_row,
+            interleave_rank=spec.tokens.rank,
+            interleave_of=spec.tokens.of,
+            interleave_chunk=spec.tokens.chunk,
+            null_block=-1 if spec.null_block is None else spec.null_block,
+            kind=kind,
+            device=spec.device,
+            scale=pack_f32(spec.scale),
+        )
+        for spec in geometry.tensors
+    ]
+
+
+def geometry_from_wire(frames: Sequence[wire.TensorFrame]) -> CacheGeometry:
+    """Read a peer's description; the same checks apply as to one's own tensors.
+
+    Raises:
+        GeometryError: If it contradicts itself.
+        ProtocolError: If numbers are out of every sensible range.
+    """
+    specs: list[TensorSpec] = []
+    interleave = cache(Interleave)
+    for frame in frames:
+        strides = frame.strides
+        if (strides and not 0 <= min(strides) <= max(strides) < MAX_STRIDE) or not 0 < frame.item_bytes <= 64:
+            raise ProtocolError(f"a peer's tensor has strides {frame.strides} and items of {frame.item_bytes} bytes")
+        specs.append(
+            TensorSpec(
+                group=frame.group,
+                part=frame.part,
+                kv=tuple(frame.kv) or ("",),
+                layers=tuple(_ids(frame.layers)),
+                heads=range(frame.head_start, frame.head_stop),
+                axes=frame.axes,
+                shape=tuple(frame.shape),
+                strides=tuple(frame.strides),
+                dtype=frame.dtype,
+                item_bytes=frame.item_bytes,
+                base=frame.base,
+                kind="cuda" if frame.kind == "VRAM" else "cpu",
+                device=frame.device,
+                block_ratio=frame.block_ratio,
+                tokens_per_row=frame.tokens_per_row,
+                tokens=interleave(frame.interleave_rank, frame.interleave_of, max(frame.interleave_chunk, 1)),
+                null_block=None if frame.null_block < 0 else frame.null_block,
+                scale=tuple(unpack_f32(frame.scale)) if frame.scale else (),
+            )
+        )
+    return CacheGeometry(tuple(specs))
+
+
+@lru_cache(maxsize=4096)
+def selection_to_wire(selection: Selection) -> wire.Selection:
+    """A selection as `Fetch` carries it."""
+    return wire.Selection(
+        selection.group,
+        selection.part,
+        selection.kv,
+        pack_u32(selection.layers),
+        selection.head_start,
+        selection.head_stop,
+    )
+
+
+def selection_from_wire(selection: wire.Selection) -> Selection:
+    """Inverse of `selection_to_wire`; whether both sides hold it is checked when the pair is planned."""
+    layers = tuple(_ids(selection.layers))
+    return Selection(selection.group, selection.part, selection.kv, layers, selection.head_start, selection.head_stop)
+
+
+def encode_spans(spans: BlockLists, groups: Iterable[str], *, said: BlockLists | None = None) -> list[wire.Span]:
+    """Block lists of these groups as they travel; of those in `said` only what follows them, if anything does."""
+    found: list[wire.Span] = []
+    for group in groups:
+        first = len(said[group].ids) if said is not None else 0
+        ids = np.asarray(spans[group].ids)[first:]
+        if said is None or len(ids):
+            found.append(wire.Span(group, spans[group].first_token, ids.astype("<u4").tobytes()))
+    return found
+
+
+def joined_spans(before: BlockLists, more: Sequence[wire.Span]) -> dict[str, Span]:
+    """Block lists of a peer, with the ids that it says follow them.
+
+    Raises:
+        ProtocolError: If packed ids are cut, a group is there twice, or a list grows beyond what a request can have.
+    """
+    added = decode_spans(more)
+    for group, span in added.items():
+        if len(span.ids) + (len(before[group].ids) if group in before else 0) > _MAX_IDS:
+            raise ProtocolError(f"the block list of group {group!r} has grown beyond {_MAX_IDS} ids")
+    joined = {
+        group: Span(np.concatenate([np.asarray(before[group].ids), np.asarray(span.ids)]), before[group].first_token)
+        for group, span in added.items()
+        if group in before
+    }
+    return {**before, **added, **joined}
+
+
+def decode_spans(spans: Sequence[wire.Span]) -> dict[str, Span]:
+    """Inverse of `encode_spans`; ids are checked when the plan is bound.
+
+    Raises:
+        ProtocolError: If packed ids are cut, or a group is there twice.
+    """
+    decoded: dict[str, Span] = {}
+    for span in spans:
+        if len(span.ids) % 4:
+            raise ProtocolError(f"packed ids of {len(span.ids)} bytes are cut")
+        decoded[span.group] = Span(np.frombuffer(span.ids, "<u4").astype(np.int64), span.first_token)
+    if len(decoded) != len(spans):
+        raise ProtocolError("a group has two block lists in one frame")
+    return decoded
+
+
+def _ids(packed: bytes) -> Sequence[int]:
+    try:
+        return unpack_u32(packed)
+    except ValueError as error:
+        raise ProtocolError(f"packed ids of {len(packed)} bytes are cut") from error
+
+
+# --- plans
+
+_log: Final = logger("kvxfer.plan")
+IN_PLACE: Final = frozenset({Route.DIRECT, Route.MAPPED})
+"""Routes on which the prefill rank writes the decode rank's blocks."""
+LISTED: Final = frozenset({Route.DIRECT, Route.PULL})
+"""Routes whose pieces are listed for the transport."""
+_LISTED_PIECES: Final = 1 << 16
+"""Pieces of a chunk where they are listed: lists of more need fresh memory each time, and of fewer a chunk by itself
+costs more than they do."""
+_ROWS_A_TENSOR: Final = 1024
+"""To share and plan a tensor, or a layer of one, takes about as long as to make so many rows of a table."""
+_ROWS_A_KNOWN_LAYER: Final = 32
+"""To answer a request of a known pair takes so long for each layer that was asked for."""
+_KEPT_PAIRS: Final = 512
+_KEPT_A_PEER: Final = 4
+"""Plans that are kept for each peer that is here, if that is more: so many are in use, one or two in each direction."""
+_KEPT_EXTENTS: Final = 1024
+
+
+class PairPlans:
+    """Geometries of peers and plans with them, made once a pair.
+
+    Args:
+        geometry: What this rank holds.
+    """
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self._own: Final = geometry
+        self._geometries: dict[bytes, CacheGeometry] = {}
+        self._shares: OrderedDict[tuple[bytes | None, ...], list[tuple[Selection, ...]]] = OrderedDict()
+        self._pairs: OrderedDict[tuple[bytes, bool, tuple[Selection, ...]], PairPlan] = OrderedDict()
+        self._common: dict[tuple[bytes, bool], tuple[Selection, ...]] = {}
+        self._converting: set[tuple[bytes, bool]] = set()
+        self._cramped: set[tuple[bytes, bool]] = set()  # no chunk is small enough for the staging of both sides
+        # what a peer asked for last, in how many layers
+        self._asked: dict[bytes, tuple[Sequence[wire.Selection], PairPlan, int]] = {}
+
+    @property
+    def _kept(self) -> int:
+        """How many plans are kept; with fewer than there are peers, each would be made anew for every transfer."""
+        return max(_KEPT_PAIRS, _KEPT_A_PEER * len(self._geometries))
+
+    def examine(self, peer: PeerInfo, *, sending: bool, convert: bool) -> "Agreed":
+        """Read a new peer's geometry, and plan the copy of all that both sides hold in one direction.
+
+        So what cannot be copied is refused here, by the same code that would plan the transfers, and on both sides.
+        Nothing is noted yet: for caches of many tensors this belongs into a thread.
+
+        Args:
+            peer: The other side.
+            sending: Whether it opened the stream, to fetch from this rank.
+            convert: Whether the decode rank asked for conversion.
+
+        Raises:
+            MismatchError: If the peer's description contradicts itself, or something cannot be copied. It names each
+                difference with both values.
+            ProtocolError: If it cannot be decoded, or numbers are out of every sensible range.
+        """
+        try:
+            geometry, known = geometry_from_wire(peer.body.tensors), self._geometries.get(peer.identity.incarnation)
+            if known is not None and known.tensors == geometry.tensors:
+                geometry = known
+            src, dst = (self._own, geometry) if sending else (geometry, self._own)
+            self._agree(peer, src, dst, sending=sending, convert=convert)
+            converting, selections = convert and converts(src, dst), common(src, dst)
+            pair = self._pairs.get((peer.identity.incarnation, sending, selections))
+            if pair is None or geometry is not known or converting is not self.converts(peer, sending=sending):
+                pair = _planned(src, dst, selections, convert=converting) if selections else None
+        except GeometryError as error:
+            raise MismatchError(
+                f"the caches of {peer.name} and of this rank cannot be copied: {error}", peer=peer.name
+            ) from error
+        _ = geometry.addressed  # found out once
+        return Agreed(sending, geometry, converting, selections, pair)
+
+    def meet(self, peer: PeerInfo, agreed: "Agreed") -> None:
+        """Take note of what was found; plans with another geometry of the same incarnation are no good any more."""
+        incarnation, sending = peer.identity.incarnation, agreed.sending
+        if self._geometries.get(incarnation) is not agreed.geometry:
+            self._drop(incarnation)
+        self._geometries[incarnation] = agreed.geometry
+        (self._converting.add if agreed.converts else self._converting.discard)((incarnation, sending))
+        self._common[incarnation, sending] = agreed.common
+        if agreed.pair is not None:
+            self._keep((incarnation, sending, agreed.common), agreed.pair)
+
+    def converts(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """Whether copies in this direction convert: agreed upon, and needed."""
+        return (peer.identity.incarnation, sending) in self._converting
+
+    def bound_chunks(self, peer: PeerInfo, room_bytes: int, *, sending: bool) -> bool:
+        """Take note of how large a staged chunk between this rank and a peer may be; whether the smallest one fits."""
+        key, fits = (peer.identity.incarnation, sending), self.least_chunk_bytes(peer, sending=sending) <= room_bytes
+        (self._cramped.discard if fits else self._cramped.add)(key)
+        return fits
+
+    def fits_staging(self, peer: PeerInfo, *, sending: bool) -> bool:
+        """What `bound_chunks` said last."""
+        return (peer.identity.incarnation, sending) not in self._cramped
+
+    @staticmethod
+    def _agree(peer: PeerInfo, src: CacheGeometry, dst: CacheGeometry, *, sending: bool, convert: bool) -> None:
+        """Name everything in which what both sides hold differs so that it cannot be copied."""
+        found = [(spec.name, unlike) for spec, unlike in differences(src, dst, convert=convert)]
+        if found:
+            fields = {
+                f"{name}: {unlike.what}": (unlike.src, unlike.dst) if sending else (unlike.dst, unlike.src)
+                for name, unlike in found
+            }
+            name, unlike = found[0]
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise MismatchError(
+                f"the caches of {peer.name} and of this rank cannot be copied: {name}: {unlike}{more}",
+                peer=peer.name,
+                fields=fields,
+            )
+
+    def _ends(self, peer: PeerInfo, *, sending: bool) -> tuple[CacheGeometry, CacheGeometry]:
+        """Source and destination."""
+        theirs = self.geometry(peer)
+        return (self._own, theirs) if sending else (theirs, self._own)
+
+    def forget(self, peer: PeerInfo) -> None:
+        """The peer is gone."""
+        key = peer.identity.incarnation
+        self._converting -= {(key, True), (key, False)}
+        self._cramped -= {(key, True), (key, False)}
+        self._geometries.pop(key, None)
+        self._drop(key)
+
+    def _drop(self, incarnation: bytes) -> None:
+        """Forget plans with a peer."""
+        self._asked.pop(incarnation, None)
+        for sending in (True, False):
+            self._common.pop((incarnation, sending), None)
+        for pair in [pair for pair in list(self._pairs) if pair[0] == incarnation]:  # a copy: threads plan meanwhile
+            self._pairs.pop(pair, None)
+        for ranks in [ranks for ranks in list(self._shares) if incarnation in ranks]:
+            self._shares.pop(ranks, None)
+
+    def knows(self, peer: PeerInfo) -> bool:
+        """Whether it was met, and is not forgotten."""
+        return peer.identity.incarnation in self._geometries
+
+    def geometry(self, peer: PeerInfo) -> CacheGeometry:
+        """What a peer holds. Of one that is gone it is read again, and not kept: nobody would forget it."""
+        found = self._geometries.get(peer.identity.incarnation)
+        return geometry_from_wire(peer.body.tensors) if found is None else found
+
+    def outgoing(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> PairPlan:
+        """The plan from this rank to a peer."""
+        last = self._asked.get(peer.identity.incarnation)
+        if last is not None and last[0] == selections:  # nearly always: reading them takes longer than to compare
+            return last[1]
+        pair = self._pair(peer, tuple(sorted(map(selection_from_wire, selections))), sending=True)
+        if self._geometries.get(peer.identity.incarnation) is pair.dst:
+            if len(self._asked) >= self._kept:
+                self._asked.clear()
+            self._asked[peer.identity.incarnation] = selections, pair, _layers(selections)
+        return pair
+
+    def incoming(self, peer: PeerInfo, selections: Sequence[Selection]) -> PairPlan:
+        """The plan from a peer to this rank."""
+        return self._pair(peer, tuple(sorted(selections)), sending=False)
+
+    def known_shares(self, peers: Sequence[PeerInfo | None]) -> list[tuple[Selection, ...]] | None:
+        """What `shares` returns, if that was found out before."""
+        return self._shares.get(tuple([None if peer is None else peer.identity.incarnation for peer in peers]))
+
+    def shares(self, peers: Sequence[PeerInfo | None], *, rank: int) -> list[tuple[Selection, ...]]:
+        """What this decode rank needs of each of these prefill ranks; None stands for one that was not reached.
+
+        The plans with them are made too. From any thread.
+
+        Raises:
+            MismatchError: If something that it needs is on none of them.
+        """
+        key = tuple([None if peer is None else peer.identity.incarnation for peer in peers])
+        found = self._shares.get(key)
+        if found is None:
+            held = {number: (peer, self.geometry(peer)) for number, peer in enumerate(peers) if peer is not None}
+            parts = resolve(self._own, [geometry for _, geometry in held.values()], rank=rank)
+            of_rank = dict(zip(held, parts, strict=True))
+            found = [of_rank.get(number, ()) for number in range(len(peers))]
+            for number, (peer, _) in held.items():
+                if found[number]:
+                    self.incoming(peer, found[number])
+            if all(self._geometries.get(peer.identity.incarnation) is geometry for peer, geometry in held.values()):
+                self._shares[key] = found  # else one of them has gone, or holds something else since
+                if len(self._shares) > self._kept:
+                    self._shares.popitem(last=False)
+        return found
+
+    def shares_rows(self, peers: Sequence[PeerInfo | None]) -> int:
+        """As many rows of a table as take the time of `shares`, unless they are known."""
+        held = sum(len(peer.body.tensors) for peer in peers if peer is not None)
+        return _ROWS_A_TENSOR * (len(self._own.tensors) + held)
+
+    def outgoing_rows(self, peer: PeerInfo, selections: Sequence[wire.Selection]) -> int:
+        """As many rows of a table as take the time of `outgoing`, and of what is made of its plan for each layer."""
+        last = self._asked.get(peer.identity.incarnation)
+        if last is not None and last[0] == selections:
+            return _ROWS_A_KNOWN_LAYER * last[2]
+        return _ROWS_A_TENSOR * _layers(selections)
+
+    def least_chunk_bytes(self, peer: PeerInfo, *, sending: bool) -> int:
+        """Staging that the smallest chunk between this rank and a peer needs, at the least."""
+        pair = self._whole(peer, sending=sending)
+        return pair.least_chunk_bytes if pair is not None else 0
+
+    def samples(self, peer: PeerInfo, *, sending: bool, mapped: bool) -> list[CopyPlan]:
+        """Copies of the shapes that transfers with a peer will have: what a kernel must be compiled for.
+
+        Args:
+            peer: The other side.
+            sending: Whether this rank is the prefill rank.
+            mapped: Whether it may also copy straight into the peer's blocks.
+        """
+        pair = self._whole(peer, sending=sending)
+        if pair is None:
+            return []
+        if not sending:
+            return [pair.sample.scatter(0)]
+        return [pair.sample.gather(0), *([pair.sample.copy()] if mapped else [])]
+
+    def sum_samples(self, peer: PeerInfo, *, sending: bool) -> list[SumPlan]:
+        """Sums of the shapes that those of transfers with a peer will have."""
+        pair = self._whole(peer, sending=sending)
+        if pair is None:
+            return []
+        return [SumPlan.at_source(pair.sample) if sending else SumPlan.at_destination(pair.sample)]
+
+    def _whole(self, peer: PeerInfo, *, sending: bool) -> PairPlan | None:
+        """The plan of all that both sides hold; None if that is nothing."""
+        key = (peer.identity.incarnation, sending)
+        selections = self._common.get(key)
+        if selections is None:
+            selections = common(*self._ends(peer, sending=sending))
+        return self._pair(peer, selections, sending=sending) if selections else None
+
+    def _pair(self, peer: PeerInfo, selections: tuple[Selection, ...], *, sending: bool) -> PairPlan:
+        key = (peer.identity.incarnation, sending, selections)
+        pair = self._pairs.get(key)
+        if pair is None:
+            src, dst = self._ends(peer, sending=sending)
+            convert = self.converts(peer, sending=sending)
+            pair = _planned(src, dst, selections, convert=convert)
+            if self._geometries.get(peer.identity.incarnation) is (dst if sending else src):
+                self._keep(key, pair)  # else the peer has gone meanwhile, or holds something else since
+        return pair
+
+    def _keep(self, key: tuple[bytes, bool, tuple[Selection, ...]], pair: PairPlan) -> None:
+        self._pairs[key] = pair
+        if len(self._pairs) > self._kept:
+            self._pairs.popitem(last=False)
+
+
+def _layers(selections: Sequence[wire.Selection]) -> int:
+    return sum(len(selection.layers) // 4 for selection in selections)  # packed: 4 bytes each
+
+
+def _planned(src: CacheGeometry, dst: CacheGeometry, selections: tuple[Selection, ...], *, convert: bool) -> PairPlan:
+    """A plan, with all that requests will ask of it."""
+    pair = PairPlan(src, dst, selections, convert=convert)
+    pair.prepare()
+    if (compiled := _compiled()) is not None:
+        compiled[0].of(pair)
+    return pair
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What was found of a new peer, in one direction.
+
+    Attributes:
+        sending: Whether this rank is the prefill rank.
+        geometry: What the peer holds.
+        converts: Whether copies convert: agreed upon, and needed.
+        common: All that both sides hold.
+        pair: The plan of that; None if it is nothing.
+    """
+
+    sending: bool
+    geometry: CacheGeometry
+    converts: bool
+    common: tuple[Selection, ...]
+    pair: PairPlan | None
+
+
+@cache
+def _compiled() -> "tuple[type[Template], type[Cut]] | None":
+    """Where numba compiles nothing, all is planned by the planner."""
+    try:
+        from kvxfer.copy.template import Cut, Template
+    except MissingExtraError as error:
+        _log.warning("requests_not_compiled", reason=str(error))
+        return None
+    return Template, Cut
+
+
+def bind(
+    pair: PairPlan, src_spans: BlockLists, dst_spans: BlockLists, tokens: range, *, covered: int | None = None
+) -> TransferPlan:
+    """As `PairPlan.bind`: by compiled code, and where that has something to object by the planner, which says what.
+
+    Raises:
+        BlocksError: As `PairPlan.bind`.
+        TokensError: Likewise.
+    """
+    check_tokens(tokens, may_be_empty=True)
+    covered = tokens.stop if covered is None else min(covered, tokens.stop)
+    compiled = _compiled()
+    template = None if compiled is None else compiled[0].of(pair)
+    fitted = None if template is None else template.bind(src_spans, dst_spans, tokens, covered)
+    return fitted or pair.bind(src_spans, dst_spans, tokens, covered=covered)
+
+
+class Bound:
+    """The plan of an accepted transfer, which both sides make.
+
+    Args:
+        plan: What goes where.
+        grid: How it is cut.
+        rows: Table rows of the class that has the most.
+        pieces: Contiguous runs in all, if no source block is padding.
+
+    Attributes:
+        cut: The chunks as compiled code makes them; None where the planner does.
+        chunk_rows: About how many of the rows a chunk's plan walks over.
+        part_rows: As many rows as take the planner the time of `part`.
+    """
+
+    def __init__(self, plan: TransferPlan, grid: ChunkGrid, rows: int, pieces: int) -> None:
+        compiled = _compiled()
+        self.plan: Final = plan
+        self.grid: Final = grid
+        self.rows: Final = rows
+        self.pieces: Final = pieces
+        self.cut: Final = None if compiled is None else compiled[1].of(plan, grid)
+        self.chunk_rows: Final = -(-rows // grid.windows)
+        self.part_rows: Final = self.chunk_rows if self.cut is None else 0
+        self._carried: Final[dict[int, int]] = {}  # bytes of chunks that were looked at
+
+    @lazy
+    def most_bytes(self) -> int:
+        """Staging that its largest chunk takes at most, and so at least as many bytes as any carries."""
+        return self.plan.staged_bytes if self.grid.chunks == 1 else self.plan.largest_chunk_bytes(self.grid)
+
+    @property
+    def chunk_pieces(self) -> int:
+        """About how many of the pieces are in a chunk."""
+        return -(-self.pieces // self.grid.chunks)
+
+    @classmethod
+    def of(cls, plan: TransferPlan, grid: ChunkGrid) -> "Bound":
+        """Count once what every chunk asks for."""
+        return cls(plan, grid, plan.most_rows, plan.pieces)
+
+    def grown(self, src_spans: BlockLists, covered: int) -> "Bound":
+        """The same, now that the source's lists reach further.
+
+        Raises:
+            BlocksError: If the ids are outside their pools, or do not reach up to `covered`.
+        """
+        plan = self.plan
+        further = bind(plan.pair, src_spans, plan.dst_spans, plan.tokens, covered=covered)
+        return Bound(further, self.grid, self.rows, self.pieces)
+
+    def part(self, number: int) -> "Part":
+        """One chunk of it.
+
+        Raises:
+            BlocksError: If a source block is not known yet.
+        """
+        if self.cut is not None:
+            nbytes, staged_bytes = self.cut.sizes[self.grid.cells[number]]
+            if nbytes >= 0:
+                self._carried[number] = nbytes
+                return Part(self, number, nbytes, staged_bytes)
+        plan = self.chunk(number)
+        self._carried[number] = plan.bytes
+        return Part(self, number, plan.bytes, plan.staged_bytes)
+
+    def carried(self, first: int, stop: int) -> int:
+        """Bytes that chunks carry which follow each other."""
+        total = 0
+        for number in range(first, stop):
+            if number not in self._carried:
+                self.part(number)
+            total += self._carried[number]
+        return total
+
+    def copies(self, chunks: range, reached: Callable[[I64], I64] | None = None) -> list[Tables]:
+        """For each of these chunks, source blocks straight into destination blocks.
+
+        Args:
+            chunks: Which, one behind the other.
+            reached: Makes its regions where this process addresses the destination differently.
+        """
+        regions = None if reached is None or self.cut is None else reached(self.cut.regions)
+        found = self._tables(Kind.COPY, chunks, [0] * len(chunks), regions)
+        if found is None:
+            plans = [self.chunk(chunk).copy() for chunk in chunks]
+            found = [pack(plan if reached is None else plan.elsewhere(reached)) for plan in plans]
+        return found
+
+    def gathers(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
+        """For each of these chunks, source blocks into staging at an address, every byte of which is written."""
+        found, places = self._tables(Kind.GATHER, chunks, addresses), zip(chunks, addresses, strict=True)
+        return found or [pack(self.chunk(chunk).gather(address)) for chunk, address in places]
+
+    def scatters(self, chunks: range, addresses: Sequence[int]) -> list[Tables]:
+        """For each of these chunks, staging at an address into destination blocks."""
+        found, places = self._tables(Kind.SCATTER, chunks, addresses), zip(chunks, addresses, strict=True)
+        return found or [pack(self.chunk(chunk).scatter(address)) for chunk, address in places]
+
+    def _tables(
+        self, kind: Kind, chunks: range, addresses: Sequence[int], regions: I64 | None = None
+    ) -> list[Tables] | None:
+        """As of `Cut.tables`; in one call where the chunks lie one behind the other in its table too."""
+        cut, cells = self.cut, self.grid.cells
+        if cut is None:
+            return None
+        if isinstance(cells, range):
+            return cut.tables(kind, chunks.start, addresses, regions=regions)
+        found = list[Tables]()
+        for chunk, address in zip(chunks, addresses, strict=True):
+            one = cut.tables(kind, cells[chunk], (address,), regions=regions)
+            if one is None:
+                return None
+            found += one
+        return found
+
+    def chunk(self, number: int) -> ChunkPlan:
+        """The planner's part of it, for what needs more than tables."""
+        return self.plan.chunk(self.grid, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One chunk of a request.
+
+    Attributes:
+        bound: The request.
+        number: Which chunk.
+        bytes: Bytes that it carries.
+        staged_bytes: Room that it takes in staging.
+    """
+
+    bound: Bound
+    number: int
+    bytes: int
+    staged_bytes: int
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """The planner's part of it."""
+        return self.bound.chunk(self.number)
+
+    def listed(self) -> Pieces:
+        """As of `ChunkPlan`."""
+        return self.plan.listed()
+
+
+def fit_grid(
+    plan: TransferPlan,
+    *,
+    target_bytes: int,
+    limit_bytes: int,
+    layers_per_chunk: int | None = None,
+    tokens_per_chunk: int | None = None,
+    listed: bool = False,
+) -> ChunkGrid:
+    """A grid whose chunks aim at `target_bytes` and never need more than `limit_bytes` of staging.
+
+    Staging holds full sub-blocks, so a chunk may need more room than it carries bytes. Where pieces are `listed` for
+    the transport, those that reach over layers are not cut.
+
+    Raises:
+        RefusedError: If not even one layer of one aligned token window fits.
+    """
+    grid = plan.pair.grid(
+        plan.tokens,
+        target_bytes=min(target_bytes, limit_bytes),
+        layers_per_chunk=layers_per_chunk,
+        tokens_per_chunk=tokens_per_chunk,
+        by_tokens=listed and plan.pair.joins_layers,
+    )
+    remedy = "raise chunk_bytes and arena_bytes for the route staged, max_in_place_bytes for the others"
+    if grid.chunks > MAX_CHUNKS:
+        raise RefusedError(
+            f"the transfer would be cut into {grid.chunks} chunks, and {MAX_CHUNKS} are the limit: {remedy}",
+            reason=Code.CHUNK_TOO_LARGE,
+        )
+    need = plan.staged_bytes if grid.chunks == 1 else plan.largest_chunk_bytes(grid)
+    if need > limit_bytes:
+        raise RefusedError(
+            f"the smallest possible chunk needs {need} bytes, but {limit_bytes} are the limit: {remedy} on the side "
+            "that is short of it",
+            reason=Code.CHUNK_TOO_LARGE,
+        )
+    return grid
+
+
+def choose_and_cut(
+    wanted: Sequence[Route],
+    means: Means,
+    choose: Callable[[Sequence[Route]], Choice],
+    cut: Callable[[Route], ChunkGrid],
+) -> tuple[Choice, ChunkGrid]:
+    """A route that can serve a transfer, and how the transfer is cut for it.
+
+    Args:
+        wanted: Routes that the decode rank accepts, best first.
+        means: What the pair can do.
+        choose: Chooses one of some routes.
+        cut: Cuts the transfer for a route.
+
+    Raises:
+        RefusedError: If no route is left, or no chunk is small enough for any.
+    """
+    left_out = ""
+    while True:
+        choice = choose(wanted)
+        try:
+            grid = cut(choice.route)
+        except RefusedError as error:
+            wanted = [route for route in wanted if route is not choice.route]
+            if error.reason is not Code.CHUNK_TOO_LARGE or not any(map(means.can, wanted)):
+                raise
+            left_out = f"{choice.route.name.lower()}: {error}"
+        else:
+            return (replace(choice, fallback=left_out) if left_out else choice), grid
+
+
+def in_place_bytes(route: Route, plan: TransferPlan, most: int) -> int:
+    """Bytes at which chunks of a route that needs no staging memory aim; `most` where nothing lists their pieces."""
+    if route not in LISTED:
+        return most
+    return min(most, max(1, plan.nbytes * _LISTED_PIECES // max(1, plan.pieces)))
+
+
+def usual_chunks(config: Config, route: Route, nbytes: int) -> int:
+    """Chunks that so many bytes are about cut into, before there is a grid."""
+    return max(1, -(-nbytes // (config.chunk_bytes if route is Route.STAGED else config.in_place_chunk_bytes)))
+
+
+@lru_cache(maxsize=_KEPT_EXTENTS)
+def staging_pieces(span: wire.MemorySpan, address: int, nbytes: int) -> Descriptors:
+    """A stretch of staging memory as a post's descriptors: the same ones for the chunks that take turns in it.
+
+    Raises:
+        ProtocolError: If it lies outside the span.
+    """
+    if not (span.address <= address and address + nbytes <= span.address + span.length):
+        raise ProtocolError(f"{nbytes} bytes at {address:#x} are outside the staging memory that was announced")
+    return Descriptors(span.kind, span.device, np.asarray([[address, nbytes]], np.int64))
+
+
+def block_pieces(geometry: CacheGeometry, addresses: I64, nbytes: I64) -> Descriptors:
+    """Pieces of cache blocks as a post's descriptors."""
+    kind = "VRAM" if geometry.kind == "cuda" else "DRAM"
+    return Descriptors(kind, geometry.device if kind == "VRAM" else 0, np.stack([addresses, nbytes], axis=1))

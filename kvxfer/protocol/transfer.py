@@ -1,0 +1,687 @@
+"""The two ends of one transfer, sans-I/O (PROTOCOL.md section 5).
+
+Messages and news go in; messages to send and work for the shell come out. What the machine knows about memory is which
+chunks are granted: those may be written by the peer, and only its word that they have arrived, or a terminal result,
+takes them out of its hands.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvxfer.errors import Code, ProtocolError, Step
+from kvxfer.protocol.messages import (
+    TOKEN_BYTES,
+    WHOLE,
+    Abandon,
+    Accept,
+    Arrived,
+    Cancel,
+    Fetch,
+    Grant,
+    KvAgentResult,
+    Landed,
+    Message,
+    Refuse,
+    Reserve,
+    Route,
+    Span,
+    Status,
+    Timings,
+    Want,
+)
+
+__all__ = [
+    "RECEIVE_TRANSITIONS",
+    "REPEAT_S",
+    "SEND_TRANSITIONS",
+    "Failure",
+    "ReceiveState",
+    "Receiving",
+    "SendState",
+    "Sending",
+    "added",
+    "build_result",
+]
+
+# --- the prefill side
+#
+# Messages and news go in; messages to send and chunks to move come out. The machine promises what the results promise:
+# a terminal result with any status but `IN_DOUBT` leaves only when no chunk is in the hands of the shell any more.
+
+REPEAT_S: Final = 0.05
+"""Where agents notify each other, the loops say the same that much later, should that not have come."""
+
+
+class SendState(StrEnum):
+    """Where a transfer stands at its prefill rank."""
+
+    PARKED = "parked"  # the fetch came before its offer
+    MOVING = "moving"
+    STOPPING = "stopping"  # nothing new is moved; chunks in flight are waited for
+    ENDED = "ended"
+
+
+SEND_TRANSITIONS: Final[Mapping[tuple[SendState, str], SendState]] = {
+    (SendState.PARKED, "accept"): SendState.MOVING,
+    (SendState.PARKED, "refuse"): SendState.ENDED,
+    (SendState.PARKED, "stop"): SendState.ENDED,
+    (SendState.MOVING, "finish"): SendState.ENDED,
+    (SendState.MOVING, "stop"): SendState.STOPPING,
+    (SendState.STOPPING, "stop"): SendState.STOPPING,
+    (SendState.STOPPING, "finish"): SendState.ENDED,
+}
+"""Legal events of `SendState`. ENDED is final."""
+
+_OVER: Final = (SendState.STOPPING, SendState.ENDED)
+_UNTIMED: Final = Timings()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a transfer is stopped, and how the decode rank is told; of a refusal also when to try again (0: unknown)."""
+
+    status: Status
+    code: Code
+    reason: str
+    retry_after_ms: int = 0
+
+
+def build_result(
+    transfer: int,
+    status: Status,
+    *,
+    chunk: int = WHOLE,
+    nbytes: int = 0,
+    last: bool = False,
+    failure: Failure | None = None,
+    timings: Timings | None = None,
+    payload: bytes = b"",
+) -> KvAgentResult:
+    """The one builder of results, for every outcome."""
+    return KvAgentResult(
+        transfer=transfer,
+        chunk=chunk,
+        status=status,
+        bytes=nbytes,
+        last=last,
+        code=failure.code if failure else Code.UNKNOWN,
+        reason=failure.reason[:1024] if failure else "",
+        timings=timings or Timings(),
+        payload=payload,
+    )
+
+
+class Sending:
+    """One transfer at the prefill rank.
+
+    Chunks go in their order: some have arrived, those up to `granted` are in the shell's hands, those up to `ready`
+    were announced, and the rest was not. The shell says how many have arrived, and of how many it has given up.
+
+    Attributes:
+        fetch: The message that began it.
+        transfer: Its id, unique within the decode rank's incarnation.
+        state: See `SendState`.
+        route: Chosen route once accepted.
+        failure: Why it stops, once it does.
+        chunks: Chunks that it is cut into; 0 before it was accepted.
+        ready: The first so many were announced.
+        granted: The first so many were put into the shell's hands (`pull`: have been read).
+        arrived: The first so many have arrived.
+        nbytes: Bytes of those that have arrived.
+        ring: Places in the decode rank's staging memory, in which chunks take turns.
+        token: By which the decode rank's agent says how many have left them, and ours how many have arrived; or empty.
+        copied: The first so many have left their places, by its last grant.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch: Final = fetch
+        self.transfer: Final = fetch.transfer
+        self.state = SendState.PARKED
+        self.route = Route.UNKNOWN
+        self.failure: Failure | None = None
+        self.chunks = self.ready = self.granted = self.arrived = self.nbytes = 0
+        self._dropped = 0  # chunks that the shell has given up
+        self._doubts = 0  # how often it has not said that nothing of those is under way any more
+        self._said = 0  # the first so many have arrived, as the decode rank was told
+        self._timings = _UNTIMED  # of those that have arrived since
+        self.ring: Sequence[Grant] = ()
+        self.token = b""
+        self.copied = 0
+        self._ring_at = 0  # the chunk that its first place was for
+        self._unread = False  # route pull: what was announced is not read any more
+        self._payload: bytes | None = None
+
+    @property
+    def moving(self) -> int:
+        """Chunks in the hands of the shell: granted and not yet reported back."""
+        return self.granted - self.arrived - self._dropped
+
+    @property
+    def step(self) -> Step:
+        """What it waits for."""
+        if self.state is SendState.PARKED:
+            return Step.ASKING
+        if self.moving or self._doubts or self.being_read:
+            return Step.MOVING
+        if self.granted < self.ready:
+            return Step.RESERVING
+        return Step.WAITING if self.ready < self.chunks else Step.ENDING
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether some chunk's writes may still be in flight, or (`pull`) its reads."""
+        return self._doubts > 0
+
+    @property
+    def being_read(self) -> bool:
+        """Route `pull`: whether the decode rank may be reading chunks, and has not said that it does no more."""
+        return self.route is Route.PULL and self.granted < self.ready and not self._unread
+
+    def accept(self, message: Accept) -> list[Message]:
+        """The offer is there and the plan is made.
+
+        With `message.ahead` every chunk is to be moved now, under the grant of `Fetch`.
+        """
+        self._event("accept")
+        self.route, self.chunks = message.route, message.chunks
+        if message.ahead:
+            self.ready = self.granted = self.chunks
+            self.ring = [Grant(self.fetch.staging_address, self.fetch.staging_bytes)]
+        return [message, *self._complete()]
+
+    def refuse(self, code: Code, reason: str, *, retry_after_ms: int = 0) -> list[Message]:
+        """This transfer will not happen."""
+        self._event("refuse")
+        self.failure = Failure(Status.FAILED, code, reason, retry_after_ms)
+        return [Refuse(self.transfer, code, reason[:1024], retry_after_ms)]
+
+    def announce(self, ready: int, lease_ms: int = 0, spans: Sequence[Span] = (), generation: int = 0) -> list[Message]:
+        """The first so many chunks may go now. `spans` are block ids that were not said yet."""
+        if self.state is not SendState.MOVING or self._unread or (ready <= self.ready and not spans):
+            return []
+        self.ready = max(self.ready, ready)
+        return [Want(self.transfer, self.ready, lease_ms, list(spans), generation)]
+
+    def finish_offer(self, payload: bytes) -> list[Message]:
+        """The offer is complete: no chunk will be added, and this is the payload."""
+        self._payload = payload
+        return self._complete()
+
+    def reserve(self, message: Reserve) -> range:
+        """The decode rank granted memory, or says which places are free again; returns the chunks that are new.
+
+        They go where `place` says, and of those that take turns in one place each when the one before has left it.
+
+        Raises:
+            ProtocolError: If a chunk was not announced or was granted before, or there is no place for it. Nothing has
+                changed then.
+        """
+        if self.state in _OVER:
+            return range(0)  # it crossed our stop; the terminal result answers it
+        if self.route is Route.PULL:
+            raise ProtocolError("Reserve is no message of the route pull")
+        again = message.chunks == self.granted and not message.ring and self.granted > 0
+        fresh = range(0) if again else self._fresh(message.chunks)
+        if (message.ring or message.copied) and self.route is not Route.STAGED:
+            raise ProtocolError(f"transfer {self.transfer} was given a ring, and is written in place")
+        if message.copied > self.granted:
+            raise ProtocolError(f"{message.copied} chunks of transfer {self.transfer} cannot have left their places")
+        # as its agents hear of each other, it may know sooner than we do what has arrived
+        if message.ring and max(self.arrived, message.copied) < self.granted:
+            raise ProtocolError(f"transfer {self.transfer} was given another ring while chunks are under way")
+        if message.token and not (message.ring and len(message.token) == TOKEN_BYTES and any(message.token[:8])):
+            raise ProtocolError(f"transfer {self.transfer} was given a token that names no turns")
+        if self.route is Route.STAGED and not (message.ring or self.ring):
+            raise ProtocolError(f"transfer {self.transfer} was granted no place to go to")
+        if message.ring:
+            self.ring, self.token, self._ring_at = message.ring, message.token, self.granted
+        self.granted, self.copied = message.chunks, max(self.copied, message.copied)
+        return fresh
+
+    def place(self, chunk: int) -> Grant:
+        """Where in staging memory a chunk that was granted goes."""
+        return self.ring[(chunk - self._ring_at) % len(self.ring)]
+
+    def landed(self, message: Landed) -> range:
+        """The decode rank has read chunks (`pull`); returns them, to be confirmed by `moved` or denied by `stop`.
+
+        Raises:
+            ProtocolError: If a chunk was not announced, or was read before.
+        """
+        if self.state in _OVER:
+            return range(0)
+        if self.route is not Route.PULL:
+            raise ProtocolError("Landed is a message of the route pull only")
+        if self._unread:
+            raise ProtocolError(f"transfer {self.transfer} was said to be read no more")
+        fresh = self._fresh(message.chunks)
+        self.granted = message.chunks
+        return fresh
+
+    def unread(self, *, in_doubt: bool = False) -> list[Message]:
+        """Route `pull`: the decode rank reads nothing any more; `in_doubt` if it is silent, and may be reading."""
+        if self.being_read:
+            self._unread = True
+            if in_doubt:
+                self._doubts += 1
+        return self._complete()
+
+    def moved(self, chunks: int, nbytes: int, timings: Timings = _UNTIMED) -> list[Message]:
+        """The first so many chunks have arrived in full, with so many bytes more than were reported before.
+
+        The decode rank is told by `news`, or with the last result.
+        """
+        if not self.arrived < chunks <= self.granted - self._dropped:
+            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} cannot have arrived")
+        self.arrived = chunks
+        self.nbytes += nbytes
+        self._timings = timings if self._timings is _UNTIMED else added(self._timings, timings)
+        return self._complete()
+
+    def news(self) -> list[Message]:
+        """What has arrived since the decode rank was told last; for after a turn in which some did."""
+        arrived = self.arrived
+        if arrived <= self._said or self.state is not SendState.MOVING:
+            return []
+        self._said, timings, self._timings = arrived, self._timings, _UNTIMED
+        return [Arrived(self.transfer, arrived, timings)]
+
+    def dropped(self, chunks: int, *, in_doubt: bool = False) -> list[Message]:
+        """So many chunks in the shell's hands will not arrive; `in_doubt` if bytes of them may still be in flight.
+
+        It ends the transfer; who can say why calls `stop` before.
+        """
+        if not 0 < chunks <= self.moving:
+            raise ProtocolError(f"{chunks} chunks of transfer {self.transfer} are not under way")
+        self._dropped += chunks
+        self._doubts += in_doubt
+        if self.state is SendState.MOVING:
+            return self.stop(
+                Failure(Status.FAILED, Code.FAILED, f"chunk {self.granted - self._dropped} could not be moved")
+            )
+        return self._complete()
+
+    def settled(self) -> None:
+        """Nothing of what was dropped in doubt, in one call, is in flight any more."""
+        if not self._doubts:
+            raise ProtocolError(f"nothing of transfer {self.transfer} is in doubt")
+        self._doubts -= 1
+
+    def stop(self, failure: Failure) -> list[Message]:
+        """Give up: nothing new is moved. The terminal result follows once nothing is in the shell's hands.
+
+        On `pull` a failed chunk asks the decode rank to read no more, and its `Cancel` says that it does not.
+        Idempotent; the first reason stands.
+        """
+        if self.state is SendState.ENDED:
+            return []
+        self.failure = self.failure or failure
+        before = self.state
+        self._event("stop")
+        if before is SendState.PARKED:
+            return [build_result(self.transfer, failure.status, last=True, failure=failure)]
+        if before is SendState.MOVING and self.being_read:
+            return [build_result(self.transfer, failure.status, chunk=self.granted, failure=failure)]
+        return self._complete()
+
+    def overdue(self) -> list[Message]:
+        """Stopped, and what is in the shell's hands does not end: nothing is promised, but nobody need wait for it."""
+        if self.state is not SendState.STOPPING or not self.moving or self.failure is None:
+            return []
+        return [build_result(self.transfer, self.failure.status, chunk=self.arrived, failure=self.failure)]
+
+    def _complete(self) -> list[Message]:
+        """End the transfer if nothing is left to wait for."""
+        if self.granted > self.arrived + self._dropped or self.state not in (SendState.MOVING, SendState.STOPPING):
+            return []
+        if self.state is SendState.STOPPING:
+            if self.being_read:
+                return []
+            self._event("finish")
+            status = Status.IN_DOUBT if self.in_doubt else (self.failure.status if self.failure else Status.FAILED)
+            return [build_result(self.transfer, status, last=True, failure=self.failure)]
+        if self.granted < self.chunks or self._payload is None:
+            return []
+        self._event("finish")
+        return [
+            build_result(
+                self.transfer,
+                Status.OK,
+                nbytes=self.nbytes,
+                last=True,
+                timings=self._timings,
+                payload=self._payload,
+            )
+        ]
+
+    def _fresh(self, chunks: int) -> range:
+        """The chunks that a count adds.
+
+        Raises:
+            ProtocolError: If it adds none, or one that was not announced.
+        """
+        if not self.granted < chunks <= self.ready:
+            said = f"{chunks} of {self.ready} chunks that were announced, and {self.granted} were before"
+            raise ProtocolError(f"transfer {self.transfer} was moved on to {said}")
+        return range(self.granted, chunks)
+
+    def _event(self, event: str) -> None:
+        following = SEND_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
+        self.state = following
+
+
+def added(one: Timings, other: Timings) -> Timings:
+    """What several chunks took."""
+    return Timings(
+        one.queued_us + other.queued_us,
+        one.gather_us + other.gather_us,
+        one.post_us + other.post_us,
+        one.wire_us + other.wire_us,
+    )
+
+
+# --- the decode side
+
+
+class ReceiveState(StrEnum):
+    """Where a transfer stands at its decode rank."""
+
+    ASKED = "asked"
+    MOVING = "moving"
+    STOPPING = "stopping"  # Cancel was sent, or the peer reported a failure; waiting for the terminal result
+    DONE = "done"
+    STOPPED = "stopped"  # ended without success, and the peer will not touch anything of it
+    LOST = "lost"  # the session is gone; granted chunks are in doubt until the same incarnation answers
+
+
+RECEIVE_TRANSITIONS: Final[Mapping[tuple[ReceiveState, str], ReceiveState]] = {
+    (ReceiveState.ASKED, "accept"): ReceiveState.MOVING,
+    (ReceiveState.ASKED, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.ASKED, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.ASKED, "lost"): ReceiveState.LOST,
+    (ReceiveState.MOVING, "complete"): ReceiveState.DONE,
+    (ReceiveState.MOVING, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.MOVING, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.MOVING, "lost"): ReceiveState.LOST,
+    (ReceiveState.STOPPING, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.STOPPING, "cancel"): ReceiveState.STOPPING,
+    (ReceiveState.STOPPING, "lost"): ReceiveState.LOST,
+    (ReceiveState.LOST, "resume"): ReceiveState.STOPPING,
+    (ReceiveState.LOST, "terminal"): ReceiveState.STOPPED,
+    (ReceiveState.LOST, "lost"): ReceiveState.LOST,
+}
+"""Legal events of `ReceiveState`. DONE and STOPPED are final."""
+
+
+class Receiving:
+    """One transfer at the decode rank.
+
+    Chunks go in their order, so how it stands is told by counts: of so many, from the first on, the peer said that they
+    are ready; so many were granted to it (`pull`: have been read, and it is to confirm that they were unchanged); so
+    many have arrived; so many are where they belong.
+
+    Args:
+        transfer: Its id, unique within this rank's incarnation.
+        ahead: Whether `Fetch` grants every chunk, before the peer has said how many there are.
+        staging: Whether that is staging memory, for one chunk; else they are granted in place.
+
+    Attributes:
+        transfer: Its id.
+        state: See `ReceiveState`.
+        ended: Whether the peer is known to be through with it.
+        heard_last: Whether the last result of a success is in.
+        ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
+        failure: Why it does not succeed, once that is known.
+        payload: The offer's payload, once the last result is in.
+        stale: Frames that were dropped because nothing waited for them.
+        chunks: Chunks that the peer has cut it into; 0 before it was accepted.
+        ready: The first so many are ready.
+        reading: Of the first so many a read was begun (`pull`).
+        granted: The first so many are, or were, in the peer's hands.
+        arrived: The first so many have arrived.
+        chunks_done: The first so many are where they belong.
+    """
+
+    def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
+        self.transfer: Final = transfer
+        self.state = ReceiveState.ASKED
+        self.ended = self.heard_last = False
+        self.ahead = ahead
+        self._covered: Final = frozenset({Route.STAGED} if staging else {Route.DIRECT, Route.MAPPED})
+        self.failure: Failure | None = None
+        self.payload = b""
+        self.stale = 0
+        self.chunks = self.ready = self.reading = self.granted = self.arrived = self.chunks_done = 0
+        self._accepted = False
+        self._unsaid: list[Message] = []  # route pull: a Cancel that waits for our reads
+
+    @property
+    def step(self) -> Step:
+        """What it waits for, or waited for when it ended."""
+        if not self._accepted:
+            return Step.ASKING
+        if self.arrived < max(self.granted, self.reading):
+            return Step.MOVING
+        if self.chunks_done < self.arrived:
+            return Step.SCATTERING
+        if self.granted < self.ready:
+            return Step.RESERVING
+        return Step.WAITING if self.ready < self.chunks else Step.ENDING
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the peer may be writing what was granted: chunks, or all of it ahead."""
+        return self.ahead or self.arrived < self.granted
+
+    def accept(self, message: Accept) -> bool:
+        """The peer made a plan of `message.chunks` chunks. False if the transfer was cancelled meanwhile.
+
+        Raises:
+            ProtocolError: If it uses a grant that there was not, or that does not cover its route.
+        """
+        covered = message.route in self._covered and (message.route is not Route.STAGED or message.chunks == 1)
+        if message.ahead and not (self.ahead and covered):
+            raise ProtocolError(f"transfer {self.transfer} was accepted under a grant that there is not")
+        if self.state is not ReceiveState.ASKED:
+            return False
+        self._event("accept")
+        self._accepted = True
+        self.chunks = message.chunks
+        if message.ahead:
+            self.ready = self.granted = message.chunks
+        self.ahead = False
+        return True
+
+    def refused(self, message: Refuse) -> None:
+        """The peer refused: nothing is in flight and nothing will be."""
+        if not self.ended:
+            failure = Failure(Status.FAILED, message.code, message.reason, message.retry_after_ms)
+            self.failure = self.failure or failure
+            self._event("terminal")
+
+    def wanted(self, message: Want) -> range:
+        """Chunks that became ready at the peer.
+
+        Raises:
+            ProtocolError: If it names one that does not exist (nothing was accepted yet), or fewer than before.
+        """
+        if self.state not in (ReceiveState.ASKED, ReceiveState.MOVING):
+            return range(0)  # it crossed our Cancel
+        if not self.ready <= message.chunks <= self.chunks:
+            raise ProtocolError(
+                f"{message.chunks} chunks of transfer {self.transfer} are said to be ready, of {self.chunks}, after "
+                f"{self.ready}"
+            )
+        fresh, self.ready = range(self.ready, message.chunks), message.chunks
+        self.ahead = False  # last: a peer that breaks the protocol has voided nothing, and may be writing
+        return fresh
+
+    def grant(
+        self,
+        chunks: int,
+        lease_ms: int,
+        generation: int = 0,
+        ring: Sequence[Grant] = (),
+        copied: int = 0,
+        token: bytes = b"",
+    ) -> list[Message]:
+        """Put chunks that are ready into the peer's hands, up to this count; not while the transfer is stopped.
+
+        Args:
+            chunks: As many as before only says anew how many have left their places.
+            lease_ms: Within which those that are new are to be begun.
+            generation: Of the gate before them.
+            ring: Where they take turns, if that is another one now.
+            copied: The first so many have left their places.
+            token: By which the two agents notify each other, if they do.
+        """
+        self._begin("grant")
+        if chunks != self.granted:
+            self._advance(self.granted, chunks, self.ready)
+        self.granted = chunks
+        return [Reserve(self.transfer, chunks, lease_ms, generation, list(ring), copied, token)]
+
+    def read(self, chunks: int) -> None:
+        """Route `pull`: this side begins to read chunks that are ready; not while the transfer is being stopped."""
+        self._begin("read")
+        self._advance(self.reading, chunks, self.ready)
+        self.reading = chunks
+
+    def landed(self, chunks: int) -> list[Message]:
+        """Route `pull`: the first so many chunks have been read; the peer confirms them."""
+        self._advance(self.granted, chunks, self.reading)
+        self.granted = chunks
+        return [Landed(self.transfer, chunks)]
+
+    def came(self, message: Arrived) -> range:
+        """Chunks have arrived, to be scattered (and then counted by `done`).
+
+        Raises:
+            ProtocolError: If one of them was not granted.
+        """
+        if message.chunks > self.granted and self.state in (ReceiveState.ASKED, ReceiveState.MOVING):
+            raise ProtocolError(
+                f"{message.chunks} chunks of transfer {self.transfer} are said to have arrived, and "
+                f"{self.granted} were granted"
+            )
+        if self.ended or message.chunks > self.granted:
+            self.stale += 1
+            return range(0)
+        return self.notified(message.chunks)
+
+    def notified(self, chunks: int) -> range:
+        """The first so many have arrived, as the peer's agent has told ours; returns those that are new."""
+        fresh, self.arrived = range(self.arrived, max(self.arrived, chunks)), max(self.arrived, chunks)
+        return fresh
+
+    def result(self, message: KvAgentResult) -> range:
+        """A result came in.
+
+        Returns:
+            Chunks that have arrived by it, as of `came`.
+
+        Raises:
+            ProtocolError: If it reports the transfer as complete when it is not.
+        """
+        if message.chunk != WHOLE:
+            open_yet = self.arrived <= message.chunk < self.ready and not (self.ended or self.heard_last)
+            if message.status is not Status.OK and open_yet:
+                # what was granted stays so: only the terminal result says that nothing of it is in flight
+                self.failure = self.failure or Failure(message.status, message.code, message.reason)
+            else:
+                self.stale += 1
+        elif self.ended or self.heard_last:
+            self.stale += 1
+        elif message.status is Status.OK:
+            return self._finished(message)
+        else:
+            self.failure = self.failure or Failure(message.status, message.code, message.reason)
+            self._event("lost" if message.status is Status.IN_DOUBT else "terminal")
+        return range(0)
+
+    def done(self, chunks: int) -> None:
+        """The first so many chunks are where they belong, and visible."""
+        self._advance(self.chunks_done, chunks, self.arrived)
+        self.chunks_done = chunks
+        self._complete()
+
+    def cancel(self, failure: Failure, *, reading: bool = False) -> list[Message]:
+        """Give up. The peer answers with a terminal result; `STOPPING` lasts until then. Idempotent.
+
+        After the last result there is nothing to ask: the peer is through, and only our own copies are stopped.
+
+        Args:
+            failure: Why.
+            reading: Route `pull`: whether a read of ours may be under way. `Cancel` follows then by `unread`.
+        """
+        if self.ended or self.state is ReceiveState.LOST:
+            return []
+        again = self.state is ReceiveState.STOPPING
+        self.failure = self.failure or failure
+        if self.heard_last:
+            self._event("terminal")
+            return []
+        self._event("cancel")
+        return [] if again else self._part(failure.code, reading=reading)
+
+    def unread(self) -> list[Message]:
+        """Route `pull`: nothing is read any more. The `Cancel` that waited for that, if there is one."""
+        unsaid, self._unsaid = self._unsaid, []
+        return [] if self.ended else unsaid
+
+    def lost(self, failure: Failure) -> None:
+        """The session is gone. After the last result that changes nothing: what remains is this side's own work."""
+        if not (self.ended or self.heard_last):
+            self.failure = self.failure or failure
+            self._event("lost")
+
+    def safe(self) -> None:
+        """There is evidence, other than the peer's word, that it will not touch anything of this transfer any more."""
+        self._event("terminal")
+
+    def resume(self, *, reading: bool = False) -> list[Message]:
+        """The same incarnation is back: ask what became of the transfer; `reading` as in `cancel`."""
+        self._event("resume")
+        return self._part(Code.PEER_LOST, reading=reading)
+
+    def _part(self, code: Code, *, reading: bool) -> list[Message]:
+        """What ends the transfer here: `Cancel` also says that nothing is read, so while something is, it waits."""
+        self._unsaid = [Cancel(self.transfer, code)]
+        return [Abandon(self.transfer, code)] if reading else self.unread()
+
+    def _finished(self, message: KvAgentResult) -> range:
+        """The last result of a success: all that was granted has arrived, and that is all of it."""
+        running = self.state in (ReceiveState.ASKED, ReceiveState.MOVING)
+        if running and (self.state is ReceiveState.ASKED or self.granted < self.chunks):
+            raise ProtocolError(f"transfer {self.transfer} was reported as complete before every chunk was granted")
+        self.heard_last, self.payload = True, message.payload
+        fresh, self.arrived = range(self.arrived, self.granted), self.granted
+        if self.state in (ReceiveState.STOPPING, ReceiveState.LOST):  # it succeeded there before our Cancel came
+            self._event("terminal")
+        self._complete()
+        return fresh
+
+    def _complete(self) -> None:
+        whole = self.heard_last and self.chunks_done == self.chunks and self.failure is None
+        if self.state is ReceiveState.MOVING and whole:
+            self._event("complete")
+
+    def _begin(self, what: str) -> None:
+        if self.state is not ReceiveState.MOVING:
+            raise ProtocolError(f"{what} is illegal for a transfer that is {self.state.value}")
+
+    def _advance(self, before: int, chunks: int, most: int) -> None:
+        """Check that a count goes on, and not too far."""
+        if not before < chunks <= most:
+            raise ProtocolError(f"transfer {self.transfer} cannot go on from {before} to {chunks} chunks of {most}")
+
+    def _event(self, event: str) -> None:
+        following = RECEIVE_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
+        self.state = following
+        self.ended = following is ReceiveState.DONE or following is ReceiveState.STOPPED

@@ -1,0 +1,95 @@
+"""The ASGI application: what an operator asks of workers over HTTP. Everything is read, nothing can be changed."""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvxfer.tools.admin.collector import Collector
+from kvxfer.tools.admin.health import Limits, reasons
+from kvxfer.tools.admin.look import PATIENCE_SECONDS, Watched, given_workers, look
+from kvxfer.tools.admin.status import status
+
+__all__ = ["app"]
+
+_HERE: Final = Path(__file__).parent
+_POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+def app(
+    workers: Watched | Iterable[Watched],
+    *,
+    registry: CollectorRegistry | None = None,
+    limits: Limits | None = None,
+    patience: float = PATIENCE_SECONDS,
+) -> Starlette:
+    """An ASGI application with `/` (a page), `/metrics`, `/healthz`, `/readyz`, `/status.json` and `/grafana.json`.
+
+    Mount it into an application of your own: `Mount("/kvxfer", kvxfer.tools.admin.app(worker))`. It runs on that loop,
+    so it cannot answer while the loop stands still; `serve` can.
+
+    Args:
+        workers: One or several. They may be closed before the application is.
+        registry: What `/metrics` serves; a `Collector` of the workers is registered there. A registry of its own if
+            left out.
+        limits: From when on a worker counts as not ready.
+        patience: Seconds that a worker's loop may take to answer.
+    """
+    watched, bounds = given_workers(workers), limits or Limits()
+    served = CollectorRegistry() if registry is None else registry
+    served.register(Collector(watched, limits=bounds, patience=patience))
+
+    # coroutines: they wait for nobody, so they answer though all threads wait for workers
+
+    async def page(request: Request) -> Response:
+        del request
+        return HTMLResponse(_file("page.html"), headers={**_HEADERS, "Content-Security-Policy": _POLICY})
+
+    async def healthz(request: Request) -> Response:
+        del request
+        return PlainTextResponse("ok\n", headers=_HEADERS)
+
+    async def dashboard(request: Request) -> Response:
+        del request
+        return Response(_file("grafana.json"), media_type="application/json", headers=_HEADERS)
+
+    # plain functions: they wait for workers, so they run in threads, of which there are as many as starlette has
+
+    def metrics(request: Request) -> Response:
+        del request
+        return Response(generate_latest(served), media_type=CONTENT_TYPE_LATEST, headers=_HEADERS)
+
+    def readyz(request: Request) -> Response:
+        del request
+        found = {f"{one.engine}[{one.rank}]": reasons(one, bounds) for one in look(watched, patience)}
+        ready = not any(found.values())
+        return JSONResponse({"ready": ready, "reasons": found}, 200 if ready else 503, headers=_HEADERS)
+
+    def everything(request: Request) -> Response:
+        del request
+        return JSONResponse(status(look(watched, patience), bounds), headers=_HEADERS)
+
+    paths = {
+        "/": page,
+        "/metrics": metrics,
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/status.json": everything,
+        "/grafana.json": dashboard,
+    }
+    return Starlette(routes=[Route(path, endpoint) for path, endpoint in paths.items()])
+
+
+@cache
+def _file(name: str) -> str:
+    return (_HERE / name).read_text()

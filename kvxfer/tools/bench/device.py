@@ -1,0 +1,133 @@
+"""What differs between CPU and GPU memory: allocating, waiting, and naming the hardware."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, Literal, cast
+
+import torch
+
+import kvxfer
+from kvxfer.errors import FabricError, UsageError
+from kvxfer.memory.device import Backing, allocate
+
+__all__ = [
+    "Buffer",
+    "Kind",
+    "available_bytes",
+    "choose",
+    "device_names",
+    "empty",
+    "index_of",
+    "make_current",
+    "sides",
+    "synchronize",
+]
+
+Kind = Literal["cpu", "cuda"]
+
+
+def choose(wanted: str) -> Kind:
+    """The kind of device for `cpu`, `cuda` or `auto`.
+
+    Raises:
+        UsageError: If there is no such device.
+    """
+    if wanted not in {"cpu", "cuda", "auto"}:
+        raise UsageError(f"--device {wanted}: one of auto, cuda, cpu")
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise UsageError("--device cuda: torch finds no CUDA device here")
+    return "cuda" if there and wanted != "cpu" else "cpu"
+
+
+def sides(kind: Kind) -> dict[str, str]:
+    """Devices of the prefill and of the decode side: two GPUs where there are two."""
+    if kind == "cpu":
+        return {"prefill": "cpu", "decode": "cpu"}
+    return {"prefill": "cuda:0", "decode": f"cuda:{min(1, torch.cuda.device_count() - 1)}"}
+
+
+def index_of(device: str) -> int | None:
+    """Index of a GPU; None for `cpu`."""
+    return None if device == "cpu" else int(device.partition(":")[2] or 0)
+
+
+def make_current(device: str) -> None:
+    """Make a device this thread's current one; on a CPU, keep torch to one thread: the other side needs one as well."""
+    index = index_of(device)
+    if index is None:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(index)
+
+
+def synchronize(device: str) -> None:
+    """Wait for everything that was launched on a GPU."""
+    index = index_of(device)
+    if index is not None:
+        torch.cuda.synchronize(index)
+
+
+def empty(shape: Sequence[int], device: str, *, shared: bool = False) -> torch.Tensor:
+    """An uninitialised bfloat16 tensor; `shared` asks for CPU memory that other processes can map, if that exists."""
+    share: Any = getattr(kvxfer, "shared_empty", None)
+    if shared and device == "cpu" and share is not None:
+        return cast("torch.Tensor", share(tuple(shape), dtype=torch.bfloat16))
+    return torch.empty(tuple(shape), dtype=torch.bfloat16, device=device)
+
+
+def available_bytes(device: str) -> int:
+    """Memory that can be had now."""
+    index = index_of(device)
+    if index is not None:
+        return int(torch.cuda.mem_get_info(index)[0])
+    with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - Linux's own
+        found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return found["MemAvailable"] * 1024
+
+
+def device_names(kind: Kind) -> list[str]:
+    """Names of the devices of both sides; empty on a CPU."""
+    return [torch.cuda.get_device_name(index_of(device)) for device in sides(kind).values()] if kind == "cuda" else []
+
+
+class Buffer:
+    """Plain memory with an address, for references: pages, or cudaMalloc, whose start an IPC handle can name.
+
+    Args:
+        device: Where.
+        nbytes: How much.
+
+    Attributes:
+        address: Of its first byte.
+        kind: As NIXL calls it: `DRAM` or `VRAM`.
+        index: Of the GPU, as NIXL counts: 0 for `DRAM`.
+        nbytes: As asked for.
+        bytes: The same memory as a uint8 tensor; not to be used after `close`.
+    """
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        index = index_of(device)
+        self._backing: Final[Backing] = allocate("cpu" if index is None else "cuda", nbytes, index)
+        self.address: Final = self._backing.address
+        self.nbytes: Final = nbytes
+        self.index: Final = index or 0
+        self.kind: Final = "DRAM" if index is None else "VRAM"
+        if index is None:
+            memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            self.bytes = torch.as_tensor(_Exported(self.address, nbytes), device=device)
+        if self.bytes.data_ptr() != self.address:
+            raise FabricError(f"torch made a copy of {nbytes} bytes on {device} instead of taking them as they are")
+
+    def close(self) -> None:
+        """Free it. Nobody may use its address afterwards."""
+        self._backing.close()
+
+
+class _Exported:
+    """GPU memory that torch does not own, as torch takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,0 +1,210 @@
+"""The yardstick of a cell: one contiguous copy of the same bytes, measured between its repetitions.
+
+| route | on GPUs | on a CPU |
+|---|---|---|
+| `mapped` | `peer_copy`: one cudaMemcpyAsync into the other process's memory (CUDA IPC), synchronised | `memcpy`: one memmove into shared pages |
+| every other | `nixl_write`: one NIXL WRITE of registered memory, from the call that makes and posts it to DONE | the same |
+"""  # noqa: E501 - a row of a table is one line
+
+import asyncio
+import ctypes
+import mmap
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+import numpy as np
+
+from kvxfer.errors import FabricError
+from kvxfer.fabric.nixl import NixlTransport
+from kvxfer.fabric.port import Descriptors, Memory, Operation
+from kvxfer.tools.bench.device import Buffer, index_of, make_current, synchronize
+from kvxfer.tools.bench.samples import measured
+
+__all__ = ["Card", "ReferenceKind", "Source", "Target", "kind_for"]
+
+_T = TypeVar("_T")
+_MARK: Final = 0xA7
+ReferenceKind = Literal["nixl_write", "memcpy", "peer_copy"]
+
+
+def kind_for(route: str, device: str) -> ReferenceKind:
+    """What a transfer by this route is compared with."""
+    if route != "mapped":
+        return "nixl_write"
+    return "memcpy" if device == "cpu" else "peer_copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the source needs to know of the target.
+
+    Attributes:
+        metadata: Of its NIXL agent.
+        address: Of its memory.
+        index: Of its GPU.
+        nbytes: How much memory there is.
+        handle: CUDA IPC handle; empty on a CPU.
+    """
+
+    metadata: bytes
+    address: int
+    index: int
+    nbytes: int
+    handle: bytes
+
+
+class _Agent:
+    """A buffer registered with a NIXL agent; every call to the agent comes from one thread, as NIXL wants it."""
+
+    def __init__(self, name: str, device: str, nbytes: int) -> None:
+        self.device: Final = device
+        self.buffer: Final = Buffer(device, nbytes)
+        self.transport: Final = NixlTransport(name, device=index_of(device))
+        self._thread: Final = ThreadPoolExecutor(1, f"kvxfer-bench-{name}", make_current, (device,))
+        self.token: object = None
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in the agent's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def open(self) -> None:
+        """Create the agent and register the buffer."""
+
+        def register() -> None:
+            self.transport.setup()
+            buffer = self.buffer
+            self.token = self.transport.register([Memory(buffer.kind, buffer.index, buffer.address, buffer.nbytes)])
+
+        await self.run(register)
+
+    async def close(self) -> None:
+        """Destroy the agent and free the buffer."""
+
+        def undo() -> None:
+            if self.token is not None:
+                self.transport.deregister(self.token)
+            self.transport.close()
+            self.buffer.close()
+
+        await self.run(undo)
+        self._thread.shutdown()
+
+
+class Target(_Agent):
+    """The side that is written to."""
+
+    async def card(self) -> Card:
+        """For the source."""
+        metadata = await self.run(lambda: self.transport.metadata([self.token]))
+        handle = b""
+        if self.device != "cpu":
+            from kvxfer.tools.bench.peercopy import export
+
+            handle = await self.run(lambda: export(self.buffer.address))
+        return Card(metadata, self.buffer.address, self.buffer.index, self.buffer.nbytes, handle)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None, None]:
+        """Poll without a pause inside: over TCP the target moves the data, and every lane wires up with its help."""
+        stop = threading.Event()
+
+        def poll() -> None:
+            while not stop.is_set():
+                self.transport.progress()
+
+        polling = asyncio.ensure_future(self.run(poll))
+        try:
+            yield
+        finally:
+            stop.set()
+            await polling
+
+    async def landed(self, nbytes: int) -> bool:
+        """Whether so many bytes hold the source's mark; they hold something else afterwards."""
+
+        def look() -> bool:
+            part = self.buffer.bytes[:nbytes]
+            right = bool((part == _MARK).all())
+            part.zero_()
+            synchronize(self.device)
+            return right
+
+        return await self.run(look)
+
+
+class Source(_Agent):
+    """The side that writes, and measures.
+
+    Args:
+        name: Of its agent.
+        device: This side's.
+        card: Of the target.
+    """
+
+    def __init__(self, name: str, device: str, card: Card) -> None:
+        super().__init__(name, device, card.nbytes)
+        self._card: Final = card
+        self._peer = ""
+        self._copies: dict[ReferenceKind, Callable[[int], None]] = {"nixl_write": self._write}
+        self._closers: list[Callable[[], object]] = []
+
+    async def open(self) -> None:
+        """Create the agent, learn of the target, and mark all bytes."""
+        await super().open()
+
+        def connect() -> None:
+            self.buffer.bytes.fill_(_MARK)
+            synchronize(self.device)
+            self._peer = self.transport.connect(self._card.metadata)
+
+        await self.run(connect)
+
+    async def close(self) -> None:
+        """Undo everything."""
+        for close in self._closers:
+            await self.run(close)
+        await super().close()
+
+    async def measure(self, kind: ReferenceKind, nbytes: int) -> float:
+        """Seconds that one copy of so many bytes takes, from call to end.
+
+        Raises:
+            FabricError: If it fails, or the buffers are too small.
+        """
+        if nbytes > self._card.nbytes:
+            raise FabricError(f"the reference has {self._card.nbytes} bytes, and {nbytes} were to be copied")
+        if kind not in self._copies:
+            self._copies[kind] = await self.run(self._open_peer if kind == "peer_copy" else self._open_pages)
+        copy = self._copies[kind]
+        return await self.run(lambda: measured(lambda: copy(nbytes)))
+
+    def _write(self, nbytes: int) -> None:
+        transport, buffer, card = self.transport, self.buffer, self._card
+        local = Descriptors(buffer.kind, buffer.index, np.array([(buffer.address, nbytes)], np.int64))
+        remote = Descriptors(buffer.kind, card.index, np.array([(card.address, nbytes)], np.int64))
+        handle = transport.post(self._peer, Operation.WRITE, local, remote)
+        while not transport.poll(handle):
+            pass
+        transport.release(handle)
+
+    def _open_peer(self) -> Callable[[int], None]:
+        from kvxfer.tools.bench.peercopy import PeerCopy
+
+        mapping = PeerCopy(self._card.handle)
+        self._closers.append(mapping.close)
+        return lambda nbytes: mapping.copy(self.buffer.address, nbytes)
+
+    def _open_pages(self) -> Callable[[int], None]:
+        pages = mmap.mmap(-1, self._card.nbytes)  # shared and anonymous
+        first = ctypes.c_ubyte.from_buffer(pages)  # keeps the pages mapped
+        address = ctypes.addressof(first)
+        ctypes.memset(address, 0, self._card.nbytes)  # no page is to be made while a copy is timed
+
+        def copy(nbytes: int, _keep: object = first) -> None:
+            ctypes.memmove(address, self.buffer.address, nbytes)
+
+        return copy

@@ -1,0 +1,340 @@
+"""`kvxfer bench rivals`: the same scattered work through what one would take instead.
+
+The rivals' code is not part of the package: it stands in `benchmarks/rivals/` of the repository and the source archive,
+a module a rival, each with the interface that `benchmarks/rivals/__init__.py` describes. Here their memory is made,
+their calls are timed, and what they moved is checked, in the same way for all.
+
+A rival moves pieces of one size from places drawn at random in a pool of the one process to other such places in a pool
+of the other. What an engine does once (registering, listing all blocks) is not timed; what it does for every request
+is. kvxfer does the same work by each of its routes, in caches whose pieces have that size.
+"""
+
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+import kvxfer
+from kvxfer.errors import UsageError
+from kvxfer.tools.bench.cells import draw
+from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, conduct
+from kvxfer.tools.bench.contents import SOURCE_POISON, TARGET_POISON, Cache
+from kvxfer.tools.bench.device import Kind, available_bytes, empty, sides, synchronize
+from kvxfer.tools.bench.layouts import DIM, ITEM_BYTES, plain
+from kvxfer.tools.bench.matrix import Matrix, routes
+from kvxfer.tools.bench.report import Chart, Report, Table
+from kvxfer.tools.bench.samples import Samples
+
+__all__ = ["Rivals", "find"]
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+PIECES: Final = (8 * KIB, 32 * KIB, 2 * MIB)
+_ROW: Final = DIM * ITEM_BYTES
+_PACKAGE: Final = "kvxfer_rivals"
+_ROOM: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Rivals:
+    """What to measure.
+
+    Attributes:
+        device: Kind of memory on both sides.
+        folder: With the rivals' code.
+        pieces: Bytes of a piece.
+        size: Bytes of the whole.
+        routes: Of kvxfer, beside them.
+        only: Names of rivals; empty for all.
+        repetitions: Of each, after one to warm up.
+        seconds: When one piece size of a rival has taken so long, it is not repeated further.
+        sabotage: As in the matrix.
+    """
+
+    device: Kind
+    folder: Path
+    pieces: tuple[int, ...] = PIECES
+    size: int = 512 * MIB
+    routes: tuple[str, ...] = field(default_factory=routes)
+    only: tuple[str, ...] = ()
+    repetitions: int = 5
+    seconds: float = 30.0
+    sabotage: str = ""
+
+    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+        """Measure kvxfer, then one rival after the other, each in processes of its own.
+
+        Raises:
+            BenchFailedError: If a process failed.
+            UsageError: If a rival is named that does not exist.
+        """
+        modules = _load(self.folder)
+        names = [variant for module in modules.values() for variant in module.VARIANTS]
+        if unknown := sorted(set(self.only) - set(names)):
+            raise UsageError(f"--only {unknown[0]}: the rivals are {', '.join(names)}")
+        done, total = 0, (len(self.routes) + len(self.only or names)) * len(self.pieces)
+        on_step("kvxfer", 0, total)
+        ours = Matrix(
+            self.device,
+            routes=self.routes,
+            layouts=tuple(map(plain, self.pieces)),
+            sizes=(self.size,),
+            repetitions=self.repetitions,
+            cell_seconds=self.seconds,
+            sabotage=self.sabotage,
+        ).run(head, lambda label, cells, _: on_step(label, cells, total))
+        done = len(self.routes) * len(self.pieces)
+        found: list[dict[str, Any]] = []
+        skipped: list[dict[str, str]] = []
+        for name, module in modules.items():
+            for variant in module.VARIANTS:
+                if self.only and variant not in self.only:
+                    continue
+                on_step(variant, done, total)
+                if reason := module.missing(variant, self.device) or self._lacks_memory():
+                    skipped.append({"rival": variant, "reason": reason})
+                else:
+                    found += self._measure(_Task(self, name, variant, module.PROCESSES))
+                done += len(self.pieces)
+        return _report(head, ours, found, skipped)
+
+    def _measure(self, task: "_Task") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        devices = sides(self.device)
+        bodies = {"prefill": _source, "decode": _sink} if task.processes == 2 else {"prefill": _source}
+        try:
+            conduct(
+                bodies,
+                task,
+                lambda item: found.append(item.values) if isinstance(item, Result) else None,
+                devices={name: devices[name] for name in bodies},
+            )
+        except BenchFailedError as error:
+            raise BenchFailedError(f"{task.variant}: {error}") from error
+        return found
+
+    def _lacks_memory(self) -> str:
+        needed = 4 * self.size + _ROOM
+        free = available_bytes(sides(self.device)["prefill"])
+        return f"it needs {needed // MIB} MiB of memory, and {free // MIB} MiB are free" if needed > free else ""
+
+
+def find(given: Path | None) -> Path:
+    """The folder with the rivals' code.
+
+    Raises:
+        UsageError: If it is not there, with how to get it.
+    """
+    folder = given or Path(kvxfer.__file__).parents[1] / "benchmarks" / "rivals"
+    if not (folder / "__init__.py").is_file():
+        raise UsageError(
+            f"{folder} does not hold the rivals' code, which is not part of the installed package: take the folder "
+            f"benchmarks/rivals of the repository or of the source archive kvxfer-{kvxfer.__version__}.tar.gz, and "
+            "name it by --rivals-dir"
+        )
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One rival, for its processes."""
+
+    spec: Rivals
+    module: str
+    variant: str
+    processes: int
+
+    def load(self) -> ModuleType:
+        """Its module, in this process."""
+        return _load(self.spec.folder)[self.module]
+
+
+def _load(folder: Path) -> dict[str, ModuleType]:
+    """The rivals' modules by name, in the order in which the package lists them."""
+    if _PACKAGE not in sys.modules:
+        file = folder / "__init__.py"
+        found = importlib.util.spec_from_file_location(_PACKAGE, file, submodule_search_locations=[str(folder)])
+        if found is None or found.loader is None:
+            raise UsageError(f"{file} cannot be imported")
+        sys.modules[_PACKAGE] = module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    names: Sequence[str] = sys.modules[_PACKAGE].MODULES
+    return {name: importlib.import_module(f"{_PACKAGE}.{name}") for name in names}
+
+
+# --- in a rival's processes
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One repetition: what a request is, and where its pieces lie on both sides."""
+
+    seed: int
+    count: int
+    pool: int
+
+    @property
+    def ids(self) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+        """Numbers of the pieces at the source and at the sink."""
+        sources, sinks = (np.array(draw(self.seed, self.pool, self.count, source=at).ids) for at in (True, False))
+        return sources, sinks
+
+
+def _pool(piece: int, count: int, device: str, *, source: bool) -> Cache:
+    """A pool of pieces as a cache of one layer, whose blocks are the pieces."""
+    tensor = empty([count, 1, piece // _ROW, DIM], device)
+    poison = SOURCE_POISON if source else TARGET_POISON
+    return Cache([tensor], "block token head dim", range(piece // _ROW), poison)
+
+
+def _source(side: Side, task: _Task) -> None:
+    """Lead: each piece size, and of each all repetitions."""
+    spec, module = task.spec, task.load()
+    both = task.processes == 1
+    for piece in spec.pieces:
+        side.report(Step(f"{task.variant}, {piece} bytes"))
+        count = max(1, spec.size // piece)
+        pool = count + max(1, count // 2)
+        source = _pool(piece, pool, side.device, source=True)
+        sink = _pool(piece, pool, sides(spec.device)["decode"], source=False) if both else None
+        if not both:
+            side.send((piece, pool))
+        rival = module.Rival(task.variant, side, _flat(source), None if sink is None else _flat(sink), piece)
+        took: list[float] = []
+        difference, until = "", time.monotonic() + spec.seconds
+        for number in range(spec.repetitions + 1):
+            work = _Work(random.SystemRandom().getrandbits(62), count, pool)
+            source.write(draw(work.seed, pool, count, source=True))
+            if sink is not None:
+                sink.scrub()
+            synchronize(side.device)
+            seconds, differs = _turn(side, spec, rival, work, sink)
+            difference = difference or differs
+            if number:
+                took.append(seconds)
+                if time.monotonic() >= until:
+                    break
+        if not both:
+            side.send(None)
+        rival.close()
+        side.report(Result(_row(task, piece, count, Samples.of(took, 1), difference)))
+        del rival, source, sink
+    if not both:
+        side.send(None)
+
+
+def _turn(side: Side, spec: Rivals, rival: Any, work: _Work, sink: Cache | None) -> tuple[float, str]:
+    """One repetition: seconds, and what is wrong with the sink."""
+    if sink is not None:
+        began = time.perf_counter()
+        rival.move(*work.ids)
+        seconds = time.perf_counter() - began
+        return seconds, _check(sink, work, spec.sabotage)
+    side.send(work)
+    side.receive()  # the sink has poisoned its pool
+    sources, sinks = work.ids
+    side.send("go")
+    began = time.perf_counter()
+    rival.move(sources, sinks)
+    seconds = time.perf_counter() - began
+    side.send("done")
+    theirs, difference = side.receive()
+    return (seconds if theirs is None else theirs), difference
+
+
+def _sink(side: Side, task: _Task) -> None:
+    """Follow: a pool for each piece size, and a check of each repetition."""
+    module, spec = task.load(), task.spec
+    while (sizes := side.receive()) is not None:
+        piece, pool = sizes
+        sink = _pool(piece, pool, side.device, source=False)
+        rival = module.Rival(task.variant, side, None, _flat(sink), piece)
+        while (work := side.receive()) is not None:
+            sink.scrub()
+            synchronize(side.device)
+            sources, sinks = work.ids
+            side.send("ready")
+            side.receive()  # "go"
+            began = time.perf_counter()
+            rival.serve(sources, sinks)  # ends when the other side is done, or when everything has arrived
+            seconds = time.perf_counter() - began if rival.TIMED == "sink" else None
+            side.receive()  # "done"
+            side.send((seconds, _check(sink, work, spec.sabotage)))
+        rival.close()
+        del rival, sink
+
+
+def _check(sink: Cache, work: _Work, sabotage: str) -> str:
+    request = draw(work.seed, work.pool, work.count, source=False)
+    if sabotage:
+        outside = min(set(range(work.pool)) - set(request.ids))
+        sink.corrupt(request.ids[0] if sabotage == "byte" else outside)
+    return sink.difference(request)
+
+
+def _flat(cache: Cache) -> Any:
+    """A pool as rivals take it: int64 words, one row a piece."""
+    import torch
+
+    tensor = cache.tensors[0]
+    return tensor.view(torch.int64).view(tensor.shape[0], -1)
+
+
+# --- the end
+
+
+def _row(task: _Task, piece: int, count: int, samples: Samples, difference: str) -> dict[str, Any]:
+    return {
+        "rival": task.variant,
+        "device": task.spec.device,
+        "piece_bytes": piece,
+        "request_bytes": piece * count,
+        "gbps": samples.gbps(piece * count),
+        "verified": not difference,
+        "difference": difference,
+        **samples.to_json(),
+    }
+
+
+def _report(head: dict[str, Any], ours: Report, found: list[dict[str, Any]], skipped: list[dict[str, str]]) -> Report:
+    cells: list[dict[str, Any]] = [{"rival": f"kvxfer {cell['route']}", **cell} for cell in ours.data["cells"]] + found
+    best = {
+        piece: max((one["gbps"] for one in found if one["piece_bytes"] == piece), default=None)
+        for piece in {one["piece_bytes"] for one in cells}
+    }
+    for one in cells:
+        fastest = best[one["piece_bytes"]]
+        one["times_best_rival"] = one["gbps"] / fastest if fastest else None
+    pieces = sorted({one["piece_bytes"] for one in cells})
+    names = list(dict.fromkeys(one["rival"] for one in cells))
+    at = {(one["rival"], one["piece_bytes"]): one for one in cells}
+    rows = [[name, *(_shown(at.get((name, piece))) for piece in pieces)] for name in names]
+    size = max((one["request_bytes"] for one in cells), default=0)
+    notes = ["in brackets: times the fastest rival at this piece size; kvxfer is the whole `await fetch`"]
+    notes += [f"skipped: {one['rival']}: {one['reason']}" for one in skipped]
+    notes += [f"skipped: kvxfer {one['cell']}: {one['reason']}" for one in ours.data["skipped"]]
+    title = f"{size // MIB} MiB in scattered pieces, GB/s, median"
+    headings = ["", *(_named(piece) for piece in pieces)]
+    series = {name: [at[name, p]["gbps"] if (name, p) in at else None for p in pieces] for name in names}
+    chart = Chart("rivals", title, "pieces", "GB/s", [_named(piece) for piece in pieces], series, log=True)
+    wrong = [f"{one['rival']}, {one['piece_bytes']} bytes: {one['difference']}" for one in cells if one["difference"]]
+    data = {"cells": cells, "skipped": skipped, "skipped_cells": ours.data["skipped"], "noise": ours.data["noise"]}
+    return Report("rivals", head, data, [Table(title, headings, rows, notes)], [chart], wrong)
+
+
+def _named(piece: int) -> str:
+    return plain(piece).name
+
+
+def _shown(one: dict[str, Any] | None) -> str:
+    if one is None:
+        return "-"
+    times = "" if one["times_best_rival"] is None else f" ({one['times_best_rival']:.2g})"
+    return f"{one['gbps']:.2f}{times}" + ("" if one["verified"] else " WRONG")

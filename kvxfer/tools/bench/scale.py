@@ -1,0 +1,341 @@
+"""`kvxfer bench scale`: what peers cost, from 1 to 1,000 of them, over the in-process transport.
+
+One worker, the hub, holds the cache and runs on a loop of its own (`loop="own"`); peers are workers on the main loop,
+all in one process, so the CPU time of either loop's thread is told apart. Memory is that of the process: what a worker
+that is open takes, and what the two ends of a connection add; likewise its open files. Control streams are Unix
+sockets; their bytes are counted by a relay, in a run of its own. Unless NIXL is asked for, it takes no part, and then
+nothing here says how fast bytes move or what its connections take.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import kvxfer
+from kvxfer.config import Config
+from kvxfer.fabric.loopback import LoopbackNetwork, LoopbackTransport
+from kvxfer.tools.bench.caches import Slab
+from kvxfer.tools.bench.children import BenchFailedError, Result, Side, Step, collect
+from kvxfer.tools.bench.contents import Cache, Request
+from kvxfer.tools.bench.device import Kind
+from kvxfer.tools.bench.layouts import Layout
+from kvxfer.tools.bench.relay import Relay
+from kvxfer.tools.bench.report import Chart, Report, Table, shown_seconds
+from kvxfer.tools.bench.samples import Samples
+
+__all__ = ["PEERS", "Scale"]
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+PEERS: Final = (1, 10, 100, 1000)
+_LAYERS: Final = 4
+_POOL: Final = 4
+_IDLE_SECONDS: Final = 2.0
+_COUNTED: Final = 50
+_FETCH_SECONDS: Final = 60.0
+_SEED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What to measure.
+
+    Attributes:
+        device: Plays no part: everything is CPU memory.
+        peers: How many, in rising order.
+        route: `staged` or `direct`.
+        transfers: Warm fetches at each number of peers, at least one of each.
+        idle_seconds: How long an idle hub is watched.
+        layers: Of the cache, a tensor each; a block has 16 KiB of each.
+        nixl: Move the bytes by NIXL, with an agent for each worker, instead of within the process.
+    """
+
+    device: Kind
+    peers: tuple[int, ...] = PEERS
+    route: str = "staged"
+    transfers: int = 1000
+    idle_seconds: float = _IDLE_SECONDS
+    layers: int = _LAYERS
+    nixl: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Of the caches on both sides."""
+        return Layout("16KiB a layer", 8 * KIB, self.layers, 8, 4)
+
+    def run(self, head: dict[str, Any], on_step: Callable[[str, int, int], None]) -> Report:
+        """Measure everything.
+
+        Raises:
+            BenchFailedError: If the process failed.
+        """
+        found = collect({"peers": measure}, self, 1 + len(self.peers), on_step, devices={"peers": "cpu"})
+        return _report(head, found)
+
+
+async def measure(side: Side, spec: Scale) -> None:
+    """Count frames and bytes with one peer, then add peers step by step."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    side.report(Step("control frames and bytes"))
+    async with AsyncExitStack() as stack:
+        side.report(Result(await _count(_Place(side, spec, stack))))
+    async with AsyncExitStack() as stack:
+        group = _Group(_Place(side, spec, stack))
+        await group.open()
+        for count in sorted(spec.peers):
+            side.report(Step(f"{count} peers"))
+            side.report(Result(await group.grow(count)))
+
+
+class _Place:
+    """Where workers are opened: what is opened later is closed earlier."""
+
+    def __init__(self, side: Side, spec: Scale, stack: AsyncExitStack) -> None:
+        self.spec: Final = spec
+        self.folder: Final = side.folder
+        self.stack: Final = stack
+        self.network: Final = LoopbackNetwork()
+
+    async def worker(self, name: str, cache: Cache, **settings: Any) -> kvxfer.Worker:
+        """Open a worker on this process's transport, or on NIXL."""
+        config = Config(listen=f"unix:{self.folder / name}.sock", route=self.spec.route, engine=name, **settings)
+        transport = None if self.spec.nixl else LoopbackTransport(name, self.network)
+        return await self.stack.enter_async_context(kvxfer.Worker(cache.cache_tensors(), config, transport=transport))
+
+
+class _Hub:
+    """The worker with the cache, and what its loop's thread has used."""
+
+    def __init__(self, worker: kvxfer.Worker, layout: Layout) -> None:
+        self._worker: Final = worker
+        self._tokens: Final = layout.block_tokens
+        self._offered = 0
+        threads = [one.ident for one in threading.enumerate() if one.name == "kvxfer-loop"]
+        self._clock: Final = time.pthread_getcpuclockid(threads[-1] or 0)
+
+    @classmethod
+    async def open(cls, place: _Place, **settings: Any) -> "_Hub":
+        """Open it with the content that everybody fetches."""
+        layout = place.spec.layout
+        cache = Slab("cpu", [(layout, _POOL)], source=True).cache(layout, _POOL)
+        cache.write(Request(_SEED, (0,)))
+        most = max(place.spec.transfers, _COUNTED, *place.spec.peers)
+        bounds = {"max_offers": 2 * most, "max_transfers": 2 * most, "request_memory": 1.0}
+        memory = {"arena_bytes": 64 * MIB, "chunk_bytes": MIB}
+        return cls(await place.worker("hub", cache, loop="own", **memory, **bounds, **settings), layout)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the thread that its loop runs in."""
+        return time.clock_gettime(self._clock)
+
+    def offer(self, count: int) -> list[dict[str, Any]]:
+        """Put so many requests on offer; their tickets."""
+        names = [str(number) for number in range(self._offered, self._offered + count)]
+        self._offered += count
+        for name in names:
+            self._worker.offer(name, [0], tokens=self._tokens)
+        return [self._worker.engine.ticket(name) for name in names]
+
+    def frames(self) -> Counter[str]:
+        """Control frames so far, by message, with the direction as the hub sees it."""
+        metrics = self._worker.describe()["metrics"]
+        sent = {f"sent {name}": count for name, count in metrics["frames_sent"].items()}
+        return Counter(sent | {f"received {name}": count for name, count in metrics["frames_received"].items()})
+
+
+class _Peer:
+    """One decode worker with a small cache."""
+
+    def __init__(self, worker: kvxfer.Worker, cache: Cache, layout: Layout) -> None:
+        self._worker: Final = worker
+        self._tokens: Final = range(layout.block_tokens)
+        self._cache: Final = cache
+
+    @classmethod
+    async def open(cls, place: _Place, number: int) -> "_Peer":
+        """Open it; it is not connected yet."""
+        layout = place.spec.layout
+        cache = Slab("cpu", [(layout, _POOL)], source=False).cache(layout, _POOL)
+        cache.scrub()
+        memory = {"arena_bytes": 4 * MIB, "chunk_bytes": MIB}
+        return cls(await place.worker(f"peer{number}", cache, **memory), cache, layout)
+
+    async def fetch(self, ticket: dict[str, Any]) -> float:
+        """Seconds that one block takes."""
+        began = time.perf_counter()
+        await self._worker.fetch(ticket, [1], tokens=self._tokens, timeout=_FETCH_SECONDS)
+        return time.perf_counter() - began
+
+    def scrub(self) -> None:
+        """Forget what was received."""
+        self._cache.scrub()
+
+    def difference(self) -> str:
+        """How the cache differs from what the hub holds."""
+        return self._cache.difference(Request(_SEED, (1,)))
+
+
+async def _count(place: _Place) -> dict[str, Any]:
+    """Frames and bytes of a warm transfer with one peer, on a stream that a relay counts."""
+    relay, listen = Relay(), place.folder / "relay.sock"
+    await place.stack.enter_async_context(relay.serving(listen, place.folder / "hub.sock"))
+    hub = await _Hub.open(place, advertise=f"unix:{listen}")
+    peer = await _Peer.open(place, 0)
+    first, *tickets = hub.offer(1 + _COUNTED)
+    await peer.fetch(first)
+    handshake, before = (relay.sent, relay.answered), hub.frames()
+    for ticket in tickets:
+        await peer.fetch(ticket)
+    frames = hub.frames() - before
+    return {
+        "first_fetch_bytes": {"to_hub": handshake[0], "from_hub": handshake[1]},
+        "bytes_a_transfer": {
+            "to_hub": (relay.sent - handshake[0]) / _COUNTED,
+            "from_hub": (relay.answered - handshake[1]) / _COUNTED,
+        },
+        "frames_a_transfer": {name: count / _COUNTED for name, count in sorted(frames.items())},
+        "transfers": _COUNTED,
+        "request_bytes": place.spec.layout.block_bytes,
+    }
+
+
+class _Group:
+    """The hub and all peers."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place: Final = place
+        self._peers: list[_Peer] = []
+        self._hub: _Hub | None = None
+
+    async def open(self) -> None:
+        """Open the hub."""
+        self._hub = await _Hub.open(self._place)
+
+    async def grow(self, count: int) -> dict[str, Any]:
+        """Add peers until there are so many, and measure."""
+        hub, spec = self._hub, self._place.spec
+        if hub is None:
+            raise BenchFailedError("the hub is not open")
+        before = _Held.now()
+        new = [await _Peer.open(self._place, number) for number in range(len(self._peers), count)]
+        opened = _Held.now()
+        theirs, ours = hub.cpu_seconds, time.thread_time()
+        first = [await peer.fetch(ticket) for peer, ticket in zip(new, hub.offer(len(new)), strict=True)]
+        first_cpu = {"hub": hub.cpu_seconds - theirs, "peer": time.thread_time() - ours}
+        connected = _Held.now()
+        self._peers += new
+        transfers = max(spec.transfers, count)
+        tickets = hub.offer(transfers)
+        for peer in self._peers:
+            peer.scrub()
+        theirs, ours = hub.cpu_seconds, time.thread_time()
+        took = [await self._peers[number % count].fetch(ticket) for number, ticket in enumerate(tickets)]
+        theirs, ours = hub.cpu_seconds - theirs, time.thread_time() - ours
+        difference = next(filter(None, (peer.difference() for peer in self._peers)), "")
+        self._place.network.log.clear()
+        return {
+            "peers": count,
+            "added": len(new),
+            "verified": not difference,
+            "difference": difference,
+            "memory_bytes": _each(before.bytes, opened.bytes, connected.bytes, len(new)),
+            "open_files": _each(before.files, opened.files, connected.files, len(new)),
+            "first_fetch": Samples.of(first).percentiles() if new else None,
+            "first_fetch_loop_cpu_s": {side: used / len(new) for side, used in first_cpu.items()} if new else None,
+            "fetch": Samples.of(took).percentiles(),
+            "loop_cpu_s": {"hub": theirs / transfers, "peer": ours / transfers},
+            "idle": await self._idle(hub, count),
+        }
+
+    async def _idle(self, hub: _Hub, count: int) -> dict[str, float]:
+        """What connections cost while nothing moves: CPU seconds of each loop a second."""
+        theirs, ours, began = hub.cpu_seconds, time.thread_time(), time.perf_counter()
+        await asyncio.sleep(self._place.spec.idle_seconds)
+        elapsed = time.perf_counter() - began
+        hub_rate, peer_rate = (hub.cpu_seconds - theirs) / elapsed, (time.thread_time() - ours) / elapsed
+        return {"hub_cpu": hub_rate, "peers_cpu": peer_rate, "hub_cpu_a_peer": hub_rate / count, "seconds": elapsed}
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this process has."""
+
+    bytes: int
+    files: int
+
+    @classmethod
+    def now(cls) -> "_Held":
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - a count
+
+
+def _each(before: int, opened: int, connected: int, workers: int) -> dict[str, float | None]:
+    """How much of it a worker took when it opened, and its connection to the hub when they met."""
+    if not workers:
+        return {"an_open_worker": None, "a_connection": None}
+    return {"an_open_worker": (opened - before) / workers, "a_connection": (connected - opened) / workers}
+
+
+def _report(head: dict[str, Any], found: Sequence[dict[str, Any]]) -> Report:
+    counted, *cells = found
+    rows = [
+        [
+            str(one["peers"]),
+            _kib(one["memory_bytes"]["an_open_worker"]),
+            _kib(one["memory_bytes"]["a_connection"]),
+            _count_of(one["open_files"]["an_open_worker"]),
+            _count_of(one["open_files"]["a_connection"]),
+            shown_seconds(one["first_fetch"]["p50_s"]) if one["first_fetch"] else "-",
+            shown_seconds(one["first_fetch_loop_cpu_s"]["hub"]) if one["first_fetch_loop_cpu_s"] else "-",
+            shown_seconds(one["fetch"]["p50_s"]),
+            shown_seconds(one["fetch"]["p99_s"]),
+            shown_seconds(one["loop_cpu_s"]["hub"]),
+            shown_seconds(one["loop_cpu_s"]["peer"]),
+            f"{one['idle']['hub_cpu']:.2%}",
+            "yes" if one["verified"] else "NO",
+        ]
+        for one in cells
+    ]
+    headings = ["peers", "KiB an open worker", "KiB a connection", "files a worker", "files a connection",
+                "first fetch", "hub loop for it", "fetch p50", "p99", "hub loop a transfer", "peer loop a transfer",
+                "hub loop idle", "verified"]  # fmt: skip
+    to_hub, from_hub = (counted["bytes_a_transfer"][way] for way in ("to_hub", "from_hub"))
+    frames = counted["frames_a_transfer"]
+    first = counted["first_fetch_bytes"]
+    listed = ", ".join(f"{name} {count:g}" for name, count in frames.items())
+    notes = [
+        "an open worker: resident memory, its threads and cache included",
+        "a connection: both ends, plans included, and on staged the part of the arena that its first block touches",
+        "files: open ones, likewise; hub loop for it: CPU time of the hub's loop for the first fetch",
+        "first fetch: connecting, the handshake and the plan of the pair, then one block",
+        f"control frames a transfer: {sum(frames.values()):g} ({listed})",
+        f"bytes of the control stream a transfer: {to_hub:.0f} to the hub, {from_hub:.0f} back",
+        f"and of the first fetch: {first['to_hub']} to the hub, {first['from_hub']} back",
+    ]
+    x = [str(one["peers"]) for one in cells]
+    cpu = {side: [one["loop_cpu_s"][side] * 1e6 for one in cells] for side in ("hub", "peer")}
+    chart = Chart("scale", "CPU time of a loop a transfer", "peers", "us", x, cpu)
+    wrong = [f"{one['peers']} peers: {one['difference']}" for one in cells if one["difference"]]
+    block = counted["request_bytes"] // KIB
+    table = Table(f"one hub, warm transfers of one block of {block} KiB, one at a time", headings, rows, notes)
+    return Report("scale", head, {"control": counted, "cells": list(cells)}, [table], [chart], wrong)
+
+
+def _kib(nbytes: float | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / KIB:.0f}"
+
+
+def _count_of(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1f}"

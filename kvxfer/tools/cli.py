@@ -1,0 +1,332 @@
+"""The command `kvxfer`: settings, plans of transfers, benchmarks, frames, running workers, versions.
+
+Everything heavy is imported inside the command that needs it. An error of the library is one line on stderr and the
+exit code 2, never a traceback; what was looked at and found wrong (frames, the demo's cache) is the exit code 1.
+"""
+
+import signal
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, cast
+
+import typer
+
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.tools.bench.commands import app as bench
+
+if TYPE_CHECKING:
+    from kvxfer.config import Config
+    from kvxfer.tools.plan import Forecast
+
+__all__ = ["app", "main"]
+
+_FAILED: Final = 2
+_LISTED: Final = 8
+_PIPED_COLUMNS: Final = 200  # a pipe has no width; rows should stay whole there
+
+app: Final = typer.Typer(
+    name="kvxfer",
+    help="Moves the KV cache of an LLM request between GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run the command; the entry point of the package."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        app()
+    except KvxferError as error:
+        sys.stderr.write(f"kvxfer: {' '.join(str(error).split())}\n")
+        raise SystemExit(_FAILED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    """End as an exception does, so that terminals, folders and processes are tidied up on the way."""
+    raise SystemExit(128 + number)
+
+
+def _print_versions(wanted: bool) -> None:
+    if not wanted:
+        return
+    from kvxfer.tools.versions import versions
+
+    for name, version in versions().items():
+        typer.echo(f"{name} {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Moves the KV cache of an LLM request between GPUs."""
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Option("--file", help="TOML or JSON file with settings.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print every effective setting with its source, and after how long each kind of failure is heard of."""
+    import json
+
+    from kvxfer.config import Config
+
+    effective = Config.load(file)
+    if as_json:
+        settings = {
+            setting.name: {"value": setting.value, "source": setting.source} for setting in effective.effective()
+        }
+        typer.echo(json.dumps({"settings": settings, "bounds": dict(effective.bounds())}, indent=2))
+    else:
+        _print_tables(effective)
+
+
+def _print_tables(effective: "Config") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    settings = Table(box=None, pad_edge=False)
+    for heading in ("setting", "value", "source"):
+        settings.add_column(heading, overflow="fold")
+    for setting in effective.effective():
+        shown = "none" if setting.value is None else str(setting.value)
+        style = "" if setting.source == "default" else "bold"
+        settings.add_row(Text(setting.name, style), Text(shown, style), Text(setting.source, style))
+    bounds = Table("failure", "heard of within", box=None, pad_edge=False)
+    for kind, seconds in effective.bounds().items():
+        bounds.add_row(kind, f"{seconds:g} s")
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    console.print(settings)
+    console.print()
+    console.print(bounds)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option("--config", help="config.json of a Hugging Face model, or its folder.")],
+    prefill: Annotated[str, typer.Option(help="Engine that holds the request: tp=4,pp=1,block=16,layout=NHD.")],
+    decode: Annotated[str, typer.Option(help="Engine that fetches it: tp=2,block=64,layout=HND,cross-layer.")],
+    tokens: Annotated[str, typer.Option(help="Tokens to fetch: N, or A:B if the first A are held already (N:N: all).")],
+    dtype: Annotated[str | None, typer.Option(help="Of K and V: bf16, fp16, fp8, ...; by default the model's.")] = None,
+    route: Annotated[str | None, typer.Option(help="As the setting: auto, mapped, staged, direct, pull.")] = None,
+    chunk: Annotated[
+        str | None, typer.Option(help="As the settings chunk_bytes and in_place_chunk_bytes: 32MiB.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="Both engines are on one host: memory can be mapped.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why pieces are no longer than they are.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what a transfer between two engines would be: bytes, pieces, chunks, route and time of each pair of ranks.
+
+    Nothing is allocated or sent. Other settings are those of `kvxfer config`.
+    """
+    import json
+
+    from kvxfer.config import Config
+    from kvxfer.plans.routes import PROFILES
+    from kvxfer.tools.engine import dtype_name, read_model
+    from kvxfer.tools.plan import forecast, nearest, parse_engine, parse_tokens
+
+    if profile and profile not in PROFILES:
+        raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")
+    options = {"route": route, "in_place_chunk_bytes": chunk}
+    if route in {None, "auto", "staged"}:
+        options["chunk_bytes"] = chunk
+    settings = {name: value for name, value in options.items() if value is not None}
+    found = forecast(
+        read_model(model),
+        parse_engine(prefill, "--prefill"),
+        parse_engine(decode, "--decode"),
+        parse_tokens(tokens),
+        config=Config.load(**settings),
+        profile=PROFILES[profile or next(iter(PROFILES))],
+        dtype=None if dtype is None else dtype_name(dtype),
+        one_host=one_host,
+    )
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print_forecast(found, explain=explain)
+
+
+def _print_forecast(found: "Forecast", *, explain: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvxfer.tools.plan import shown_size, shown_time
+
+    rows = Table(box=None, pad_edge=False)
+    for heading in ("pair", "bytes", "pieces", "smallest", "median", "largest", "chunks", "route", "time"):
+        rows.add_column(heading, justify="left" if heading in {"pair", "route"} else "right", no_wrap=True)
+    rows.add_column("why", overflow="fold")
+    for pair in found.pairs:
+        pieces, about = pair.pieces, "~" if pair.pieces.sampled else ""
+        rows.add_row(
+            f"{pair.prefill_rank} -> {pair.decode_rank}",
+            shown_size(pair.bytes),
+            f"{about}{pieces.count}",
+            *(shown_size(size) for size in (pieces.smallest, pieces.median, pieces.largest)),
+            str(pair.chunks),
+            pair.choice.route.name.lower(),
+            shown_time(pair.predicted_s),
+            "; ".join(filter(None, (pair.choice.why, pair.choice.fallback))),
+        )
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+    for line in found.summary():
+        console.print(line, markup=False)
+    console.print()
+    console.print(rows)
+    alike: dict[str, list[str]] = {}
+    for pair in found.pairs if explain else ():
+        alike.setdefault(str(pair.explanation), []).append(f"{pair.prefill_rank} -> {pair.decode_rank}")
+    for text, pairs in alike.items():
+        console.print(f"\n{', '.join(pairs)}:\n{text}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    frames: Annotated[
+        str | None, typer.Argument(metavar="[HEX|-]", help="Frames in hexadecimal; - reads them from stdin.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="File that holds frames as they travel.")] = None,
+) -> None:
+    """Say what control frames mean. The exit code is 1 if some of them cannot be decoded."""
+    if (frames is None) == (file is None):
+        raise UsageError("give either frames in hexadecimal (or - for stdin) or --file, not both and not neither")
+    from kvxfer.tools.inspect import describe, from_hex
+
+    try:
+        data = file.read_bytes() if file is not None else from_hex(sys.stdin.read() if frames == "-" else frames or "")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UsageError(f"this is not hexadecimal: {error}") from error
+    damaged = _print_lines(describe(data))
+    if damaged:
+        listed = ", ".join(map(str, damaged[:_LISTED])) + (", ..." if len(damaged) > _LISTED else "")
+        many = f"frames {listed}" if len(damaged) > 1 else f"frame {listed}"
+        sys.stderr.write(f"kvxfer: {many} cannot be decoded; the output says why\n")
+        raise typer.Exit(1)
+
+
+def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
+    """Print lines as they come; what their generator returns."""
+    while True:
+        try:
+            typer.echo(next(lines))
+        except StopIteration as end:
+            return cast("list[int]", end.value)
+
+
+@app.command()
+def top(
+    addresses: Annotated[
+        list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Where `kvxfer.admin` serves workers.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit; 1 if a worker is not ready.")] = False,
+) -> None:
+    """Show workers live: what they move, what is in flight, who is not ready and why. Ctrl-C ends it."""
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from kvxfer.tools.top import Top
+
+    console, view = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS), Top(addresses or ["127.0.0.1:9471"])
+    if once:
+        sights = view.look()
+        console.print(view.draw(sights))
+        if not all(sight.ready for sight in sights):
+            raise typer.Exit(1)
+        return
+    if not console.is_terminal:  # there one look stands below the other
+        while True:
+            console.print(view.draw(view.look()))
+            console.file.flush()
+            time.sleep(every)
+    with Live(view.draw(view.look()), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(every)
+            live.update(view.draw(view.look()), refresh=True)
+
+
+@app.command()
+def demo(
+    route: Annotated[str, typer.Option(help="mapped, staged, direct, pull or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, or cuda (prefill on GPU 0, decode on GPU 1 or the same).")] = "cpu",
+    sabotage: Annotated[
+        str, typer.Option(help="Damage the received cache to see the checks fail: zero-block, swap-blocks, ...")
+    ] = "none",
+) -> None:
+    """Prefill a real model in one process, decode it in another, and check every byte of its cache."""
+    from rich.console import Console
+
+    from kvxfer.tools.demo.run import run
+    from kvxfer.tools.demo.script import Sabotage, Script
+
+    if route not in ("auto", "mapped", "staged", "direct", "pull") or device not in ("cpu", "cuda"):
+        raise UsageError(
+            f"--route {route} --device {device}: routes are auto, mapped, staged, direct, pull; devices cpu, cuda"
+        )
+    try:
+        damage = Sabotage(sabotage)
+    except ValueError as error:
+        raise UsageError(f"--sabotage {sabotage}: one of {', '.join(kind.value for kind in Sabotage)}") from error
+    if not run(Script(route=route, device=device, sabotage=damage), Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="Where caches of probes lie: auto, cuda, cpu.")] = "auto",
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Wait for another host's doctor at tcp:HOST:PORT or unix:/path, and probe with it."),
+    ] = None,
+    peer: Annotated[str | None, typer.Option(help="Probe with a listening doctor: what it has printed.")] = None,
+    wait: Annotated[float, typer.Option(help="With --listen, how many seconds to wait for the other side.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check this machine, or the way to another one: every route is probed. The exit code is 1 if something fails."""
+    if listen is not None and peer is not None:
+        raise UsageError("give --listen on one host and --peer on the other one, not both")
+    import json
+
+    from rich.console import Console
+
+    from kvxfer.tools.doctor.display import progress, table, verdict
+    from kvxfer.tools.doctor.examination import Examination
+
+    examination = Examination(progress, device=device)
+    if listen is not None:
+        outcome = examination.listen(listen, lambda line: typer.echo(line, err=as_json), wait)
+    else:
+        outcome = examination.local() if peer is None else examination.peer(peer)
+    if as_json:
+        typer.echo(json.dumps(outcome.to_json(), indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS, highlight=False)
+        console.print(table(outcome.findings))
+        console.print(f"\n{verdict(outcome.findings)}", markup=False)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""All checks in their order, and what comes of them."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvxfer.errors import KvxferError, UsageError
+from kvxfer.names import Endpoint
+from kvxfer.tools.doctor import gpus, limits, software
+from kvxfer.tools.doctor.addresses import listening, pasted
+from kvxfer.tools.doctor.findings import Check, Finding, Status, fail, said
+from kvxfer.tools.doctor.machine import Machine, let_ucx_tell
+
+__all__ = ["Examination", "Outcome"]
+
+_DEVICES: Final = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something fails, else 0."""
+        return 1 if any(finding.status is Status.FAIL for finding in self.findings) else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        count = {status.value: sum(one.status is status for one in self.findings) for status in Status}
+        return {"ok": not self.exit_code, "count": count, "findings": [one.to_json() for one in self.findings]}
+
+
+@dataclass
+class Examination:
+    """One run of the doctor.
+
+    Attributes:
+        report: Hears each finding as it comes.
+        machine: This one.
+        device: `auto`, `cpu` or `cuda`: where caches of probes lie.
+        found: Everything so far.
+    """
+
+    report: Callable[[Finding], None]
+    machine: Machine = field(default_factory=Machine)
+    device: str = "auto"
+    found: list[Finding] = field(default_factory=list[Finding])
+
+    def __post_init__(self) -> None:
+        if self.device not in _DEVICES:
+            raise UsageError(f"--device {self.device}: one of {', '.join(_DEVICES)}")
+
+    def local(self) -> Outcome:
+        """Everything that this machine tells by itself."""
+        there = self._look()
+        self._pair(self._devices(there))
+        return Outcome(tuple(self.found))
+
+    def peer(self, address: str) -> Outcome:
+        """What can be seen from here, and a probe with a side that listens."""
+        code, endpoint = pasted(address)
+        return self._with_peer(lambda device, folder: _check_peer(code, endpoint, device, folder))
+
+    def listen(self, address: str, say: Callable[[str], None], timeout: float) -> Outcome:
+        """What can be seen from here, and a probe with the first that connects."""
+        endpoint = listening(address)
+        return self._with_peer(lambda device, folder: _serve_peer(endpoint, device, folder, say, timeout))
+
+    def _add(self, finding: Finding) -> None:
+        self.found.append(finding)
+        self.report(finding)
+
+    def _check(self, name: str, check: Check) -> None:
+        for finding in said(name, check):
+            self._add(finding)
+
+    def _look(self) -> list[gpus.Gpu]:
+        """The checks that need one process, and no NIXL."""
+        machine = self.machine
+        for name, check in (
+            ("python", software.check_python),
+            ("torch", lambda: software.check_torch(machine)),
+            ("nixl", lambda: software.check_transport(machine)),
+            ("gpu extras", lambda: software.check_extras(machine)),
+            ("settings", lambda: software.check_settings(machine)),
+            ("locked memory", lambda: limits.check_locked(machine)),
+            ("open files", lambda: limits.check_files(machine)),
+            ("shared files", lambda: limits.check_shared(machine)),
+            ("ptrace scope", lambda: limits.check_tracing(machine)),
+            ("rdma", lambda: limits.check_network(machine)),
+            ("monotonic clock", limits.check_clock),
+        ):
+            self._check(name, check)
+        expected = machine.has_gpu_driver
+        there: list[gpus.Gpu] = []
+
+        def looked() -> list[Finding]:
+            there.extend(gpus.look() if expected else [])
+            return list(gpus.check_gpus(there, expected=expected))
+
+        self._check("gpus", looked)
+        self._check("peer access", lambda: gpus.check_peers(there))
+        self._check("nvlink", lambda: gpus.check_links(there))
+        if there:
+            self._check("allocator", lambda: gpus.check_allocator(machine.environment))
+        return there
+
+    def _devices(self, there: list[gpus.Gpu]) -> tuple[str, str]:
+        """Of the two sides of a probe: two GPUs where there are two."""
+        if self.device == "cuda" and not there:
+            raise UsageError("--device cuda: CUDA shows no GPU here")
+        if self.device == "cpu" or not there:
+            return "cpu", "cpu"
+        return "cuda:0", f"cuda:{min(1, len(there) - 1)}"
+
+    @property
+    def _usable(self) -> bool:
+        """Whether it is worth starting anything: what could not even be imported was named."""
+        needed = {"torch", "nixl", "settings"}
+        return not any(one.name in needed and one.status is Status.FAIL for one in self.found)
+
+    def _pair(self, devices: tuple[str, str]) -> None:
+        if self._usable:
+            from kvxfer.tools.doctor.local import check_pair
+
+            check_pair(devices, self._add)
+
+    def _with_peer(self, begin: Callable[[str, Path], AsyncGenerator[Finding, None]]) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
+            let_ucx_tell(Path(folder))  # UCX reads it when it is loaded, which the look at its version does
+            device = self._devices(self._look())[0]
+            if self._usable:
+                self._run(begin(device, Path(folder)))
+        return Outcome(tuple(self.found))
+
+    def _run(self, findings: AsyncGenerator[Finding, None]) -> None:
+        async def run() -> None:
+            async with aclosing(findings):
+                async for finding in findings:
+                    self._add(finding)
+
+        try:
+            asyncio.run(run())
+        except UsageError:
+            raise
+        except KvxferError as error:
+            self._add(fail("peer", " ".join(str(error).split()), "look at what the other side says, and try again"))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            seen = f"the other side says what this one does not understand: {type(error).__name__}: {error}"
+            self._add(fail("peer", seen, "install the same version of kvxfer on both sides"))
+
+
+def _check_peer(code: str, endpoint: Endpoint, device: str, folder: Path) -> AsyncGenerator[Finding, None]:
+    from kvxfer.tools.doctor.remote import check_peer
+
+    return check_peer(code, endpoint, device, folder)
+
+
+def _serve_peer(
+    endpoint: Endpoint, device: str, folder: Path, say: Callable[[str], None], timeout: float
+) -> AsyncGenerator[Finding, None]:
+    from kvxfer.tools.doctor.remote import serve_peer
+
+    return serve_peer(endpoint, device, folder, say, timeout)

@@ -1,0 +1,180 @@
+"""Checks of what the system allows a process, and of its clocks."""
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvxfer import __file__ as _here
+from kvxfer.tools.doctor.findings import Finding, ok, skipped, warn
+from kvxfer.tools.doctor.machine import Machine
+
+__all__ = ["Room", "check_clock", "check_files", "check_locked", "check_network", "check_shared", "check_tracing"]
+
+_MIB: Final = 1 << 20
+_FILES: Final = 4096
+"""Descriptors: a stream a peer, two a shared tensor, one a piece of memory of `expandable_segments`, UCX's own."""
+_LOCKED: Final = 1024 * _MIB
+_SHARED: Final = 64 * _MIB
+_FIRST_NAMESPACE: Final = "pid:[4026531836]"
+"""The PID namespace that a machine starts with."""
+_SHM: Final = "/dev/shm"  # noqa: S108 - looked at, not written to
+_COARSE_S: Final = 1e-4
+_SCOPES: Final = {"0": "any process of one user", "1": "only children of the process", "2": "only root", "3": "nobody"}
+
+
+class Room(Protocol):
+    """What `os.statvfs` says."""
+
+    @property
+    def f_bavail(self) -> int:
+        """Blocks that are free for everybody."""
+        ...
+
+    @property
+    def f_frsize(self) -> int:
+        """Bytes of a block."""
+        ...
+
+
+def check_locked(machine: Machine) -> Iterator[Finding]:
+    """Memory that may be locked: RDMA registers by locking."""
+    soft, _ = machine.limit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
+    rdma = machine.names("/sys/class/infiniband")
+    if soft == resource.RLIM_INFINITY or soft >= _LOCKED:
+        yield ok("locked memory", f"{shown} (ulimit -l)", bytes=soft)
+    elif rdma:
+        yield warn(
+            "locked memory",
+            f"{shown} may be locked (ulimit -l), and {', '.join(rdma)} can register no more than that",
+            "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
+            bytes=soft,
+        )
+    else:
+        yield ok("locked memory", f"{shown} (ulimit -l); only RDMA needs more, and there is none", bytes=soft)
+
+
+def check_files(machine: Machine) -> Iterator[Finding]:
+    """Open files."""
+    soft, hard = machine.limit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= _FILES:
+        yield ok("open files", f"{soft} (ulimit -n)", files=soft)
+    else:
+        yield warn(
+            "open files",
+            f"{soft} may be open (ulimit -n); peers, tensors and UCX need descriptors",
+            f"ulimit -n {_FILES if hard == resource.RLIM_INFINITY else min(_FILES, max(soft, hard))} or more "
+            "(systemd: LimitNOFILE; docker: --ulimit nofile)",
+            files=soft,
+        )
+
+
+def check_shared(machine: Machine, room: Callable[[str], Room] = os.statvfs) -> Iterator[Finding]:
+    """`/dev/shm`: UCX's shared memory lies there; kvxfer's own does not."""
+    try:
+        found = room(str(machine.root / _SHM.lstrip("/")))
+    except OSError:
+        yield warn(
+            "shared files", "it is not there; UCX cannot use its shared memory lanes", f"mount a tmpfs on {_SHM}"
+        )
+        return
+    free = found.f_bavail * found.f_frsize
+    if free < _SHARED:
+        yield warn(
+            "shared files",
+            f"{free // _MIB} MiB are free in {_SHM}; UCX's shared memory lanes need more",
+            f"docker: --shm-size=1g; Kubernetes: an emptyDir with medium Memory at {_SHM}",
+            bytes=free,
+        )
+    else:
+        yield ok("shared files", f"{free // _MIB} MiB are free in {_SHM}", bytes=free)
+
+
+def check_tracing(machine: Machine) -> Iterator[Finding]:
+    """Whether a process may reach into another one, as far as files say it; `trial` tries it."""
+    scope, mode = machine.read("/proc/sys/kernel/yama/ptrace_scope"), _field(machine, "Seccomp")
+    filtered = f"; a seccomp filter is in force (mode {mode})" if mode not in {"", "0"} else ""
+    if scope in {"", "0"}:
+        yield ok("ptrace scope", f"{_SCOPES['0']} may reach into each other{filtered}", scope=scope, seccomp=mode)
+    else:
+        yield warn(
+            "ptrace scope",
+            f"kernel.yama.ptrace_scope={scope}: {_SCOPES.get(scope, 'who knows')} may reach into a process{filtered}",
+            "sysctl kernel.yama.ptrace_scope=0 on the host, or give the processes CAP_SYS_PTRACE",
+            scope=scope,
+            seccomp=mode,
+        )
+    namespace = machine.link("/proc/self/ns/pid")
+    if namespace in {"", _FIRST_NAMESPACE}:
+        yield ok("pid namespace", "the machine's own" if namespace else "not known", namespace=namespace)
+    else:
+        yield ok(
+            "pid namespace",
+            f"{namespace}, a container's: only processes within it can map each other's memory (containers of one pod: "
+            "shareProcessNamespace, others: hostPID or --pid=host)",
+            namespace=namespace,
+        )
+
+
+def check_network(machine: Machine) -> Iterator[Finding]:
+    """RDMA devices, and whether their ports are up."""
+    devices = machine.names("/sys/class/infiniband")
+    if not devices:
+        yield skipped("rdma", "there are no RDMA devices: between hosts NIXL takes TCP")
+        return
+    states = {
+        f"{device}:{port}": machine.read(f"/sys/class/infiniband/{device}/ports/{port}/state")
+        for device in devices
+        for port in machine.names(f"/sys/class/infiniband/{device}/ports")
+    }
+    shown = ", ".join(f"{port} {state or 'unknown'}" for port, state in states.items())
+    if any("ACTIVE" in state for state in states.values()):
+        yield ok("rdma", shown, **states)
+    else:
+        yield warn(
+            "rdma", f"no port is active: {shown}", "bring a port up (ibstat, rdma link), or expect TCP", **states
+        )
+
+
+def check_clock(
+    now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time, born: float | None = None
+) -> Iterator[Finding]:
+    """The monotonic clock's steps, and whether the wall clock can be right."""
+    steps = [step for step in (_step(now) for _ in range(16)) if step > 0]
+    step = min(steps, default=float("inf"))
+    if step > _COARSE_S:
+        yield warn(
+            "monotonic clock",
+            f"it goes in steps of {step * 1e3:g} ms, so short times cannot be told",
+            "choose another source: /sys/devices/system/clocksource/clocksource0 (tsc or kvm-clock)",
+            step_s=step,
+        )
+    else:
+        yield ok("monotonic clock", f"steps of {step * 1e9:.0f} ns", step_s=step)
+    installed, today = Path(_here).stat().st_mtime if born is None else born, wall()
+    if today < installed - 86_400:
+        yield warn(
+            "wall clock",
+            f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(today))} UTC is before kvxfer was installed",
+            "set the clock (chrony, timesyncd): TLS certificates and log lines need it; time-outs do not",
+        )
+    else:
+        yield ok("wall clock", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(today))} UTC")
+
+
+def _step(now: Callable[[], float]) -> float:
+    """Seconds from one value of a clock to the next one."""
+    first = now()
+    for _ in range(1_000_000):
+        if (next_one := now()) != first:
+            return next_one - first
+    return 0.0
+
+
+def _field(machine: Machine, name: str) -> str:
+    """A line of what the kernel says of this process."""
+    lines = dict(line.split(":", 1) for line in machine.read("/proc/self/status").splitlines() if ":" in line)
+    return lines.get(name, "").strip()

@@ -1,0 +1,248 @@
+"""Real workers move real bytes: every route, in both directions, each byte compared, and which way they really took.
+
+Both sides run the same script over a channel, so both come to the same findings: one worker a route on each side, and
+a few transfers each way, the first of which warms up. Items are plain data, since they may travel as JSON.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import kvxfer
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.mapped import elsewhere, here, unlike
+from kvxfer.telemetry import overheard
+from kvxfer.tools.doctor.findings import Finding, fail, ok, skipped, warn
+from kvxfer.tools.doctor.lanes import LaneLog, is_tcp, lane_of
+from kvxfer.tools.doctor.memory import ProbeCache
+from kvxfer.tools.doctor.trial import Channel
+
+__all__ = ["ROUTES", "Probe", "judge"]
+
+ROUTES: Final = ("mapped", "staged", "direct", "pull")
+_TRANSFERS: Final = 3
+_FETCH_SECONDS: Final = 30.0
+_MIB: Final = 1 << 20
+_LEAST_ARENA: Final = 64 * _MIB
+_REASONS: Final = frozenset(
+    {"peer_not_mapped", "cache_not_exported", "route_fell_back", "blocks_not_registered", "locks_refused"}
+)
+"""Warnings of the library that say why a route was not taken."""
+_UNKNOWN_PEER: Final = "set KVXFER_SECRET to the same secret on both sides: without it peers are not told addresses"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One side of a probe.
+
+    Attributes:
+        channel: To the other side.
+        first: Whether this side is the source of the first direction.
+        device: `cpu` or `cuda:<index>`.
+        names: What this side and the other one are called in findings.
+        listen: Where the worker of a route listens: `unix:/...{route}...` or `tcp:host:0`.
+        lanes: What UCX writes in this process.
+        nbytes: Of one transfer at most; the smaller of both sides is taken.
+        seed: Of the content; the first side's is taken.
+        tls: Value of `UCX_TLS` in this process.
+    """
+
+    channel: Channel
+    first: bool
+    device: str
+    names: tuple[str, str]
+    listen: str
+    lanes: LaneLog
+    nbytes: int
+    seed: int
+    tls: str = ""
+
+    async def run(self) -> AsyncGenerator[Finding, None]:
+        """Probe every route."""
+        theirs = await self._exchange({"nbytes": self.nbytes, "seed": self.seed})
+        seed = self.seed if self.first else int(theirs["seed"])
+        cache = await asyncio.to_thread(ProbeCache, self.device, min(self.nbytes, int(theirs["nbytes"])), seed)
+        for route in ROUTES:
+            for finding in await self._route(route, cache):
+                yield finding
+
+    async def _exchange(self, item: dict[str, Any]) -> dict[str, Any]:
+        self.channel.send(item)
+        heard: dict[str, Any] = await self.channel.hear()
+        return heard
+
+    async def _route(self, route: str, cache: ProbeCache) -> list[Finding]:
+        with overheard(_REASONS, "reason") as reasons:
+            async with AsyncExitStack() as stack:
+                worker, why = None, ""
+                self.lanes.forget()
+                try:
+                    worker = await stack.enter_async_context(kvxfer.Worker(cache.tensors, self._settings(route)))
+                except KvxferError as error:
+                    why = _words(error)
+                    forbidden = isinstance(error, ConfigError)
+                else:
+                    forbidden = False
+                theirs = await self._exchange({"why": why, "forbidden": forbidden, "host": here()})
+                if worker is None or theirs["why"]:
+                    return [_not_opened(route, self.names, why, theirs, forbidden=forbidden)]
+                found = [
+                    await self._direction(worker, route, cache, theirs["host"], reasons, outward=outward)
+                    for outward in (self.first, not self.first)
+                ]
+                await self._exchange({"done": route})  # nobody closes while the other one still looks
+                return found
+
+    def _settings(self, route: str) -> Config:
+        small: dict[str, Any] = {}
+        if self.device == "cpu":
+            small = {"arena_bytes": _LEAST_ARENA, "chunk_bytes": _LEAST_ARENA // 8, "arena_kind": "auto"}
+        return Config.load(
+            engine=f"doctor-{'a' if self.first else 'b'}",
+            rank=0,
+            world=1,
+            model="",
+            loop="caller",
+            advertise=None,
+            listen=self.listen.format(route=route),
+            allow_peers=("unix:*", "tcp:*"),  # the settings name a service's peers, and not who is probed
+            route=route,
+            **small,
+        )
+
+    async def _direction(
+        self, worker: kvxfer.Worker, route: str, cache: ProbeCache, host: str, reasons: list[str], *, outward: bool
+    ) -> Finding:
+        """A few transfers one way; both sides know what came of them."""
+        came: list[dict[str, Any]] = []
+        for number in range(_TRANSFERS):
+            step = self._offer if outward else self._fetch
+            came.append(await step(worker, f"{route}-{self.first is outward}-{number}", number, cache))
+            if came[-1]["error"] or came[-1]["difference"]:
+                break
+        trusted = all(peer["trusted"] for peer in worker.describe()["peers"])
+        operation: Literal["write", "read"] = "read" if route == "pull" else "write"
+        mine: dict[str, Any] = {"lane": lane_of(self.lanes.text, operation), "reasons": reasons, "trusted": trusted}
+        theirs = await self._exchange(mine)
+        posts = mine if outward is not (route == "pull") else theirs
+        name = f"{route} {' -> '.join(self.names if outward else reversed(self.names))}"
+        facts: dict[str, Any] = {
+            "lane": posts["lane"],
+            "reasons": list(dict.fromkeys([*mine["reasons"], *theirs["reasons"]])),
+            "trusted": trusted and theirs["trusted"],
+            "gpu": self.device != "cpu",
+            "tls": self.tls,
+        }
+        return judge(name, route, came, facts, host)
+
+    async def _offer(self, worker: kvxfer.Worker, request: str, number: int, cache: ProbeCache) -> dict[str, Any]:
+        blocks = await asyncio.to_thread(cache.source, number)
+        offer = worker.offer(request, blocks, tokens=cache.tokens, after=kvxfer.READY)
+        came = await self._exchange({"ticket": worker.engine.ticket(request)})
+        with suppress(KvxferError):
+            await (offer.withdraw() if came["error"] else offer.released())
+        return came
+
+    async def _fetch(self, worker: kvxfer.Worker, _: str, number: int, cache: ProbeCache) -> dict[str, Any]:
+        blocks = await asyncio.to_thread(cache.target, number)
+        ticket = (await self.channel.hear())["ticket"]
+        came: dict[str, Any] = {"error": "", "difference": "", "route": "", "why": "", "seconds": 0.0, "bytes": 0}
+        began = time.perf_counter()
+        try:
+            result = await worker.fetch(
+                ticket, blocks, tokens=range(cache.tokens), after=kvxfer.READY, timeout=_FETCH_SECONDS
+            )
+        except KvxferError as error:
+            came["error"] = f"{type(error).__name__}: {_words(error)}"
+        else:
+            came |= {"seconds": time.perf_counter() - began, "bytes": result.stats.bytes}
+            came |= {"route": result.stats.route, "why": result.stats.why}
+            came["difference"] = await asyncio.to_thread(cache.difference, number)
+        self.channel.send(came)
+        return came
+
+
+def judge(name: str, route: str, came: list[dict[str, Any]], facts: dict[str, Any], host: str) -> Finding:
+    """What a few transfers one way say.
+
+    Args:
+        name: Of the finding.
+        route: Asked for.
+        came: What each transfer came to, up to the first that went wrong.
+        facts: `lane` that UCX took, `reasons` that were logged, whether both sides are `trusted`, whether it is a
+            `gpu`, and what `tls` (UCX_TLS) is set to.
+        host: Where the other side is, as it says.
+    """
+    last = came[-1]
+    reasons = "; ".join(facts["reasons"])
+    if last["difference"]:
+        return fail(name, f"what arrived is wrong: {last['difference']}", _WRONG, **facts)
+    if last["error"]:
+        because = f" ({reasons})" if reasons else ""
+        return fail(name, f"{last['error']}{because}", _BROKEN, **facts)
+    timed = came[1:] or came
+    speed = max(one["bytes"] / one["seconds"] for one in timed) / 1e9
+    facts = {**facts, "gbps": speed, "route": last["route"], "bytes": last["bytes"]}
+    went = (
+        f"{last['bytes'] // _MIB} MiB at {speed:.2g} GB/s"
+        if speed < 100
+        else (f"{last['bytes'] // _MIB} MiB at {speed:.0f} GB/s")
+    )
+    over = f" over {facts['lane']}" if facts["lane"] and last["route"] != "mapped" else ""
+    if last["route"] != route:
+        return _another(name, route, f"{last['route']} was taken instead, {went}{over}", reasons, facts, host)
+    if is_tcp(facts["lane"]) and last["route"] != "mapped" and (facts["gpu"] or not elsewhere(host)):
+        return warn(name, f"{went}{over}, which is the slowest lane there is", _slow(host, facts), **facts)
+    return ok(name, f"{went}{over}, all bytes right", **facts)
+
+
+_WRONG: Final = "do not use this route between these two; run again with KVXFER_INTEGRITY=full and report it"
+_BROKEN: Final = "mend what the message names; NIXL_LOG_LEVEL=INFO UCX_LOG_LEVEL=info let the layers below say more"
+
+
+def _another(name: str, route: str, seen: str, reasons: str, facts: dict[str, Any], host: str) -> Finding:
+    """Another route was taken than was asked for."""
+    apart = unlike(host)
+    if not facts["trusted"] and route != "staged":
+        return skipped(name, f"the two do not trust each other; {seen}", _UNKNOWN_PEER, **facts)
+    if route == "mapped" and elsewhere(host):
+        return skipped(name, f"memory of another host cannot be mapped; {seen}", **facts)
+    because = "; ".join(filter(None, [apart if route == "mapped" else "", reasons]))
+    remedy = (
+        "mend what it names, or leave the choice to route=auto"
+        if because
+        else ("look at the checks of limits, GPUs and memory above; KVXFER_ROUTE and what peers allow decide it")
+    )
+    return warn(name, f"{seen}{': ' + because if because else ''}", remedy, **facts)
+
+
+def _slow(host: str, facts: dict[str, Any]) -> str:
+    if facts["tls"]:
+        return f"UCX_TLS={facts['tls']} allows no better one: unset it"
+    if elsewhere(host):
+        return "UCX found no RDMA lane: look at the check of rdma on both sides, UCX_NET_DEVICES and UCX_TLS"
+    if facts["gpu"]:
+        return (
+            "UCX found no cuda_ipc lane: UCX_TLS must name cuda_ipc and cuda_copy or be unset, the processes need a "
+            "common PID and IPC namespace, and both GPUs peer access"
+        )
+    return (
+        "UCX cannot reach into the other process: see the check of cross-memory attach, or UCX_TLS (cma, sysv, posix)"
+    )
+
+
+def _not_opened(route: str, names: tuple[str, str], why: str, theirs: dict[str, Any], *, forbidden: bool) -> Finding:
+    """A worker could not be opened on one side."""
+    name = f"{route} {' <-> '.join(names)}"
+    side, reason = (names[0], why) if why else (names[1], theirs["why"])
+    if forbidden if why else theirs["forbidden"]:
+        return skipped(name, f"the settings of {side} forbid it: {reason}", "change the setting if the route is wanted")
+    return fail(name, f"no worker could be opened on {side}: {reason}", _BROKEN)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -65,7 +65,6 @@ __all__ = [
     "FetchFailed",
     "Fetched",
     "Handle",
-    "LoopThread",
     "OfferEvent",
     "OfferExpired",
     "OfferFailed",
@@ -78,7 +77,6 @@ __all__ = [
     "OwnLoopTransfer",
     "OwnLoopWorker",
     "PollEvent",
-    "ServedWorker",
     "Settled",
     "offered_blocks",
     "state_under_way",
@@ -989,12 +987,12 @@ class BlockingOffer:
         attempt: Which attempt at this id.
     """
 
-    def __init__(self, request: str, attempt: int, thread: LoopThread, outbox: Outbox, geometry: CacheGeometry) -> None:
+    def __init__(self, request: str, attempt: int, service: "_Service", outbox: Outbox) -> None:
         self.request: Final = request
         self.attempt: Final = attempt
-        self._thread = thread
+        self._service = service
+        self._thread = service.thread
         self._outbox = outbox
-        self._geometry = geometry
         self._inner: Offer | None = None
         self._failure: KvxferError | None = None
         self._finished = False
@@ -1008,6 +1006,15 @@ class BlockingOffer:
         """Whether it is over, in whatever way; its event says which."""
         return self._done
 
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """With which a decode engine fetches it; see `Offer.ticket`.
+
+        Raises:
+            TicketError: If the worker has not joined its engine yet.
+        """
+        return self._service.worker.engine.ticket(self.request, attempt=self.attempt)
+
     def extend(self, blocks: Blocks, *, tokens: range) -> None:
         """Add blocks and the tokens that they hold; see `Offer.extend`.
 
@@ -1018,7 +1025,7 @@ class BlockingOffer:
         """
         self._check_unfinished("extend")
         check_tokens(tokens)
-        spans = offered_blocks(blocks, self._geometry)
+        spans = offered_blocks(blocks, self._service.geometry)
         self._step(lambda offer: offer.extend(spans, tokens=tokens))
 
     def ready(self, *, layers: Sequence[int] | None = None, tokens: int | None = None, after: Any = None) -> None:
@@ -1029,7 +1036,7 @@ class BlockingOffer:
             RequestError: If the offer is finished.
         """
         self._check_unfinished("mark ready")
-        event = as_event(after, self._geometry)
+        event = as_event(after, self._service.geometry)
         try:
             which = None if layers is None else tuple(layers)
         except TypeError as error:
@@ -1365,7 +1372,7 @@ class BlockingWorker:
         if spans is not None and held is not None:
             check_cover(spans, service.geometry, held, complete=not streaming)
         event = None if streaming else as_event(after, service.geometry)
-        offer = BlockingOffer(request, attempt, service.thread, self._outbox, service.geometry)
+        offer = BlockingOffer(request, attempt, service, self._outbox)
         self._begin(
             service,
             offer,

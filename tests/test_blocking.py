@@ -145,7 +145,7 @@ def no_new_threads(before):
 
 def test_a_fetch_and_its_offer_end_with_one_event_each(pair):
     offer = pair.prefill.offer("r", [3, 5], tokens=30, payload=b"first token")
-    transfer = pair.fetch("r", [2, 7], 30)
+    transfer = pair.decode.start_fetch(offer.ticket, [2, 7], tokens=range(30))
     fetched = event(pair.decode, Fetched)
     assert fetched == Fetched("r", transfer, transfer.result())
     assert fetched.result.payload == b"first token"
@@ -838,7 +838,7 @@ def test_what_never_ended_is_given_up_once():
         worker.register(Cache().tensors)
         thread, outbox = worker._open.thread, Outbox()
         transfer = BlockingTransfer("r", {"default": [2]}, thread, outbox)
-        offer = BlockingOffer("r", 0, thread, outbox, worker._open.geometry)
+        offer = BlockingOffer("r", 0, worker._open, outbox)
         for handle in (transfer, offer):
             outbox.add(handle)
     for _ in range(2):

@@ -124,6 +124,10 @@ def _folder(package: Path) -> Path | None:
     folder = Path(digest.hexdigest()[:16])
     try:
         folder = Path(_config.CACHE_DIR or Path(_cache_home(), "kvxfer"), folder)
+        if not folder.exists():
+            _log.info(
+                "compilation_began", path=str(folder), reason="once on a machine and version; it may take a minute"
+            )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owned(folder)
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -11,8 +11,7 @@ from typing import Any
 import anyio
 
 import kvxfer
-from kvxfer import blocking as handles
-from kvxfer import blocking as own_loop
+from kvxfer import blocking
 from kvxfer.peers.link import LinkHandler
 
 __all__ = ["WAYS", "Outcome", "every_await", "interrupt", "once"]
@@ -23,7 +22,7 @@ _AWAITABLE = ("Future", "Task", "Awaitable", "Coroutine", "AsyncIterator", "Asyn
 
 def public_classes() -> Iterator[type]:
     """Classes that users hold: exported ones, and what methods of these return for workers with a loop of their own."""
-    for module in (kvxfer, own_loop, handles):
+    for module in (kvxfer, blocking):
         for name in module.__all__:
             found = getattr(module, name)
             if inspect.isclass(found):

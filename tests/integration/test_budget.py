@@ -61,7 +61,7 @@ def looked_at():
 @pytest.mark.parametrize("route", BUDGETS)
 async def test_a_warm_fetch_of_one_chunk_stays_within_its_budget(stage, route, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "kvxfer")  # without the line that tells of each
-    for shell in ("peers.link", "copy.mover"):  # on a busy machine a turn ends in the midst of a fetch, which takes calls
+    for shell in ("peers.link", "copy.mover"):  # on a busy machine a turn ends in the midst of a fetch, and takes calls
         monkeypatch.setattr(f"kvxfer.{shell}.TURN_SECONDS", 60.0)
     source, target = Cache(shared=True), Cache(shared=True)
     prefill, decode = await stage.pair(source, target, route=route, **ROOMY)

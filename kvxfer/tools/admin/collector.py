@@ -113,7 +113,9 @@ def _gauges(seen: _Seen) -> Iterator[Metric]:
     )
     sessions = GaugeMetricFamily("kvxfer_sessions", "Control streams that are open.", labels=[*_IDENTITY, "side"])
     late = GaugeMetricFamily(
-        "kvxfer_fabric_late_seconds", "For how long the fabric's thread stands still.", labels=_IDENTITY
+        "kvxfer_fabric_late_seconds",
+        "For how long the mover, or a call of the transport, stands still.",
+        labels=_IDENTITY,
     )
     lag = GaugeMetricFamily("kvxfer_loop_lag_max_seconds", "The latest that the event loop ever was.", labels=_IDENTITY)
     blocks = GaugeMetricFamily(

@@ -20,8 +20,8 @@ class Limits:
     Attributes:
         quarantine: The part of a share of the arena that is in quarantine. At more than one half the share refuses what
             the rest cannot hold.
-        stuck_after: Seconds for which the fabric's thread stands still. A host that cannot be reached holds it for
-            about ten.
+        stuck_after: Seconds for which the mover, or a call of the transport, stands still. A host that cannot be
+            reached holds one for about ten.
         stopping: Whether the application takes no more requests, while its workers still serve those that it has. Asked
             from the admin server's threads.
 

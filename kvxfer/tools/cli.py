@@ -235,7 +235,7 @@ def _print_lines(lines: Generator[str, None, list[int]]) -> list[int]:
 @app.command()
 def top(
     addresses: Annotated[
-        list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Where `kvxfer.admin` serves workers.")
+        list[str] | None, typer.Argument(metavar="[HOST:PORT]...", help="Where `kvxfer.tools.admin` serves workers.")
     ] = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and exit; 1 if a worker is not ready.")] = False,

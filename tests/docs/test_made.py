@@ -94,6 +94,6 @@ def test_the_tested_versions_are_those_that_are_pinned():
         "numpy": ["numpy"],
         "uvloop": ["uvloop"],
         "transformers, for the demo and the serving example": ["transformers"],
-        "starlette, prometheus_client, for `kvxfer.admin`": ["starlette", "prometheus_client"],
+        "starlette, prometheus_client, for `kvxfer.tools.admin`": ["starlette", "prometheus_client"],
     }.items():
         assert re.findall(r"\d+\.\d+\.\d+", rows[row]) == [PINS[pin] for pin in pins], row

@@ -185,7 +185,7 @@ class Traces:
                 "kvxfer.bytes": stats.bytes,
                 "kvxfer.pieces": stats.pieces,
                 "kvxfer.chunks": stats.chunks,
-                "kvxfer.peers.connections": stats.peers,
+                "kvxfer.peers": stats.peers,
             }
         )
         if stats.first_byte is not None:

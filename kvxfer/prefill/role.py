@@ -249,7 +249,9 @@ class Prefill:
     def _let_begin(self) -> None:
         """Let some begin of those that came all at once: each plans, and everybody else on the loop has a turn too."""
         while self._waiting and self._beginning < _AT_ONCE:
-            self._beginning += self._waiting.popleft().begin(self._has_begun)
+            if self._waiting.popleft().begin():
+                self._beginning += 1
+                self._site.loop.call_soon(self._has_begun)  # not by the task, which may be cancelled before it runs
 
     def _has_begun(self) -> None:
         self._beginning -= 1

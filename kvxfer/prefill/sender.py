@@ -438,11 +438,11 @@ class Sender:
 
     # --- a transfer, in order
 
-    def begin(self, begun: Callback) -> bool:
-        """Go, in the loop's next turn, in which `begun` is called; False if it has ended already."""
+    def begin(self) -> bool:
+        """Go, in the loop's next turn; False if it has ended already."""
         if self.machine.state is not SendState.PARKED:
             return False
-        self.site.tasks.spawn(self._see_through(begun), f"kvxfer send {self.machine.transfer}")
+        self.site.tasks.spawn(self._see_through(), f"kvxfer send {self.machine.transfer}")
         return True
 
     async def run(self) -> None:
@@ -1174,9 +1174,8 @@ class Sender:
         step = self.machine.step
         return Step.PLANNING if step is Step.ASKING and self.offer is not None else step
 
-    async def _see_through(self, begun: Callback) -> None:
+    async def _see_through(self) -> None:
         """Do all of it. What fails is the transfer, whoever brought the news."""
-        begun()
         try:
             await self.run()
         except RefusedError as error:

@@ -85,6 +85,7 @@ async def test_one_trace_over_both_sides(stage, spans, source, target, route):
     for side in (fetch, send):
         assert side.status.status_code is StatusCode.OK
         assert side.attributes["kvxfer.route"] == route
+        assert side.attributes["kvxfer.peers"]
         assert side.attributes["kvxfer.bytes"] == 2 * 2 * 8 * 4 * 8 * 4
         assert side.attributes["kvxfer.request"] == "r"
         assert (side.attributes["kvxfer.engine"], side.attributes["kvxfer.rank"]) == (

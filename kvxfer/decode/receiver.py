@@ -403,8 +403,11 @@ class Receiver:
 
     @property
     def quiet(self) -> bool:
-        """Whether it is over and nobody writes the caller's blocks any more."""
-        return (self.machine.ended or self.machine.state is ReceiveState.LOST) and not self.in_doubt
+        """Whether it is over, or was lost, and nobody writes the caller's blocks any more.
+
+        A peer that is back is asked what became of it; the blocks do not wait for that where it cannot write them.
+        """
+        return (self.machine.ended or self.machine.was_lost) and not self.in_doubt
 
     @property
     def finished(self) -> bool:

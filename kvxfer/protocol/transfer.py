@@ -433,6 +433,7 @@ class Receiving:
         transfer: Its id.
         state: See `ReceiveState`.
         ended: Whether the peer is known to be through with it.
+        was_lost: Whether it has ever been lost, though the peer may be back.
         heard_last: Whether the last result of a success is in.
         ahead: Whether that grant holds: the peer has neither used nor voided it by its first answer.
         failure: Why it does not succeed, once that is known.
@@ -449,7 +450,7 @@ class Receiving:
     def __init__(self, transfer: int, *, ahead: bool = False, staging: bool = False) -> None:
         self.transfer: Final = transfer
         self.state = ReceiveState.ASKED
-        self.ended = self.heard_last = False
+        self.ended = self.was_lost = self.heard_last = False
         self.ahead = ahead
         self._covered: Final = frozenset({Route.STAGED} if staging else {Route.DIRECT, Route.MAPPED})
         self.failure: Failure | None = None
@@ -685,3 +686,4 @@ class Receiving:
             raise ProtocolError(f"{event} is illegal for a transfer that is {self.state.value}")
         self.state = following
         self.ended = following is ReceiveState.DONE or following is ReceiveState.STOPPED
+        self.was_lost |= following is ReceiveState.LOST

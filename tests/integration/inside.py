@@ -578,6 +578,20 @@ def mover(worker: Any) -> Any:
     return worker._service.site.mover
 
 
+def answer_late(worker: Any, monkeypatch: Any) -> Callable[[], None]:
+    """Its mover answers no cancellation before what is returned is called, as where it has no turn for a while."""
+    copies, late = mover(worker), list[Any]()
+    cancel = copies.cancel
+    monkeypatch.setattr(copies, "cancel", late.append)
+
+    def answer() -> None:
+        monkeypatch.setattr(copies, "cancel", cancel)
+        for copy in late:
+            cancel(copy)
+
+    return answer
+
+
 def replace_mover(worker: Any, other: Any) -> None:
     """Something else copies from now on."""
     worker._service.site.mover = other

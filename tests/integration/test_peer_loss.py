@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from inside import (
+    answer_late,
     before_hearing,
     being_stopped,
     consider_rebuilding,
@@ -118,6 +119,26 @@ async def test_the_stream_is_cut(stage, source, target, route, step, side):
         offer.ready()
         offer.finish()
     await works(prefill, decode, source, target, offer)
+
+
+async def test_a_flow_may_end_after_its_peer_is_back(stage, source, target, monkeypatch):
+    """Only that flow writes the blocks: the fetch does not wait for what the peer has still under way."""
+    prefill, decode = await stage.pair(source, target, route="staged", revoke_timeout=60)
+    offer, transfer = await begin(stage, prefill, decode, "in flight")
+    answer = answer_late(decode, monkeypatch)
+    before = session(decode)
+    cut(decode)
+    await eventually(lambda: sessions(decode) and session(decode) is not before and being_stopped(prefill))
+    assert not transfer.done
+    answer()
+    with pytest.raises(PeerLostError, match="hold no usable data"):
+        async with asyncio.timeout(5):
+            await transfer
+    assert transfer.memory_safe
+    stage.network.release("*")
+    await eventually(lambda: not decode.describe()["receiving"])
+    await offer.withdraw()
+    await quiet(prefill, decode)
 
 
 async def test_a_doubt_ends_when_the_same_incarnation_is_back(stage, source, target):

@@ -11,8 +11,8 @@ import hashlib
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any, Final, TypeAlias
 
@@ -34,6 +34,7 @@ I64: TypeAlias = NDArray[np.int64]
 _SAMPLED: Final = 4096
 """Pieces of a transfer that are looked at to tell how many there are once neighbours are merged."""
 _KEPT_SLICES: Final = 1024
+_FEW_LAYERS: Final = 8
 _FAR_APART: Final = 1 << 44
 _KEPT_WINDOWS: Final = 8
 """Windows of tokens whose rows a transfer keeps: a chunk of each may be under way."""
@@ -177,18 +178,7 @@ class PairPlan:
     @lazy
     def sample(self) -> ChunkPlan:
         """A chunk of two full rows of each class, in the first blocks: the shapes that copies of this pair have."""
-        return self._sampled(0)
-
-    def _sampled(self, apart: int) -> ChunkPlan:
-        """The same, where destinations of layers that follow each other are so many bytes further apart."""
-        parts: list[ChunkPart] = []
-        for number, c in enumerate(self.classes):
-            grid = row_grid(c.key.src_rows, c.key.dst_rows)
-            table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
-            rows = Rows(table, np.asarray([0, grid], np.int64), grid, c.key.src_rows.tokens_per_row)
-            bases = c.bases + np.multiply.outer(c.layers, (0, apart))
-            parts.append(ChunkPart(Slice(number, c.key, bases, c.factors, c.places), rows))
-        return ChunkPlan(parts)
+        return _two_rows(self.slices(self.layers))
 
     @lazy
     def least_chunk_bytes(self) -> int:
@@ -204,9 +194,11 @@ class PairPlan:
 
     @lazy
     def joins_layers(self) -> bool:
-        """Whether pieces reach from one layer into the next."""
-        together, apart = (len(of.copy().enumerate().merged()) for of in (self.sample, self._sampled(_FAR_APART)))
-        return together < apart
+        """Whether pieces reach from one layer into the next, among the first few: more of them take long to look at."""
+        few = self.slices(self.layers[:_FEW_LAYERS])
+        apart = [replace(of, bases=of.bases + np.multiply.outer(of.places[:, 0], (0, _FAR_APART))) for of in few]
+        together, alone = (len(_two_rows(of).copy().enumerate().merged()) for of in (few, apart))
+        return together < alone
 
     @lazy
     def digested(self) -> bytes:
@@ -458,6 +450,17 @@ class TransferPlan:
     def digest(self, grid: ChunkGrid) -> bytes:
         """SHA-256 over all that both sides must agree on: the agreement, and how it is cut."""
         return cut_digest(self.agreement, grid.layers_per_chunk, grid.tokens_per_chunk)
+
+
+def _two_rows(slices: Iterable[Slice]) -> ChunkPlan:
+    """Two full rows of each, in the first blocks."""
+    parts: list[ChunkPart] = []
+    for one in slices:
+        key, grid = one.key, row_grid(one.key.src_rows, one.key.dst_rows)
+        table = np.asarray([[0, 0, 0, 0, grid], [1, 0, 1, 0, grid]], np.int64)
+        rows = Rows(table, np.asarray([0, grid], np.int64), grid, key.src_rows.tokens_per_row)
+        parts.append(ChunkPart(one, rows))
+    return ChunkPlan(parts)
 
 
 def _packed(*values: int | str) -> bytes:

@@ -132,6 +132,17 @@ def test_pieces_of_a_whole_pair_are_as_many_as_is_said():
     assert touching * 100 < len(pairs_drawn) > 500
 
 
+def test_pieces_reach_over_layers_where_it_is_said_that_they_do():
+    """What decides how chunks are cut, by a count of pieces, against what is said of them."""
+    found = {True: 0, False: 0}
+    for pair in (*(pair for _, pair in pairs()), plan(tensors("cross"), tensors("cross"))):
+        said = any(step.axis == "layer" for run in explain(pair).runs for one in run.first for step in one.steps)
+        assert pair.joins_layers == said
+        found[said] += 1
+    assert found[True]
+    assert found[False]
+
+
 def test_the_named_side_alone_ends_the_run(drawn):
     """Change nothing but the stride that is named, on the side that is named: pieces become as long as is promised."""
     seen: Counter[tuple[str, Side, Cause]] = Counter()

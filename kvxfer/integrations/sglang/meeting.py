@@ -19,7 +19,7 @@ import msgspec
 from kvxfer.errors import TicketError, UnreachableError
 from kvxfer.telemetry import logger
 from kvxfer.tickets import EngineCard, Issuer
-from kvxfer.tools.top import NoAnswerError, json_from
+from kvxfer.tools.jsonhttp import NoAnswerError, json_from
 
 __all__ = ["Directory", "Engine", "Meeting", "ask", "keep_registering", "register", "register_room"]
 

@@ -128,9 +128,10 @@ async def test_a_fetch_whose_blocks_are_in_use_yet_leaves_send_memory_to_others(
 async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(stage):
     """Chunks that were granted ahead go on in another run of the sender's, as others wait for memory: slowly."""
     source, target = Cache(blocks=32), Cache(blocks=32)
-    few = {"arena_bytes": "8KiB"}
+    few = {"arena_bytes": "8KiB", "grant_lease": 20.0}  # which bounds its own wait for send memory too
     prefill, decode = await stage.pair(source, target, route="staged", window=2, prefill=few, grant_lease=1.0)
     copied = Copied(target).bring(source, range(8), range(8), range(32))
+    copied.bring(source, range(8, 16), range(8, 16), range(32))
     everything = take_all(prefill, "send")
     stage.network.hold("decode")
 
@@ -149,6 +150,6 @@ async def test_a_lease_that_is_renewed_holds_for_what_waits_behind_other_chunks(
     await asyncio.sleep(0.5)
     stage.network.release("decode")
     await first
+    await second
     copied.check()
-    second.cancel()
     await quiet(prefill, decode)

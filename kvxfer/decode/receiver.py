@@ -559,6 +559,8 @@ class Receiver:
                 await self._grant(bound)
             if self._begun == machine.granted or not self.grants.staged or self.route is Route.PULL:
                 await self._until_news()
+            else:
+                await asyncio.sleep(0)
 
     async def _grant(self, bound: Bound) -> None:
         """Put chunks that are ready into the peer's hands, as far as there is memory for them.
@@ -574,14 +576,13 @@ class Receiver:
         if more and not grants.staged:
             await self._until_writable()
         free = self._copied if grants.staged else machine.arrived
-        most = min(self.site.config.window, machine.ready - machine.granted)
+        most = min(self.site.config.window, grants.desk.share.most(bound.most_bytes), machine.ready - machine.granted)
         contended = grants.desk.contended
         if grants.ring and free == machine.granted and (not more or contended or len(grants.ring) < most):
             self._let_go()
         if grants.ring and more and not contended:
-            turns = self._grant_said.turns if self._take_turns and len(grants.ring) >= most else 1
-            ahead = turns * len(grants.ring)
-            if turns == 1 or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
+            ahead = self._ahead(most)
+            if ahead == len(grants.ring) or machine.granted - free <= ahead // 2:  # far ahead there is no hurry
                 self._reserve(min(machine.ready, free + ahead))
         elif more and not grants.ring and self._request is None and self._room is None:
             self._ask_for_room(bound)
@@ -594,7 +595,13 @@ class Receiver:
                 self._begin(machine.granted, self._turns)
                 self._grant_said.restart(machine.granted, self.site.now())
             self.tally.spent("queued", self._asked, self.site.now())
-            self._reserve(min(machine.ready, machine.granted + len(grants.ring)), ring, token)
+            ahead = len(grants.ring) if contended else self._ahead(most)
+            self._reserve(min(machine.ready, machine.granted + ahead), ring, token)
+
+    def _ahead(self, most: int) -> int:
+        """How many chunks of a ring may be granted before the first of them has left it."""
+        places = len(self.grants.ring)
+        return self._grant_said.turns * places if self._take_turns and places >= most else places
 
     @property
     def _take_turns(self) -> bool:
@@ -681,7 +688,8 @@ class Receiver:
 
     async def _feed(self, bound: Bound) -> None:
         """Let the mover know how chunks that were granted are copied to where they belong."""
-        chunks = range(self._begun, self.machine.granted)
+        turn = self._begun + max(1, len(self.grants.ring))  # no more at once: the mover and the peer wait for news
+        chunks = range(self._begun, min(self.machine.granted, turn))
         places = self.grants.places(chunks)  # which are given back when it ends
         make, rows = partial(self._steps, bound, chunks, places), len(chunks) * bound.part_rows
         steps = await self.site.plan(make, rows=rows) if rows else make()

@@ -572,6 +572,10 @@ class Share:
             return None
         return self._reserve(peer, nbytes, length)
 
+    def most(self, nbytes: int) -> int:
+        """How many extents of so many bytes one peer may hold while it is alone; at least 1."""
+        return max(1, self._alone // (-(-max(1, nbytes) // self.alignment) * self.alignment))
+
     def withdraw(self, request: Request) -> Extent | None:
         """Give up `request`. Harmless if it was withdrawn, refused or expired before.
 

@@ -627,10 +627,11 @@ class Sender:
         """Chunks may be moved: those that the mover has steps of begin now, for the others `run` makes them."""
         self.renewals = self.link.renewals
         terms, run = _Terms(stop, self.site.now(), until, generation, self.renewals, fresh), self._run
-        if run is not None and not self._granted and self._goes_on(run, terms) and stop <= run.stop:
+        if run is not None and run.flow is not None and not self._granted and self._goes_on(run, terms):
             self._let_go_on(run, terms)
-        else:
-            self._granted.append(terms)
+            if stop <= run.stop:
+                return
+        self._granted.append(terms)
 
     def _goes_on(self, run: _Run, terms: _Terms) -> bool:
         """Whether chunks go the way of those before them. Where others wait for memory they do not."""
@@ -645,7 +646,7 @@ class Sender:
     async def _ship(self, bound: Bound, terms: _Terms) -> None:
         """Hand chunks to the mover, as soon as there is all that it takes."""
         run = self._run
-        if run is not None and not self._goes_on(run, terms):
+        if run is not None and run.allowed < terms.stop and not self._goes_on(run, terms):
             self._conclude(run)
             if self._run is run:
                 await self._wait()  # for its end
@@ -653,13 +654,14 @@ class Sender:
         if run is None:
             run = self._run = _Run(self._shipped, terms, stop=self._shipped, allowed=terms.stop)
             await self._find_way(run, bound)
-        if run.stop < terms.stop and self._run is run:
-            await self._make(run, bound, terms.stop)
+        while run.stop < terms.stop and self._run is run and self.machine.state is SendState.MOVING:
+            # one, two, four: the mover begins while others are made
+            await self._make(run, bound, min(terms.stop, run.stop + max(1, run.stop - run.first)))
         if self._run is run and self._granted and self._granted[0] is terms:
             self._granted.popleft()
             if run.allowed < terms.stop:
                 self._let_go_on(run, terms)
-            else:  # it has just begun
+            elif self._shipped < terms.stop:  # it has just begun
                 self._shipped = terms.stop
                 self.tally.spent("queued", terms.granted, self.site.now())
 

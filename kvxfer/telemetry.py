@@ -11,11 +11,12 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypedDict, cast
 
 import structlog
+from msgspec import Struct, field
 from structlog.typing import EventDict, WrappedLogger
 
 from kvxfer.errors import Code, FailureReport
@@ -377,8 +378,7 @@ RequestKey: TypeAlias = tuple[str, int]
 """Request id and attempt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(Struct, frozen=True, kw_only=True):
     """A transfer that is over.
 
     Attributes:

@@ -22,12 +22,13 @@ import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.copy import records
@@ -108,8 +109,7 @@ def usual_threads() -> int:
     return max(1, min(_MOST_THREADS, len(allowed_cpus()) // _CPUS_EACH))
 
 
-@dataclass(slots=True, eq=False)
-class Copy:
+class Copy(Struct, eq=False):
     """A copy that was asked for, until `job.done` is called.
 
     Attributes:
@@ -145,8 +145,7 @@ class Copy:
     awaits: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Flow(Copy):
+class Flow(Copy, eq=False):
     """Copies that follow one another.
 
     Attributes:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.copy.tables import Tables
@@ -141,8 +142,7 @@ class Outcome(StrEnum):
     IN_DOUBT = "in_doubt"  # the transport failed after posting, or made no progress: bytes may still land
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOutcome:
+class CopyOutcome(Struct, frozen=True):
     """How a job ended.
 
     Attributes:
@@ -230,8 +230,7 @@ class Native:
     for_good: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
+class Turns(Struct, frozen=True):
     """How a flow takes turns with one of a peer's: what is gathered fills places, what is scattered empties them.
 
     Attributes:
@@ -255,8 +254,7 @@ def _nobody(ended: bool) -> None:
     """Nobody waits for the end of what was given up."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Post:
+class Post(Struct, frozen=True, eq=False):
     """Pieces that the transport writes or reads.
 
     Attributes:
@@ -282,8 +280,7 @@ def _unheard(_: CopyOutcome) -> None:
     """Nobody hears of a step of a flow by itself."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyJob:
+class CopyJob(Struct, frozen=True, eq=False):
     """One copy to run, and what is to be posted when it has run; or only one of the two.
 
     Of a flow it says what its steps have in common: `done`, `until`, `passage`, `owner`, and all of `post` but the

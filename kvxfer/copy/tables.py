@@ -17,12 +17,14 @@ item have 31 bits (checked here), offsets and addresses 64.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.errors import GeometryError
@@ -111,8 +113,7 @@ class Variant:
         return CONVERTED_TILE_WORDS if self.elements.converts else TILE_WORDS
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """One launch of the kernel.
 
     Attributes:
@@ -128,8 +129,7 @@ class Launch:
     tiles: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tables:
+class Tables(Struct, frozen=True, eq=False):
     """A packed plan.
 
     Attributes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.copy.port import Event
@@ -76,8 +77,7 @@ class Subject:
         return {group: ids.tolist() for group, ids in self.written.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(Struct, frozen=True):
     """Where a fetch stood when it failed.
 
     Attributes:
@@ -213,8 +213,7 @@ _log: Final = logger(_NAME)
 _hears_info: Final = hears_info(_NAME)
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """What the caller asked for, checked.
 
     Attributes:

@@ -14,10 +14,13 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvxfer.copy.mover import Copy, Flow
 from kvxfer.copy.port import READY, CopyJob, CopyOutcome, Direction, Outcome, Passage, Post, Turns, has_fired
@@ -260,8 +263,7 @@ class Grants:
         (self.desk.settle if extent.state is ExtentState.QUARANTINED else self.desk.release)(extent)
 
 
-@dataclass(slots=True, eq=False)
-class _Said:
+class _Said(Struct, eq=False):
     """What the peer was told by the last grant.
 
     Attributes:

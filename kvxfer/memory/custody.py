@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlocksError
@@ -47,8 +48,7 @@ class CustodySnapshot:
     holders: Mapping[str, HolderSnapshot]
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(Struct):
     """What one holder has in the books."""
 
     blocks: dict[str, I64]

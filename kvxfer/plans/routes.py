@@ -10,10 +10,13 @@ and then, though another one is predicted to be faster: what made it slow may be
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from types import MappingProxyType
 from typing import Final, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvxfer.errors import Code, RefusedError
 from kvxfer.protocol.messages import Route
@@ -153,8 +156,7 @@ _ORDERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
+class Means(Struct, frozen=True):
     """What one pair of ranks can do.
 
     Attributes:
@@ -181,8 +183,7 @@ class Means:
         return "+".join(route.name.lower() for route in Route if self.can(route)) or "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """A route and the reason for it.
 
     Attributes:

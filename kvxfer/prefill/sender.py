@@ -13,11 +13,12 @@ transfer is stopped, and wake `run`, which looks at how things stand.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
 from msgspec.structs import replace as with_fields
 from numpy.typing import NDArray
 
@@ -87,8 +88,7 @@ _MOST_STREAMED_CHUNKS: Final = 256
 """About as many chunks a small streamed transfer is cut into at most, however small its steps are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(Struct, frozen=True):
     """An offer as it is when a transfer of it is planned.
 
     Attributes:
@@ -115,8 +115,7 @@ class Draft:
         return cls(offer.spans, offer.tokens, offer.step, offer.finished, by_layer, prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """What becomes of it.
 
     Attributes:
@@ -286,8 +285,7 @@ _IDLE_S: Final = 0.01
 _RUNNING: Final = frozenset({SendState.PARKED, SendState.MOVING})
 
 
-@dataclass(slots=True, eq=False)
-class _Terms:
+class _Terms(Struct, eq=False):
     """When chunks that were granted may be moved.
 
     Attributes:
@@ -311,8 +309,7 @@ class _Terms:
         return not self.fresh and (self.generation, self.renewals) == (before.generation, before.renewals)
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
+class _Run(Struct, eq=False):
     """Chunks that the mover moves one after another.
 
     Attributes:
@@ -661,9 +658,6 @@ class Sender:
             self._granted.popleft()
             if run.allowed < terms.stop:
                 self._let_go_on(run, terms)
-            elif self._shipped < terms.stop:  # it has just begun
-                self._shipped = terms.stop
-                self.tally.spent("queued", terms.granted, self.site.now())
 
     async def _look_ahead(self, bound: Bound) -> bool:
         """Make steps of chunks that will be granted soon, if they go the way of those before; whether any were made."""
@@ -760,6 +754,8 @@ class Sender:
             heard=machine.copied - run.first,
             progress=progress,
         )
+        self._shipped = run.allowed
+        self.tally.spent("queued", terms.granted, site.now())
 
     def _steps(self, run: _Run, bound: Bound, chunks: range, post: Post | None, extents: list[Extent]) -> list[CopyJob]:
         """What the mover does about chunks."""

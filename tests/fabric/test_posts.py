@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from copy_plans import contiguous_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rigs import FLUSH, PART, SIZE, Moving, Recorder, Rig, Threaded, pieces
 from stepped import Flag
 

@@ -9,11 +9,12 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from apart import Apart, knows_apart
 from inside import call_agent_by
+from msgspec.structs import replace
 from passing import enter
 
 from kvxfer.copy.mover import Copy, Mover

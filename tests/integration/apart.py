@@ -5,18 +5,18 @@ So a test may count, hold or spoil each step's copy where it is submitted, as an
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvxfer.copy.mover import Copy
+from msgspec.structs import replace
+
 from kvxfer.copy.port import CopyJob, CopyOutcome, Direction
 from kvxfer.errors import KvxferError
 
 _WORST = ["done", "stopped", "failed", "in_doubt"]
 
 
-class Apart(Copy):
+class Apart:
     """In place of a flow: each step is submitted to `mover` when it may begin, until one of them does not end well.
 
     Args:
@@ -38,7 +38,7 @@ class Apart(Copy):
         turns: Any = None,
         heard: int = 0,
     ) -> None:
-        super().__init__(job, list(Direction).index(direction))
+        self.job, self.slot, self.cancelled, self.left = job, -1, False, False
         self._mover, self._direction, self._progress = mover, direction, progress
         self._total, self._width, self._until = total, width, job.until
         self._allowed = self._next = self._doubts = 0

@@ -2,10 +2,10 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import inside
 from apart import Apart, knows_apart
+from msgspec.structs import replace
 from passing import enter
 
 from kvxfer.copy.mover import Copy

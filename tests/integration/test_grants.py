@@ -95,6 +95,19 @@ async def test_a_grant_that_is_too_short_is_not_written(pair, tap, caplog):
     await quiet(prefill)
 
 
+async def test_a_place_that_is_too_short_ends_a_transfer_that_has_begun(pair, tap, caplog):
+    """The first chunk is the mover's by then."""
+    prefill, _, _, _ = pair
+    tap.change[Reserve] = lambda message: replace(
+        message, ring=[*message.ring[:1], *(replace(place, length=place.length - 16) for place in message.ring[1:])]
+    )
+    with pytest.raises(KvxferError):
+        await start(pair)
+    assert "bytes were granted for a chunk of" in caplog.text
+    assert "nobody took" not in caplog.text
+    await quiet(prefill)
+
+
 async def test_a_grant_without_a_place_is_not_written(pair, tap, caplog):
     prefill, _, _, _ = pair
     tap.change[Reserve] = lambda message: replace(message, ring=[], token=b"")

@@ -8,13 +8,14 @@ the cache travelled where and how often. No plan is asked.
 import threading
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from decoded import accesses
 from execute import byte_pairs
 from inside import staging
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from ranks import I64, World
 

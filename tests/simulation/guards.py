@@ -6,13 +6,14 @@ makes the decision, and nothing else: a scene that fails because something else 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import crowd
 import numpy as np
 import pytest
 import scenes
+from msgspec.structs import replace
 
 from kvxfer.copy import mover, records
 from kvxfer.copy.mover import Mover

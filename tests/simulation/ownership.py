@@ -15,11 +15,12 @@ import ctypes
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from decoded import pieces
 from inside import arena_shares
+from msgspec.structs import replace
 
 from kvxfer.copy import records
 from kvxfer.copy.mover import Flow, Mover, _Machine

@@ -687,7 +687,7 @@ async def test_ends_of_a_step_are_told_together_and_a_broken_callback_strands_no
     def done(_: object) -> None:
         raise ZeroDivisionError
 
-    object.__setattr__(broken.job, "done", done)
+    broken.job = replace(broken.job, done=done)
     rig.step(3)
     rig.network.release("b")
     rig.network.release("c")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from rigs import PART, Rig, Way
 
 from kvxfer.copy import records
@@ -98,7 +99,7 @@ class World:
         sides = rig.piece(nbytes, peer=peer, at=number * ROOM)
         post = Post(peer, operation, *sides, one.runs_on, lambda ended: self.heard_late(one, ended))
         one.copy = rig.submit(str(number), post, until=until, passage=way.passage if way else None)
-        object.__setattr__(one.copy.job, "done", lambda outcome: self.heard(one, outcome))
+        one.copy.job = replace(one.copy.job, done=lambda outcome: self.heard(one, outcome))
 
     def way(self) -> Way | None:
         """One that is new, or after many of them, one that nobody uses."""

@@ -8,7 +8,7 @@ search among fixed bounds and an addition, and names of labels are few: those th
 import hashlib
 import logging
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -23,6 +23,7 @@ from kvxfer.errors import Code, FailureReport
 
 __all__ = [
     "KEYS",
+    "RECENT_SECONDS",
     "SECONDS",
     "Ended",
     "HistogramSnapshot",
@@ -370,6 +371,9 @@ _LABELS: Final = 64
 SECONDS: Final = tuple(digits * 10.0**power for power in range(-5, 2) for digits in (1.0, 2.5, 5.0))
 """Upper bounds of the buckets of durations: three in each power of ten, from 10 us to 50 s."""
 
+RECENT_SECONDS: Final = 60.0
+"""How far back `loop_lag_recent_seconds` looks."""
+
 Side: TypeAlias = Literal["receive", "send"]
 """Which end of a transfer counts it."""
 Stage: TypeAlias = Literal["queued", "gathering", "posting", "wire", "scattering"]
@@ -463,6 +467,7 @@ class Snapshot(TypedDict):
     loop_lag: HistogramSnapshot
     loop_blocked: int
     loop_lag_max_seconds: float
+    loop_lag_recent_seconds: float
 
 
 class _Histogram:
@@ -552,6 +557,7 @@ class Metrics:
         self._loop_lag = _Histogram()
         self._loop_blocked = 0
         self._loop_lag_max = 0.0
+        self._loop_lags: Final[deque[tuple[float, float]]] = deque()  # when and how late, latenesses falling
 
     def fetch_began(self, transfer: str, key: RequestKey, at: float) -> str:
         """Take note of a fetch. What prefill ranks are told of the trace that it belongs to; empty for nothing."""
@@ -620,11 +626,17 @@ class Metrics:
         self._waits += 1
         self._waited += seconds
 
-    def loop_late(self, seconds: float, *, blocked: bool) -> None:
-        """Count how late the loop came to a periodic callback; `blocked` if so late that it stood still."""
+    def loop_late(self, seconds: float, *, blocked: bool, at: float) -> None:
+        """Count how late the loop came to a periodic callback `at`; `blocked` if so late that it stood still."""
         self._loop_lag.add(max(0.0, seconds))
         self._loop_lag_max = max(self._loop_lag_max, seconds)
         self._loop_blocked += blocked
+        lags = self._loop_lags
+        while lags and lags[-1][1] <= seconds:  # never again the latest
+            lags.pop()
+        lags.append((at, seconds))
+        while lags[0][0] < at - RECENT_SECONDS:
+            lags.popleft()
 
     def snapshot(self) -> Snapshot:
         """All counters now, as plain numbers that later changes do not touch."""
@@ -649,6 +661,7 @@ class Metrics:
             "loop_lag": self._loop_lag.snapshot(),
             "loop_blocked": self._loop_blocked,
             "loop_lag_max_seconds": self._loop_lag_max,
+            "loop_lag_recent_seconds": max(0.0, self._loop_lags[0][1]) if self._loop_lags else 0.0,
         }
 
 

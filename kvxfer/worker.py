@@ -514,7 +514,7 @@ class LoopWatch:
 
         def beat() -> None:
             late = now() - self._due
-            metrics.loop_late(late, blocked=late >= _LATE_SECONDS)
+            metrics.loop_late(late, blocked=late >= _LATE_SECONDS, at=self._due + late)
             if late < _LATE_SECONDS:
                 self._blocked = False
             if late >= _BLOCKED_SECONDS and not self._blocked:

@@ -38,9 +38,10 @@ def test_counters():
     metrics.frames_received["Accept"] += 1
     metrics.admission_waited(0.25)
     metrics.admission_waited(0.5)
-    metrics.loop_late(0.25, blocked=False)
-    metrics.loop_late(0.5, blocked=True)
-    metrics.loop_late(-0.001, blocked=False)
+    metrics.loop_late(0.5, blocked=True, at=0.0)
+    metrics.loop_late(-0.001, blocked=False, at=59.0)
+    assert metrics.snapshot()["loop_lag_recent_seconds"] == 0.5
+    metrics.loop_late(0.25, blocked=False, at=61.0)
     seen = metrics.snapshot()
     assert buckets(seen.pop("loop_lag")) == {1e-5: 1, 0.25: 1, 0.5: 1}
     assert seen == {
@@ -63,6 +64,7 @@ def test_counters():
         "agents_rebuilt": 1,
         "loop_blocked": 1,
         "loop_lag_max_seconds": 0.5,
+        "loop_lag_recent_seconds": 0.25,
     }
 
 

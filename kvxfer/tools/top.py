@@ -73,7 +73,7 @@ class Top:
 
     def draw(self, sights: Iterable[Sight]) -> Group:
         """The tables of one look."""
-        workers = _table("worker", "state", "in/s", "out/s", "in", "out", "ok", "failed", "moving", "arena", "lag max")
+        workers = _table("worker", "state", "in/s", "out/s", "in", "out", "ok", "failed", "moving", "arena", "lag 60 s")
         moving: list[tuple[float, list[str]]] = []
         under_way, self._before, self._now = 0, self._now, {}
         for sight in sights:
@@ -121,7 +121,7 @@ class Top:
             _text(str(failed), "red" if failed else ""),
             _text(f"{state['receiving']}+{state['sending']}"),
             _arena(state["arena"]),
-            _text(f"{state['metrics']['loop_lag_max_seconds'] * 1e3:.0f} ms"),
+            _text(f"{state['metrics']['loop_lag_recent_seconds'] * 1e3:.0f} ms"),
         ]
 
     def _rates(self, key: tuple[str, str], now: float, totals: tuple[int, int]) -> tuple[float | None, float | None]:

@@ -85,9 +85,10 @@ async def test_a_browser_draws_it(stage, tmp_path):
     for drawn in (first, second):  # throughput is a line of more than one point, and one latency at least
         assert len([path for path in re.findall(r'<path d="([^"]*)"', drawn) if path.count("L") > 1]) >= 2
         assert "waits</code>" in drawn
-        assert "<div>LoopbackTransport: " in drawn
+        assert "LoopbackTransport · world 1</span>" in drawn
+        assert re.search(r'class="axis dim"><span>[\d.]+ MiB/s</span><span>[\d.]+ MiB/s</span><span>0</span>', drawn)
     assert re.search(
-        r'<span class="quarantined" title="quarantined: 4.0 KiB at 0, somebody: somebody is silent"', third
+        r'<span class="quarantined" title="quarantined: 0.00391 MiB at 0, somebody: somebody is silent"', third
     )
     # what a peer calls itself is text
     assert "&lt;b&gt;decode&lt;/b&gt;&lt;img src=x" in first

@@ -60,7 +60,7 @@ def state(**changes):
     side = {"bytes": {"staged": 0}, "transfers": {}}
     base = {
         "incarnation": "a",
-        "metrics": {"receive": side, "send": side, "loop_lag_max_seconds": 0.5},
+        "metrics": {"receive": side, "send": side, "loop_lag_recent_seconds": 0.5},
         "receiving": 0,
         "sending": 0,
         "arena": {"receive": share, "send": share},
@@ -79,7 +79,7 @@ def moving(received, sent):
     return {
         "receive": {"bytes": {"staged": received}, "transfers": {"ok": 7, "timeout": 2}},
         "send": {"bytes": {"mapped": sent}, "transfers": {"ok": 1}},
-        "loop_lag_max_seconds": 0.5,
+        "loop_lag_recent_seconds": 0.5,
     }
 
 
@@ -235,7 +235,7 @@ def test_numbers_that_no_worker_has_end_nothing(number, place):
     (sight,) = said(
         number if place == "monotonic" else 1.0,
         **{
-            "bytes": {"metrics": {"receive": side, "send": side, "loop_lag_max_seconds": 0.5}},
+            "bytes": {"metrics": {"receive": side, "send": side, "loop_lag_recent_seconds": 0.5}},
             "seconds": {"transfers": [{"seconds": number}]},
             "share": {"arena": {"receive": share, "send": share}},
             "monotonic": {},

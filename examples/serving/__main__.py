@@ -2,6 +2,7 @@
 
     python -m examples.serving                                        # a prefill server, a decode server, the router
     python -m examples.serving --decodes 2 --device cuda              # prefill on cuda:0, decode on cuda:1, cuda:2
+    python -m examples.serving --admin 127.0.0.1:9471                 # admin pages: prefill at 9471, decode at 9472
     python -m examples.serving --tp 1:2 --device cuda                 # one decode server, half of the heads on each
     python -m examples.serving prefill --port 8101 --device cuda:0
     python -m examples.serving decode --port 8102 --device cuda:1
@@ -30,6 +31,8 @@ from examples.serving.api import MODEL
 from examples.serving.server import Server
 from examples.serving.service import SIZES, Service, bound, check, parser
 
+log = logging.getLogger("serving.start")
+
 _POLL_SECONDS = 0.2
 _PREFILL = {"layout": "NHD", "block_tokens": 16}
 _DECODE = {"layout": "HND", "block_tokens": 32}  # another layout on purpose: neither side knows the other's
@@ -40,8 +43,11 @@ def main() -> None:
     options = parser(prog="python -m examples.serving", description="Serve a model, in two halves.")
     arguments = options.parse_args()
     check(options, arguments)
-    logging.basicConfig(level=arguments.log.upper(), format=f"{arguments.role}: %(message)s")
+    name = "serving" if arguments.role == "all" else arguments.name or arguments.role
+    logging.basicConfig(level=arguments.log.upper(), format=f"%(asctime)s {name}: %(message)s")
     logging.getLogger("httpx").setLevel("WARNING")  # it has a line for each request, and the router looks every second
+    if arguments.log != "error":
+        log.setLevel("INFO")  # a start takes long, and is not to look like nothing
     if arguments.role == "all":
         sys.exit(asyncio.run(_run(Service(arguments))))
     if arguments.with_parent:
@@ -61,6 +67,7 @@ def _application(arguments: argparse.Namespace) -> Starlette:
             on_failure=arguments.on_failure,
             silent_after=arguments.silent_after,
         )
+    log.info("loading torch and transformers")
     import torch
 
     from examples.serving import decode, prefill  # a router does without torch
@@ -114,6 +121,7 @@ async def _run(service: Service) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
         service.start()
+        log.info("starting %s; on a machine's first start kvxfer also compiles", ", ".join(service.processes))
         return await _watch(service, stopped)
     finally:
         await asyncio.to_thread(service.end)
@@ -138,7 +146,8 @@ async def _watch(service: Service, stopped: asyncio.Event) -> int:
 
 def _announce(service: Service) -> None:
     for name, url in service.urls.items():
-        print(f"{name:10} {url}  (process {service.processes[name].pid})")
+        page = f", admin page http://{service.pages[name]}/" if name in service.pages else ""
+        print(f"{name:10} {url}  (process {service.processes[name].pid}){page}")
     asked = f'{{"model": "{MODEL}", "prompt": "Hello", "max_tokens": 32, "stream": true}}'
     print(f"\ncurl -N {service.urls['router']}/v1/completions -H 'Content-Type: application/json' -d '{asked}'\n")
     sys.stdout.flush()

@@ -15,6 +15,7 @@ from examples.serving.engine import Engine, EngineSettings
 from examples.serving.ranks import OpenWorker, Ranks
 
 _log = logging.getLogger("serving")
+_starting = logging.getLogger("serving.start")
 
 
 class Handover(msgspec.Struct):
@@ -110,10 +111,13 @@ class Node:
 
         On the way out it drains: what was promised to others is still fetched. Then requests end, transfers, the model.
         """
+        _starting.info("building the model")
         self.engine = await asyncio.to_thread(Engine.load, self._settings)
+        _starting.info("opening workers")
         config = {"model": self.engine.model_name, **self._config}
         opening = Ranks.open(self.engine.cache, self._open_worker, **config)
         async with self.engine, opening as self.ranks, self._watched(application.state.stopping):
+            _starting.info("ready")
             try:
                 yield
                 await self.ranks.drain()

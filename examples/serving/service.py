@@ -65,10 +65,14 @@ def parser(**about: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--verify", action="store_true", help="compare digests of K and V of every prompt")
     parser.add_argument(
-        "--admin", default="", metavar="HOST:PORT", help="of one server: kvxfer's page, metrics, health"
+        "--admin",
+        default="",
+        metavar="HOST:PORT",
+        help="kvxfer's page, metrics, health; of several servers the first is there, others at the ports behind it",
     )
     levels = ["debug", "info", "warning", "error"]
     parser.add_argument("--log", choices=levels, default="warning", help=f"what is worth a line {usual}")
+    parser.add_argument("--name", default="", help=argparse.SUPPRESS)  # what log lines begin with
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # the socket to listen on, from the parent
     parser.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
     _add_model(parser)
@@ -110,8 +114,10 @@ def _from(least: int, most: int = 2**31) -> Callable[[str], int]:
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse options that nobody would read, and servers that nobody could use."""
     role: str = arguments.role
-    if arguments.admin and role not in {"prefill", "decode"}:
-        parser.error("--admin is of one prefill or decode server: start them one by one")
+    if arguments.admin and role == "router":
+        parser.error("--admin is of prefill and decode servers: a router has no worker")
+    if role == "all" and arguments.admin and not re.fullmatch(r".+:[1-9]\d*", arguments.admin):
+        parser.error(f"--admin {arguments.admin}: of several servers it is HOST:PORT, the port of the first")
     if role != "router" and (arguments.prefill or arguments.decode):
         parser.error("--prefill and --decode are of a router; --prefills and --decodes are numbers")
     if role == "router" and not arguments.decode:
@@ -158,6 +164,7 @@ class Service:
     Attributes:
         processes: By name: `prefill 0`, `decode 0`, ..., `router`.
         urls: Likewise.
+        pages: Likewise, addresses of admin pages; of no router.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -165,6 +172,7 @@ class Service:
         self._missing: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.urls: dict[str, str] = {}
+        self.pages: dict[str, str] = {}
 
     def start(self) -> None:
         """Start all of them; `end` ends them, also if this fails."""
@@ -174,7 +182,8 @@ class Service:
             for role, count in (("prefill", arguments.prefills), ("decode", arguments.decodes)):
                 for number in range(count):
                     with bound(arguments.host, 0) as its:  # the port is known before the server is there
-                        self._start(f"{role} {number}", role, its, *self._model(places.pop(0)))
+                        name = f"{role} {number}"
+                        self._start(name, role, its, *self._page(name), *self._model(places.pop(0)))
             others = [(f"--{name.split()[0]}", url) for name, url in self.urls.items()]
             policy = ("--on-failure", arguments.on_failure, "--silent-after", str(arguments.silent_after))
             self._start("router", "router", listening, *policy, *(part for pair in others for part in pair))
@@ -203,6 +212,14 @@ class Service:
                 except subprocess.TimeoutExpired:
                     process.kill()
 
+    def _page(self, name: str) -> list[str]:
+        """Options for the admin page of the next server."""
+        if not self._arguments.admin:
+            return []
+        host, _, port = self._arguments.admin.rpartition(":")
+        self.pages[name] = f"{host}:{int(port) + len(self.pages)}"
+        return ["--admin", self.pages[name]]
+
     def _model(self, device: str) -> list[str]:
         """Options of a server that has a model."""
         arguments = self._arguments
@@ -218,7 +235,7 @@ class Service:
         host, port = listening.getsockname()[:2]
         command = [sys.executable, "-m", "examples.serving", role, "--with-parent", "--fd", str(listening.fileno())]
         self.processes[name] = subprocess.Popen(
-            [*command, "--log", self._arguments.log, *options],
+            [*command, "--name", name, "--log", self._arguments.log, *options],
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             process_group=0,  # a Ctrl-C is for this process, which ends the others in order

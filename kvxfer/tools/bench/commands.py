@@ -151,7 +151,7 @@ def latency(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.victims import known_victim
 
-    count = fetches or (100 if quick else 1000)
+    count = fetches or (30 if quick else 1000)
     victim = known_victim(beside)
     arguments = _given(routes=routes, fetches=count, uvloop=uvloop, beside=victim or None, quick=quick)
     _perform(
@@ -180,7 +180,7 @@ def load(
     from kvxfer.tools.bench.load import Load
     from kvxfer.tools.bench.matrix import known_routes
 
-    small: dict[str, Any] = {"concurrency": (64,), "sizes": (64 << 10, 1 << 20), "seconds": 2.0} if quick else {}
+    small: dict[str, Any] = {"concurrency": (64,), "sizes": (64 << 10, 1 << 20), "seconds": 1.0} if quick else {}
     asked = _given(
         concurrency=_numbers("--concurrency", concurrency) if concurrency else None,
         sizes=_sizes("--sizes", sizes) if sizes else None,
@@ -215,7 +215,7 @@ def rivals(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.rivals import Rivals, find
 
-    small: dict[str, Any] = {"pieces": (8 << 10, 32 << 10), "size": 32 << 20, "seconds": 2.0} if quick else {}
+    small: dict[str, Any] = {"pieces": (8 << 10, 32 << 10), "size": 16 << 20, "seconds": 0.5} if quick else {}
     asked = _given(
         pieces=_sizes("--pieces", pieces) if pieces else None,
         size=_sizes("--size", size)[0] if size else None,
@@ -273,14 +273,14 @@ def interference(
     from kvxfer.tools.bench.interference import Interference
     from kvxfer.tools.bench.matrix import known_routes
 
-    small: dict[str, Any] = {"seconds": 0.3, "turns": 2} if quick else {}
+    small: dict[str, Any] = {"seconds": 0.2, "turns": 2} if quick else {}
     asked = _given(
         ctas=_numbers("--ctas", ctas) if ctas else None,
         request_bytes=_sizes("--size", size)[0] if size else None,
         seconds=seconds,
         turns=turns,
     )
-    chosen = known_routes(routes)
+    chosen = known_routes(routes or ("mapped,staged" if quick else None))
 
     def make(kind: "Kind") -> Interference:
         default: dict[str, Any] = {"request_bytes": 32 << 20} if kind == "cpu" else {}

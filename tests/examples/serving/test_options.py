@@ -14,6 +14,7 @@ from examples.serving.__main__ import main
 from examples.serving.service import SIZES, Service, parser
 
 ROOT = Path(__file__).parents[3]
+START = ["loading torch and transformers", "building the model", "opening workers"]
 
 
 def run(*options, **environment):
@@ -29,8 +30,8 @@ def run(*options, **environment):
         (["--prefills", "-1"], "--prefills: -1 is not from 0"),
         (["--decodes", "0"], "--decodes: 0 is not from 1"),
         (["--port", "65536"], "--port: 65536 is not from 0 to 65535"),
-        (["--admin", "127.0.0.1:0"], "--admin is of one prefill or decode server"),
-        (["router", "--decode", "http://x", "--admin", "127.0.0.1:0"], "--admin is of one prefill or decode server"),
+        (["--admin", "127.0.0.1:0"], "--admin 127.0.0.1:0: of several servers it is HOST:PORT, the port of the first"),
+        (["router", "--decode", "http://x", "--admin", "127.0.0.1:1"], "--admin is of prefill and decode servers"),
         (["--decode", "http://127.0.0.1:9"], "--decode are of a router"),
         (["router"], "a router needs --decode"),
         (["--tp", "x"], "--tp: 'x' is not P:D, ranks of a prefill and of a decode server"),
@@ -84,6 +85,16 @@ def test_a_port_that_is_taken_is_named():
     assert re.fullmatch(rf"127\.0\.0\.1:{port} cannot be listened on: .*in use\n", done.stderr)
 
 
+def test_servers_have_names_in_their_logs_and_admin_pages_of_their_own(monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    service = Service(parser().parse_args(["--port", "0", "--decodes", "2", "--admin", "127.0.0.1:9471"]))
+    service.start()
+    given = [[words[words.index(o) + 1] if o in words else "" for o in ("--name", "--admin")] for words in started]
+    assert given == [*([name, page] for name, page in service.pages.items()), ["router", ""]]
+    assert list(service.pages.items())[::2] == [("prefill 0", "127.0.0.1:9471"), ("decode 1", "127.0.0.1:9473")]
+
+
 @pytest.mark.parametrize("log", ["warning", "debug"])
 def test_a_server_that_cannot_start_says_why_in_a_line(log):
     done = run("decode", "--port", "0", "--log", log, KVXFER_NONSENSE="1")
@@ -91,8 +102,11 @@ def test_a_server_that_cannot_start_says_why_in_a_line(log):
     first, *others = done.stderr.splitlines()
     assert ("Traceback" in done.stderr) == (log == "debug")
     if log == "warning":
-        assert "environment variable KVXFER_NONSENSE is not a setting" in first
-        assert others == ["decode: Application startup failed. Exiting."]
+        said = [first, *others]
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} decode: ", line) for line in said)
+        assert [line.partition("decode: ")[2] for line in said[:3]] == START
+        assert "environment variable KVXFER_NONSENSE is not a setting" in said[3]
+        assert said[4].endswith("decode: Application startup failed. Exiting.")
     assert "leaked" not in done.stderr
 
 

@@ -45,6 +45,8 @@ def received(ticket_file: Path | None) -> dict[str, Any]:
     """What prefill.py published; it may take its time."""
     if ticket_file is None:
         return json.loads(sys.stdin.readline() or sys.exit("decode: no ticket came"))
+    if not ticket_file.exists():
+        print(f"decode: waiting for {ticket_file}, which prefill.py writes; Ctrl-C ends it", file=sys.stderr)
     while True:
         try:
             return json.loads(ticket_file.read_text())
@@ -59,5 +61,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     try:
         sys.exit(0 if asyncio.run(decode(arguments.device, received(arguments.ticket))) else 1)
+    except KeyboardInterrupt:
+        sys.exit("decode: given up")
     except kvxfer.KvxferError as error:
         sys.exit(f"decode: {type(error).__name__}: {error}")

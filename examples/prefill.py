@@ -59,6 +59,8 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     try:
         asyncio.run(prefill(arguments.device, arguments.ticket))
+    except KeyboardInterrupt:
+        sys.exit("prefill: given up; the ticket is worth nothing any more")
     finally:
         if arguments.ticket:
-            arguments.ticket.unlink(missing_ok=True)  # it is worth nothing any more
+            arguments.ticket.unlink(missing_ok=True)

@@ -74,6 +74,8 @@ def test_config_prints_values_sources_and_bounds(command, tmp_path):
     assert code == 0
     assert ["copy_ctas", "8", "KVXFER_COPY_CTAS"] in rows
     assert ["secret", "**********", "KVXFER_SECRET"] in rows
+    assert ["arena_bytes", "512", "MiB", "default"] in rows
+    assert ["drain_timeout", "10", "s", "default"] in rows
     assert ["fetch_timeout", "none", "default"] in rows
     assert ["unreachable_peer", "5", "s"] in rows
     assert str(file) in "".join(out.split()), "a long path may fold, but nothing of it is lost"
@@ -164,7 +166,8 @@ def test_plan_explains(command, model):
 
 def test_plan_as_json(command, model):
     code, out, _ = command(
-        "plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8"
+        *("plan", *model, *ENGINES, "--tokens", "24:1024", "--json", "--profile", "cpu", "--dtype", "fp8"),
+        *("--bandwidth", "staged=1GB"),
     )
     found = json.loads(out)
     assert code == 0
@@ -187,6 +190,7 @@ def test_plan_as_json(command, model):
     }
     assert found["tokens"] == {"start": 24, "stop": 1024}
     assert found["profile"]["name"] == "cpu"
+    assert found["profile"]["hardware"].endswith("; bandwidths as given: staged at 1 GB/s")
     assert found["decode"] == {
         "ranks": 2,
         "tp": 2,
@@ -233,6 +237,8 @@ def test_plan_decides_by_the_settings(command, model):
         ({"--tokens": "9:3"}, "--tokens 9:3 is not possible"),
         ({"--dtype": "int3"}, "dtype 'int3' is unknown"),
         ({"--profile": "h200"}, "--profile h200 is unknown: did you mean h200-nvlink?"),
+        ({"--bandwidth": "tcp=1GB"}, "--bandwidth tcp=1GB: 'tcp=1GB' is not understood: routes are mapped, staged"),
+        ({"--bandwidth": "fast"}, "--bandwidth fast: 'fast' is not bytes a second"),
         ({"--chunk": "many"}, "chunk_bytes is 'many'"),
         ({"--route": "pul"}, "route is 'pul'"),
     ],

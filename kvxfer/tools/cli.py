@@ -8,14 +8,16 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
 
 import typer
 
-from kvxfer.errors import KvxferError, UsageError
+from kvxfer.errors import KvxferError, MissingExtraError, UsageError
 from kvxfer.tools.bench.commands import app as bench
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from kvxfer.config import Config
     from kvxfer.tools.plan import Forecast
 
@@ -96,11 +98,14 @@ def _print_tables(effective: "Config") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvxfer.config import leaves
+
     settings = Table(box=None, pad_edge=False)
     for heading in ("setting", "value", "source"):
         settings.add_column(heading, overflow="fold")
+    declared = dict(leaves(type(effective)))
     for setting in effective.effective():
-        shown = "none" if setting.value is None else str(setting.value)
+        shown = "none" if setting.value is None else _with_unit(setting.value, declared[setting.name])
         style = "" if setting.source == "default" else "bold"
         settings.add_row(Text(setting.name, style), Text(shown, style), Text(setting.source, style))
     bounds = Table("failure", "heard of within", box=None, pad_edge=False)
@@ -110,6 +115,22 @@ def _print_tables(effective: "Config") -> None:
     console.print(settings)
     console.print()
     console.print(bounds)
+
+
+def _with_unit(value: object, declared: "FieldInfo") -> str:
+    """A value as it may be set, with the unit in which settings of its kind are read."""
+    from kvxfer.config import parse_duration, parse_size
+
+    said = [*declared.metadata, *(one for kind in get_args(declared.annotation) for one in get_args(kind))]
+    readers = {getattr(one, "func", None) for one in said}
+    if parse_duration in readers:
+        return f"{value:g} s" if isinstance(value, int | float) else str(value)
+    if parse_size not in readers or not isinstance(value, int):
+        return str(value)
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value and value % (1 << power) == 0:
+            return f"{value >> power} {unit}"
+    return f"{value} B"
 
 
 @app.command()
@@ -124,6 +145,9 @@ def plan(
         str | None, typer.Option(help="As the settings chunk_bytes and in_place_chunk_bytes: 32MiB.")
     ] = None,
     profile: Annotated[str, typer.Option(help="Machine that predicted times are for: h200-nvlink or cpu.")] = "",
+    bandwidth: Annotated[
+        str | None, typer.Option(help="A second, in place of the profile's: 25GB by NIXL, or staged=25GB,mapped=300GB.")
+    ] = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="Both engines are on one host: memory can be mapped.")
     ] = False,
@@ -139,10 +163,11 @@ def plan(
     from kvxfer.config import Config
     from kvxfer.plans.routes import PROFILES
     from kvxfer.tools.engine import dtype_name, read_model
-    from kvxfer.tools.plan import forecast, nearest, parse_engine, parse_tokens
+    from kvxfer.tools.plan import forecast, nearest, parse_engine, parse_tokens, with_bandwidths
 
     if profile and profile not in PROFILES:
         raise UsageError(f"--profile {profile} is unknown: {nearest(profile, list(PROFILES))}")
+    machine = PROFILES[profile or next(iter(PROFILES))]
     options = {"route": route, "in_place_chunk_bytes": chunk}
     if route in {None, "auto", "staged"}:
         options["chunk_bytes"] = chunk
@@ -153,7 +178,7 @@ def plan(
         parse_engine(decode, "--decode"),
         parse_tokens(tokens),
         config=Config.load(**settings),
-        profile=PROFILES[profile or next(iter(PROFILES))],
+        profile=machine if bandwidth is None else with_bandwidths(machine, bandwidth),
         dtype=None if dtype is None else dtype_name(dtype),
         one_host=one_host,
     )
@@ -275,6 +300,10 @@ def demo(
     ] = "none",
 ) -> None:
     """Prefill a real model in one process, decode it in another, and check every byte of its cache."""
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:  # before torch is loaded, which takes long
+        raise MissingExtraError("the demo runs a model of transformers: pip install 'transformers>=5.17'")
     from rich.console import Console
 
     from kvxfer.tools.demo.run import run

@@ -6,12 +6,12 @@ would have; the time is a prediction of `routes.cost`.
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.config import Config
+from kvxfer.config import Config, parse_size
 from kvxfer.errors import ConfigError, GeometryError, TokensError
 from kvxfer.geometry import LAYOUTS, ChunkGrid, CopyPlan, PairPlan, TransferPlan, check_tokens, resolve, sample
 from kvxfer.names import MAX_ROWS
@@ -31,6 +31,7 @@ __all__ = [
     "parse_tokens",
     "shown_size",
     "shown_time",
+    "with_bandwidths",
 ]
 
 # --- engines on a command line
@@ -89,6 +90,30 @@ def parse_tokens(text: str) -> range:
     if found.stop < max(found.start, 1):
         raise TokensError(f"--tokens {text} is not possible: that is no token; give N or A:B with A <= B")
     return found
+
+
+def with_bandwidths(profile: Profile, text: str) -> Profile:
+    """A profile with other bandwidths: `25GB` a second for all that goes by NIXL, or `staged=25GB,mapped=300GB`.
+
+    Raises:
+        ConfigError: If a route is unknown, or a bandwidth is none.
+    """
+    by_nixl = "staged", "direct", "pull"
+    routes, said = dict(profile.routes), dict[str, int]()
+    for term in text.split(","):
+        name, separator, value = (part.strip() for part in term.rpartition("="))
+        try:
+            given = int(str(parse_size(value)))
+        except ValueError as error:
+            raise ConfigError(f"--bandwidth {text}: {value!r} is not bytes a second: {error}") from error
+        for one in [name] if separator else by_nixl:
+            route = next((route for route in routes if route.name.lower() == one), None)
+            if route is None or given < 1:
+                known = ", ".join(route.name.lower() for route in routes)
+                raise ConfigError(f"--bandwidth {text}: {term!r} is not understood: routes are {known}, and 1 is least")
+            routes[route], said[one] = replace(routes[route], bytes_per_s=float(given)), given
+    words = ", ".join(f"{one} at {given / 1e9:g} GB/s" for one, given in said.items())
+    return replace(profile, hardware=f"{profile.hardware}; bandwidths as given: {words}", routes=routes)
 
 
 def _whole(text: str) -> int:
@@ -258,7 +283,7 @@ class Forecast:
         for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
             layout = engine.layout
             lines.append(f"{side}: {len(engine.ranks)} ranks, blocks of {layout.block} tokens: {layout.axis_string}")
-        lines.append(f"times are predictions for a pair that is alone, after {self.profile.hardware}")
+        lines.append(f"times are predictions for a pair that is alone; measured on {self.profile.hardware}")
         return [*lines, *(f"note: {note}" for note in model.notes)]
 
 

@@ -65,6 +65,16 @@ def perform(**changes):
 # --- whole runs
 
 
+def test_what_is_missing_is_said_before_anything_is_loaded():
+    code = (
+        "import sys; sys.modules['transformers'] = None; sys.argv = ['kvxfer', 'demo']\n"
+        "from kvxfer.tools.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr == "kvxfer: the demo runs a model of transformers: pip install 'transformers>=5.17'\n"
+
+
 @pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("route", ["staged", "direct", "pull", "auto"])  # which takes `mapped`
 def test_every_route_ends_well(route):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -92,6 +93,20 @@ def test_prefill_and_decode_by_standard_output(folder):
         code, out, err = outcome(prefill)
         assert (code, out) == (0, "")
     assert re.fullmatch(r"prefill: Released, [0-9a-f]{16}\n", err)
+
+
+@nixl
+def test_ctrl_c_ends_both_in_a_line_and_leaves_no_ticket(folder):
+    ticket = folder / "ticket.json"
+    with running("decode.py", ticket, tmp_path=folder) as decode:
+        assert decode.stderr.readline().startswith(f"decode: waiting for {ticket}, which prefill.py writes")
+        decode.send_signal(signal.SIGINT)
+        assert outcome(decode) == (1, "", "decode: given up\n")
+    with running("prefill.py", ticket, tmp_path=folder) as prefill:
+        wait_for(ticket, prefill)
+        prefill.send_signal(signal.SIGINT)
+        assert outcome(prefill) == (1, "", "prefill: given up; the ticket is worth nothing any more\n")
+    assert list(folder.iterdir()) == []
 
 
 @nixl

@@ -215,7 +215,7 @@ def rivals(
     from kvxfer.tools.bench.matrix import known_routes
     from kvxfer.tools.bench.rivals import Rivals, find
 
-    small: dict[str, Any] = {"pieces": (8 << 10, 32 << 10), "size": 16 << 20, "seconds": 0.5} if quick else {}
+    small: dict[str, Any] = {"pieces": (8 << 10,), "size": 16 << 20, "repetitions": 3} if quick else {}
     asked = _given(
         pieces=_sizes("--pieces", pieces) if pieces else None,
         size=_sizes("--size", size)[0] if size else None,

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Final, Literal, cast
 import torch
 from rich.console import Console
 
-from kvxfer.errors import KvxferError, MissingExtraError
+from kvxfer.errors import KvxferError
 from kvxfer.tools.demo.display import Display
 from kvxfer.tools.demo.script import (
     Broken,
@@ -46,8 +45,6 @@ def run(script: Script, console: Console) -> bool:
 
     Nothing is left behind, whatever happens: neither a process nor a file.
     """
-    if find_spec("transformers") is None:  # before anything else that takes long
-        raise MissingExtraError("the demo runs a model of transformers: pip install transformers")
     devices = _devices(script.device)
     verdict = Verdict(script)
     with (

@@ -27,8 +27,7 @@ def page() -> str:
 def required() -> dict[str, list[str]]:
     """Names of what is required, always and by each extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = {"Always": project["dependencies"]}
-    groups |= {f"Extra `{extra}`": needs for extra, needs in project["optional-dependencies"].items()}
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
     return {title: sorted({_name(need) for need in needs}, key=str.lower) for title, needs in groups.items()}
 
 
@@ -37,18 +36,20 @@ def _lines() -> Iterator[str]:
     yield from _HEAD.splitlines()
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
     versions = {_plain(name): version for name, version in pins.items()}
-    for title, names in required().items():
-        yield from ("", f"## {title}", "", "| package | version read | licence |", "|---|---|---|")
-        for name in names:
-            version, licence = NOT_INSTALLED.get(name) or (versions[_plain(name)], licence_of(name))
-            yield f"| {name} | {version} | {licence} |"
+    by: dict[str, list[str]] = {}
+    for extra, names in required().items():
+        for name in names if extra not in _DEVELOPMENT else ():
+            by.setdefault(name, []).append(extra)
+    yield from ("", "| package | version | licence | of |", "|---|---|---|---|")
+    for name, extras in by.items():
+        version, licence = NOT_INSTALLED.get(name) or (versions[_plain(name)], licence_of(name))
+        yield f"| {name} | {version} | {licence} | {', '.join(filter(None, extras))} |"
 
 
+_DEVELOPMENT = {"test", "docs"}
 _HEAD = """\
-kvxfer itself is under [Apache 2.0](../LICENSE). What it requires is installed beside it. Each line says what the
-package's own metadata says, in the version that `constraints.txt` pins (`cuda-bindings`, which needs a GPU, is not
-pinned). What these packages require in turn is not listed, nor are libraries inside of wheels, such as CUDA's, which
-have licences of their own."""
+kvxfer is under [Apache 2.0](../LICENSE). What it requires, always or with an extra, says this of itself; what that
+requires in turn, and libraries inside of wheels, are not listed."""
 
 
 def _name(need: str) -> str:

@@ -155,42 +155,44 @@ def _default(name: str, declared: FieldInfo) -> str:
 def _commands() -> Iterator[str]:
     yield from ("# The command kvxfer", "", _MADE, "")
     yield from _EXITS.splitlines()
-    yield from _group("kvxfer", app)
+    yield from _group("kvxfer", app, set())
 
 
-def _group(path: str, group: typer.Typer) -> Iterator[str]:
+def _group(path: str, group: typer.Typer, told: set[str]) -> Iterator[str]:
     registered = group.registered_callback
     if registered is not None and registered.callback is not None:
-        yield from _command(path, registered.callback)
+        yield from _command(path, registered.callback, told)
     for command in group.registered_commands:
         if command.callback is not None:
-            yield from _command(f"{path} {command.name or command.callback.__name__}", command.callback)
+            yield from _command(f"{path} {command.name or command.callback.__name__}", command.callback, told)
     for inner in group.registered_groups:
         if inner.typer_instance is not None:
-            yield from _group(f"{path} {inner.name}", inner.typer_instance)
+            yield from _group(f"{path} {inner.name}", inner.typer_instance, told)
 
 
-def _command(path: str, function: Callable[..., Any]) -> Iterator[str]:
+def _command(path: str, function: Callable[..., Any], told: set[str]) -> Iterator[str]:
     yield from ("", f"## `{path}`", "", inspect.cleandoc(function.__doc__ or ""))
     hints = get_type_hints(function, include_extras=True)
     rows = [_parameter(name, hints[name], one.default) for name, one in inspect.signature(function).parameters.items()]
-    if rows:
-        yield from ("", "| | takes | default | what |", "|---|---|---|---|", *rows)
+    if new := [row for row in rows if row not in told]:
+        yield from ("", "| | |", "|---|---|", *new)
+    if old := [row for row in rows if row in told]:
+        yield from ("", f"And, as above: {', '.join(row.split(' ')[1] for row in old)}.")
+    told |= set(new)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> str:
     kind, said = get_args(annotation)
-    flag = kind is bool
     if isinstance(said, typer.models.OptionInfo):
         given = [one for one in (said.default, *(said.param_decls or ())) if isinstance(one, str)]
         names = given or [f"--{name.replace('_', '-')}"]
     else:
         names = [(said.metavar or name.upper()).replace("|", r"\|")]
-    takes = "" if flag else _named(kind).replace(", `none`", "")
-    shown = "" if default in (None, False, "") else f"`{default}`"
+    takes = "" if kind is bool else f" {_named(kind).replace(', `none`', '')}"
+    shown = "" if default in (None, False, "") else f" Default `{default}`."
     if default is inspect.Parameter.empty:
-        shown = "required"
-    return f"| {', '.join(f'`{one}`' for one in names)} | {takes} | {shown} | {said.help or ''} |"
+        shown = " Required."
+    return f"| {', '.join(f'`{one}`' for one in names)}{takes} | {said.help or ''}{shown} |"
 
 
 def main() -> int:

@@ -274,7 +274,7 @@ class BlocksError(UsageError, ValueError):
     """A block list cannot be used.
 
     Cause: an id that is negative or beyond the pool, an id named twice at the receiver, an empty or too short list, or
-        blocks that are in custody after `MemoryInDoubt`.
+    blocks that are in custody after `MemoryInDoubt`.
     Remedy: the message names the group, the position in the list and the id.
     """
 
@@ -285,7 +285,7 @@ class TokensError(UsageError, ValueError):
     """A token range cannot be used.
 
     Cause: it is empty, it lies outside what is offered, or it ends before the last token although the request has state
-        (which belongs to the last token only).
+    (which belongs to the last token only).
     Remedy: ask for a range inside the offer; with state groups, up to its end.
     """
 
@@ -350,7 +350,7 @@ class ForkedError(UsageError):
     """A worker was used in a process that was forked off the one that it runs in.
 
     Cause: `os.fork`, or `multiprocessing` with the start method `fork`, after the worker was opened. Its threads, its
-        NIXL agent and its CUDA context stay behind in the parent, where they go on as before.
+    NIXL agent and its CUDA context stay behind in the parent, where they go on as before.
     Remedy: open a worker of its own in the child, and start children with `spawn` or `forkserver`.
     """
 
@@ -395,9 +395,9 @@ class UnreachableError(PeerError, ConnectionError):
     """No connection to the peer, or no handshake in time.
 
     Cause: nobody listens at the ticket's endpoint, `allow_peers` excludes it, secrets or settings of TLS do not go
-        together, or the handshake took too long.
+    together, or the handshake took too long.
     Remedy: check that the prefill worker runs and that its endpoint can be reached from here; where it is about TLS,
-        the message and the log of the prefill worker say which setting.
+    the message and the log of the prefill worker say which setting.
     """
 
     code: ClassVar[Code] = Code.UNREACHABLE
@@ -407,12 +407,12 @@ class IdentityError(PeerError):
     """A peer does not prove to be the process whose incarnation it names. Nothing of that one is disturbed.
 
     Cause: it has not the key that the incarnation stands for, and says to be somebody else. Raised at the side that
-        finds out, and at the one that is refused. Or a worker that is reached at two endpoints: it is asked at the one
-        where something with it is open, or in doubt, and this is raised if it does not answer there.
+    finds out, and at the one that is refused. Or a worker that is reached at two endpoints: it is asked at the one
+    where something with it is open, or in doubt, and this is raised if it does not answer there.
     Remedy: restart the worker that is refused: it draws another incarnation. If it was refused for its proof, find out
-        who else passes the handshake, and change the `secret` or the certificates. Where `engaged_at` names an endpoint
-        of the same worker, have all tickets name one that stays; if it is gone for good, one of the two workers has to
-        be started again, unless the doubt ends without.
+    who else passes the handshake, and change the `secret` or the certificates. Where `engaged_at` names an endpoint
+    of the same worker, have all tickets name one that stays; if it is gone for good, one of the two workers has to
+    be started again, unless the doubt ends without.
 
     Attributes:
         engaged_at: Where something with the worker is open, or in doubt, if it is refused because it is somewhere else;
@@ -452,7 +452,7 @@ class RefusedError(PeerError):
 
     Cause: `reason` says it: the ticket is unknown, forged or expired, the range is outside the offer, ...
     Remedy: depends on `reason`. `TOO_MANY`: try again after `retry_after` seconds. `DRAINING`: the peer is about to
-        close, so have the request prefilled by another one. Otherwise it may be prefilled again.
+    close, so have the request prefilled by another one. Otherwise it may be prefilled again.
 
     Attributes:
         reason: The peer's code.
@@ -556,7 +556,7 @@ class IntegrityError(TransferError):
     """A chunk arrived, and does not hold what the prefill rank has in its blocks.
 
     Cause: faulty memory or a faulty link, blocks that were written meanwhile on either side by somebody else, or a
-        defect; found because `integrity` is set.
+    defect; found because `integrity` is set.
     Remedy: fetch again with the same ticket; if it comes again, look for who writes the blocks that it names.
 
     Attributes:
@@ -630,7 +630,7 @@ class FabricError(KvxferError):
     """The transport below (NIXL) refused or failed.
 
     Cause: a backend that is missing, memory that cannot be registered, a disconnected or stuck link; a NIXL library
-        that lacks a function, or does not do what it is told.
+    that lacks a function, or does not do what it is told.
     Remedy: the message carries the transport's own words and the settings in effect.
 
     Attributes:

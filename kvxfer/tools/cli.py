@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
 
 import typer
 
@@ -16,8 +16,6 @@ from kvxfer.errors import KvxferError, MissingExtraError, UsageError
 from kvxfer.tools.bench.commands import app as bench
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
     from kvxfer.config import Config
     from kvxfer.tools.plan import Forecast
 
@@ -117,7 +115,7 @@ def _print_tables(effective: "Config") -> None:
     console.print(bounds)
 
 
-def _with_unit(value: object, declared: "FieldInfo") -> str:
+def _with_unit(value: object, declared: Any) -> str:
     """A value as it may be set, with the unit in which settings of its kind are read."""
     from kvxfer.config import parse_duration, parse_size
 

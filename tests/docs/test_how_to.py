@@ -54,7 +54,7 @@ def options():
     page = (DOCS / "reference/command-line.md").read_text()
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         path, _, rest = section.partition("\n")
-        yield path.strip("`"), set(re.findall(r"^\| .*?`(--[\w-]+)`", rest, re.MULTILINE))
+        yield path.strip("`"), set(re.findall(r"`(--[\w-]+)`", rest))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

@@ -24,7 +24,7 @@ def _head() -> Iterator[str]:
     yield "<!-- Made by `make errors` from `kvxfer/errors.py`; changes belong there. -->"
     yield ""
     yield "`KvxferError` is the base of all. Messages say what happened, and what to do. `error.report`, and"
-    yield "`transfer.report` also of one that was cancelled, is a `FailureReport`, which names the `Step` that it had reached;"
+    yield "`transfer.report` also of one that was cancelled, is a `FailureReport`, which names the `Step` it was at;"
     yield "the log says the same (`fetch_failed`, `transfer_failed`). In the repository read"
     yield "[`kvxfer/errors.py`](../kvxfer/errors.py)."
 

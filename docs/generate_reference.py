@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_reference.py` from the top of the tree
-"""Writes docs/reference/settings.md and command-line.md, from the models of the settings and from the commands.
+"""Writes docs/reference/settings.md, from the models of the settings; what the site says of the commands.
 
-With `--check` it only says whether the pages are current.
+With `--check` it only says whether the page is current.
 """
 
 import inspect
@@ -26,9 +26,6 @@ A setting is an argument of `kvxfer.Config`, a variable of the environment, or a
 mapping of the arguments. Sizes may have a unit (`256MiB`, `100MB`), durations too (`200ms`, `5s`, `2m`). `none` as
 text, in the environment and in a file, means that nothing is set. A name that is not known is an error that gives the
 nearest one. `kvxfer config` prints what is in effect and where it comes from."""
-_EXITS = """\
-Exit codes: 0 if all is well, 1 if what was checked is not, 2 if the command was called wrongly or ended with one of
-kvxfer's errors. Settings come from the environment ([settings](settings.md))."""
 _UNITS = {parse_size: "bytes", parse_duration: "seconds"}
 _TYPES = {
     int: "whole number",
@@ -45,7 +42,12 @@ _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 def pages() -> Mapping[str, str]:
     """Every page by the name of its file."""
-    return {"settings.md": _page(_settings()), "command-line.md": _page(_commands())}
+    return {"settings.md": _page(_settings())}
+
+
+def commands() -> str:
+    """Every command with its options, as `docs/hooks.py` puts it on its page."""
+    return _page(_group("kvxfer", app, set()))
 
 
 def _page(lines: Iterable[str]) -> str:
@@ -150,12 +152,6 @@ def _default(name: str, declared: FieldInfo) -> str:
 
 
 # --- commands
-
-
-def _commands() -> Iterator[str]:
-    yield from ("# The command kvxfer", "", _MADE, "")
-    yield from _EXITS.splitlines()
-    yield from _group("kvxfer", app, set())
 
 
 def _group(path: str, group: typer.Typer, told: set[str]) -> Iterator[str]:

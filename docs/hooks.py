@@ -5,6 +5,7 @@
 - Links are written as a forge reads them. Those that leave `docs/` lead to such a page, or to a copy of the file that
   they name, so that the site is whole without the repository and offline.
 - Headings have the anchors that a forge gives them.
+- The options of commands are read from the commands.
 - Diagrams in Mermaid are drawn here (`mermaid.py`); a browser has nothing to load.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from generate_reference import commands
 from mermaid import draw
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -28,6 +30,7 @@ ELSEWHERE = {  # file in the repository -> page of the site
     "SECURITY.md": "security.md",
 }
 PAGES = ELSEWHERE | {"README.md": "index.md"}  # the README is not shown, but something takes its place
+COMMANDS = "<!-- commands: docs/hooks.py puts them here -->"
 _COPIES = "source"
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -55,8 +58,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as the site has them."""
+    """Links as the site has them, and commands where a page wants them."""
     del config, files
+    markdown = markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
     def relinked(found: re.Match[str]) -> str:
         target = _resolved(page.file, found[1])
@@ -74,8 +78,8 @@ def anchor(heading: str, separator: str) -> str:
 
 
 def _drawing(source: str, _language: str, _class: str, _options: Mapping[str, Any], _markdown: Any, **_: Any) -> str:
-    svg = draw(source).replace("<svg ", '<svg style="max-width: none" ', 1)  # one that is too wide is moved, not shrunk
-    return f'<div class="drawing" style="overflow-x: auto">{svg}</div>'
+    svg = draw(source).replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)  # whole, if it is wide
+    return f'<div class="drawing">{svg}</div>'
 
 
 def _targets(file: File) -> Iterator[str]:

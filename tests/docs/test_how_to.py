@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import generate_reference
 import pytest
 from blocks import blocks, compare, play
 
@@ -50,9 +51,8 @@ def test_settings_and_json_that_are_shown_can_be_read(path, tmp_path):
 
 
 def options():
-    """The options of each command, as the reference lists them."""
-    page = (DOCS / "reference/command-line.md").read_text()
-    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+    """The options of each command, as the site lists them."""
+    for section in re.split(r"^## ", generate_reference.commands(), flags=re.MULTILINE)[1:]:
         path, _, rest = section.partition("\n")
         yield path.strip("`"), set(re.findall(r"`(--[\w-]+)`", rest))
 

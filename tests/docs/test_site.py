@@ -83,6 +83,12 @@ def test_links_to_files_of_the_repository_lead_to_copies(site):
     assert 'href="../security.html#' in (site / "how-to/two-hosts.html").read_text()
 
 
+def test_commands_are_listed_with_their_options(site):
+    page = (site / "reference/command-line.html").read_text()
+    assert "<code>kvxfer bench matrix</code>" in page
+    assert "<code>--bandwidth</code> text" in page
+
+
 def test_diagrams_in_mermaid_are_drawn(site):
     for name in ("architecture", "serving", "performance"):
         source = (ROOT / f"docs/{name}.md").read_text()

@@ -11,7 +11,7 @@ SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .PHONY: house demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
-.PHONY: schema errors drawings reference licences
+.PHONY: schema errors drawings licences
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -77,13 +77,10 @@ errors: $(STAMP)
 drawings: $(STAMP)
 	$(BIN)/python docs/generate_drawings.py
 
-reference: $(STAMP)
-	$(BIN)/python docs/generate_reference.py
-
 licences: $(STAMP)
 	$(BIN)/python docs/generate_licences.py
 
-pages: errors drawings reference licences
+pages: errors drawings licences
 
 # the documentation as a site, in build/site; strict, so a broken link or a page that no menu has is an error
 docs: $(STAMP)

@@ -1,13 +1,9 @@
-# ruff: noqa: INP001 - docs is no package; this runs as `python docs/generate_reference.py` from the top of the tree
-"""Writes docs/reference/settings.md, from the models of the settings; what the site says of the commands.
-
-With `--check` it only says whether the page is current.
-"""
+# ruff: noqa: INP001 - docs is no package; docs/hooks.py imports this
+"""What the site says of settings and commands, from their models and functions."""
 
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,14 +14,6 @@ from pydantic.fields import FieldInfo
 from kvxfer.config import PREFIX, Config, leaves, parse_duration, parse_size
 from kvxfer.tools.cli import app
 
-FOLDER = Path(__file__).with_name("reference")
-_MADE = "<!-- Made by `make reference` from the code; changes belong there. -->"
-_SETTINGS = """\
-A setting is an argument of `kvxfer.Config`, a variable of the environment, or an entry of a TOML or JSON file that
-`config_file` names; what comes first in this list wins. A dot in a name is a nested table of the file and a nested
-mapping of the arguments. Sizes may have a unit (`256MiB`, `100MB`), durations too (`200ms`, `5s`, `2m`). `none` as
-text, in the environment and in a file, means that nothing is set. A name that is not known is an error that gives the
-nearest one. `kvxfer config` prints what is in effect and where it comes from."""
 _UNITS = {parse_size: "bytes", parse_duration: "seconds"}
 _TYPES = {
     int: "whole number",
@@ -40,13 +28,13 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def pages() -> Mapping[str, str]:
-    """Every page by the name of its file."""
-    return {"settings.md": _page(_settings())}
+def settings() -> str:
+    """Every setting, and how long failures take to be heard of."""
+    return _page(_settings())
 
 
 def commands() -> str:
-    """Every command with its options, as `docs/hooks.py` puts it on its page."""
+    """Every command with its options."""
     return _page(_group("kvxfer", app, set()))
 
 
@@ -58,8 +46,7 @@ def _page(lines: Iterable[str]) -> str:
 
 
 def _settings() -> Iterator[str]:
-    yield from ("# Settings", "", _MADE, "")
-    yield from (*_SETTINGS.splitlines(), "", "| setting | variable | takes | default | what |", "|---|---|---|---|---|")
+    yield from ("| setting | variable | takes | default | what |", "|---|---|---|---|---|")
     for name, declared in leaves(Config):
         variable = PREFIX + name.upper().replace(".", "__")
         takes = "; ".join(filter(None, (_type(declared), _bounds(declared))))
@@ -189,20 +176,3 @@ def _parameter(name: str, annotation: Any, default: Any) -> str:
     if default is inspect.Parameter.empty:
         shown = " Required."
     return f"| {', '.join(f'`{one}`' for one in names)}{takes} | {said.help or ''}{shown} |"
-
-
-def main() -> int:
-    """Write the pages, or compare them."""
-    made = pages()
-    there = {name: path.read_text(encoding="utf-8") for name in made if (path := FOLDER / name).exists()}
-    if "--check" in sys.argv[1:]:
-        if there != made:
-            sys.stderr.write("docs/reference is stale: run `make reference`\n")
-        return int(there != made)
-    for name, text in made.items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,7 +5,7 @@
 - Links are written as a forge reads them. Those that leave `docs/` lead to such a page, or to a copy of the file that
   they name, so that the site is whole without the repository and offline.
 - Headings have the anchors that a forge gives them.
-- The options of commands are read from the commands.
+- Settings and commands are read from the code.
 - Diagrams in Mermaid are drawn here (`mermaid.py`); a browser has nothing to load.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from generate_reference import commands
+from generate_reference import commands, settings
 from mermaid import draw
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -30,7 +30,10 @@ ELSEWHERE = {  # file in the repository -> page of the site
     "SECURITY.md": "security.md",
 }
 PAGES = ELSEWHERE | {"README.md": "index.md"}  # the README is not shown, but something takes its place
-COMMANDS = "<!-- commands: docs/hooks.py puts them here -->"
+MADE = {
+    "<!-- commands: docs/hooks.py puts them here -->": commands,
+    "<!-- settings: docs/hooks.py puts them here -->": settings,
+}
 _COPIES = "source"
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -58,9 +61,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as the site has them, and commands where a page wants them."""
+    """Links as the site has them, and what is made of the code where a page marks its place."""
     del config, files
-    markdown = markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+    for mark, made in MADE.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
 
     def relinked(found: re.Match[str]) -> str:
         target = _resolved(page.file, found[1])

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import generate_drawings
+import generate_errors
 import generate_licences
 import generate_reference
 import pytest
@@ -54,13 +55,15 @@ def test_a_picture_of_another_table_is_another_picture(monkeypatch):
     assert generate_drawings.drawings()["states-sending.svg"] != before
 
 
-def test_the_reference_is_current():
-    for name, page in generate_reference.pages().items():
-        assert (DOCS / "reference" / name).read_text() == page, "run `make reference`"
+def test_the_page_of_errors_is_current_and_names_every_error_and_code():
+    page = generate_errors.page()
+    assert generate_errors.PAGE.read_text() == page, "run `make errors`"
+    assert all(f"`{name}`" in page for name in errors.__all__ if name != "Code")
+    assert all(f"`{code.name}`" in page for code in errors.Code)
 
 
 def test_every_setting_is_in_the_reference():
-    page = (DOCS / "reference/settings.md").read_text()
+    page = generate_reference.settings()
     rows = re.findall(r"^\| `([\w.]+)` \| `(KVXFER_\w+)` \| (.+?) \| (.+?) \| (.+) \|$", page, re.MULTILINE)
     assert [row[0] for row in rows] == [name for name, _ in leaves(Config)]
     assert {row[0]: row[2:4] for row in rows}["arena_bytes"] == ("bytes; at most 128TiB, at least 0", "`512MiB`")

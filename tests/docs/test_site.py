@@ -83,7 +83,8 @@ def test_links_to_files_of_the_repository_lead_to_copies(site):
     assert 'href="../security.html#' in (site / "how-to/two-hosts.html").read_text()
 
 
-def test_commands_are_listed_with_their_options(site):
+def test_settings_and_commands_are_listed(site):
+    assert "<code>KVXFER_PEER_TIMEOUT</code>" in (site / "reference/settings.html").read_text()
     page = (site / "reference/command-line.html").read_text()
     assert "<code>kvxfer bench matrix</code>" in page
     assert "<code>--bandwidth</code> text" in page

@@ -11,7 +11,7 @@ SPREAD := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .PHONY: house demo serve test check unit fuzz simulate network cancel faults soak format docs docs-serve pages clean
-.PHONY: schema errors drawings licences
+.PHONY: schema drawings licences
 
 demo: $(STAMP)
 	$(BIN)/kvxfer demo $(ARGS)
@@ -71,16 +71,13 @@ format: $(STAMP)
 schema: $(STAMP)
 	$(BIN)/python -m proto.generate
 
-errors: $(STAMP)
-	$(BIN)/python -m docs.generate_errors
-
 drawings: $(STAMP)
 	$(BIN)/python docs/generate_drawings.py
 
 licences: $(STAMP)
 	$(BIN)/python docs/generate_licences.py
 
-pages: errors drawings licences
+pages: drawings licences
 
 # the documentation as a site, in build/site; strict, so a broken link or a page that no menu has is an error
 docs: $(STAMP)

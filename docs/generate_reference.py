@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - docs is no package; docs/hooks.py imports this
-"""What the site says of settings and commands, from their models and functions."""
+"""What the site says of settings, commands and codes of errors, made of the code."""
 
 import inspect
 import os
@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
+from kvxfer import errors
 from kvxfer.config import PREFIX, Config, leaves, parse_duration, parse_size
 from kvxfer.tools.cli import app
 
@@ -31,6 +32,17 @@ _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 def settings() -> str:
     """Every setting, and how long failures take to be heard of."""
     return _page(_settings())
+
+
+def codes() -> str:
+    """Every code with the errors that carry it."""
+    carry: dict[errors.Code, list[str]] = {}
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        if isinstance(error, type) and issubclass(error, errors.KvxferError) and error is not errors.KvxferError:
+            carry.setdefault(error.code, []).append(f"`{name}`")
+    rows = (f"| {code.value} | `{code.name}` | {', '.join(carry.get(code, ()))} |" for code in errors.Code)
+    return _page(("| code | name | error |", "|---|---|---|", *rows))
 
 
 def commands() -> str:

@@ -5,7 +5,7 @@
 - Links are written as a forge reads them. Those that leave `docs/` lead to such a page, or to a copy of the file that
   they name, so that the site is whole without the repository and offline.
 - Headings have the anchors that a forge gives them.
-- Settings and commands are read from the code.
+- Settings, commands and codes of errors are read from the code.
 - Diagrams in Mermaid are drawn here (`mermaid.py`); a browser has nothing to load.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from generate_reference import commands, settings
+from generate_reference import codes, commands, settings
 from mermaid import draw
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -31,6 +31,7 @@ ELSEWHERE = {  # file in the repository -> page of the site
 }
 PAGES = ELSEWHERE | {"README.md": "index.md"}  # the README is not shown, but something takes its place
 MADE = {
+    "<!-- codes: docs/hooks.py puts them here -->": codes,
     "<!-- commands: docs/hooks.py puts them here -->": commands,
     "<!-- settings: docs/hooks.py puts them here -->": settings,
 }

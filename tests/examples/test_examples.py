@@ -99,6 +99,7 @@ def test_prefill_and_decode_by_standard_output(folder):
 def test_ctrl_c_ends_both_in_a_line_and_leaves_no_ticket(folder):
     ticket = folder / "ticket.json"
     with running("decode.py", ticket, tmp_path=folder) as decode:
+        assert decode.stderr is not None
         assert decode.stderr.readline().startswith(f"decode: waiting for {ticket}, which prefill.py writes")
         decode.send_signal(signal.SIGINT)
         assert outcome(decode) == (1, "", "decode: given up\n")
